@@ -1,0 +1,66 @@
+# hookkit: everything a person runs. `make help` lists it.
+
+PYTHON        ?= python3
+VENV          ?= .venv
+# What pip installs as torch, before anything else. A GPU user names another build, e.g.
+#   make demo HOOKKIT_TORCH="torch==2.13.0 --index-url <the index of your CUDA version>"
+HOOKKIT_TORCH ?= torch==2.13.0
+ARGS          ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.hookkit-installed
+INTEG := $(VENV)/.hookkit-integrations
+
+.PHONY: help env demo test test-gpu test-quick lint types format golden wheel integrations clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+env: $(STAMP)  ## create the environment (quick when it is there)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hookkit needs Python 3.11 or newer: choose one with make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(HOOKKIT_TORCH)
+	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group dev -e '.[all]'
+	touch $(STAMP)
+
+$(INTEG): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group integrations
+	touch $(INTEG)
+
+demo: $(STAMP)  ## train on real digits, print and draw what every layer did (ARGS="--epochs 3")
+	$(BIN)/python -m hookkit.demo $(ARGS)
+
+test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-quick: $(STAMP)  ## pytest without the slow tests
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-gpu: $(STAMP)  ## only the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+integrations: $(INTEG)  ## add the libraries that hookkit is tested beside
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy, strict
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(STAMP)  ## rewrite the golden files after an intended change of output
+	$(BIN)/python -m pytest -q tests --update-golden
+
+wheel: $(STAMP)  ## build the wheel and test it with the sources out of sight
+	bash .ci/wheel
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache

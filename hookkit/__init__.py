@@ -1,0 +1,1 @@
+"""See inside any PyTorch model, while it runs and while it trains."""
