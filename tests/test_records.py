@@ -1,0 +1,81 @@
+"""Records are plain values: built by hand, pickled, read by index or name."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from hookkit.errors import SelectionError
+from hookkit.records import Incident, Record, Run
+
+
+def record(n: int = 3, names: tuple[str, ...] = ("conv1", "fc")) -> Record:
+    steps = np.arange(n) * 2
+    values = {"mean": np.arange(len(names) * n, dtype=np.float64).reshape(len(names), n)}
+    types = ("Conv2d", "Linear")[: len(names)]
+    return Record("activation", names, types, steps, steps * 0, steps, np.ones(n, np.int64), values)
+
+
+def test_its_length_is_the_number_of_records() -> None:
+    assert len(record(4)) == 4
+
+
+@pytest.mark.parametrize(("asked", "row"), [(0, 0), (-1, 1), ("fc", 1), ("conv1", 0)])
+def test_a_layer_is_an_index_or_a_name(asked: int | str, row: int) -> None:
+    assert record().layer(asked) == row
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(SelectionError, match=r'"conv2"\. Nearest: "conv1"'):
+        record().layer("conv2")
+
+
+def test_an_index_too_far_gets_the_range() -> None:
+    with pytest.raises(SelectionError, match=r"layer 2 was asked for, 2 were recorded.*-2 to 1"):
+        record().layer(2)
+
+
+def test_a_value_is_a_row_or_the_table() -> None:
+    assert record().value("mean", "fc").tolist() == [3, 4, 5]
+    assert record().value("mean").shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "cure"),
+    [("dead", "units=True"), ("update_ratio", "ParamStats"), ("median", "one of these")],
+)
+def test_a_statistic_that_was_not_recorded_gets_its_cure(statistic: str, cure: str) -> None:
+    with pytest.raises(SelectionError, match=f'recorded are "mean".*{cure}'):
+        record().value(statistic)
+
+
+def test_rows_are_tidy() -> None:
+    rows = list(record().rows())
+
+    assert len(rows) == 6
+    assert rows[4] == (2, 0, "fc", "activation", "mean", 4.0)
+
+
+def test_all_are_picklable() -> None:
+    run = Run(record(), losses=np.ones(7), incidents=(Incident("loss", ""),))
+
+    again = pickle.loads(pickle.dumps(run))
+
+    assert repr(again) == repr(run) == "Run(7 steps; 2 activations)"
+
+
+def test_steps_are_those_of_the_losses_or_the_records() -> None:
+    assert Run().n_steps == 0
+    assert Run(record()).n_steps == 5
+    assert Run(record(), losses=np.ones(9)).n_steps == 9
+
+
+def test_an_incident_reads_as_text() -> None:
+    past = {"fc": np.array([1.0, 4.0, 64.0])}
+    incident = Incident("activation", "fc", "Linear", 12, 1, 12, ("head",), np.arange(9, 12), past)
+
+    assert str(incident) == (
+        "step 12 (epoch 1): first non-finite activation of fc (Linear)\n"
+        "  its RMS in the steps before: 1 4 64\n"
+        "  then: head"
+    )
