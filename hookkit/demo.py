@@ -1,0 +1,183 @@
+"""A real training from one command: `python -m hookkit.demo`.
+
+Trains a small convolutional net on scikit-learn's 1,797 scans of handwritten digits, records what
+every layer does, prints the summary, the layers' statistics and the diagnosis, and writes pictures
+and a report. Everything here is hookkit's public interface: read it as an example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .callbacks import ProgressCallback
+from .data import DataLoaders
+from .errors import missing_extra
+from .learner import Learner
+from .stats import ActivationStats, GradientStats, ParamStats
+
+
+def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoaders:
+    """The digits as (n, 1, 8, 8) float32 images in [0, 1]: 1,437 to train on, 360 to validate."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise missing_extra("scikit-learn", "demo", "load its handwritten digits") from None
+    images, labels = load_digits(return_X_y=True)
+    x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels)
+    shuffler = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(x), generator=shuffler)
+    train, valid = order[:-360], order[-360:]
+    return DataLoaders(
+        DataLoader(
+            TensorDataset(x[train], y[train]), batch_size, shuffle=True, generator=shuffler
+        ),
+        DataLoader(TensorDataset(x[valid], y[valid]), 2 * batch_size),
+        device=device,
+    )
+
+
+def conv_net(n_classes: int = 10) -> nn.Sequential:
+    """Three convolutions with batch norm and ReLU, and a linear head; takes (n, 1, 8, 8)."""
+
+    def block(ni: int, nf: int, stride: int) -> list[nn.Module]:
+        conv = nn.Conv2d(ni, nf, 3, stride, 1, bias=False)
+        return [conv, nn.BatchNorm2d(nf), nn.ReLU()]
+
+    body = [*block(1, 16, 1), *block(16, 32, 2), *block(32, 64, 2)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, n_classes))
+
+
+def accuracy(pred: Tensor, y: Tensor) -> Tensor:
+    """The share of rows of `pred`, (n, classes), whose largest entry is at `y`, (n,)."""
+    return (pred.argmax(dim=-1) == y).float().mean()
+
+
+def train(epochs: int, seed: int, device: str) -> Learner:
+    """A Learner fitted for `epochs`, with activations, gradients and weights recorded."""
+    torch.manual_seed(seed)
+    watchers = [
+        ActivationStats(with_hist=True, include_paramless=True, units=True),
+        GradientStats(),
+        ParamStats(),
+    ]
+    learn = Learner(
+        digits(seed, device=device),
+        conv_net(),
+        nn.CrossEntropyLoss(),
+        opt_func=torch.optim.AdamW,
+        metrics=[accuracy],
+        cbs=[ProgressCallback, *watchers],
+    )
+    learn.fit_one_cycle(epochs, 1e-2)
+    return learn
+
+
+def layer_table(learn: Any) -> str:
+    """One line a layer: mean, std and shares of (near) zero at the last recorded step."""
+    record = learn.activation_stats.record()
+    lines = [f"{'layer':<6} {'type':<18} {'mean':>9} {'std':>9} {'near zero':>10} {'dead units':>11}"]
+    for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True)):
+        mean, std, near, dead = (
+            record.values[s][i, -1] for s in ("mean", "std", "near_zero", "dead")
+        )
+        lines.append(f"{name:<6} {kind:<18} {mean:>9.3f} {std:>9.3f} {near:>10.1%} {dead:>11.1%}")
+    return "\n".join(lines)
+
+
+def draw(learn: Any, out: Path) -> list[Path]:
+    """Writes the pictures of the run into `out`; their paths."""
+    from . import plotting  # matplotlib: only when somebody wants pictures
+
+    run, stats = learn.run_record(), learn.activation_stats
+    record = stats.record()
+    pictures = {
+        "run": plotting.plot_run(run),
+        "loss": plotting.plot_loss(run),
+        "colorful_dimension": plotting.color_dim(record),
+        "means_and_stds": plotting.plot_stats(record),
+        "near_zero": plotting.plot_dead(record),
+        "depth": plotting.plot_depth(run),
+        "updates": plotting.plot_updates(run),
+    }
+    for i, name in enumerate(record.names):
+        pictures[f"layer_{i:02d}_{name}"] = plotting.plot_layer_stats(record, name)
+    return [plotting.save(picture, out / f"{name}.png") for name, picture in pictures.items()]
+
+
+class _OneLine(argparse.ArgumentParser):
+    """Says what is wrong in one line, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _whole(low: int) -> Any:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < low:
+            raise argparse.ArgumentTypeError(f"{number} is too small: give {low} or more")
+        return number
+
+    return parse
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise argparse.ArgumentTypeError(f"{part} is a file: name a folder to write into")
+    return path
+
+
+def _device(text: str) -> str:
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device: use cpu, cuda or cuda:<n>")
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {first}") from None
+    return text
+
+
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's options; a bad value ends the program with one line and exit code 2."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    p = _OneLine(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=_folder, default=Path("runs/demo"), help="folder for the pictures")
+    p.add_argument("--epochs", type=_whole(1), default=8, help="passes over the training digits")
+    p.add_argument("--seed", type=_whole(0), default=42, help="of the split, the weights, the order")
+    p.add_argument("--device", type=_device, default=default, help="cpu, cuda or cuda:<n>")
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, print, draw; the exit code."""
+    opts = options(argv)
+    learn = train(opts.epochs, opts.seed, opts.device)
+    opts.out.mkdir(parents=True, exist_ok=True)
+    print(learn.summary())
+    print(f"\nEvery layer at the last of {len(learn.activation_stats.stats)} recorded steps:\n")
+    print(layer_table(learn))
+    print(f"\nDiagnosis: {learn.diagnose()}")
+    pictures = draw(learn, opts.out)
+    report = learn.report(opts.out / "report.html")
+    print(f"\nValidation accuracy: {learn.recorder.values[-1][-1]:.1%}")
+    print(f"{len(pictures)} pictures and {report.name} are in {opts.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

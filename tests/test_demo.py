@@ -1,0 +1,63 @@
+"""`python -m hookkit.demo`: real data, one command, clear about bad values."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from hookkit import demo
+
+
+def test_the_demo_learns_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+
+    code = demo.main(["--out", str(out), "--epochs", "2", "--device", "cpu"])
+
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "Total params: " in text
+    assert "Diagnosis: " in text
+    for name in ("run", "loss", "colorful_dimension", "means_and_stds", "near_zero", "depth"):
+        assert (out / f"{name}.png").stat().st_size > 5_000
+    assert len(list(out.glob("layer_*.png"))) == 12
+    assert "<html" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--epochs", "0"], "argument --epochs: 0 is too small: give 1 or more"),
+        (["--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
+        (["--seed", "-1"], "argument --seed: -1 is too small: give 0 or more"),
+        (["--device", "toaster"], "argument --device: 'toaster' is not a device"),
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+    ],
+)
+def test_a_bad_value_gets_one_line_and_exit_code_two(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main([*args, "--out", str(tmp_path / "out")])
+
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_not_overwritten_by_the_out_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "precious.txt"
+    file.write_text("mine")
+
+    with pytest.raises(SystemExit) as stop:
+        demo.main(["--out", str(file)])
+
+    assert stop.value.code == 2
+    assert "is a file: name a folder" in capsys.readouterr().err
+    assert file.read_text() == "mine"

@@ -1,0 +1,32 @@
+import inspect
+
+import pytest
+
+from hookkit import errors
+from hookkit.errors import HookkitError, HookkitWarning, missing_extra, nearest
+
+
+@pytest.mark.parametrize(
+    "kind", [k for _, k in inspect.getmembers(errors, inspect.isclass) if "Hookkit" not in k.__name__]
+)
+def test_every_kind_has_its_base_and_stands_in_the_drawing(kind: type) -> None:
+    assert issubclass(kind, (HookkitError, HookkitWarning))
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_errors_are_kin_of_pythons_own() -> None:
+    assert issubclass(errors.SelectionError, LookupError)
+    assert issubclass(errors.OptionError, ValueError)
+    assert issubclass(errors.ArgumentError, TypeError)
+    assert issubclass(errors.HookError, RuntimeError)
+    assert issubclass(errors.MissingExtraError, ImportError)
+
+
+def test_nearest_gives_the_likely_names_first() -> None:
+    assert nearest("encoder.layer.0", ["encoder.layers.0", "decoder", "head"]) == ["encoder.layers.0"]
+    assert nearest("zzz", ["encoder", "head"]) == []
+
+
+def test_a_missing_extra_prints_its_pip_command() -> None:
+    with pytest.raises(ImportError, match=r'pip install "hookkit\[plot\]"'):
+        raise missing_extra("matplotlib", "plot", "draw")

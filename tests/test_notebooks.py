@@ -1,0 +1,60 @@
+"""Every notebook runs top to bottom and shows what it was committed with.
+
+A cell tagged `varies` may print something else each time (times, paths); every other cell's text
+output is compared. The last cell asserts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "nbs").glob("*.ipynb"))
+
+
+def text_of(cell: Any) -> str:
+    """What a cell shows as plain text: streams and results, pictures and objects' HTML left out."""
+    shown = []
+    for out in cell.outputs:
+        if out.output_type == "stream" and out.name == "stdout":
+            shown.append(out.text)
+        elif out.output_type in ("execute_result", "display_data"):
+            plain = out.data.get("text/plain", "")
+            shown.append("" if plain.startswith("<Figure") else plain)
+        elif out.output_type == "error":
+            shown.append(f"{out.ename}: {out.evalue}")
+    lines = "\n".join(s.rstrip() for s in shown if s.strip()).splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def code_cells(book: Any) -> list[Any]:
+    return [c for c in book.cells if c.cell_type == "code"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_runs_and_shows_what_was_committed(path: Path, tmp_path: Path) -> None:
+    committed = nbformat.read(path, as_version=4)
+    book = nbformat.read(path, as_version=4)
+
+    nbclient.NotebookClient(
+        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+
+    for was, now in zip(code_cells(committed), code_cells(book), strict=True):
+        if "varies" not in was.metadata.get("tags", []):
+            assert text_of(now) == text_of(was), was.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_is_committed_with_outputs_and_ends_in_an_assertion(path: Path) -> None:
+    cells = code_cells(nbformat.read(path, as_version=4))
+
+    assert "assert" in cells[-1].source
+    assert all(c.execution_count for c in cells)
+    assert any(c.outputs for c in cells)

@@ -1,0 +1,62 @@
+"""Every code block of the README runs, in order, and prints what the README says it prints."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?^```text\n(.*?)^```\n)?", re.M | re.S)
+
+
+def blocks(text: str) -> list[tuple[str, str | None]]:
+    """(code, the output shown directly below it or None) of each python block of a page."""
+    return [(code, shown or None) for code, shown in BLOCK.findall(text)]
+
+
+def stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def run(text: str) -> list[tuple[str, str]]:
+    """(shown, printed) of each python block of `text` with an output, all in one namespace."""
+    space: dict[str, object] = {"__name__": "readme"}
+    pairs = []
+    for code, shown in blocks(text):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(README), "exec"), space)
+        if shown is not None:
+            pairs.append((stripped(shown), stripped(printed.getvalue())))
+    return pairs
+
+
+def test_every_block_runs_and_prints_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("matplotlib", "pandas", "tqdm"):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", os.environ.get("MPLBACKEND", "Agg"))
+
+    pairs = run(README.read_text())
+
+    assert len(pairs) >= 2
+    for shown, printed in pairs:
+        assert printed == shown
+
+
+def test_a_wrong_output_is_seen() -> None:
+    shown, printed = run("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")[0]
+
+    assert shown != printed
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README.read_text())
+
+    assert [link for link in links if not (README.parent / link).exists()] == []
