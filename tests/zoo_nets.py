@@ -1,0 +1,539 @@
+"""Ordinary architectures, small: convolutional, recurrent, attention, composed."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zoo_base import add, ids, rand
+
+B, T = 2, 5  # batch and sequence length used throughout
+
+
+add(
+    "mlp",
+    lambda: nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5)).eval(),
+    rand(B, 10),
+    params=10 * 20 + 20 + 20 * 5 + 5,
+    macs=B * (10 * 20 + 20 * 5),
+    calls={"": 1, "0": 1, "1": 1, "2": 1},
+)
+
+
+def convbn() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+CONVBN_PARAMS = 3 * 8 * 9 + 2 * 8 + 8 * 4 + 4
+CONVBN_MACS = B * (8 * 8 * 8 * 3 * 9 + 8 * 4)
+add(
+    "convbn_eval", lambda: convbn().eval(), rand(B, 3, 8, 8), params=CONVBN_PARAMS, macs=CONVBN_MACS
+)
+add(
+    "convbn_train",
+    lambda: convbn().train(),
+    rand(B, 3, 8, 8),
+    params=CONVBN_PARAMS,
+    macs=CONVBN_MACS,
+    tags={"mutates_buffers"},
+)
+add(
+    "conv1d_dilated",
+    lambda: nn.Sequential(nn.Conv1d(4, 6, 3, dilation=2), nn.GELU(), nn.Conv1d(6, 2, 1)).eval(),
+    rand(B, 4, 16),
+    params=4 * 6 * 3 + 6 + 6 * 2 + 2,
+    macs=B * (12 * 6 * 4 * 3 + 12 * 2 * 6),
+    note="length 16 - 2*(3-1) = 12",
+)
+add(
+    "conv3d",
+    lambda: nn.Conv3d(2, 4, 3, stride=2, padding=1).eval(),
+    rand(B, 2, 6, 6, 6),
+    params=2 * 4 * 27 + 4,
+    macs=B * 3 * 3 * 3 * 4 * 2 * 27,
+)
+add(
+    "depthwise_separable",
+    lambda: nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.SiLU(), nn.Conv2d(8, 16, 1)
+    ).eval(),
+    rand(B, 8, 6, 6),
+    params=8 * 1 * 9 + 8 + 8 * 16 + 16,
+    macs=B * 36 * (8 * 9 + 8 * 16),
+)
+add(
+    "conv_transpose",
+    lambda: nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1).eval(),
+    rand(B, 6, 5, 5),
+    params=6 * 3 * 16 + 3,
+    macs=B * 5 * 5 * 6 * 3 * 16,
+    note="each input position meets every kernel tap once",
+)
+add(
+    "grouped_conv",
+    lambda: nn.Conv2d(8, 12, 3, groups=4).eval(),
+    rand(B, 8, 6, 6),
+    params=12 * 2 * 9 + 12,
+    macs=B * 16 * 12 * 2 * 9,
+)
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, i: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(i, o, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(o)
+        self.conv2 = nn.Conv2d(o, o, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(o)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or i != o:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x if self.downsample is None else self.downsample(x)
+        h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        h += skip
+        return self.relu(h)
+
+
+def resnetish() -> nn.Sequential:
+    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    return nn.Sequential(
+        nn.Sequential(*stem),
+        BasicBlock(8, 8, 1),
+        BasicBlock(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+add(
+    "resnetish",
+    lambda: resnetish().eval(),
+    rand(B, 3, 8, 8),
+    params=(3 * 8 * 9 + 16)
+    + (2 * 8 * 8 * 9 + 2 * 16)
+    + (8 * 16 * 9 + 32 + 16 * 16 * 9 + 32 + 8 * 16 + 32)
+    + (16 * 10 + 10),
+    macs=B
+    * (64 * 3 * 8 * 9 + 64 * 2 * 8 * 8 * 9 + 16 * (8 * 16 * 9 + 16 * 16 * 9 + 8 * 16) + 16 * 10),
+    calls={"1.relu": 2, "2.relu": 2, "2.downsample.0": 1},
+    tags={"inplace"},
+)
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 3, padding=1)
+        self.mid = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.down(x))
+        b = self.up(F.relu(self.mid(a)))
+        return self.out(torch.cat([a, b], 1))
+
+
+add(
+    "unet_skip",
+    lambda: UNet().eval(),
+    rand(B, 1, 8, 8),
+    params=(9 * 4 + 4) + (4 * 8 * 9 + 8) + (8 * 4 * 4 + 4) + (8 + 1),
+    macs=B * (64 * 4 * 9 + 16 * 8 * 4 * 9 + 16 * 8 * 4 * 4 + 64 * 8),
+)
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4 * (i + 1), 4, 3, padding=1) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, F.relu(layer(x))], 1)
+        return x
+
+
+add(
+    "densenet_like",
+    lambda: DenseNet().eval(),
+    rand(B, 4, 6, 6),
+    params=sum(4 * i * 4 * 9 + 4 for i in (1, 2, 3)),
+    macs=B * 36 * sum(4 * i * 4 * 9 for i in (1, 2, 3)),
+    calls={"layers": 0, "layers.0": 1, "layers.2": 1},
+)
+
+
+# recurrent
+
+
+def lstm_params(i: int, h: int, layers: int = 1) -> int:
+    return sum(4 * h * ((i if k == 0 else h) + h) + 8 * h for k in range(layers))
+
+
+class TaggedLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(30, 6)
+        self.lstm = nn.LSTM(6, 8, num_layers=2, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(self.emb(x))
+        return self.fc(out[:, -1])
+
+
+add(
+    "lstm_classifier",
+    lambda: TaggedLSTM().eval(),
+    ids(30, B, T),
+    params=30 * 6 + lstm_params(6, 8, 2) + 8 * 3 + 3,
+    macs=B * T * (4 * 8 * (6 + 8) + 4 * 8 * (8 + 8)) + B * 8 * 3,
+)
+add(
+    "lstm_tuple",
+    lambda: nn.LSTM(6, 8, batch_first=True).eval(),
+    rand(B, T, 6),
+    params=4 * 8 * (6 + 8) + 8 * 8,
+    macs=B * T * 4 * 8 * (6 + 8),
+    note="output is (out, (h, c))",
+)
+add(
+    "lstm_proj",
+    lambda: nn.LSTM(6, 8, proj_size=4).eval(),
+    rand(T, B, 6),
+    params=4 * 8 * (6 + 4) + 8 * 8 + 8 * 4,
+    macs=B * T * (4 * 8 * (6 + 4) + 8 * 4),
+)
+add(
+    "bigru_timefirst",
+    lambda: nn.GRU(6, 8, bidirectional=True).eval(),
+    rand(T, B, 6),
+    params=2 * (3 * 8 * (6 + 8) + 6 * 8),
+    macs=2 * B * T * 3 * 8 * (6 + 8),
+)
+add(
+    "rnn_tanh",
+    lambda: nn.RNN(6, 8, batch_first=True).eval(),
+    rand(B, T, 6),
+    params=8 * (6 + 8) + 16,
+    macs=B * T * 8 * (6 + 8),
+)
+
+
+class PackedRNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        out, _ = self.rnn(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+        return self.fc(padded)
+
+
+add(
+    "rnn_packed",
+    lambda: PackedRNN().eval(),
+    lambda: (torch.randn(B, T, 6), torch.tensor([5, 3])),
+    params=lstm_params(6, 8) + 8 * 3 + 3,
+    macs=(5 + 3) * 4 * 8 * (6 + 8) + B * T * 8 * 3,
+    tags={"data_dependent", "no_fake"},
+    note="the recurrence runs over 5 + 3 true steps, the head over the padded 2 x 5",
+)
+add(
+    "packed_input",
+    lambda: nn.GRU(6, 8).eval(),
+    lambda: (nn.utils.rnn.pack_sequence([torch.randn(5, 6), torch.randn(3, 6)]),),
+    params=3 * 8 * (6 + 8) + 6 * 8,
+    macs=(5 + 3) * 3 * 8 * (6 + 8),
+    tags={"no_fake"},
+    note="a PackedSequence goes in and comes out",
+)
+
+
+class CellLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = (x.new_zeros(len(x), 8), x.new_zeros(len(x), 8))
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.fc(state[0])
+
+
+add(
+    "lstmcell_loop",
+    lambda: CellLoop().eval(),
+    rand(B, T, 6),
+    params=lstm_params(6, 8) + 8 * 3 + 3,
+    macs=B * T * 4 * 8 * (6 + 8) + B * 8 * 3,
+    calls={"cell": T, "fc": 1},
+)
+
+
+# attention
+
+
+def mha_macs(d: int, q: int, k: int) -> int:
+    """Per sample: q, k, v and output projections, scores and weighted sum (any head count)."""
+    return q * d * d + 2 * k * d * d + q * d * d + 2 * q * k * d
+
+
+def layer_macs(d: int, ff: int, q: int) -> int:
+    return mha_macs(d, q, q) + 2 * q * d * ff
+
+
+def layer_params(d: int, ff: int) -> int:
+    return (3 * d * d + 3 * d) + (d * d + d) + (d * ff + ff) + (ff * d + d) + 2 * 2 * d
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.mha(x, x, x)
+
+
+add(
+    "mha",
+    lambda: SelfAttention().eval(),
+    rand(B, T, 16),
+    params=4 * 16 * 16 + 4 * 16,
+    macs=B * mha_macs(16, T, T),
+    calls={"mha": 1, "mha.out_proj": 0},
+    note="output is (attention output, averaged weights)",
+)
+
+
+def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+add(
+    "encoder_eval",
+    lambda: encoder().eval(),
+    rand(B, T, 16),
+    params=2 * layer_params(16, 32),
+    macs=B * 2 * layer_macs(16, 32, T),
+    calls={"layers.0": 1, "layers.0.linear1": 1, "layers.0.self_attn.out_proj": 0},
+    note="module hooks switch the fused fast path off; calls are those without it",
+)
+add(
+    "encoder_train",
+    lambda: encoder(0.1).train(),
+    rand(B, T, 16),
+    params=2 * layer_params(16, 32),
+    macs=B * 2 * layer_macs(16, 32, T),
+    tags={"train_rng"},
+)
+add(
+    "encoder_padded",
+    lambda: encoder().eval(),
+    rand(B, T, 16),
+    kwargs=lambda: {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
+    params=2 * layer_params(16, 32),
+    macs=B * 2 * layer_macs(16, 32, T),
+    tags={"no_fake"},
+    note="with the fast path on and no grad, nested tensors flow inside; counts are without it",
+)
+add(
+    "transformer",
+    lambda: nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval(),
+    lambda: (torch.randn(B, T, 16), torch.randn(B, 3, 16)),
+    params=layer_params(16, 32) * 2 + (4 * 16 * 16 + 4 * 16) + 2 * 16 + 2 * 2 * 16,
+    macs=B * (layer_macs(16, 32, T) + layer_macs(16, 32, 3) + mha_macs(16, 3, T)),
+    note="decoder layer = layer + cross attention + one more norm; two final norms",
+)
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (
+            s.view(b, t, self.heads, -1).transpose(1, 2) for s in self.qkv(self.ln1(x)).chunk(3, -1)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.ln2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab: int = 40, d: int = 16, n: int = 3, tied: bool = True) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, d), nn.Embedding(8, d)
+        self.h = nn.ModuleList(GPTBlock(d, 4) for _ in range(n))
+        self.ln_f = nn.LayerNorm(d)
+        self.head = nn.Linear(d, vocab, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+        for block in self.h:
+            h = block(h)
+        return self.head(self.ln_f(h))
+
+
+add(
+    "gpt_like",
+    lambda: GPT().eval(),
+    ids(40, B, T),
+    params=40 * 16 + 8 * 16 + 3 * layer_params(16, 64) + 2 * 16,
+    macs=B * (3 * layer_macs(16, 64, T) + T * 16 * 40),
+    calls={"h": 0, "h.2.qkv": 1, "head": 1},
+    note="head is tied to wte: counted once; attention counted in full, mask or not",
+)
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 16, 4, 4)
+        self.cls = nn.Parameter(torch.zeros(1, 1, 16))
+        self.pos = nn.Parameter(torch.randn(1, 5, 16))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patch(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.cls.expand(len(x), -1, -1), h], 1) + self.pos
+        return self.head(self.block(h)[:, 0])
+
+
+add(
+    "bare_params_vit",
+    lambda: ViT().eval(),
+    rand(B, 3, 8, 8),
+    params=(3 * 16 * 16 + 16) + 16 + 5 * 16 + layer_params(16, 32) + 16 * 3 + 3,
+    macs=B * (4 * 16 * 3 * 16 + layer_macs(16, 32, 5) + 16 * 3),
+)
+
+
+class SDPA(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+add(
+    "sdpa",
+    SDPA,
+    lambda: tuple(torch.randn(B, 4, t, 8) for t in (T, 7, 7)),
+    params=0,
+    macs=B * 4 * 2 * T * 7 * 8,
+    note="no module below, no parameter: all compute is the root's own",
+)
+
+
+class EinsumAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Parameter(torch.randn(16, 4, 4))
+        self.wk = nn.Parameter(torch.randn(16, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = torch.einsum("btd,dhk->bhtk", x, self.wq)
+        k = torch.einsum("btd,dhk->bhtk", x, self.wk)
+        return torch.einsum("bhqk,bhtk->bhqt", q, k).softmax(-1)
+
+
+add(
+    "einsum",
+    EinsumAttention,
+    rand(B, T, 16),
+    params=2 * 16 * 4 * 4,
+    macs=B * (2 * T * 16 * 16 + 4 * T * T * 4),
+)
+
+
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (self.tower(a) - self.tower(b)).norm(dim=1)
+
+
+add(
+    "siamese",
+    lambda: Siamese().eval(),
+    lambda: (torch.randn(B, 6), torch.randn(B, 6)),
+    params=6 * 8 + 8 + 8 * 4 + 4,
+    macs=2 * B * (6 * 8 + 8 * 4),
+    calls={"": 1, "tower": 2, "tower.0": 2, "tower.2": 2},
+)
+
+
+class Hypernet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.Parameter(torch.randn(1, 4))
+        self.make = nn.Linear(4, 6 * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.make(self.z).view(3, 6))
+
+
+add(
+    "hypernetwork",
+    lambda: Hypernet().eval(),
+    rand(B, 6),
+    params=4 + 4 * 18 + 18,
+    macs=4 * 18 + B * 6 * 3,
+)
+add(
+    "embedding_bag",
+    lambda: nn.Sequential(nn.EmbeddingBag(20, 6, mode="mean"), nn.Linear(6, 2)).eval(),
+    ids(20, B, T),
+    params=20 * 6 + 6 * 2 + 2,
+    macs=B * 6 * 2,
+)
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(6, 2 * 3), nn.Linear(3, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mu, logvar = self.enc(x).chunk(2, 1)
+        z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
+        return self.dec(z), mu, logvar
+
+
+add(
+    "vae",
+    lambda: VAE().train(),
+    rand(B, 6),
+    params=6 * 6 + 6 + 3 * 6 + 6,
+    macs=B * (6 * 6 + 3 * 6),
+    tags={"train_rng"},
+    note="mu and logvar are views of one tensor",
+)
