@@ -13,8 +13,8 @@ PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
     {"errors"},
-    {"events", "nested", "layout"},
-    {"selecting", "ranks", "data"},
+    {"events", "nested", "layout", "walking", "globbing"},
+    {"selecting", "resolving", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},
     {"editing", "swapping", "features", "modelinfo", "recording"},
     {"summaries", "stats"},

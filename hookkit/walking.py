@@ -1,0 +1,166 @@
+"""The modules of a model and their names: each name once, whatever wraps the model.
+
+PyTorch's `named_modules` hides the second name of a shared module, or walks a cyclic model for
+ever, and lets wrappers into the names (`_orig_mod.`, `module.`). Here a walk takes each edge of
+the module graph once, so it ends on any graph and stays linear, and it steps through wrappers
+without naming them. Only `_modules` is read: a module's `__getattr__`, `__len__` or
+`__iter__` is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+_WRAPPER_NAMES = ("DeepSpeedEngine",)  # classes of libraries that are not imported here
+_MAX_NAMES = 64  # a net of shared blocks in shared blocks has exponentially many names
+
+
+def join(name: str, key: str) -> str:
+    """The dotted name of child `key` of the module called `name`.
+
+    >>> join("", "conv1"), join("layer1", "0")
+    ('conv1', 'layer1.0')
+    """
+    return f"{name}.{key}" if name else key
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """The module's direct children as they are registered, wrappers included, `None` left out."""
+    held = module.__dict__.get("_modules")
+    if held is None:  # traced modules keep theirs behind an attribute
+        held = getattr(module, "_modules", {})
+    return {key: child for key, child in held.items() if child is not None}
+
+
+def inner_key(module: nn.Module) -> str | None:
+    """The name under which a wrapper holds the module it wraps; None if it is no wrapper."""
+    held = submodules(module)
+    for key in _INNER:
+        if key in held:
+            return key
+    wraps = isinstance(module, _WRAPPERS) or type(module).__name__ in _WRAPPER_NAMES
+    return "module" if wraps and "module" in held else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside compile, DDP, DataParallel, FSDP, checkpoint and EMA wrappers.
+
+    >>> net = nn.Linear(2, 3)
+    >>> unwrap(nn.DataParallel(net)) is net
+    True
+    """
+    while (key := inner_key(model)) is not None:
+        model = submodules(model)[key]
+    return model
+
+
+def is_parametrization(key: str, module: nn.Module) -> bool:
+    """True for the container that `torch.nn.utils.parametrize` puts into a module.
+
+    Its modules run at every access of the parameter, not where the model calls them.
+    """
+    return key == "parametrizations" and isinstance(module, nn.ModuleDict)
+
+
+def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`(key, child)` of the direct children: unwrapped, without parametrizations."""
+    for key, child in submodules(module).items():
+        if not is_parametrization(key, child):
+            yield key, unwrap(child)
+
+
+def walk(
+    model: nn.Module, into: Callable[[nn.Module], bool] = lambda _: True
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """`(name, module, first)` for each place of a module, parents first, the root under `""`.
+
+    `first` is False at the second and later places of a shared module, whose own children are
+    not gone through again; nor are those of modules for which `into` is False.
+
+    Cost: one step per registered child.
+
+    >>> shared = nn.ReLU()
+    >>> [(name, first) for name, _, first in walk(nn.Sequential(shared, shared))]
+    [('', True), ('0', True), ('1', False)]
+    """
+    seen: set[int] = set()
+    stack = [("", unwrap(model))]
+    while stack:
+        name, module = stack.pop()
+        first = id(module) not in seen
+        seen.add(id(module))
+        yield name, module, first
+        if first and into(module):
+            stack += [(join(name, key), child) for key, child in children(module)][::-1]
+
+
+def all_names(model: nn.Module, module: nn.Module) -> list[str]:
+    """Every dotted name under which `module` stands in `model` (at most 64), in walking order."""
+    parents: dict[int, list[tuple[int, str]]] = {}
+    for _, parent, first in walk(model):
+        for key, child in children(parent) if first else ():
+            parents.setdefault(id(child), []).append((id(parent), key))
+    root = id(unwrap(model))
+
+    def names(i: int, below: frozenset[int]) -> Iterator[str]:
+        if i == root:
+            yield ""
+            return
+        for parent, key in parents.get(i, ()):
+            if parent not in below:
+                yield from (join(name, key) for name in names(parent, below | {i}))
+
+    return list(islice(names(id(module), frozenset()), _MAX_NAMES))
+
+
+def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """`(canonical name, module)` of a dotted name, None if there is none such.
+
+    Parts that wrappers put into names (`_orig_mod`, `module`) are passed over where they are not
+    a child's name, so names from a wrapped model hold for the bare one.
+
+    Cost: one dictionary look-up per part of the name.
+    """
+    at, module = "", unwrap(model)
+    for key in name.split(".") if name else ():
+        held = submodules(module)
+        if key in held:
+            at, module = join(at, key), unwrap(held[key])
+        elif key not in (*_INNER, "module"):
+            return None
+    return at, module
+
+
+def can_run(module: nn.Module) -> bool:
+    """True if PyTorch calls the module as a module, so that a hook on it can fire.
+
+    False for containers without a forward (ModuleList, ParameterDict and their like) and for
+    scripted modules, which refuse hooks.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return type(module).__name__ == "TopLevelTracedModule"
+    if "forward" in module.__dict__:
+        return True
+    forward = next(c.__dict__["forward"] for c in type(module).__mro__ if "forward" in c.__dict__)
+    return forward is not nn.Module.__dict__["forward"]
+
+
+def opens(module: nn.Module) -> bool:
+    """False for modules that never call what is inside them: scripted ones and attention.
+
+    `nn.MultiheadAttention` reads the weights of its `out_proj` and never calls it.
+    """
+    return not isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """True if the module runs and nothing inside it does."""
+    inside = walk(module, opens)
+    return can_run(module) and not any(can_run(m) for _, m, _ in inside if m is not module)
