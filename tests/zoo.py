@@ -3,18 +3,32 @@
     from zoo import ZOO, entry
 
 `ZOO` lists all `Entry`s; `entry("lstm")` finds one; `select_zoo(without={"raises"})` filters by
-tag. The entries live by theme: `zoo_nets` (ordinary architectures), `zoo_flow` (inputs, outputs
-and control flow), `zoo_params` (what parameters can be), `zoo_odd` (wrappers, state, attributes).
+tag. The entries live by theme in `zoo_*.py`; `zoo_base` says what an entry holds.
 """
 
-import zoo_flow
-import zoo_nets
+import zoo_control
+import zoo_conv
+import zoo_dtypes
 import zoo_odd
 import zoo_params
+import zoo_reuse
+import zoo_sequence
+import zoo_structures
+import zoo_wrapped
 from zoo_base import ENTRIES, Entry
 
 __all__ = ["ZOO", "Entry", "entry", "select_zoo"]
-_FILES = (zoo_nets, zoo_flow, zoo_params, zoo_odd)
+_FILES = (
+    zoo_conv,
+    zoo_sequence,
+    zoo_reuse,
+    zoo_structures,
+    zoo_control,
+    zoo_params,
+    zoo_dtypes,
+    zoo_wrapped,
+    zoo_odd,
+)
 
 ZOO: list[Entry] = ENTRIES
 

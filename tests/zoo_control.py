@@ -1,0 +1,287 @@
+"""Control flow: data-dependent, early exit, direct calls, checkpoints, gradients in forward."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo_base import add, rand
+
+B = 2
+
+
+# control flow
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos, self.neg, self.step = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pos(x) if x.sum() > 0 else self.neg(x)
+        for _ in range(int(x.shape[0] + x.sign().sum().item()) // 4):
+            h = self.step(h)
+        return h
+
+
+add(
+    "data_dependent",
+    lambda: DataDependent().eval(),
+    lambda: (torch.ones(B, 4),),
+    params=2 * 40 + 72,
+    macs=B * (32 + (B + 8) // 4 * 64),
+    calls={"pos": 1, "neg": 0, "step": 2},
+    tags={"data_dependent", "no_fake"},
+    note="ones: the positive branch, then (2 + 8) // 4 = 2 steps",
+)
+
+
+class EarlyExit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.exits = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for i, (block, leave) in enumerate(zip(self.blocks, self.exits, strict=True)):
+            x = F.relu(block(x))
+            out = leave(x)
+            if i * 1.0 + out.softmax(1).max() > 1.0:
+                break
+        return out
+
+
+add(
+    "early_exit",
+    lambda: EarlyExit().eval(),
+    rand(B, 4),
+    params=4 * 20 + 4 * 10,
+    macs=2 * B * (16 + 8),
+    calls={"blocks.0": 1, "exits.1": 1, "blocks.2": 0, "blocks.3": 0},
+    tags={"data_dependent", "no_fake"},
+    note="a softmax maximum lies between 1/2 and 1, so the second exit is always taken",
+)
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        top = self.gate(x).argmax(1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            where = (top == i).nonzero()[:, 0]
+            if len(where):
+                out[where] = expert(x[where])
+        return out
+
+
+add(
+    "moe_top1",
+    lambda: MoE().eval(),
+    rand(6, 4),
+    params=4 * 3 + 3 + 3 * (4 * 8 + 8 + 8 * 4 + 4),
+    macs=6 * (4 * 3 + 4 * 8 + 8 * 4),
+    tags={"data_dependent", "no_fake", "inplace"},
+    note="each row meets one expert; an expert without rows is not called",
+)
+
+
+class DirectForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a.forward(x)
+        return self.c(F.linear(h, self.b.weight, self.b.bias))
+
+
+add(
+    "direct_forward",
+    lambda: DirectForward().eval(),
+    rand(B, 4),
+    params=2 * 20 + 10,
+    macs=B * (2 * 16 + 8),
+    calls={"a": 0, "b": 0, "c": 1},
+    note="a runs by .forward, b's weight is used by a function: no hook can see them",
+)
+
+
+class UnusedHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleDict({k: nn.Linear(6, 3) for k in ("seg", "cls", "aux")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads["cls"](self.body(x))
+
+
+add(
+    "unused_heads",
+    lambda: UnusedHeads().eval(),
+    rand(B, 4),
+    params=30 + 3 * 21,
+    macs=B * (24 + 18),
+    calls={"heads": 0, "heads.cls": 1, "heads.seg": 0, "heads.aux": 0},
+)
+
+
+class MultiNet(nn.Module):
+    """A GAN in one module: only the generator is called by forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict(
+            {"gen": nn.Linear(4, 8), "dis": nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))}
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.nets["gen"](z)
+
+    def score(self, z: Tensor) -> Tensor:
+        return self.nets["dis"](self(z))
+
+
+add(
+    "multi_net",
+    lambda: MultiNet().eval(),
+    rand(B, 4),
+    params=40 + 36 + 5,
+    macs=B * 32,
+    calls={"nets.gen": 1, "nets.dis": 0},
+)
+
+
+class Swallows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.try_me, self.instead = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            h = self.try_me(x)
+        except Exception:
+            h = self.instead(x)
+        return h * 2
+
+
+add(
+    "swallows_exceptions",
+    lambda: Swallows().eval(),
+    rand(B, 4),
+    params=40,
+    macs=B * 16,
+    calls={"try_me": 1, "instead": 0},
+    note="`except Exception` in forward would swallow an early stop",
+)
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ok, self.bad = nn.Linear(4, 4), _Bad()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bad(self.ok(x))
+
+
+class _Bad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"cannot work with {tuple(self.fc(x).shape)}")
+
+
+add(
+    "raises",
+    lambda: Raises().eval(),
+    rand(B, 4),
+    params=40,
+    macs=2 * B * 16,
+    tags={"raises"},
+    note="raises ValueError inside bad, after bad.fc ran",
+)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.ReLU())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        if not torch.is_grad_enabled():
+            return self.block(h)
+        return checkpoint(self.block, h, use_reentrant=self.reentrant)
+
+
+for reentrant in (False, True):
+    add(
+        "checkpointed_reentrant" if reentrant else "checkpointed",
+        lambda r=reentrant: Checkpointed(r).train(),
+        rand(B, 8),
+        params=144,
+        macs=2 * B * 64,
+        calls={"stem": 1, "block.0": 1, "block.2": 1},
+        tags={"train_rng", "checkpoint"} | ({"checkpoint_reentrant"} if reentrant else set()),
+        note="the block runs again in backward: still one call",
+    )
+
+
+class NeedsGrad(nn.Module):
+    """An energy model: its output is the gradient of its energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.out(torch.tanh(self.fc(x))).sum()
+        return torch.autograd.grad(energy, x)[0]
+
+
+add(
+    "needs_grad",
+    lambda: NeedsGrad().eval(),
+    rand(B, 4),
+    params=30 + 7,
+    macs=B * (4 * 6 + 6) * 2,
+    tags={"needs_grad", "no_grad_in"},
+    note="the backward inside forward costs both products once more",
+)
+
+
+class NeedsGradMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            frozen = self.fc(x)
+        with torch.enable_grad():
+            return self.fc(x) - frozen
+
+
+add(
+    "grad_mode_switches",
+    lambda: NeedsGradMode().eval(),
+    rand(B, 4),
+    params=20,
+    macs=2 * B * 16,
+    calls={"fc": 2},
+    note="one call without grad, one with",
+)

@@ -1,0 +1,238 @@
+"""Parameters by dtype and place: half, complex, quantised, sparse, meta, lazy."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zoo_base import add, ids, rand
+
+B = 2
+
+
+# dtypes
+
+
+add(
+    "bf16",
+    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).bfloat16().eval(),
+    lambda: (torch.randn(B, 8, dtype=torch.bfloat16),),
+    params=72 + 18,
+    macs=B * 80,
+)
+add(
+    "fp16",
+    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).half().eval(),
+    lambda: (torch.randn(B, 8, dtype=torch.float16),),
+    params=72 + 18,
+    macs=B * 80,
+)
+add(
+    "float64",
+    lambda: nn.Linear(8, 2).double().eval(),
+    lambda: (torch.randn(B, 8, dtype=torch.float64),),
+    params=18,
+    macs=B * 16,
+)
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lo, self.norm = nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8)
+        self.hi = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hi(self.norm(self.lo(x.bfloat16()).float()))
+
+
+add(
+    "mixed_dtypes",
+    lambda: MixedDtypes().eval(),
+    rand(B, 8),
+    params=72 + 16 + 18,
+    macs=B * (64 + 16),
+)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.fc = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc((torch.fft.fft(x) @ self.w).abs())
+
+
+add(
+    "complex",
+    lambda: Complex().eval(),
+    rand(B, 8),
+    params=64 + 18,
+    macs=B * (64 + 16),
+    note="a complex number is one parameter, a complex product one multiply-accumulate",
+)
+
+
+class Int8Params(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        q = torch.randint(-127, 127, (8, 8), dtype=torch.int8)
+        self.q = nn.Parameter(q, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.fc = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.linear(x, self.q.float() * self.scale[:, None]))
+
+
+add(
+    "int8_params",
+    lambda: Int8Params().eval(),
+    rand(B, 8),
+    params=64 + 8 + 18,
+    trainable=8 + 18,
+    macs=B * 80,
+)
+
+
+def quantised() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+
+
+if set(torch.backends.quantized.supported_engines) - {"none"}:
+    add(
+        "quantised_dynamic",
+        quantised,
+        rand(B, 8),
+        params=0,
+        macs=None,
+        tags={"packed", "no_fake", "no_grad_in"},
+        note="weights are packed objects, no Parameters: 0 parameters, no counted kernel",
+    )
+
+
+class SparseInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 4))
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.sparse.mm(x, self.w))
+
+
+def sparse_rows() -> tuple[Tensor]:
+    where = torch.tensor([[0, 0, 1], [3, 7, 2]])
+    return (torch.sparse_coo_tensor(where, torch.ones(3), (B, 16), check_invariants=True),)
+
+
+add(
+    "sparse_input",
+    lambda: SparseInput().eval(),
+    sparse_rows,
+    params=64 + 10,
+    macs=None,
+    tags={"sparse", "no_fake"},
+    note="a sparse product costs by its non-zeros; torch's formula counts it dense",
+)
+
+
+class SparseParam(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+        self.fc = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.sparse.mm(self.w, x.T).T)
+
+
+add(
+    "sparse_param",
+    lambda: SparseParam().eval(),
+    rand(B, 8),
+    params=64 + 18,
+    trainable=18,
+    macs=None,
+    tags={"sparse", "no_fake"},
+    note="numel of a sparse parameter is that of its dense shape; the product is not counted",
+)
+add(
+    "sparse_embedding",
+    lambda: nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)).eval(),
+    ids(20, B, 3),
+    params=80 + 10,
+    macs=B * 3 * 8,
+    note="its gradient is a sparse tensor",
+)
+
+
+# where they live, when they come
+
+
+def meta_net() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+
+
+add(
+    "meta_device",
+    lambda: meta_net().eval(),
+    lambda: (torch.empty(B, 3, 8, 8, device="meta"),),
+    params=3 * 8 * 9 + 8 + 8 * 36 * 10 + 10,
+    macs=B * (36 * 8 * 27 + 2880),
+    tags={"meta"},
+    note="no values anywhere: shapes only",
+)
+add(
+    "lazy",
+    lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval(),
+    rand(B, 3, 6, 6),
+    params=3 * 4 * 9 + 4 + 4 * 16 * 5 + 5,
+    macs=B * (16 * 4 * 27 + 320),
+    tags={"lazy", "no_fake", "train_rng"},
+    note="uninitialised until the first forward: the truth is after it (it draws the weights)",
+)
+
+
+class BuiltOnFirstCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: nn.Linear | None = None
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        if self.head is None:
+            self.head = nn.Linear(h.shape[1], 3)
+        return self.head(h)
+
+
+add(
+    "built_on_first_call",
+    lambda: BuiltOnFirstCall().eval(),
+    rand(B, 4),
+    params=20 + 15,
+    macs=B * (16 + 12),
+    tags={"lazy", "train_rng"},
+    note="head exists after the first forward only: the truth is after it",
+)
+
+
+class Subclassed(nn.Parameter):
+    """A Parameter subclass, as quantisation libraries make."""
+
+
+class SubclassParam(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Subclassed(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.w
+
+
+add("param_subclass", SubclassParam, rand(B, 4), params=16, macs=B * 16)
