@@ -1,0 +1,245 @@
+"""Walk, map and describe whatever a module takes and returns, with every container's type kept.
+
+Builds on nothing. The idea: `_parts(x)` names the children of a container and `_rebuilt(x, new)`
+makes one of the same type with new children; walking, mapping, naming and describing are each a
+few lines on these two. torch's own pytree knows no dataclasses and costs 7 µs on a bare tensor.
+
+Containers: tuple, namedtuple, `torch.return_types.*`, list, dict and other mappings (Hugging
+Face's ModelOutput too), dataclasses, PackedSequence, `Inputs`. All else is passed by reference.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex))
+
+
+class Inputs(tuple[Any, ...]):
+    """What a module was called with: a tuple of the positional inputs, keyword inputs by name.
+
+    `inputs[0]` is the first positional input, `inputs["mask"]` the keyword input `mask`, and
+    `inputs.kwargs` the dict of all keyword inputs.
+
+    >>> i = Inputs((1, 2), {"scale": 3})
+    >>> i[0], i["scale"], i
+    (1, 3, Inputs(1, 2, scale=3))
+    """
+
+    kwargs: dict[str, Any]
+
+    def __new__(cls, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Inputs:
+        """Positional inputs `args`, keyword inputs `kwargs`."""
+        self = super().__new__(cls, args)
+        self.kwargs = dict(kwargs or {})
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.kwargs[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def __reduce__(self) -> Any:
+        return Inputs, (tuple(self), self.kwargs)
+
+    def __repr__(self) -> str:
+        parts = [repr(x) for x in self] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        return f"Inputs({', '.join(parts)})"
+
+
+def leaves(x: Any) -> list[Tensor]:
+    """The tensors in `x`, in order, not copied; one that appears twice is listed twice.
+
+    >>> import torch
+    >>> [t.shape[0] for t in leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
+    [2, 3]
+    """
+    if isinstance(x, Tensor):
+        return [x]
+    return [t for _, part in _parts(x) for t in leaves(part)]
+
+
+def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors in `x` with the Python path that reads each, as `x<path>`.
+
+    >>> import torch
+    >>> [p for p, _ in named_leaves((torch.ones(2), {"a": [torch.ones(3)]}))]
+    ['[0]', "[1]['a'][0]"]
+    """
+    if isinstance(x, Tensor):
+        return [(path, x)]
+    return [pair for key, part in _parts(x) for pair in named_leaves(part, path + key)]
+
+
+def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
+    """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
+
+    What `f` leaves alone is not rebuilt: an untouched container is the very same object.
+
+    >>> import torch
+    >>> tmap(lambda t: t + 1, {"a": torch.zeros(2), "n": 3})
+    {'a': tensor([1., 1.]), 'n': 3}
+    """
+    if isinstance(x, Tensor):
+        return f(x)
+    parts = _parts(x)
+    if not parts:
+        return x
+    new = [tmap(f, part) for _, part in parts]
+    if all(a is b for a, (_, b) in zip(new, parts, strict=True)):
+        return x
+    return _rebuilt(x, new)
+
+
+def pick(x: Any, path: str) -> Any:
+    """What `x<path>` reads, for a path as `named_leaves` writes it: `[0]`, `.h`, `['logits']`.
+
+    Raises:
+        KeyError, IndexError, AttributeError: nothing of `x` stands at `path`.
+
+    >>> pick({"a": (1, 2)}, "['a'][1]")
+    2
+    """
+    for step in _steps(path):
+        x = getattr(x, step[1:]) if step[0] == "." else x[_key(step[1:-1])]
+    return x
+
+
+def describe(x: Any) -> str:
+    """The shapes in `x` as text: `4×10`, `(4×10, (2×3, 2×3))`, `{'logits': 4×10}`.
+
+    >>> import torch
+    >>> describe((torch.ones(4, 10), {"n": 3, "h": torch.ones(())}, None))
+    "(4×10, {'n': 3, 'h': scalar}, None)"
+    """
+    if isinstance(x, Tensor):
+        return _shape(x)
+    parts = _parts(x)
+    if not parts and isinstance(x, (tuple, list, dict)):
+        return "()" if isinstance(x, tuple) else "[]" if isinstance(x, list) else "{}"
+    if not parts:
+        return repr(x) if type(x) in PLAIN and len(repr(x)) <= 20 else type(x).__name__
+    return _described(x, parts)
+
+
+def _described(x: Any, parts: list[tuple[str, Any]]) -> str:
+    inner = [describe(part) for _, part in parts]
+    if type(x) is tuple:
+        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
+    if type(x) is list:
+        return f"[{', '.join(inner)}]"
+    if type(x) is dict:
+        pairs = (f"{k[1:-1]}: {s}" for (k, _), s in zip(parts, inner, strict=True))
+        return "{" + ", ".join(pairs) + "}"
+    names = ["" if re.fullmatch(r"\[\d+\]", k) else k.strip(".[]'") + "=" for k, _ in parts]
+    body = ", ".join(n + s for n, s in zip(names, inner, strict=True))
+    return f"({body})" if type(x) is Inputs else f"{type(x).__name__}({body})"
+
+
+def _shape(t: Tensor) -> str:
+    if t.is_nested:
+        return f"nested {t.size(0)}×…"
+    return "×".join(map(str, t.shape)) or "scalar"
+
+
+def _parts(x: Any) -> list[tuple[str, Any]]:
+    """The children of container `x` as (path step, child); empty for what is not a container."""
+    kind = type(x)
+    if kind in PLAIN:
+        return []
+    if kind is tuple or kind is list:
+        return [(f"[{i}]", v) for i, v in enumerate(x)]
+    if kind is dict:
+        return [(f"[{k!r}]", v) for k, v in x.items()]
+    if isinstance(x, PackedSequence):
+        return [(".data", x.data)]
+    return list(_odd_parts(x))
+
+
+def _odd_parts(x: Any) -> Iterator[tuple[str, Any]]:
+    """As `_parts`, for subclasses and dataclasses."""
+    if isinstance(x, Inputs):
+        yield from ((f"[{i}]", v) for i, v in enumerate(x))
+        yield from ((f"[{k!r}]", v) for k, v in x.kwargs.items())
+    elif isinstance(x, (tuple, list)):
+        names = _field_names(x)
+        paths = (f".{n}" if n else f"[{i}]" for i, n in enumerate(names))
+        yield from zip(paths, x, strict=True)
+    elif isinstance(x, Mapping):
+        as_attribute = dataclasses.is_dataclass(x)
+        yield from ((f".{k}" if as_attribute else f"[{k!r}]", v) for k, v in x.items())
+    elif dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module)):
+        for field in dataclasses.fields(x):
+            if hasattr(x, field.name):
+                yield f".{field.name}", getattr(x, field.name)
+
+
+def _field_names(x: Any) -> list[str]:
+    """Field names of a namedtuple or `torch.return_types` value, else blanks."""
+    names = getattr(x, "_fields", None)
+    if names is None and hasattr(type(x), "n_sequence_fields"):  # C struct sequences
+        names = type(x).__match_args__
+    return list(names) if names and len(names) == len(x) else [""] * len(x)
+
+
+def _rebuilt(x: Any, new: list[Any]) -> Any:
+    """A container of the type of `x` whose children are `new`, in the order of `_parts(x)`."""
+    if type(x) in (tuple, list):
+        return type(x)(new)
+    if type(x) is dict:
+        return dict(zip(x, new, strict=True))
+    if isinstance(x, PackedSequence):
+        return _packed(x, new[0])
+    if isinstance(x, Inputs):
+        return Inputs(new[: len(x)], dict(zip(x.kwargs, new[len(x) :], strict=True)))
+    if isinstance(x, tuple):
+        return type(x)._make(new) if hasattr(x, "_make") else type(x)(new)
+    if isinstance(x, list):
+        made = copy.copy(x)
+        made[:] = new
+        return made
+    if isinstance(x, Mapping):
+        return _mapping(x, new)
+    made = copy.copy(x)
+    for (path, _), value in zip(_parts(x), new, strict=True):
+        object.__setattr__(made, path[1:], value)  # frozen ones too; no __post_init__
+    return made
+
+
+def _packed(x: PackedSequence, data: Tensor) -> PackedSequence:
+    """Only `data` is a leaf; the index tensors follow it to its device."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"a PackedSequence holds a tensor, not {type(data).__name__}")
+    orders = [
+        None if i is None else i.to(data.device) for i in (x.sorted_indices, x.unsorted_indices)
+    ]
+    return PackedSequence(data, x.batch_sizes, *orders)
+
+
+def _mapping(x: Mapping[Any, Any], new: list[Any]) -> Any:
+    """A copy of mapping `x` with new values; those that are attributes too (ModelOutput) follow."""
+    made: Any = copy.copy(x)
+    if not hasattr(made, "__setitem__"):
+        return type(x)(dict(zip(x, new, strict=True)))  # type: ignore[call-arg]
+    for key, value in zip(list(x), new, strict=True):
+        old = x[key]
+        made[key] = value
+        if isinstance(key, str) and getattr(made, "__dict__", {}).get(key) is old:
+            made.__dict__[key] = value
+    return made
+
+
+def _steps(path: str) -> list[str]:
+    steps = re.findall(r"\.\w+|\[-?\d+\]|\['[^']*'\]|\[\"[^\"]*\"\]", path)
+    if "".join(steps) != path:
+        raise ValueError(f"cannot read the path \"{path}\": write it as [0], .name or ['key']")
+    return steps
+
+
+def _key(text: str) -> Any:
+    return text[1:-1] if text[0] in "'\"" else int(text)

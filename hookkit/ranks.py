@@ -1,0 +1,156 @@
+"""Several processes as one: who am I, gather, reduce. The only file that imports torch.distributed.
+
+Alone (no process group) every function is the identity, so callers need no `if`. Nothing here is
+ever called inside a hook: a collective that only some ranks reach blocks all of them, so gathering
+happens where the user reads a value, and **every rank has to read it**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hookkit.errors import HookError, OptionError
+from hookkit.nested import describe, leaves, tmap
+
+_OPS = {"sum": "SUM", "min": "MIN", "max": "MAX"}
+
+
+def is_distributed() -> bool:
+    """True inside a process group of at least two ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """This process's number, 0 when alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """The number of processes, 1 when alone."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def gather(x: Any) -> Any:
+    """`x` of all ranks, joined along dimension 0 in rank order; every rank gets the whole.
+
+    `x` is a tensor or any structure of tensors, whose batch sizes may differ from rank to rank;
+    scalars (0-d) become a vector with one entry for each rank. The result is detached, of the
+    dtype and on the device of `x`. Alone: `x` itself. Cost: two collectives per tensor at most.
+
+    Raises:
+        HookError: on every rank, if the structures, dtypes or inner shapes of the ranks differ.
+
+    >>> gather(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    if not is_distributed():
+        return x
+    _check_alike(x)
+    return tmap(_gather_one, x)
+
+
+def gather_object(x: Any) -> list[Any]:
+    """`x` of every rank as a list in rank order; any picklable object. Alone: `[x]`.
+
+    >>> gather_object("loss")
+    ['loss']
+    """
+    if not is_distributed():
+        return [x]
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, x)
+    return everyone
+
+
+def stacked(t: Tensor) -> Tensor:
+    """`t` of every rank, `(world_size, *t.shape)`; the shape has to be the same on all ranks.
+
+    One collective: the way to merge a table of sums, minima and maxima in one round. Alone:
+    `t[None]`.
+
+    >>> stacked(torch.zeros(4, 2, dtype=torch.float64)).shape
+    torch.Size([1, 4, 2])
+    """
+    if not is_distributed():
+        return t.detach()[None]
+    return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
+
+
+def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
+    """A new tensor like `t`: the `"sum"`, `"min"` or `"max"` over the ranks. Alone: a copy of `t`.
+
+    Raises:
+        OptionError: `op` is none of the three.
+
+    >>> all_reduce(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+    if op not in _OPS:
+        raise OptionError(f'all_reduce: op="{op}" is unknown. Use one of {", ".join(_OPS)}.')
+    if not is_distributed():
+        return t.detach().clone()
+
+    def reduce(w: Tensor) -> Tensor:
+        w = w.clone()
+        dist.all_reduce(w, getattr(dist.ReduceOp, _OPS[op]))
+        return w
+
+    return _on_wire(t, reduce)
+
+
+def barrier() -> None:
+    """Waits until every rank is here. Alone: nothing."""
+    if is_distributed():
+        dist.barrier()
+
+
+def _check_alike(x: Any) -> None:
+    """The ranks' structures fit each other, or the same HookError on all of them."""
+    mine = (describe(x), [(str(t.dtype), t.ndim, tuple(t.shape[1:])) for t in leaves(x)])
+    everyone = gather_object(mine)
+    if any(spec != everyone[0][1] for _, spec in everyone):
+        found = "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(everyone))
+        raise HookError(
+            f"gather: the ranks hold different structures ({found}). Only the first dimension "
+            "may differ: pass gather=False and join them yourself (ranks.gather_object)."
+        )
+
+
+def _gather_one(t: Tensor) -> Tensor:
+    """Batches of unequal size: sizes first, then everything padded to the largest, then cut."""
+    t = t.detach()
+    if t.ndim == 0:
+        return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
+    sizes: list[int] = gather_object(len(t))
+
+    def joined(w: Tensor) -> Tensor:
+        if len(w) < max(sizes):
+            w = torch.cat([w, w.new_zeros(max(sizes) - len(w), *w.shape[1:])])
+        return torch.cat([part[:n] for part, n in zip(_all_gather(w), sizes, strict=True)])
+
+    return _on_wire(t, joined)
+
+
+def _all_gather(w: Tensor) -> list[Tensor]:
+    w = w.contiguous()
+    parts = [torch.empty_like(w) for _ in range(world_size())]
+    dist.all_gather(parts, w)
+    return parts
+
+
+def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """`f(t)` on the device that the group's backend can send from; the result where `t` was.
+
+    bool and the small floats travel as bytes where a backend (gloo) knows no such type.
+    """
+    w = t.detach()
+    if dist.get_backend() == "nccl" and not w.is_cuda:
+        w = w.to(f"cuda:{torch.cuda.current_device()}")
+    elif dist.get_backend() == "gloo" and w.is_cuda:
+        w = w.cpu()
+    return f(w).to(t.device)
