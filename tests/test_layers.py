@@ -17,7 +17,7 @@ ROWS = [
     {"selecting", "resolving", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},
     {"editing", "swapping", "features", "modelinfo", "recording"},
-    {"summaries", "stats"},
+    {"summaries", "stats", "plotdata"},
     {"health", "plotting", "exports"},
     {"report"},
     {"learner", "watching"},

@@ -1,0 +1,285 @@
+"""What the pictures show, as plain arrays: ticks, edges, colours' limits, spikes, chosen steps.
+
+Everything about a picture that can be decided, and tested, without matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.records import Floats, Ints, Record, Run
+
+SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+
+
+def as_run(source: Any) -> Run:
+    """The `Run` of a Run, a Record (alone in it), a Watcher or a Learner.
+
+    Raises:
+        ArgumentError: nothing of this kind can be read from `source`.
+    """
+    if isinstance(source, Run):
+        return source
+    if isinstance(source, Record):
+        return Run(**{SLOTS[source.kind]: source})  # type: ignore[arg-type]
+    for name in ("run_record", "run", "record"):
+        if callable(method := getattr(source, name, None)):
+            return as_run(method())
+    raise ArgumentError(
+        f"a run was asked for, {type(source).__name__} was given. "
+        "Give a Run, a Record, a Watcher, a Learner, or a recorder such as ActivationStats."
+    )
+
+
+def as_record(source: Any, *kinds: str) -> Record:
+    """The first Record of one of `kinds` (default: any) in a Record, Run, recorder or driver.
+
+    Raises:
+        ArgumentError: `source` is none of these.
+        OptionError: it holds no record of these kinds.
+    """
+    run = as_run(source)
+    for kind in kinds or tuple(SLOTS):
+        if (record := getattr(run, SLOTS[kind])) is not None:
+            return record  # type: ignore[no-any-return]
+    found = ", ".join(r.kind for r in run.records) or "none"
+    recorders = {
+        "activation": "ActivationStats",
+        "gradient": "GradientStats",
+        "param": "ParamStats",
+    }
+    wanted = kinds or tuple(SLOTS)
+    raise OptionError(
+        f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
+        f"Train with {' or '.join(f'{recorders[k]}()' for k in wanted)}."
+    )
+
+
+def shorten(name: str, width: int = 24) -> str:
+    """`name` in at most `width` characters, cut in the middle: both ends tell layers apart.
+
+    >>> shorten("encoder.layers.11.self_attn.out_proj", 20)
+    'encoder.l…n.out_proj'
+    """
+    if len(name) <= width:
+        return name
+    tail = width // 2
+    return f"{name[: width - tail - 1]}…{name[-tail:]}"
+
+
+def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[tuple[int, str]]:
+    """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
+
+    All of them where they fit; else the first layer of each block (`h.0`, `h.1`, …), at the
+    finest level that still fits, and of those as many as keep their distance.
+
+    >>> layer_ticks([f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")], most=4)
+    [(0, 'h.0'), (2, 'h.1'), (4, 'h.2'), (6, 'h.3')]
+    """
+    if len(names) <= most:
+        return [(i, shorten(name or "(model)", width)) for i, name in enumerate(names)]
+    paths = [name.split(".") for name in names]
+    starts: list[int] = []
+    depth = 1
+    for depth in range(1, max(map(len, paths)) + 1):
+        heads = [path[:depth] for path in paths]
+        starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
+        if len(starts) * 2 > most:
+            break
+    apart = len(names) / most
+    kept: list[int] = []
+    for i in starts:
+        if not kept or i - kept[-1] >= apart:
+            kept.append(i)
+    return [(i, shorten(".".join(paths[i][:depth]), width)) for i in kept]
+
+
+def epoch_starts(record: Record, most: int = 12) -> list[tuple[float, int]]:
+    """The step at which each epoch begins, and its number; thinned to about `most`.
+
+    Empty when the record spans one epoch only: there is nothing to mark.
+    """
+    changed = np.flatnonzero(np.diff(record.epochs)) + 1
+    if not len(changed):
+        return []
+    starts = [(float(record.steps[i]), int(record.epochs[i])) for i in (0, *changed)]
+    every = -(-len(starts) // most)
+    return starts[::every]
+
+
+def step_edges(steps: Ints) -> Floats:
+    """(n + 1,) edges of the cells of `steps`: each reaches to the next record.
+
+    >>> step_edges(np.array([0, 10, 20]))
+    array([ 0., 10., 20., 30.])
+    """
+    width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    return np.append(steps.astype(np.float64), steps[-1] + width)
+
+
+def pool(table: Floats, edges: Floats, most: int) -> tuple[Floats, Floats, int]:
+    """`table` (rows, n) with its columns merged to at most `most`; its edges; how many were merged.
+
+    Each cell keeps the largest of its group, so that one spike in 2,000 steps stays visible: to
+    leave the merging to the renderer would drop columns at random.
+    """
+    n = table.shape[1]
+    k = max(1, -(-n // most))
+    if k == 1:
+        return table, edges, 1
+    low = np.where(np.isnan(table), -np.inf, table)
+    pooled = np.maximum.reduceat(low, np.arange(0, n, k), axis=1)
+    ran = np.logical_or.reduceat(~np.isnan(table), np.arange(0, n, k), axis=1)
+    return np.where(ran, pooled, np.nan), np.append(edges[:-1:k], edges[-1]), k
+
+
+def log10(values: Floats) -> Floats:
+    """log10 without warnings: −inf for 0, NaN for NaN and for negatives."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.log10(values), dtype=np.float64)
+
+
+def limits(values: Floats, least: float = 1.0) -> tuple[float, float]:
+    """Colour limits of `values`: their 0.5 and 99.5 percentiles, at least `least` apart."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, least
+    low, high = (float(v) for v in np.percentile(finite, (0.5, 99.5)))
+    short = max(0.0, least - (high - low)) / 2
+    return low - short, high + short
+
+
+def shares(record: Record, row: int) -> Floats:
+    """(n_bins, n) share of each record's counted values in each bin, NaN where none was counted."""
+    if record.hist is None:
+        raise OptionError(
+            f"a histogram of {record.names[row]!r} is needed, none was recorded. "
+            f"Record with `with_hist=True`."
+        )
+    counts = record.hist[row].astype(np.float64)
+    total = counts.sum(axis=0)
+    return np.asarray(counts / np.where(total > 0, total, np.nan), dtype=np.float64)
+
+
+def is_linear(edges: Floats) -> bool:
+    """Whether the finite bins have equal widths (a range of the user's) or are signed-log."""
+    widths = np.diff(edges[np.isfinite(edges)])
+    return len(widths) < 3 or bool(np.allclose(widths, widths[0], rtol=1e-3))
+
+
+def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floats, list[str]]:
+    """Places (in bins) and labels of round values between the bins `first` and `last`.
+
+    Bins are drawn equally high, whatever their edges: a signed-log axis (or, for equal bins, a
+    linear one) whose ticks are true values.
+    """
+    finite = np.isfinite(edges)
+    index, value = np.arange(len(edges))[finite], edges[finite]
+    low, high = value[np.clip([first, last + 1], index[0], index[-1]) - index[0]]
+    if is_linear(edges):
+        step = _round_step((high - low) / most)
+        ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
+        labels = [f"{t:.6g}" for t in ticks]
+    else:
+        ticks, labels = _log_ticks(low, high, value, most)
+    return np.interp(ticks, value, index), [t.replace("-", "−") for t in labels]
+
+
+def _round_step(rough: float) -> float:
+    power = 10.0 ** np.floor(np.log10(rough))
+    return float(power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999))
+
+
+def _log_ticks(low: float, high: float, value: Floats, most: int) -> tuple[Floats, list[str]]:
+    """±10^k and 0 inside [low, high], as many decades on both sides as fit in `most` ticks."""
+    smallest = int(np.ceil(np.log10(np.abs(value[value != 0]).min()) - 1e-9))
+    tops = [int(np.floor(np.log10(max(abs(v), 1e-300)) + 1e-9)) for v in (low, high)]
+    counts = [max(0, top - smallest + 1) for top in tops]
+    every = max(1, -(-sum(counts) // max(1, most - 1)))
+    ticks = {
+        s * 10.0**k
+        for s, top in ((-1, tops[0]), (1, tops[1]))
+        for k in range(top, smallest - 1, -every)
+    }
+    inside = sorted(t for t in {*ticks, 0.0} if low <= t <= high)
+    return np.array(inside), [_power(t) for t in inside]
+
+
+def _power(tick: float) -> str:
+    if 0.01 <= abs(tick) <= 1000 or not tick:
+        return f"{tick:g}"
+    return f"{'-' if tick < 0 else ''}1e{round(np.log10(abs(tick)))}"
+
+
+def used_bins(table: Floats) -> tuple[int, int]:
+    """First and last row of `table` (bins, …) that holds anything, with one bin to spare."""
+    rows = np.flatnonzero((np.nan_to_num(table) > 0).reshape(len(table), -1).any(axis=1))
+    if not len(rows):
+        return 0, len(table) - 1
+    return max(0, int(rows[0]) - 1), min(len(table) - 1, int(rows[-1]) + 1)
+
+
+def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int]:
+    """Columns of the records nearest to the `wanted` steps; default 0, 1, 10, 100, … and last."""
+    if not len(steps):
+        return []
+    last = int(steps[-1])
+    if wanted is None:
+        powers = [10**k for k in range(12) if 10**k < last * 0.7]
+        wanted = [int(steps[0]), *powers, last]
+    return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
+
+
+def smoothed(values: Floats, beta: float = 0.95) -> Floats:
+    """Exponential moving average of `values`, debiased; NaN and Inf are stepped over."""
+    out, mean, weight = np.full(len(values), np.nan), 0.0, 0.0
+    for i, value in enumerate(values):
+        if np.isfinite(value):
+            mean = beta * mean + (1 - beta) * float(value)
+            weight = beta * weight + 1 - beta
+            out[i] = mean / weight
+    return out
+
+
+def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 32) -> Ints:
+    """Where `values` exceed the mean of the `window` before by `sigmas` standard deviations.
+
+    Source: OLMo-core's `StabilityMonitor` (6 sigma, 128 steps). The first `least` steps are never
+    called spikes: there is nothing yet to compare them with.
+    """
+    found = []
+    for i in range(least, len(values)):
+        past = values[max(0, i - window) : i]
+        past = past[np.isfinite(past)]
+        if len(past) >= least and values[i] > past.mean() + sigmas * past.std() + 1e-12:
+            found.append(i)
+    return np.array(found, dtype=np.int64)
+
+
+def epoch_ends(run: Run, n_steps: int) -> dict[int, float]:
+    """The step at which each epoch ended, by number: as recorded, else in equal parts."""
+    records = [r for r in run.records if len(r)]
+    ends: dict[int, float] = {}
+    if records:
+        starts = epoch_starts(records[0], most=len(records[0]))
+        ends = {epoch: following - 1 for (_, epoch), (following, _) in pairwise(starts)}
+        ends[int(records[0].epochs[-1])] = float(max(n_steps, records[0].steps[-1] + 1) - 1)
+    elif run.valid:
+        ends = {i: (i + 1) * n_steps / len(run.valid) - 1 for i in range(len(run.valid))}
+    return ends
+
+
+def label(record: Record, row: int) -> str:
+    """A layer's name and type, for a title."""
+    return f"{record.names[row] or '(model)'} ({record.types[row]})"
+
+
+def nonfinite(record: Record) -> Any:
+    """(n_layers, n) bool: where a NaN or an Inf was counted."""
+    shape = (len(record.names), len(record))
+    return np.asarray(record.values.get("nonfinite", np.zeros(shape))) > 0

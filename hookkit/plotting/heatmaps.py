@@ -1,0 +1,120 @@
+"""The whole run at a glance: layer × step heat-maps, with epochs and findings marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hookkit import plotdata
+from hookkit.plotting.axes import ALARM, KINDS, NEVER, mark_epochs, name_layers, nothing, title
+from hookkit.plotting.canvas import colour_map, key, new_figure
+from hookkit.records import Record, Run
+
+WORDS = {"did not run": NEVER, "all zero": "black", "NaN or Inf": ALARM}
+
+
+def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
+    """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
+
+    Colour is log10 RMS (of outputs and of their gradients) and log10 of update:weight, whose map is
+    pale at the healthy −3. Grey: the layer did not run; black: all zero; vermilion: NaN or Inf.
+
+    Args:
+        run: a Run, a Record, a recorder or a driver.
+        findings: what to mark, each with `severity, rule, layers, steps`; default `diagnose(run)`.
+        fig: an empty Figure or SubFigure to draw on.
+
+    Returns:
+        The Figure: a panel and a colour bar for each record that is there.
+    """
+    run = plotdata.as_run(run)
+    panels = [r for r in run.records if len(r) and len(r.names)]
+    heights = [min(2.6, max(1.1, 0.16 * len(r.names) + 0.5)) for r in panels]
+    found = diagnosed(run) if findings is None else findings
+    fig = new_figure(fig, 10, sum(heights) + 0.9 + 0.17 * min(7, len(found)))
+    if not panels:
+        nothing(fig.subplots(), "nothing was recorded")
+        return fig
+    axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    met: set[str] = set()
+    for ax, record, height in zip(axes, panels, heights, strict=True):
+        met |= _heat(ax, record, most_labels=int(8 * height))
+        mark_epochs(ax, record, label=ax is axes[0])
+    axes[-1].set_xlabel("optimizer step", fontsize=9)
+    lines = _mark_findings(axes, panels, found)
+    key(fig, {word: colour for word, colour in WORDS.items() if word in met}, lines)
+    return fig
+
+
+def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
+    """One heat-map with its colour bar; which of `WORDS` its special colours say."""
+    statistic, what, cmap = {
+        "activation": ("rms", "log10 RMS", "viridis"),
+        "gradient": ("rms", "log10 RMS", "viridis"),
+        "param": ("update_ratio", "log10 update:weight", "PuOr_r"),
+    }[record.kind]
+    table, broken = plotdata.log10(record.value(statistic)), plotdata.nonfinite(record)
+    low, high = (-5.0, -1.0) if record.kind == "param" else plotdata.limits(table)
+    shown = np.clip(table, low, high)
+    shown[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
+    shown[broken] = high + 9
+    shown, edges, merged = plotdata.pool(shown, plotdata.step_edges(record.steps), 800)
+    colours = colour_map(cmap, bad=NEVER, under="black", over=ALARM)
+    rows = np.arange(len(record.names) + 1) - 0.5
+    mesh = ax.pcolormesh(edges, rows, shown, cmap=colours, vmin=low, vmax=high, rasterized=True)
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=12)
+    bar.set_label(what, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    ax.tick_params(labelsize=8)
+    ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
+    name_layers(ax.yaxis, record.names, most_labels)
+    head = "Updates by step" if record.kind == "param" else f"RMS of {KINDS[record.kind]}"
+    title(ax, head + (f", each column the largest of {merged} records" if merged > 1 else ""))
+    there = (np.isnan(table) & ~broken, shown < low - 1, broken)
+    return {word for word, cells in zip(WORDS, there, strict=True) if cells.any()}
+
+
+def diagnosed(run: Run) -> Sequence[Any]:
+    """The findings of a run."""
+    try:
+        from hookkit import health
+    except ImportError:
+        return ()
+    return health.diagnose(run)
+
+
+def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> list[str]:
+    """Numbered boxes around what the findings name; a line of text for each."""
+    lines = []
+    for number, finding in enumerate(list(findings)[:6], 1):
+        named = [str(layer) for layer in finding.layers or ()]
+        for ax, record in _panels_of(finding, axes, panels):
+            at = [i for i, name in enumerate(record.names) if name in named]
+            _box(ax, record, min(at), max(at), finding.steps, f"{number}")
+        where = plotdata.shorten(", ".join(named), 90)
+        lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
+    return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
+
+
+def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any, Record]]:
+    """The panel a finding belongs to: of those that know its layers, the one its rule speaks of."""
+    named = {str(layer) for layer in finding.layers or ()}
+    able = [(ax, r) for ax, r in zip(axes, panels, strict=True) if named & set(r.names)]
+    if any(word in str(finding.rule).lower() for word in ("grad", "vanish", "explod")):
+        able = [(ax, r) for ax, r in able if r.kind == "gradient"] or able
+    return able[:1]
+
+
+def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any, text: str) -> None:
+    edges = plotdata.step_edges(record.steps)
+    spanned = steps is not None and len(steps) > 0
+    first, last = (steps[0], steps[-1] + 1) if spanned else (edges[0], edges[-1])
+    left, right = max(float(first), edges[0]), min(float(last), edges[-1])
+    xs = [left, right, right, left, left]
+    ys = [top - 0.5, top - 0.5, bottom + 0.5, bottom + 0.5, top - 0.5]
+    for colour, width in (("black", 2.4), ("white", 1.0)):  # seen on dark and on pale cells
+        ax.plot(xs, ys, color=colour, lw=width, clip_on=False, zorder=5)
+    style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
+    ax.text(left, top - 0.5, text, fontsize=7, bbox=style, ha="center", va="center", zorder=6)

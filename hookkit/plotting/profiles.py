@@ -1,0 +1,138 @@
+"""Through depth, and through the run: the depth profile, and loss with gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hookkit import plotdata
+from hookkit.plotting.axes import (
+    BLUE,
+    FAINT,
+    INK,
+    KINDS,
+    ORANGE,
+    log_y,
+    mark_broken,
+    mark_epochs,
+    name_layers,
+    nothing,
+    plain,
+    title,
+)
+from hookkit.plotting.canvas import depth_colours, new_figure
+from hookkit.records import Floats, Record, Run
+
+
+def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Any:
+    """RMS through the depth of the net, forward (outputs) and backward (their gradients).
+
+    Args:
+        run: a Run, a Record, a recorder or a driver.
+        steps: optimizer steps to draw (the nearest records); default 0, 1, 10, 100, … and the last.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure; a level line is healthy, a slope is a signal that vanishes or explodes.
+    """
+    run = plotdata.as_run(run)
+    fig = new_figure(fig, 10, 4.6)
+    for ax, record, name in zip(
+        fig.subplots(1, 2),
+        (run.activations, run.gradients),
+        ("activation", "gradient"),
+        strict=True,
+    ):
+        if record is None or not len(record) or not len(record.names):
+            recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[name]
+            nothing(ax, f"no {name}s recorded: add {recorder}()")
+            continue
+        _profile(ax, record, steps)
+        title(ax, f"{'Forward' if name == 'activation' else 'Backward'}: RMS of {KINDS[name]}")
+    return fig
+
+
+def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
+    table, columns = record.value("rms"), plotdata.chosen_columns(record.steps, steps)
+    for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
+        marker = "o" if len(record.names) <= 40 else ""
+        at = np.arange(len(record.names))
+        ran = np.isfinite(table[:, j])  # join the layers that ran: a gap would hide the slope
+        ax.plot(
+            at[ran],
+            table[ran, j],
+            marker=marker,
+            ms=3,
+            lw=1.3,
+            color=colour,
+            label=f"{record.steps[j]}",
+        )
+    log_y(ax, table[:, columns])
+    name_layers(ax.xaxis, record.names, 24, rotation=90)
+    ax.set_xlim(-0.5, len(record.names) - 0.5)
+    ax.set_xlabel("layer, in execution order", fontsize=9)
+    ax.legend(title="step", fontsize=7, title_fontsize=7, frameon=False)
+    plain(ax)
+
+
+def plot_loss(run: Any, *, fig: Any = None) -> Any:
+    """Training and validation loss over steps, and below it the global gradient norm; the Figure.
+
+    Triangles mark spikes (6 sigma above the 128 steps before), vermilion bars NaN or Inf.
+    """
+    run = plotdata.as_run(run)
+    norms = run.grad_norms is not None and np.isfinite(run.grad_norms).any()
+    fig = new_figure(fig, 10, 5 if norms else 3.6)
+    axes = fig.subplots(
+        1 + norms, 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: 1 + norms]
+    )[:, 0]
+    losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
+    if len(losses) or len(run.valid):
+        _series(axes[0], losses, "training loss")
+        _valid_points(axes[0], run, len(losses))
+        axes[0].legend(fontsize=8, frameon=False)
+    else:
+        nothing(axes[0], "no loss was recorded")
+    title(axes[0], "Loss")
+    if norms:
+        _series(axes[1], np.asarray(run.grad_norms, dtype=np.float64), "gradient norm")
+        title(axes[1], "Global gradient norm")
+        log_y(axes[1], run.grad_norms)
+    if run.records and len(run.records[0]):
+        mark_epochs(axes[0], run.records[0])
+    axes[-1].set_xlabel("optimizer step", fontsize=9)
+    return fig
+
+
+def _series(ax: Any, values: Floats, label: str) -> None:
+    steps = np.arange(len(values))
+    ax.plot(
+        steps,
+        values,
+        color=FAINT,
+        lw=0.8,
+        marker="." if len(values) < 30 else "",
+        label=f"{label}, each step",
+    )
+    if len(values) >= 30:
+        ax.plot(steps, plotdata.smoothed(values), color=BLUE, lw=1.8, label=f"{label}, smoothed")
+    at = plotdata.spikes(values)
+    if len(at):
+        ax.plot(at, values[at], "v", color=INK, ms=5, label=f"{len(at)} spike{'s' * (len(at) > 1)}")
+    mark_broken(ax, steps, ~np.isfinite(values) & (np.cumsum(np.isfinite(values)) > 0))
+    positive = values[np.isfinite(values) & (values > 0)]
+    if len(positive) and positive.max() > 100 * positive.min():
+        log_y(ax, values)
+    plain(ax)
+
+
+def _valid_points(ax: Any, run: Run, n: int) -> None:
+    rows = [row for row in run.valid if isinstance(row.get("valid_loss"), (int, float))]
+    if not rows:
+        return
+    ends = plotdata.epoch_ends(run, n)
+    at = [ends.get(row.get("epoch", i), i) for i, row in enumerate(rows)]
+    losses = [row["valid_loss"] for row in rows]
+    ax.plot(at, losses, "o-", color=ORANGE, mec=INK, mew=0.6, ms=5, lw=1, label="validation loss")
