@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,7 @@ Selector = (
     | Iterable[Any]
 )
 
-_LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
+_LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def splits(text: str) -> Iterator[tuple[str, str]]:
     [('enc.attn', '[0]'), ('enc', '.attn[0]')]
     """
     for i in range(len(text) - 1, -1, -1):
-        if text[i] in ".[" and _LEAF.fullmatch(text[i:]):
+        if text[i] in ".[" and text[i - 1 : i] != "." and _LEAF.fullmatch(text[i:]):
             yield text[:i], text[i:].replace('"', "'")
 
 
@@ -58,14 +59,14 @@ def may_return(module: nn.Module, leaf: str) -> bool:
     """
     word = re.split(r"[.\[]", leaf)[1]
     own = dict(children(module))
-    if isinstance(module, nn.Sequential) and own and not nearest(word, own):
+    if get_close_matches(word, own, n=1):
+        return False
+    if isinstance(module, nn.Sequential) and own:
         return may_return([*own.values()][-1], leaf)
     plain = type(module).__module__.startswith("torch.nn.modules") and not own
     plain &= not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
     held = module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {})
-    if plain or not can_run(module) or any(word in names for names in held):
-        return False
-    return not nearest(word, own)
+    return not plain and can_run(module) and not any(word in names for names in held)
 
 
 class Asked:
@@ -214,7 +215,7 @@ class Asked:
             return [Pick(n, m) for n, m in modules]
         for name, leaf in ways:
             if leaf[0] == "." and (modules := self.named(name)):
-                picks = [Pick(n, m, leaf) for n, m in modules if may_return(m, leaf)]
+                picks = [Pick(n, m, leaf) for n, m in modules if not name or may_return(m, leaf)]
                 if picks:
                     return picks
                 break

@@ -1,0 +1,620 @@
+"""select, leaf_modules, unwrap: which modules, under which names, and what an error says."""
+
+import gc
+import re
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from zoo import ZOO, Entry
+
+from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.selecting import Selection, leaf_modules, select, unwrap
+from hookkit.walking import all_names, can_run, find, walk
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        x = x + self.attn(h, h, h)[0]
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    def __init__(self, n: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(n))
+        self.lstm = nn.LSTM(4, 4)
+        self.head1 = nn.Linear(4, 2)
+        self.head2 = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head1(self.lstm(x)[0]) + self.head2(x)
+
+
+class Keyed(nn.Module):
+    """A net whose output has attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"conv*": nn.Linear(2, 2), "attn[0]": nn.Linear(2, 2)})
+        self.body = Sub()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x)
+
+
+class Sub(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": self.layer(x)}
+
+
+class Cyclic(nn.Module):
+    def __init__(self, parent: nn.Module | None = None, depth: int = 3) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        if parent is not None:
+            self.parent = parent
+        if depth:
+            self.child = Cyclic(self, depth - 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+MLPS = ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]
+
+
+# --- names and globs
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("stem", ["stem"]),
+        ("blocks.1.mlp.0", ["blocks.1.mlp.0"]),
+        ("blocks.*.mlp", MLPS),
+        ("*", ["stem", "blocks", "lstm", "head1", "head2"]),
+        ("head?", ["head1", "head2"]),
+        ("head[2-9]", ["head2"]),
+        ("head[!2]", ["head1"]),
+        ("head{1,2}", ["head1", "head2"]),
+        ("head{2,1}", ["head2", "head1"]),
+        ("blocks.[01].mlp", MLPS[:2]),
+        ("**.mlp", MLPS),
+        ("**.norm", ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]),
+        ("blocks.1.mlp.**", ["blocks.1.mlp", *(f"blocks.1.mlp.{i}" for i in range(3))]),
+        ("blocks.**.0", ["blocks.0", "blocks.0.mlp.0", "blocks.1.mlp.0", "blocks.2.mlp.0"]),
+        ("blocks.{0,2}.mlp.[02]", [f"blocks.{i}.mlp.{j}" for i in (0, 2) for j in (0, 2)]),
+    ],
+)
+def test_names_and_globs(net: Net, what: str, names: list[str]) -> None:
+    chosen = select(net, what)
+
+    assert list(chosen) == names
+    assert all(chosen[name] is net.get_submodule(name) for name in names)
+
+
+def test_a_star_stays_within_one_part_of_a_name(net: Net) -> None:
+    assert "blocks.0.mlp.0" not in select(net, "blocks.*")
+
+
+def test_a_name_that_exists_is_a_name_whatever_its_characters() -> None:
+    assert list(select(Keyed(), "encoder.conv*", "encoder.attn[0]")) == [
+        "encoder.conv*",
+        "encoder.attn[0]",
+    ]
+    assert select(Keyed(), "encoder.attn[0]").leaf("encoder.attn[0]") == ""
+
+
+def test_the_empty_name_is_the_model(net: Net) -> None:
+    assert select(net, "")[""] is net
+
+
+def test_nothing_asked_is_every_module_but_the_root(net: Net) -> None:
+    assert list(select(net)) == [name for name, _ in net.named_modules()][1:]
+    assert list(select(nn.Linear(2, 2))) == [""]
+
+
+def test_an_empty_list_selects_nothing(net: Net) -> None:
+    assert len(select(net, [])) == 0
+
+
+# --- the other selectors
+
+
+def test_a_regex_is_searched_in_the_names(net: Net) -> None:
+    assert list(select(net, re.compile(r"\.mlp$"))) == MLPS
+    assert list(select(net, re.compile(r"^head"))) == ["head1", "head2"]
+
+
+def test_a_class_is_every_instance_the_root_too(net: Net) -> None:
+    assert list(select(net, nn.LayerNorm)) == [f"blocks.{i}.norm" for i in range(3)]
+    assert list(select(net, Net)) == [""]
+
+
+def test_a_predicate_gets_name_and_module(net: Net) -> None:
+    wide = select(net, lambda n, m: n.startswith("blocks") and getattr(m, "out_features", 0) == 8)
+
+    assert list(wide) == ["blocks.0.mlp.0", "blocks.1.mlp.0", "blocks.2.mlp.0"]
+
+
+def test_an_error_in_a_predicate_keeps_its_type_and_says_how_it_is_called(net: Net) -> None:
+    with pytest.raises(TypeError) as caught:
+        select(net, lambda m: True)  # type: ignore[misc, arg-type]
+
+    assert "called with (name, module)" in caught.value.__notes__[0]
+
+
+def test_modules_get_their_names(net: Net) -> None:
+    assert list(select(net, net.head2, net.blocks[0].mlp)) == ["head2", "blocks.0.mlp"]
+
+
+def test_a_module_list_is_its_entries_and_a_sequential_is_itself(net: Net) -> None:
+    assert list(select(net, net.blocks)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(select(net, net.blocks[0].mlp)) == ["blocks.0.mlp"]
+
+
+def test_lists_nest_and_generators_work(net: Net) -> None:
+    chosen = select(net, ["head1", [nn.LSTM, (net.stem,)]], (b.mlp for b in net.blocks))
+
+    assert list(chosen) == ["head1", "lstm", "stem", *MLPS]
+
+
+def test_a_dict_renames(net: Net) -> None:
+    chosen = select(net, {"blocks.0.mlp": "h", net.head1: "out", nn.LSTM: "rnn"}, "stem")
+
+    assert list(chosen) == ["h", "out", "rnn", "stem"]
+    assert chosen["h"] is net.blocks[0].mlp
+    assert chosen.path("h") == "blocks.0.mlp"
+
+
+def test_a_selection_is_a_selector(net: Net) -> None:
+    first = select(net, {"head1": "h"}, "lstm[0]")
+
+    again = select(net, first, "stem", "lstm[0]")
+
+    assert list(again) == ["h", "lstm[0]", "stem"]
+    assert again.leaf("lstm[0]") == "[0]"
+
+
+def test_the_order_is_that_of_the_request_and_repeats_are_dropped(net: Net) -> None:
+    assert list(select(net, "head2", "stem", "head?", nn.LSTM, "stem")) == [
+        "head2",
+        "stem",
+        "head1",
+        "lstm",
+    ]
+
+
+# --- leaf paths
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "leaf"),
+    [
+        ("blocks.0.attn[0]", "blocks.0.attn", "[0]"),
+        ("lstm[1][0]", "lstm", "[1][0]"),
+        ("lstm[-1]", "lstm", "[-1]"),
+        ("lstm", "lstm", ""),
+        ("blocks.1.hidden", "blocks.1", ".hidden"),
+        ("blocks.1['logits']", "blocks.1", "['logits']"),
+        ('blocks.1["logits"][0]', "blocks.1", "['logits'][0]"),
+        ("blocks.1.out.state[0]", "blocks.1", ".out.state[0]"),
+        (".logits", "", ".logits"),
+        ("[0]", "", "[0]"),
+    ],
+)
+def test_a_path_into_the_output(net: Net, what: str, name: str, leaf: str) -> None:
+    chosen = select(net, what)
+
+    (key,) = chosen
+    assert (chosen.aliases(key)[0], chosen.leaf(key)) == (name, leaf)
+    assert chosen.path(key) == name + leaf
+
+
+def test_a_path_goes_with_globs_and_dicts(net: Net) -> None:
+    chosen = select(net, "blocks.*.attn[0]", {"lstm[0]": "h"})
+
+    assert list(chosen) == [*(f"blocks.{i}.attn[0]" for i in range(3)), "h"]
+    assert [chosen.leaf(name) for name in chosen] == ["[0]"] * 4
+
+
+def test_two_leaves_of_one_module_are_two_entries(net: Net) -> None:
+    assert list(select(net, "lstm[0]", "lstm[1]", "lstm")) == ["lstm[0]", "lstm[1]", "lstm"]
+
+
+def test_brackets_are_a_glob_where_no_module_has_the_name_before_them(net: Net) -> None:
+    assert list(select(net, "head[12]")) == ["head1", "head2"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["stem.foo", "blocks.foo", "blocks.1.nrm", "blocks.1.mlpp", "blocks.0.mlp.0.weigth", "blck.x"],
+)
+def test_a_wrong_name_is_not_taken_for_a_leaf_path(net: Net, wrong: str) -> None:
+    with pytest.raises(SelectionError, match="no module matches"):
+        select(net, wrong)
+
+
+# --- shared modules, cycles, wrappers, odd modules
+
+
+def test_a_shared_module_appears_once_and_knows_all_its_names() -> None:
+    shared = nn.Sequential(nn.Linear(2, 2))
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(2, 2)})
+
+    assert list(select(model)) == ["a", "a.0", "c"]
+    assert select(model).aliases("a.0") == ("a.0", "b.0")
+    assert list(select(model, "b.*")) == ["b.0"]
+    assert list(select(model, "b", "a")) == ["b"]
+    assert select(model, "b").aliases("b") == ("b", "a")
+    assert list(select(model, re.compile("^b$"))) == ["b"]
+
+
+def test_a_dict_may_give_a_shared_module_two_names() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+
+    assert list(select(model, {"a": "first", "b": "second"})) == ["first", "second"]
+
+
+def test_cycles_end() -> None:
+    model = Cyclic()
+
+    assert list(select(model, nn.Linear)) == [f"{'child.' * i}fc" for i in range(4)]
+    assert list(select(model, "**.fc")) == [f"{'child.' * i}fc" for i in range(4)]
+    assert list(leaf_modules(model)) == [f"{'child.' * i}fc" for i in range(4)]
+    assert select(model, "fc").aliases("fc") == ("fc",)
+
+
+def test_exponentially_many_names_are_cut() -> None:
+    model: nn.Module = nn.Linear(1, 1)
+    for _ in range(40):
+        model = nn.ModuleDict({"a": model, "b": model})
+
+    assert len(select(model)) == 40
+    assert len(select(model, nn.Linear).aliases("a." * 39 + "a")) == 64
+    assert len(select(model, "**.b")) == 40
+
+
+def test_many_modules_refer_to_each_other() -> None:
+    agents = [nn.Linear(1, 1) for _ in range(10)]
+    for a in agents:
+        for i, b in enumerate(agents):
+            a.add_module(f"other{i}", b)
+
+    assert len(select(agents[0])) == 9
+
+
+def test_names_are_those_of_the_wrapped_model(net: Net) -> None:
+    wrapped = nn.DataParallel(torch.compile(net, backend="eager"))  # type: ignore[arg-type]
+
+    assert unwrap(wrapped) is net
+    assert list(select(wrapped)) == list(select(net))
+    assert list(select(wrapped, "module._orig_mod.stem", "**.mlp")) == ["stem", *MLPS]
+    assert list(select(net, "module.stem", "_orig_mod.head1")) == ["stem", "head1"]
+    assert list(select(wrapped, net)) == [""]
+
+
+def test_a_compiled_submodule_stands_under_its_own_name(net: Net) -> None:
+    inner = net.blocks[1]
+    compiled = net.blocks[1] = torch.compile(inner, backend="eager")  # type: ignore[assignment]
+
+    assert select(net, "blocks.1")["blocks.1"] is inner
+    assert select(net, compiled)["blocks.1"] is inner
+    assert list(select(net, "blocks.*.mlp")) == MLPS
+    assert "blocks.1.mlp.0" in leaf_modules(net)
+
+
+def test_a_child_called_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2))})
+
+    assert list(select(model)) == ["module", "module.0"]
+
+
+def test_parametrizations_are_selected_only_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+
+    assert list(select(model)) == ["0"]
+    assert list(select(model, "**")) == ["0"]
+    assert list(leaf_modules(model)) == ["0"]
+    name = "0.parametrizations.weight.0"
+    assert list(select(model, name)) == [name]
+    assert list(select(model, "*.parametrizations.*.*")) == [name]
+    with pytest.raises(SelectionError):
+        select(model, nn.Softplus)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules.get(name, f"made up {name}")
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("not to be iterated")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    __hash__ = nn.Module.__hash__
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_modules_are_not_asked_for_length_truth_equality_or_attributes() -> None:
+    odd = Odd()
+    model = nn.Sequential(odd, odd, nn.ReLU())
+
+    assert list(select(model, odd, nn.ReLU, "0")) == ["0", "2"]
+    assert list(select(model)) == ["0", "0.fc", "2"]
+    assert list(leaf_modules(model)) == ["0.fc", "2"]
+    with pytest.raises(SelectionError):
+        select(model, "0.fcc")
+
+
+def test_a_predicate_object_and_a_falsy_module_are_told_apart() -> None:
+    model = nn.Sequential(nn.Sequential(), nn.ReLU())
+
+    assert list(select(model, model[0])) == ["0"]
+
+
+def test_five_thousand_modules_take_linear_time() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(1700)])
+    start = time.process_time()
+
+    assert len(select(model, *model)) == 1700
+    assert len(select(model, "*.0", "**", nn.ReLU, lambda n, m: True)) == 5101
+    assert len(leaf_modules(model)) == 3400
+
+    assert time.process_time() - start < 5  # a quadratic walk takes minutes
+
+
+def test_a_selection_does_not_keep_the_model_alive() -> None:
+    net = Net()
+    chosen, gone = select(net, "stem"), weakref.ref(net)
+
+    del net
+    gc.collect()
+
+    assert gone() is None
+    assert chosen.aliases("stem") == ("stem",)
+
+
+# --- leaf_modules
+
+
+def test_leaf_modules_can_all_fire() -> None:
+    net = Net()
+    fired: list[str] = []
+    leaves = leaf_modules(net)
+    for name, module in leaves.items():
+        module.register_forward_hook(lambda *_, name=name: fired.append(name))
+
+    net(torch.randn(2, 3, 4))
+
+    assert sorted(fired) == sorted(leaves)
+    assert "blocks.0.attn" in leaves
+    assert "blocks.0.attn.out_proj" not in leaves
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_leaf_modules_leaves_out_what_cannot_fire() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    model = nn.ModuleList([nn.ParameterList([]), nn.ModuleDict({"a": nn.ReLU()}), scripted])
+
+    assert list(leaf_modules(model)) == ["1.a"]
+    assert list(leaf_modules(nn.Linear(2, 2))) == [""]
+
+
+class Holder(nn.Module):
+    """Runs, and holds only what does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(2)])
+        self.none = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weights[0]
+
+
+def test_a_module_that_holds_only_silent_containers_is_a_leaf() -> None:
+    assert list(leaf_modules(nn.Sequential(Holder(), nn.ReLU()))) == ["0", "1"]
+
+
+def test_can_run_sees_a_forward_of_the_instance() -> None:
+    box = nn.ModuleList([])
+    assert not can_run(box)
+
+    box.forward = lambda x: x  # type: ignore[method-assign]
+
+    assert can_run(box)
+
+
+# --- Selection
+
+
+def test_a_selection_is_a_mapping(net: Net) -> None:
+    chosen = select(net, "stem", "lstm")
+
+    assert dict(chosen) == {"stem": net.stem, "lstm": net.lstm}
+    assert "stem" in chosen
+    assert chosen.get("nope") is None
+    assert len(chosen) == 2
+
+
+def test_a_selection_reads_well(net: Net) -> None:
+    assert repr(select(net, "stem")) == "Selection(1 module: 'stem')"
+    assert repr(select(net, [])) == "Selection(0 modules)"
+    assert repr(select(net)) == (
+        "Selection(29 modules: 'stem', 'blocks', 'blocks.0', 'blocks.0.norm', …, 'head2')"
+    )
+    assert str(select(net, {"lstm[0]": "h"}, "blocks.0.attn", "")) == (
+        "Selection(3 modules)\n"
+        "h              LSTM  = lstm[0]\n"
+        "blocks.0.attn  MultiheadAttention\n"
+        "(model)        Net"
+    )
+
+
+# --- what errors say
+
+
+def error(model: nn.Module, *what: Any) -> str:
+    with pytest.raises(SelectionError) as caught:
+        select(model, *what)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "block.*.mlp",
+            'no module matches "block.*.mlp". Nearest: "blocks.0.mlp", "blocks.1.mlp", '
+            '"blocks.2.mlp". Use "blocks.*.mlp", or select(model) to list all 29 names.',
+        ),
+        (
+            "blocks.*.attention",
+            'no module matches "blocks.*.attention". Nearest: "blocks.0.attn", "blocks.1.attn", '
+            '"blocks.2.attn". Use "blocks.*.attn", or select(model) to list all 29 names.',
+        ),
+        (
+            "zzz",
+            'no module matches "zzz". Names are like "stem", "blocks", "blocks.0": '
+            "select(model) lists all 29.",
+        ),
+        (
+            "blocks.7",
+            'no module matches "blocks.7". Nearest: "blocks.0", "blocks.1", "blocks.2". '
+            'Use "blocks.*", or select(model) to list all 29 names.',
+        ),
+        (
+            "haed1",
+            'no module matches "haed1". Nearest: "head1". Use "head1", or select(model) to '
+            "list all 29 names.",
+        ),
+        (
+            "mlp.0",
+            'no module matches "mlp.0". Nearest: "blocks.0.mlp.0", "blocks.1.mlp.0", '
+            '"blocks.2.mlp.0". Use "blocks.0.mlp.0", or select(model) to list all 29 names.',
+        ),
+        (
+            "stem.weight",
+            'no module matches "stem.weight": it is a tensor of the Linear "stem", and hooks go '
+            'on modules. Use "stem", or hook_tensor for a tensor.',
+        ),
+        (
+            re.compile("mpl"),
+            'no name has a match of the regex "mpl" (tried with search). Names are like "stem", '
+            '"blocks", "blocks.0": select(model) lists all 29.',
+        ),
+        (
+            nn.Conv2d,
+            "no module is a Conv2d. There are Linear (9), Block (3), LayerNorm (3), "
+            "MultiheadAttention (3), NonDynamicallyQuantizableLinear (3), Sequential (3) and 4 "
+            "more classes. Ask for one of these, or by name: select(model) lists all 29.",
+        ),
+        (
+            nn.Linear(1, 1),
+            "the Linear given is no module of this Net. A copied, pickled or converted model has "
+            "modules of its own: ask by name, select(model) lists all 29.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_said_with_what_is_near(net: Net, what: Any, message: str) -> None:
+    assert error(net, what) == message
+
+
+def test_a_predicate_that_is_never_true(net: Net) -> None:
+    def is_huge(name: str, module: nn.Module) -> bool:
+        return False
+
+    assert error(net, is_huge) == (
+        "the predicate is_huge is true for none of the 29 modules. It is called with "
+        '(name, module). Names are like "stem", "blocks", "blocks.0": select(model) lists all 29.'
+    )
+
+
+def test_many_near_names_are_counted() -> None:
+    assert error(Net(6), "block.*") == (
+        'no module matches "block.*". Nearest: "blocks.0" … "blocks.5" (6). Use "blocks.*", '
+        "or select(model) to list all 53 names."
+    )
+
+
+def test_a_wrong_kind_of_request(net: Net) -> None:
+    with pytest.raises(ArgumentError, match=r"cannot ask by 3 of type int. Give a name, a glob"):
+        select(net, 3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cannot ask by None of type NoneType"):
+        select(net, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"needs a model .* and was given list"):
+        select([net])  # type: ignore[arg-type]
+
+
+def test_a_dict_the_wrong_way_round(net: Net) -> None:
+    with pytest.raises(ArgumentError, match=r"given Linear as the new name of 'h'. Turn it round"):
+        select(net, {"h": net.head1})  # type: ignore[dict-item]
+
+
+def test_one_new_name_for_several_modules(net: Net) -> None:
+    with pytest.raises(OptionError, match=r'gives "h" to one module, and .* matches 3. Ask for'):
+        select(net, {"blocks.*.mlp": "h"})
+
+
+def test_one_name_for_two_things(net: Net) -> None:
+    with pytest.raises(OptionError, match='name "stem" is asked for twice, for "head1" and for'):
+        select(net, {"head1": "stem"}, "stem")
+
+
+# --- the zoo
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=repr)
+def test_every_name_in_the_zoo_finds_its_module(entry: Entry) -> None:
+    model = entry.build()
+    chosen = select(model)
+
+    assert isinstance(chosen, Selection)
+    for name, module, _ in walk(model):
+        assert find(model, name) == (name, module)
+    for name in chosen:
+        assert select(model, name)[name] is chosen[name]
+        assert name in all_names(model, chosen[name])
+        if not isinstance(chosen[name], nn.ModuleList):
+            assert list(select(model, chosen[name])) == [name]
+    assert set(leaf_modules(model)) <= {"", *chosen}
