@@ -1,0 +1,148 @@
+"""Multiply-accumulates of the operations that PyTorch really runs, below `torch.nn`.
+
+A MAC is one multiply-add of linear algebra: matrix products, convolutions, attention, recurrent
+cells. Biases, norms, activations, softmax and look-ups count 0. Because the count is taken where
+PyTorch dispatches (`aten`), functional calls, hand-written attention and einsum are seen too, and
+it does not matter which attention kernel a device chooses. Half of what `torch.utils.flop_counter`
+gives is used where it has a formula; the rest is added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+MacFormula = Callable[..., int]
+
+aten = torch.ops.aten
+
+# Names (without overload) of operations that do linear algebra for which there is no formula here.
+# Everything in a foreign namespace (custom operators) is unknown as well.
+_UNKNOWN = (
+    "_fft_",
+    "linalg_",
+    "_linalg_",
+    "cholesky",
+    "_cdist",
+    "grid_sampler",
+    "_native_multi_head",
+    "_transformer_encoder",
+    "_sparse_semi",
+    "_int_mm",
+    "_weight_int",
+    "_mkldnn_",
+    "mkldnn_",
+    "ormqr",
+    "triangular_solve",
+    "lu_solve",
+    "_ctc_loss",
+    "matrix_exp",
+    "_thnn_differentiable",
+)
+_HOME = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
+
+
+def _numel(*tensors: Any) -> int:
+    return sum(int(t.numel()) for t in tensors if isinstance(t, Tensor))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    flops = sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+    return int(flops) // 2
+
+
+def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> int:
+    """One layer in one direction; `x` is (steps, batch, features)."""
+    return prod(x.shape[:-1]) * _numel(w_ih, w_hh)
+
+
+def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
+    """All layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
+    return prod(x.shape[:-1]) * sum(_numel(w) for w in weight if w.dim() == 2)
+
+
+def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
+    return _numel(a)
+
+
+def _addmv(_self: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
+    return _numel(a)
+
+
+def _addr(self: Tensor, *_: Any, **__: Any) -> int:
+    return _numel(self)
+
+
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, *_: Any, **__: Any
+) -> int:
+    """`nn.Bilinear`: one product per element of the three tensors expanded to each other."""
+    for dims, i in ((expand_a, 0), (expand_b, 1), (expand_c, 2)):
+        for d in sorted(dims):
+            a, b, c = (t.unsqueeze(d) if j == i else t for j, t in enumerate((a, b, c)))
+    return prod(map(max, a.shape, b.shape, c.shape))
+
+
+def _quantized_linear(x: Tensor, *_: Any, out: Any, **__: Any) -> int:
+    return _numel(out) * int(x.shape[-1])
+
+
+def _sparse_mm(a: Tensor, b: Tensor) -> int:
+    """`a @ b` with one of them sparse: its stored elements times the other's free dimension."""
+    if a.layout is not torch.strided:
+        return int(a._nnz()) * int(b.shape[-1])
+    return int(b._nnz()) * int(a.shape[0])
+
+
+_OURS: dict[str, MacFormula] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten::_scaled_dot_product_attention_math_for_mps": _attention,
+    "aten::mkldnn_rnn_layer": _mkldnn_rnn,
+    "aten::_cudnn_rnn": _cudnn_rnn,
+    "aten::miopen_rnn": _cudnn_rnn,
+    "aten::mv": _matvec,
+    "aten::dot": _matvec,
+    "aten::vdot": _matvec,
+    "aten::addmv": _addmv,
+    "aten::addmv_": _addmv,
+    "aten::addr": _addr,
+    "aten::_trilinear": _trilinear,
+}  # fmt: skip
+_TWO_SIDED = {"aten::mm": 0, "aten::addmm": 1, "aten::_sparse_mm": 0, "aten::_sparse_addmm": 1}
+_TORCHS: dict[str, Callable[..., int]] = {
+    str(k).replace(".", "::", 1): f for k, f in flop_registry.items()
+}
+
+
+def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
+    """Multiply-accumulates of one dispatched operation; None if there is no formula for it.
+
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
+    >>> macs_of(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    30
+    """
+    name = func._schema.name
+    if (formula := _OURS.get(name)) is not None:
+        return formula(*args, **kwargs)
+    if name in _TWO_SIDED:
+        a, b = args[_TWO_SIDED[name]], args[_TWO_SIDED[name] + 1]
+        if a.layout is not torch.strided or b.layout is not torch.strided:
+            return _sparse_mm(a, b)
+        return int(a.shape[0] * a.shape[1] * b.shape[-1])
+    if (theirs := _TORCHS.get(name.rstrip("_"))) is not None:
+        return int(theirs(*args, **kwargs, out_val=out)) // 2
+    if name.startswith("quantized::linear"):
+        return _quantized_linear(*args, out=out)
+    return None if is_unknown(name) else 0
+
+
+def is_unknown(name: str) -> bool:
+    """True if `name` (`aten::mm`) may do linear algebra that has no formula here."""
+    space, _, short = name.partition("::")
+    return space not in _HOME or short.startswith(_UNKNOWN)

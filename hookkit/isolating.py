@@ -1,0 +1,179 @@
+"""Copies of a model to run in its place, and a world that is put back afterwards.
+
+What a forward can change is the model (buffers, modes, attributes, layers built on first use), its
+inputs, and the process (random states, flags). A copy takes care of the first: on fake tensors it
+costs no memory and nothing is computed. Hooks that write outside the model (recorders) are left
+off the copy; its own (weight norm, pruning, lazy layers, a model that hooks itself) stay on.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:  # private in torch 2.11-2.13; without it every summary is a real run
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+except ImportError:  # pragma: no cover
+    FakeCopyMode = FakeTensorMode = None  # type: ignore[assignment, misc, unused-ignore]
+
+
+def new_fake_mode() -> Any:
+    """A mode in which tensors have shapes and no values; None where torch has none."""
+    return None if FakeTensorMode is None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OTHER_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the model
+
+
+def own_hook(hook: Any, owners: set[int]) -> bool:
+    """True if `hook` is PyTorch's own or bound to an object that the model itself holds."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    held = id(getattr(hook, "__self__", hook)) in owners
+    return held or home.split(".")[0] == "torch"
+
+
+def owners(model: nn.Module) -> set[int]:
+    """Ids of the model's modules and of what their attributes hold."""
+    return {id(m) for m in model.modules()} | {
+        id(value) for m in model.modules() for value in m.__dict__.values()
+    }
+
+
+def copy_memo(model: nn.Module) -> tuple[dict[int, Any], int]:
+    """A `deepcopy` memo for `model` that leaves foreign hooks behind, and how many it leaves.
+
+    Tensors that autograd made (which refuse to be copied) are cut from their graph.
+    """
+    memo: dict[int, Any] = {}
+    held: set[int] | None = None
+    left = 0
+    for m in model.modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            continue
+        for name in CALL_HOOKS:
+            hooks = m.__dict__.get(name)
+            if not hooks:
+                continue
+            held = owners(model) if held is None else held
+            kept = {k: hook for k, hook in hooks.items() if own_hook(hook, held)}
+            left += len(hooks) - len(kept)
+            if len(kept) < len(hooks):
+                memo[id(hooks)] = type(hooks)(kept)
+        for name in _OTHER_HOOKS:
+            if hooks := m.__dict__.get(name):
+                memo[id(hooks)] = type(hooks)()
+        for value in m.__dict__.values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    return memo, left
+
+
+def real_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of `model` without foreign hooks; parameters of 1 GiB and more stay shared."""
+    memo, _ = copy_memo(model)
+    params = [p for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    if sum(p.numel() * p.element_size() for p in params) > _SHARE_BYTES:
+        memo |= {id(p): p for p in params}
+    return copy.deepcopy(model, memo)
+
+
+def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
+    """A deep copy of `model` whose tensors are fake: shapes, types and ties without values."""
+    with torch.no_grad(), FakeCopyMode(mode):
+        memo, _ = copy_memo(model)
+        return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts back what a forward can change outside the model, also after an error.
+
+    The random states of Python, NumPy and every device in use, the grad mode, and the switch of
+    the fused transformer path, which is off inside: with it on, the layers of an encoder in
+    evaluation are never called.
+    """
+    with ExitStack() as stack:
+        for get, put in _random_states():
+            stack.callback(put, get())
+        fused = torch.backends.mha.get_fastpath_enabled()
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # prints what we handle
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
+        yield
+
+
+def _random_states() -> list[tuple[Any, Any]]:
+    states: list[tuple[Any, Any]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append((numpy.random.get_state, numpy.random.set_state))
+    cuda: Any = torch.cuda  # a device that was never used has no state to keep
+    if cuda.is_available() and cuda.is_initialized():
+        states.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    if torch.backends.mps.is_available():
+        states.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
+    return states
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Puts the modules of `model` back as they were: modes, attributes, hooks, buffers' content.
+
+    Attributes are restored one level deep (a list that grew shrinks again); tensors whose version
+    moved get their content back. Cost: one clone of every buffer and parameter.
+    """
+    modules = list(model.modules())
+    shells = [(m, type(m), _shell(m)) for m in modules]
+    tensors = {id(t): t for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+    saved = [(t, t._version, t.detach().clone()) for t in tensors.values() if not _lazy(t)]
+    try:
+        yield
+    finally:
+        for m, kind, shell in shells:
+            m.__class__ = kind
+            m.__dict__.clear()
+            m.__dict__.update({k: _restored(old, content) for k, (old, content) in shell.items()})
+        with torch.no_grad():
+            for t, version, content in saved:
+                if t._version != version:
+                    t.copy_(content)
+
+
+def _lazy(t: Tensor) -> bool:
+    return bool(nn.parameter.is_lazy(t))
+
+
+def _shell(m: nn.Module) -> dict[str, tuple[Any, Any]]:
+    return {
+        k: (v, copy.copy(v) if isinstance(v, list | dict | set) else None)
+        for k, v in vars(m).items()
+    }
+
+
+def _restored(old: Any, content: Any) -> Any:
+    if isinstance(old, list):
+        old[:] = content
+    elif isinstance(old, dict | set):
+        old.clear()
+        old.update(content)
+    return old

@@ -1,0 +1,121 @@
+"""Text that lines up: true widths of characters, and short forms of numbers.
+
+A terminal gives CJK signs and most emoji two columns and combining marks none, so `len` lies about
+where a column ends. The rules are Unicode's East Asian Width (UAX #11) from the standard library.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import lru_cache
+
+_JOINER = "\u200d"  # joins emoji into one picture: 👨‍👩‍👧
+_PICTURE = "\ufe0f"  # asks for the colour form of the sign before it, which is two columns wide
+_FLAG = range(0x1F1E6, 0x1F200)  # regional letters; two of them make one flag
+_SKIN = range(0x1F3FB, 0x1F400)  # skin tones, drawn onto the emoji before them
+
+
+@lru_cache(maxsize=4096)
+def width(text: str) -> int:
+    """Columns that `text` takes in a terminal.
+
+    >>> width("conv"), width("卷积"), width("e\\u0301"), width("👍🏽"), width("👨‍👩‍👧")
+    (4, 4, 1, 2, 2)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(_cell(text, i) for i in range(len(text)))
+
+
+def _cell(text: str, i: int) -> int:
+    sign, code = text[i], ord(text[i])
+    if unicodedata.category(sign) in ("Mn", "Me", "Cf") and sign != _PICTURE:
+        return 0
+    if sign == _PICTURE:
+        return 1 if i and unicodedata.east_asian_width(text[i - 1]) not in "WF" else 0
+    if i and (text[i - 1] == _JOINER or code in _SKIN):
+        return 0
+    if code in _FLAG:
+        letters = 0  # the second letter of a pair is drawn into the first
+        while letters <= i and ord(text[i - letters]) in _FLAG:
+            letters += 1
+        return 2 if letters % 2 else 0
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+
+
+def pad(text: str, n: int, *, right: bool = False) -> str:
+    """`text` with spaces up to `n` columns: after it, or before it with `right=True`.
+
+    >>> pad("卷积", 6) + "|", pad("12", 4, right=True)
+    ('卷积  |', '  12')
+    """
+    spaces = " " * max(0, n - width(text))
+    return spaces + text if right else text + spaces
+
+
+def clip(text: str, n: int) -> str:
+    """`text` in at most `n` columns; what is cut leaves an ellipsis.
+
+    >>> clip("TransformerEncoder", 12), clip("卷积层一二三", 6)
+    ('Transformer…', '卷积…')
+    """
+    if width(text) <= n:
+        return text
+    while text and width(text) > n - 1:
+        text = text[:-1]
+    return text.rstrip(_JOINER) + "…" if n > 0 else ""
+
+
+def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:
+    """`parts` joined by `sep` into lines of at most `n` columns (a longer part stays whole).
+
+    >>> wrap(["one", "two", "three"], 10)
+    ['one · two', 'three']
+    """
+    lines: list[str] = []
+    for part in parts:
+        if lines and width(lines[-1] + sep + part) <= n:
+            lines[-1] += sep + part
+        else:
+            lines.append(part)
+    return lines
+
+
+def si(n: float) -> str:
+    """`n` in three digits and a unit of a thousand: for counts too long to compare at a glance.
+
+    >>> [si(n) for n in (0, 999, 25_165_824, 4_089_184_256, 999_999)]
+    ['0', '999', '25.2 M', '4.09 G', '1.00 M']
+    """
+    return _scaled(n, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def nbytes(n: float) -> str:
+    """`n` bytes in decimal units, three digits.
+
+    >>> [nbytes(n) for n in (0, 520, 1_572_864, 86_120_000)]
+    ['0 B', '520 B', '1.57 MB', '86.1 MB']
+    """
+    return _scaled(n, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
+
+
+def _scaled(n: float, units: tuple[str, ...]) -> str:
+    size, unit = float(n), 0
+    while abs(size) >= 999.5 and unit < len(units) - 1:
+        size, unit = size / 1000, unit + 1
+    if unit == 0:
+        return f"{n:.0f} {units[0]}".rstrip()
+    digits = 0 if abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    return f"{size:.{digits}f} {units[unit]}"
+
+
+def percent(part: float, whole: float) -> str:
+    """`part` of `whole` in whole percents, never rounded to all or to nothing.
+
+    >>> percent(1, 1000), percent(999, 1000), percent(1, 2), percent(3, 3)
+    ('<1%', '>99%', '50%', '100%')
+    """
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 1:
+        return "<1%"
+    return ">99%" if 99 < share < 100 else f"{share:.0f}%"

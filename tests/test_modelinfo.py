@@ -1,0 +1,307 @@
+"""What a model has and what comes out of its layers; nothing is left changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from hookkit.errors import ArgumentError, ModelRunError, OptionError
+from hookkit.modelinfo import (
+    ParameterModule,
+    Partly,
+    dummy_eval,
+    flatten_model,
+    has_params,
+    in_channels,
+    model_sizes,
+    num_features_model,
+    total_params,
+)
+
+
+def conv(ni: int, nf: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(ni, nf, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(nf), nn.ReLU()
+    )
+
+
+def body() -> nn.Sequential:
+    return nn.Sequential(conv(3, 16), conv(16, 32, 2), conv(32, 32))
+
+
+class Branches(nn.Module):
+    """Not a Sequential; children are called out of order, one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+        self.aux = nn.Linear(8, 5)
+        self.stem = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.head(self.stem(x))}
+
+
+@pytest.mark.parametrize(
+    ("module", "n", "trainable"),
+    [
+        (nn.Linear(10, 32), 352, True),
+        (nn.Linear(10, 32, bias=False), 320, True),
+        (nn.BatchNorm2d(20), 40, True),
+        (nn.BatchNorm2d(20, affine=False), 0, False),
+        (nn.Conv2d(16, 32, 3), 4640, True),
+        (nn.Conv2d(16, 32, 3, bias=False), 4608, True),
+        (nn.LSTM(20, 10, 2), 4 * (20 * 10 + 10) + 3 * 4 * (10 * 10 + 10), True),
+        (nn.MultiheadAttention(8, 2), 4 * (8 * 8 + 8), True),
+        (nn.LazyLinear(4), 0, False),
+    ],
+)
+def test_parameters_are_counted(module: nn.Module, n: int, trainable: bool) -> None:
+    assert total_params(module) == (n, trainable)
+    assert type(total_params(module)[1]) is bool
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    net[1].weight = net[0].weight
+
+    assert total_params(net) == (40, True)
+
+
+def test_partly_trainable_is_told_and_true() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 10))
+    net[0].requires_grad_(False)
+
+    n, trainable = total_params(net)
+
+    assert (n, trainable) == (100, 0.7)
+    assert isinstance(trainable, Partly)
+    assert trainable
+    assert str(trainable) == "partly (70%)"
+
+
+def test_a_frozen_module_is_not_trainable() -> None:
+    assert total_params(nn.Linear(2, 2).requires_grad_(False)) == (6, False)
+
+
+def test_parameters_are_found_at_any_depth() -> None:
+    assert has_params(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(1, 1))))
+    assert has_params(nn.ParameterList([nn.Parameter(torch.ones(1))]))
+    assert not has_params(nn.Sequential(nn.ReLU(), nn.Sequential()))
+
+
+def test_flattening_keeps_order_lists_bare_parameters_and_shared_modules_once() -> None:
+    relu = nn.ReLU()
+    net = nn.Sequential(nn.Linear(2, 2), relu, nn.Sequential(nn.Linear(2, 2), relu))
+    net.scale = nn.Parameter(torch.ones(3))
+
+    flat = flatten_model(net)
+
+    assert flat[:3] == [net[0], relu, net[2][0]]
+    assert isinstance(flat[3], ParameterModule)
+    assert flat[3].val is net.scale
+    assert len(flat) == 4
+
+
+def test_flattening_ends_on_a_cyclic_model() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].parent = net
+
+    assert flatten_model(net) == [net[0]]
+
+
+@pytest.mark.parametrize(
+    ("module", "n"),
+    [
+        (nn.Linear(7, 3), 7),
+        (nn.Conv1d(5, 3, 3), 5),
+        (nn.Conv2d(8, 16, 3, groups=4), 8),
+        (nn.Conv3d(2, 3, 3), 2),
+        (nn.ConvTranspose2d(8, 16, 3), 8),
+        (nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 3, 3)), 6),
+        (nn.LSTM(9, 4), 9),
+        (nn.TransformerEncoderLayer(12, 2, 16), 12),
+        (nn.Sequential(nn.ReLU(), nn.LayerNorm(11)), 11),
+        (parametrizations.weight_norm(nn.Conv2d(4, 5, 3)), 4),
+        (nn.Bilinear(3, 4, 5), 3),
+    ],
+)
+def test_input_channels_of_any_first_layer(module: nn.Module, n: int) -> None:
+    assert in_channels(module) == n
+
+
+def test_no_layer_with_channels_is_told() -> None:
+    with pytest.raises(ArgumentError, match=r"none of its layers says how many .* x=\.\.\."):
+        in_channels(nn.Sequential(nn.ReLU(), nn.Flatten()))
+
+
+def test_an_embedding_has_no_channels() -> None:
+    with pytest.raises(
+        ArgumentError, match='first layer "0" is an Embedding, which takes ids below 7'
+    ):
+        in_channels(nn.Sequential(nn.Embedding(7, 3)))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(7, 3), (1, 3)),
+        (nn.Conv1d(5, 3, 3), (1, 3, 62)),
+        (nn.Conv2d(8, 16, 3, groups=4), (1, 16, 62, 62)),
+        (nn.Conv3d(2, 3, 33), (1, 3, 32, 32, 32)),
+        (nn.ConvTranspose2d(8, 16, 2, stride=2), (1, 16, 128, 128)),
+        (nn.Sequential(nn.Embedding(7, 3), nn.Flatten()), (1, 192)),
+        (nn.Linear(7, 3).bfloat16(), (1, 3)),
+        (nn.BatchNorm1d(6), (1, 6)),
+    ],
+)
+def test_a_made_up_input_fits_the_first_layer(module: nn.Module, shape: tuple[int, ...]) -> None:
+    assert dummy_eval(module).shape == shape
+
+
+def test_a_recurrent_net_gets_a_sequence() -> None:
+    out, (h, _) = dummy_eval(nn.LSTM(9, 4, batch_first=True))
+
+    assert out.shape == (1, 64, 4)
+    assert h.shape == (1, 1, 4)
+
+
+def test_a_model_that_ends_in_a_mode_of_its_own_keeps_it_and_all_else() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU()).train()
+    net[1].eval()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    modes, rng = [m.training for m in net.modules()], torch.get_rng_state()
+
+    for look in (dummy_eval, model_sizes, num_features_model):
+        look(net, (16, 16))
+
+    assert [m.training for m in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def test_modes_are_put_back_after_an_error() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)).train()
+
+    with pytest.raises(ModelRunError, match="Sequential cannot take a made-up input 1×3"):
+        dummy_eval(net)
+
+    assert all(m.training for m in net.modules())
+
+
+def test_hooks_see_the_made_up_input() -> None:
+    net, seen = nn.Linear(3, 4), []
+    handle = net.register_forward_hook(lambda m, i, o: seen.append(o.shape))
+
+    dummy_eval(net)
+    handle.remove()
+
+    assert seen == [(1, 4)]
+
+
+def test_sizes_of_three_conv_layers() -> None:
+    assert model_sizes(body(), (64, 64)) == [(1, 16, 64, 64), (1, 32, 32, 32), (1, 32, 32, 32)]
+    assert model_sizes(body(), 32)[-1] == (1, 32, 16, 16)
+
+
+def test_each_place_of_a_shared_layer_has_its_own_size() -> None:
+    pool = nn.MaxPool2d(2)
+    net = nn.Sequential(nn.Conv2d(1, 1, 1), pool, nn.Conv2d(1, 1, 1), pool)
+
+    assert [s[-1] for s in model_sizes(net)] == [64, 32, 32, 16]
+
+
+def test_sizes_of_any_module_by_example() -> None:
+    assert model_sizes(Branches(), x=torch.randn(3, 4)) == [(3, 2), None, (3, 8)]
+
+
+def test_sizes_keep_structures() -> None:
+    sizes = model_sizes(nn.Sequential(nn.LSTM(4, 5)), x=torch.randn(6, 2, 4))
+
+    assert sizes == [((6, 2, 5), ((1, 2, 5), (1, 2, 5)))]
+
+
+class ViT(nn.Module):
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 12, 16, stride=16)
+        self.fixed = fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fixed and x.shape[-1] != 64:
+            raise ValueError("images are 64×64")
+        return self.patch(x).flatten(2).transpose(1, 2)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 10, 4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.patch(x).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "n"),
+    [
+        (body, 32),
+        (lambda: nn.Sequential(nn.Conv2d(3, 9, 100)), 9),
+        (lambda: ViT(fixed=False), 12),
+        (lambda: ViT(fixed=True), 12),
+        (ChannelsLast, 10),
+        (lambda: nn.Sequential(body(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), 32),
+        (lambda: nn.Linear(4, 6), 6),
+    ],
+)
+def test_features_are_the_dimension_that_does_not_grow(make: Callable[[], Any], n: int) -> None:
+    assert num_features_model(make()) == n
+
+
+def test_features_by_example() -> None:
+    assert num_features_model(Branches(), x=torch.randn(3, 4)) == 2
+
+
+def test_nothing_is_logged_when_fake_tensors_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelRunError):
+        num_features_model(Branches())
+
+    assert caplog.records == []
+
+
+def test_a_bug_is_named_at_once_and_not_tried_at_seven_sizes() -> None:
+    class Bug(nn.Module):
+        n = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Bug.n += 1
+            raise KeyError("typo")
+
+    with pytest.raises(ModelRunError, match=r"cannot take a made-up input 1×3×64×64.*typo") as e:
+        num_features_model(Bug())
+
+    assert isinstance(e.value.__cause__, KeyError)
+    assert Bug.n <= 2  # on fake tensors, then for real
+
+
+def test_an_error_on_an_example_is_the_models_own() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model_sizes(Branches(), x=torch.randn(3, 5))
+
+
+def test_a_size_and_an_example_are_one_too_many() -> None:
+    with pytest.raises(OptionError, match="both size= and x="):
+        dummy_eval(body(), (8, 8), x=torch.ones(1, 3, 8, 8))
+
+
+def test_a_size_of_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match="whole numbers from 1"):
+        dummy_eval(body(), (0, 8))
