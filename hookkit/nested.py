@@ -110,6 +110,35 @@ def pick(x: Any, path: str) -> Any:
     return x
 
 
+def put(x: Any, path: str, value: Any) -> Any:
+    """A copy of `x` in which `x<path>` is `value`; the rest is shared, the types are kept.
+
+    Raises:
+        KeyError, IndexError, AttributeError: nothing of `x` stands at `path`.
+
+    >>> put({"a": (1, 2), "b": 3}, "['a'][0]", 9)
+    {'a': (9, 2), 'b': 3}
+    """
+    if not path:
+        return value
+    pick(x, path)
+    step = _steps(path)[0]
+    parts = _parts(x)
+    at = [k for k, _ in parts]
+    number = at.index(step) if step in at else _place(at, step)
+    new = [v for _, v in parts]
+    new[number] = put(new[number], path[len(step) :], value)
+    return _rebuilt(x, new)
+
+
+def _place(at: list[str], step: str) -> int:
+    """Which of the steps `at` is meant by another spelling of it: `[0]` for `.h`, `['h']`."""
+    bare = [k.strip("[].'\"") for k in at]
+    name = step.strip("[].'\"")
+    number = bare.index(name) if name in bare else int(name)
+    return number if number >= 0 else number + len(at)
+
+
 def describe(x: Any) -> str:
     """The shapes in `x` as text: `4×10`, `(4×10, (2×3, 2×3))`, `{'logits': 4×10}`.
 

@@ -1,0 +1,235 @@
+"""Gradients of what modules return and take, by tensor hooks that are set while the forward runs.
+
+PyTorch's module backward hooks fail, stay silent or are wrong on in-place operations, dicts,
+nested tuples and partial graphs; a hook on the tensor itself is right on all of them, as long as
+the tensor is only what the module returned. Where it is more than that (an input passed through,
+a leaf, a view, the same tensor twice), the hook needs a tensor of its own: the *tap*, a copy that
+is handed on in its place (copy-on-write on the CPU; a view would lose its hook to the next
+in-place operation). Closures in the graph hold nothing strongly, so graphs are freed as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from hookkit.capturing import lazy_clone
+from hookkit.dispatching import Dispatcher, check_hookable, insert, is_compiling, withdraw
+from hookkit.nested import Inputs, leaves, tmap
+
+Receive = Callable[[int, Tensor], Any]
+
+
+def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = None) -> Any:
+    """Has `receive(i, grad)` called in each backward pass for leaf `i` of `output`.
+
+    Args:
+        output: what the module returned. Leaves that need no gradient are passed over.
+        receive: gets the leaf's number in `leaves(output)` and its gradient, to be read, not
+            written. What it returns, unless None, replaces the gradient. The graph holds it.
+        versions: `{id: version}` of the module's inputs before it ran (see `versions_of`).
+
+    Returns:
+        What the forward has to hand on: `output` itself, or, where a leaf needed a tap, the same
+        structure with that leaf replaced.
+    """
+    found = leaves(output)
+    numbers = iter(range(len(found)))
+    repeated = {id(t) for i, t in enumerate(found) if any(t is u for u in found[:i])}
+
+    def one(t: Tensor) -> Tensor:
+        i = next(numbers)
+        if not t.requires_grad:
+            return t
+        if is_compiling() or id(t) in repeated or _needs_tap(t, versions):
+            t = tap(t)
+        t.register_hook(partial(receive, i))
+        return t
+
+    return tmap(one, output)
+
+
+def versions_of(*inputs: Any) -> dict[int, int]:
+    """`{id: version}` of the tensors in `inputs`: tells a returned input from a changed one."""
+    return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
+
+
+def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
+    if t.is_leaf or t._is_view():
+        return True
+    return versions is not None and versions.get(id(t)) == t._version
+
+
+def tap(t: Tensor) -> Tensor:
+    """A tensor of its own with the values and the gradient of `t`; not a view of it."""
+    if t.is_cpu and not is_compiling():
+        try:
+            return lazy_clone(t)
+        except RuntimeError:
+            pass
+    return t.clone()
+
+
+class GradState:
+    """What the two dispatchers of one gradient hook share.
+
+    `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
+    that receives its gradients, or None to leave this call alone.
+    """
+
+    __slots__ = ("begin", "taps", "versions")
+
+    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None]) -> None:
+        self.begin = begin
+        # Never emptied per call, for modules that call themselves: a stale entry costs one tap.
+        self.versions: dict[int, int] = {}
+        self.taps: dict[int, tuple[Any, Any, int]] = {}
+
+
+class _Before(Dispatcher):
+    """Forward-pre hook: notes which inputs come in, and at which version."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if (state := self.target) is not None and not is_compiling():
+            if len(state.versions) > 256:
+                state.versions.clear()
+            state.versions.update(versions_of(args, kwargs))
+
+
+class _After(Dispatcher):
+    """Forward hook: hooks the output's tensors, handing on taps where they are needed."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        state = self.target
+        receive = None if state is None else state.begin(module, output)
+        if receive is None:
+            return None
+        tapped = on_grad(output, receive, state.versions)
+        return None if tapped is output else tapped
+
+
+class _BeforeInputs(Dispatcher):
+    """Forward-pre hook: the module gets taps of its inputs, and their gradients are received.
+
+    One tensor passed twice stays one tensor (attention asks `query is key`).
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        state, inputs = self.target, Inputs(args, kwargs)
+        receive = None if state is None else state.begin(module, inputs)
+        if receive is None:
+            return None
+        memo: dict[int, Tensor] = {}
+        numbers = iter(range(len(leaves(inputs))))
+
+        def one(t: Tensor) -> Tensor:
+            i = next(numbers)
+            if not t.requires_grad:
+                return t
+            tapped = memo[id(t)] if id(t) in memo else memo.setdefault(id(t), tap(t))
+            tapped.register_hook(partial(receive, i))
+            if not is_compiling():
+                state.taps[id(tapped)] = ref(t), ref(tapped), tapped._version
+            return tapped
+
+        new = tmap(one, inputs)
+        return None if new is inputs else (tuple(new), new.kwargs)
+
+
+class _AfterInputs(Dispatcher):
+    """Forward hook: what the module wrote into a tap is written into the tensor it stands for."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        state = self.target
+        if state is None or is_compiling():
+            return None
+        written: dict[int, Tensor] = {}
+        for t in leaves(Inputs(args, kwargs)):
+            original, tapped, version = state.taps.pop(id(t), (None, None, 0))
+            if tapped is not None and tapped() is t and t._version != version:
+                if (o := original()) is not None:
+                    written[id(t)] = o.copy_(t)
+        if len(state.taps) > 256:
+            state.taps.clear()
+        new = tmap(lambda t: written.get(id(t), t), output) if written else output
+        return None if new is output else new
+
+
+def grad_dispatchers(state: GradState, inputs: bool) -> tuple[Dispatcher, Dispatcher]:
+    """The forward-pre and the forward hook that together receive gradients for `state`."""
+    if inputs:
+        return _BeforeInputs(state), _AfterInputs(state)
+    return _Before(state), _After(state)
+
+
+class GradAttached:
+    """The handle that `attach_grad` returns. `remove()` can be called any number of times."""
+
+    __slots__ = ("_calls", "_keys", "_module")
+
+    def __init__(self, module: nn.Module, state: GradState, inputs: bool) -> None:
+        self._module, self._calls = ref(module), grad_dispatchers(state, inputs)
+        self._keys = (
+            insert(module, self._calls[0], pre=True, with_kwargs=True),
+            insert(module, self._calls[1], with_kwargs=True),
+        )
+
+    def remove(self) -> None:
+        """Takes both hooks off. Gradients of graphs that are there already still arrive."""
+        for call in self._calls:
+            call.target = None
+        if (module := self._module()) is not None:
+            withdraw(module, self._keys[0], pre=True)
+            withdraw(module, self._keys[1])
+
+
+def attach_grad(
+    module: nn.Module,
+    fn: Callable[[nn.Module, int, Tensor], Any],
+    *,
+    inputs: bool = False,
+    edit: bool = False,
+) -> GradAttached:
+    """Calls `fn(module, i, grad)` in each backward, for each leaf `i` of the module's output.
+
+    The bare mechanism under `hook_output(grad=True)`: nothing is stored. Right after in-place
+    operations, for dicts and nested tuples, first layers, reused modules and checkpoints. In
+    `torch.compile(fullgraph=True)` too, if `fn` only writes into buffers (`buf.copy_(grad)`).
+
+    Args:
+        module: any module that is not scripted.
+        fn: `grad` is to be read, not written. Not called for leaves without a gradient.
+        inputs: gradients of the inputs (positional, then keyword) instead of the output's.
+        edit: what `fn` returns (unless None) replaces the gradient. Else it is ignored.
+
+    >>> import torch
+    >>> layer, seen = nn.Linear(2, 3), []
+    >>> handle = attach_grad(layer, lambda m, i, g: seen.append((i, g.sum().item())))
+    >>> layer(torch.ones(1, 2)).sum().backward(); handle.remove(); seen
+    [(0, 3.0)]
+    """
+    check_hookable(module, "attach_grad")
+
+    def begin(module: nn.Module, x: Any) -> Receive:
+        weak = ref(module)
+
+        def receive(i: int, grad: Tensor) -> Tensor | None:
+            m = weak()
+            new = None if m is None else fn(m, i, grad)
+            return new if edit else None
+
+        return receive
+
+    return GradAttached(module, GradState(begin), inputs)
