@@ -1,0 +1,82 @@
+"""Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
+
+    findings.py   Finding, Diagnosis: text and HTML
+    reading.py    windows, rows by type, robust averages
+    signals.py    rules on activations
+    updates.py    rules on parameters, their gradients and updates
+    curves.py     rules on the loss and the gradient norm
+
+A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
+Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
+judged by the majority of matrices, dead and unmoved by a single layer, saturation by module type.
+How often they are right is measured by `benchmarks/diagnosis.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hookkit.health import curves, signals, updates
+from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
+from hookkit.health.reading import Missing
+from hookkit.records import Run
+
+__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
+
+Rule = Callable[[Run], Iterator[Finding]]
+
+# causes before their consequences: among findings of one severity this order is kept
+RULES: tuple[Rule, ...] = (
+    curves.probabilities,
+    updates.unmoved,
+    curves.grads_pile_up,
+    updates.lr_too_high,
+    updates.shrinking,
+    updates.lr_too_low,
+    signals.input_scale,
+    signals.bad_init,
+    signals.dead,
+    signals.saturated,
+    updates.vanishing,
+    updates.exploding,
+    signals.non_finite,
+    signals.fp16_range,
+    curves.initial_loss,
+    curves.not_learning,
+    curves.spikes,
+    signals.dormant,
+    curves.overfit,
+)
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """What ails this run, gravest first, each finding with evidence, source, cause and one fix.
+
+    Works from whatever was recorded (activations only, parameters only, losses only); what it
+    could not judge for want of data is in `.unjudged`.
+
+    Args:
+        run: as `Learner.run_record()`, `Watcher.run()` or your own hands make it. From `run.info`
+            it uses, where present, `n_classes`, `loss` (the loss function's name), `dtype` and
+            `output_is_probabilities`.
+
+    Example:
+        >>> import numpy as np
+        >>> falling = 2.3 * np.exp(-np.arange(300) / 80)
+        >>> diagnose(Run(losses=falling))
+        0 layers, 300 steps: healthy (no parameters, no activations)
+        >>> flat = np.full(300, 2.3)
+        >>> diagnose(Run(losses=flat)).rules
+        ('not_learning',)
+    """
+    findings: list[Finding] = []
+    unjudged: list[tuple[str, str]] = []
+    for rule in RULES:
+        try:
+            findings += rule(run)
+        except Missing as why:
+            unjudged.append((rule.__name__, str(why)))
+    findings.sort(key=lambda f: -SEVERITIES.index(f.severity))
+    looked = run.activations or run.params or run.gradients
+    n_layers = len(looked.names) if looked else 0
+    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))

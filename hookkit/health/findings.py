@@ -1,0 +1,175 @@
+"""What a diagnosis says: `Finding`, and `Diagnosis`, a sequence of findings with text and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import overload
+
+SEVERITIES = ("info", "warn", "sick")
+"""From "good to know" over "look at this" to "this run is not working"."""
+
+_MARKS = {"info": "·", "warn": "!", "sick": "✗"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a rule saw.
+
+    Args:
+        rule: the rule's name, such as `"dead"`.
+        severity: `"info"`, `"warn"` or `"sick"`.
+        layers: names of the layers or parameters concerned; empty for the whole run.
+        steps: first and last optimizer step looked at (inclusive).
+        evidence: what was measured, in words and numbers.
+        threshold: where the rule draws its line.
+        source: who published that line, or how it was chosen.
+        cause: the likely cause.
+        fix: one thing to do.
+    """
+
+    rule: str
+    severity: str
+    layers: tuple[str, ...]
+    steps: tuple[int, int]
+    evidence: str
+    threshold: str
+    source: str
+    cause: str
+    fix: str
+
+    @property
+    def where(self) -> str:
+        """Layers and steps in a few words: `"fc1, fc2 · steps 0–299"`."""
+        names = ", ".join(self.layers[:3])
+        more = f" and {len(self.layers) - 3} more" if len(self.layers) > 3 else ""
+        first, last = self.steps
+        steps = f"step {first}" if first == last else f"steps {first}–{last}"
+        return f"{names}{more} · {steps}" if names else steps
+
+    def __str__(self) -> str:
+        return (
+            f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}\n"
+            f"    where   {self.where}\n"
+            f"    line    {self.threshold} ({self.source})\n"
+            f"    cause   {self.cause}\n"
+            f"    fix     {self.fix}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Sequence[Finding]):
+    """Findings, gravest first; a healthy run prints as one calm line.
+
+    Args:
+        findings: sorted by severity.
+        n_layers: layers (or, without them, parameters) that were looked at.
+        n_steps: optimizer steps covered.
+        unjudged: rule → what it would have needed.
+
+    >>> Diagnosis((), n_layers=7, n_steps=300)
+    7 layers, 300 steps: healthy
+    """
+
+    findings: tuple[Finding, ...]
+    n_layers: int
+    n_steps: int
+    unjudged: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """True when nothing is worse than `info`."""
+        return all(f.severity == "info" for f in self.findings)
+
+    @property
+    def worst(self) -> str:
+        """The gravest severity, or `"healthy"`."""
+        return "healthy" if self.healthy else self.findings[0].severity
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of the rules that found something, gravest first, each once."""
+        return tuple(dict.fromkeys(f.rule for f in self.findings))
+
+    @property
+    def headline(self) -> str:
+        """One line: how much was looked at, and the verdict."""
+        looked = f"{_n(self.n_layers, 'layer')}, {_n(self.n_steps, 'step')}"
+        if not self.n_layers and not self.n_steps:
+            return "nothing was recorded: no verdict"
+        if self.healthy:
+            notes = [_n(len(self), "note")] if len(self) else []
+            unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w.startswith("no ")]
+            aside = ", ".join(notes + unseen)
+            return f"{looked}: healthy" + (f" ({aside})" if aside else "")
+        counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES[::-1]]
+        return f"{looked}: " + ", ".join(f"{n} {s}" for n, s in counts if n)
+
+    @overload
+    def __getitem__(self, i: int) -> Finding: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Finding, ...]: ...
+    def __getitem__(self, i: int | slice) -> Finding | tuple[Finding, ...]:
+        return self.findings[i]
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        parts = [self.headline, *map(str, self.findings)]
+        if self.unjudged and not self.healthy:
+            parts.append("not judged: " + "; ".join(f"{r} ({why})" for r, why in self.unjudged))
+        return "\n".join(parts)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+
+def _n(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+_CSS = (
+    ".hk-dx{--l:#d9dde3;--m:#5d6673;--sick:#b3261e;--warn:#8a5a00;--info:#0b57a4;"
+    "font:14px/1.45 system-ui,sans-serif;color:inherit;max-width:60em}"
+    ".hk-dx p{margin:.3em 0}.hk-dx details{border:1px solid var(--l);border-left-width:4px;"
+    "border-radius:4px;margin:.4em 0;padding:.35em .7em}"
+    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;grid-template-columns:6em 1fr;"
+    "gap:.15em .8em;margin:.5em 0 .2em}.hk-dx dt{color:var(--m)}.hk-dx dd{margin:0}"
+    ".hk-dx b{font-variant:small-caps}"
+    + "".join(f".hk-{s}{{border-left-color:var(--{s})!important}}" for s in SEVERITIES)
+    + "".join(f".hk-{s} b{{color:var(--{s})}}" for s in SEVERITIES)
+    + "@media(prefers-color-scheme:dark){.hk-dx{--l:#3b424c;--m:#9aa4b2;--sick:#ff8a80;"
+    "--warn:#ffca6b;--info:#8ab8ff}}"
+)
+
+
+def html_of(diagnosis: Diagnosis) -> str:
+    """The diagnosis as a small HTML fragment: light and dark, folding, no JavaScript."""
+    items = "".join(_item(f) for f in diagnosis.findings)
+    rest = ""
+    if diagnosis.unjudged:
+        rows = "".join(f"<dt>{escape(r)}</dt><dd>{escape(w)}</dd>" for r, w in diagnosis.unjudged)
+        rest = f"<details><summary>not judged ({len(diagnosis.unjudged)})</summary>"
+        rest += f"<dl>{rows}</dl></details>"
+    head = f"<p>{escape(diagnosis.headline)}</p>"
+    return f'<div class="hk-dx"><style>{_CSS}</style>{head}{items}{rest}</div>'
+
+
+def _item(f: Finding) -> str:
+    is_open = " open" if f.severity == "sick" else ""
+    fields = {
+        "where": f.where,
+        "line": f"{f.threshold} ({f.source})",
+        "cause": f.cause,
+        "fix": f.fix,
+    }
+    rows = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in fields.items())
+    head = f"<b>{f.severity}</b> {escape(f.rule)}: {escape(f.evidence)}"
+    return (
+        f'<details class="hk-{f.severity}"{is_open}><summary>{head}</summary>'
+        f"<dl>{rows}</dl></details>"
+    )

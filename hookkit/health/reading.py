@@ -1,0 +1,129 @@
+"""How rules read a `Run`: windows, rows by type, robust averages; `Missing` if it is not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hookkit.records import Floats, Record, Run
+
+MIN_RECORDS = 10
+"""Fewer records than this say nothing: a rule never speaks on one batch."""
+
+RELU_LIKE = frozenset({"ReLU", "ReLU6"})
+PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
+EMBEDDINGS = frozenset({"Embedding", "EmbeddingBag"})
+
+
+class Missing(Exception):
+    """The run does not hold what a rule needs; the message says what, in a few words."""
+
+
+def activations(run: Run) -> Record:
+    """The record of activations, long enough to judge."""
+    return _enough(run.activations, "activations")
+
+
+def params(run: Run) -> Record:
+    """The record of parameters, long enough to judge."""
+    return _enough(run.params, "parameters")
+
+
+def _enough(record: Record | None, what: str) -> Record:
+    if record is None or not record.names:
+        raise Missing(f"no {what}")
+    if len(record) < MIN_RECORDS:
+        raise Missing(f"fewer than {MIN_RECORDS} records of {what}")
+    return record
+
+
+def table(record: Record, statistic: str) -> Floats:
+    """(n_layers, n) of a statistic."""
+    if statistic not in record.values:
+        raise Missing(f"{statistic} not recorded")
+    return record.values[statistic]
+
+
+def losses(run: Run, at_least: int = 1) -> Floats:
+    """(n_steps,) losses, of which at least `at_least` are known."""
+    if run.losses is None or not np.isfinite(run.losses).any():
+        raise Missing("no losses")
+    if len(run.losses) < at_least:
+        raise Missing(f"fewer than {at_least} steps of loss")
+    return np.asarray(run.losses, np.float64)
+
+
+def rows(record: Record, types: Iterable[str]) -> list[int]:
+    """Rows whose module class is one of `types`, in execution order."""
+    wanted = set(types)
+    return [i for i, t in enumerate(record.types) if t in wanted]
+
+
+def matrices(record: Record) -> list[int]:
+    """Rows of trainable parameters with two dimensions or more, embeddings left out."""
+    ndim = meta(record, "ndim", 2)
+    trainable = meta(record, "requires_grad", True)
+    return [
+        i
+        for i, t in enumerate(record.types)
+        if ndim[i] >= 2 and trainable[i] and t not in EMBEDDINGS
+    ]
+
+
+def meta(record: Record, key: str, default: Any) -> list[Any]:
+    """A list per row from `meta`, or `default` for each row."""
+    found = record.meta.get(key)
+    return list(found) if found is not None else [default] * len(record.names)
+
+
+def median(values: Floats, axis: int | None = None) -> Any:
+    """The median of what is finite; NaN where nothing is."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for an all-NaN slice
+        return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
+
+
+def last_half(record: Record) -> slice:
+    """The later half of the records, at least `MIN_RECORDS` of them."""
+    return slice(min(len(record) // 2, max(len(record) - MIN_RECORDS, 0)), None)
+
+
+def span(record: Record, window: slice = slice(None)) -> tuple[int, int]:
+    """First and last optimizer step of a window of records."""
+    steps = record.steps[window]
+    last = int(steps[-1]) + int(record.spans[window][-1]) - 1
+    return int(steps[0]), last
+
+
+def names(record: Record, which: Iterable[int]) -> tuple[str, ...]:
+    """Names of rows."""
+    return tuple(record.names[i] for i in which)
+
+
+def start_level(series: Floats, n_classes: int | None = None) -> float:
+    """Where a loss series begins: the median of its first steps, not above chance by over 20 %.
+
+    The cap keeps a wild first loss from making any later loss look like progress.
+    """
+    first = float(median(series[: max(5, len(series) // 20)]))
+    return min(first, 1.2 * float(np.log(n_classes))) if n_classes else first
+
+
+def end_level(series: Floats) -> float:
+    """Where a loss series ends: the median of its last tenth."""
+    return float(median(series[-max(5, len(series) // 10) :]))
+
+
+def improved(run: Run) -> bool | None:
+    """Whether the loss fell by 5 % or more; None when it is unknown."""
+    try:
+        series = losses(run, 20)
+    except Missing:
+        return None
+    finite = series[np.isfinite(series)]
+    start = start_level(finite, run.info.get("n_classes"))
+    end = end_level(series) if np.isfinite(series[-1]) else np.inf
+    return bool(end < start - 0.05 * abs(start))

@@ -1,0 +1,246 @@
+"""Rules on activations: non-finite, dead, dormant, saturated, badly scaled, near fp16's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.findings import Finding
+from hookkit.records import Floats, Record, Run
+
+SAGEMAKER = "Amazon SageMaker Debugger"
+
+
+def non_finite(run: Run) -> Iterator[Finding]:
+    """NaN or Inf: the first step, and the first layer in execution order."""
+    if run.incidents:
+        i = run.incidents[0]
+        evidence = f"first non-finite {i.kind}{f' in {i.type}' if i.type else ''} at step {i.step}"
+        yield _non_finite((i.name,) if i.name else (), i.step, evidence)
+        return
+    seen = [r for r in run.records if "nonfinite" in r.values]
+    if not seen and run.losses is None:
+        raise read.Missing("no activations")
+    firsts = [f for r in seen if (f := _first(r)) is not None]
+    broken = _loss_breaks(run)
+    if not firsts and broken is not None:
+        yield _non_finite((), broken, f"the loss stops being a number at step {broken}")
+    for record, row, step in sorted(firsts, key=lambda f: f[2])[:1]:
+        kind = {"activation": "output", "gradient": "gradient of the output", "param": "value"}
+        what = kind[record.kind]
+        evidence = f"the {what} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
+        masks = step == record.steps[0] and broken is None and read.improved(run)
+        note = ", from the first step on, while the loss stays finite and falls" if masks else ""
+        severity = "info" if masks else "sick"
+        yield _non_finite((record.names[row],), step, evidence + note, severity)
+
+
+def _first(record: Record) -> tuple[Record, int, int] | None:
+    """The earliest record with a non-finite value, and the row where it began."""
+    bad = np.nan_to_num(record.values["nonfinite"]) > 0
+    if not bad.any():
+        return None
+    at = int(bad.any(0).argmax())
+    which = np.flatnonzero(bad[:, at])
+    row = which[-1] if record.kind == "gradient" else which[0]  # backward runs from the end
+    return record, int(row), int(record.steps[at])
+
+
+def _loss_breaks(run: Run) -> int | None:
+    """The step from which on a loss that was known is no number."""
+    if run.losses is None or len(run.losses) < 2:
+        return None
+    finite = np.isfinite(run.losses)
+    if finite[-1] or not finite.any():
+        return int(np.isinf(run.losses).argmax()) if np.isinf(run.losses).any() else None
+    return int(len(finite) - finite[::-1].argmax())
+
+
+def _non_finite(layers: tuple[str, ...], step: int, what: str, severity: str = "sick") -> Finding:
+    return Finding(
+        "non_finite",
+        severity,
+        layers,
+        (step, step),
+        what,
+        "any NaN or Inf",
+        "IEEE 754: both spread through every later sum",
+        "overflow, log or division by 0, or a learning rate that is too high"
+        if severity == "sick"
+        else "a deliberate mask of -inf, most likely",
+        "look at this layer's inputs in the steps before; lower the learning rate, add an eps, "
+        "or clip gradients"
+        if severity == "sick"
+        else "nothing, if it is a mask",
+    )
+
+
+def dead(run: Run) -> Iterator[Finding]:
+    """Units behind a ReLU that no input of the later half of the run wakes."""
+    record = read.activations(run)
+    relus = read.rows(record, read.RELU_LIKE)
+    if not relus:
+        return
+    window = read.last_half(record)
+    if "dead" in record.values:
+        share = _floor(record.values["dead"][relus][:, window])
+    else:
+        share = (_floor(read.table(record, "zero")[relus][:, window]) >= 1).astype(float)
+    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
+        hit = [(i, s) for i, s in zip(relus, share, strict=True) if low < s <= high]
+        if hit:
+            worst = max(s for _, s in hit)
+            yield Finding(
+                "dead",
+                severity,
+                read.names(record, [i for i, _ in hit]),
+                read.span(record, window),
+                f"up to {worst:.0%} of a ReLU layer's units are never above 0",
+                "over 50 % of a layer's units (a note from 20 %)",
+                f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
+                "a learning rate that is too high, or biases that began far below 0",
+                "lower the learning rate, check the initial biases, or use LeakyReLU or GELU",
+            )
+
+
+def _floor(shares: Floats) -> Floats:
+    """The smallest share over the window: what stayed so throughout."""
+    return np.where(np.isfinite(shares).any(1), np.nanmin(np.nan_to_num(shares, nan=2.0), 1), 0.0)
+
+
+def dormant(run: Run) -> Iterator[Finding]:
+    """Units that hardly speak, compared with their layer: a note, since the source is RL."""
+    record = read.activations(run)
+    window = read.last_half(record)
+    types = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh")
+    which = read.rows(record, types)
+    share = _floor(read.table(record, "dormant")[which][:, window])
+    hit = [i for i, s in zip(which, share, strict=True) if s > 0.5]
+    if hit:
+        yield Finding(
+            "dormant",
+            "info",
+            read.names(record, hit),
+            read.span(record, window),
+            f"up to {share.max():.0%} of a layer's units are below 1/40 of the layer's mean size",
+            "over half of a layer's units at tau = 0.025",
+            "Sokar et al. 2023 (ReDo, arXiv 2302.12902), for reinforcement learning",
+            "capacity that this task does not use, or that was lost when the task changed",
+            "nothing, if the loss is good; else lower the learning rate or re-initialise them",
+        )
+
+
+def saturated(run: Run) -> Iterator[Finding]:
+    """Tanh and sigmoid units at their ends; the last layer may be there, for it decides."""
+    record = read.activations(run)
+    last = len(record.names) - 1
+    which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
+    if not which:
+        return
+    window = read.last_half(record)
+    share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
+    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
+        hit = [(i, s) for i, s in zip(which, share, strict=True) if low < s <= high]
+        if hit:
+            yield Finding(
+                "saturated",
+                severity,
+                read.names(record, [i for i, _ in hit]),
+                read.span(record, window),
+                f"at least {max(s for _, s in hit):.0%} of a layer is at the ends of its range",
+                "over 50 % beyond |tanh| 0.97, or sigmoid below 0.03 or above 0.97",
+                f"0.97: Karpathy, makemore part 3; 50 % of a layer: {SAGEMAKER}",
+                "weights or inputs that are too large: the slope there is almost 0",
+                "standardise the inputs, start with smaller weights, or put a norm before it",
+            )
+
+
+def _saturation(record: Record, row: int) -> Floats:
+    """(n,) share of saturated values: recorded, else the least that mean and RMS allow."""
+    if "saturated" in record.values:
+        return record.value("saturated", row)
+    rms = read.table(record, "rms")[row]
+    if record.types[row] == "Tanh":
+        share = (rms**2 - 0.97**2) / (1 - 0.97**2)
+    else:  # the same about 1/2, where a sigmoid is in its middle
+        share = (rms**2 - read.table(record, "mean")[row] + 0.25 - 0.47**2) / (0.25 - 0.47**2)
+    return np.asarray(share, np.float64)
+
+
+def bad_init(run: Run) -> Iterator[Finding]:
+    """Activations that shrink or grow from layer to layer in the first steps."""
+    record = read.activations(run)
+    which = read.rows(record, read.PRE_ACTIVATION)
+    if len(which) < 4:
+        return
+    early = record.steps < record.steps[0] + 10
+    std = np.sqrt(read.median(read.table(record, "std")[which][:, early] ** 2, axis=1))
+    body = np.arange(len(which) - 1)  # the head's scale is its own affair
+    std = std[:-1]
+    if not (std > 0).all():
+        return
+    ratio = float(std.max() / std.min()) ** 2
+    order = float(np.corrcoef(body, np.log(std))[0, 1]) if len(body) > 2 and ratio > 1 else 0.0
+    line = 10.0 * len(which)
+    if ratio > line and abs(order) > 0.8:
+        grows = order > 0
+        yield Finding(
+            "bad_init",
+            "sick" if ratio > 1e6 else "warn",
+            read.names(record, [which[i] for i in body]),
+            read.span(record, slice(0, max(int(early.sum()), 1))),
+            f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
+            f"over {len(which)} layers before training",
+            f"over 10 × the number of layers ({line:.0f}), along the depth",
+            f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured",
+            f"weights that begin too {'large' if grows else 'small'} for this depth",
+            "use He or Xavier initialisation, or put norm layers between",
+        )
+
+
+def input_scale(run: Run) -> Iterator[Finding]:
+    """A first layer whose output is huge before training: inputs that nobody standardised."""
+    record = read.activations(run)
+    which = read.rows(record, read.PRE_ACTIVATION)
+    if not which:
+        return
+    row, early = which[0], record.steps < record.steps[0] + 10
+    rms = float(read.median(read.table(record, "rms")[row, early]))
+    if rms > 20:
+        yield Finding(
+            "input_scale",
+            "warn" if read.improved(run) is not True else "info",
+            (record.names[row],),
+            read.span(record, slice(0, max(int(early.sum()), 1))),
+            f"the first layer's output has RMS {rms:.3g} before training",
+            "above 20, where standardised inputs give about 1",
+            "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
+            "20: hookkit, measured",
+            "inputs that are not standardised (0-255 images), or a first layer begun too large",
+            "scale the inputs to mean 0 and standard deviation 1",
+        )
+
+
+def fp16_range(run: Run) -> Iterator[Finding]:
+    """Values within a factor of ten of float16's largest number, where float16 is in use."""
+    dtype = str(run.info.get("dtype", run.info.get("amp_dtype", "")))
+    if "float16" not in dtype or "bfloat16" in dtype:
+        return
+    record = read.activations(run)
+    top = np.fmax(np.abs(read.table(record, "min")), np.abs(read.table(record, "max")))
+    peak = np.nanmax(np.where(np.isfinite(top), top, -1.0), axis=1)
+    hit = np.flatnonzero(peak > 65504 / 10)
+    if len(hit):
+        yield Finding(
+            "fp16_range",
+            "warn",
+            read.names(record, hit),
+            read.span(record),
+            f"values up to {peak.max():.3g} in float16",
+            "above 6550, a tenth of float16's largest number 65504",
+            "IEEE 754 binary16",
+            "activations that grow towards overflow",
+            "use bfloat16, or a norm before this layer",
+        )

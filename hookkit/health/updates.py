@@ -1,0 +1,210 @@
+"""Rules on parameters: learning rate, what never moves, gradients that miss, vanish or explode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.findings import Finding
+from hookkit.health.signals import SAGEMAKER
+from hookkit.records import Floats, Record, Run
+
+CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker"
+AUTOTRAINER = "Zhang et al. 2021, AUTOTRAINER"
+CS231N = "cs231n, Neural Networks Part 3: about 1e-3"
+
+
+def lr_too_high(run: Run) -> Iterator[Finding]:
+    """Most matrices are rewritten faster than they can learn."""
+    record, which, ratio = _ratios(run)
+    early = read.median(ratio[:, :20], axis=1)
+    whole = read.median(ratio, axis=1)
+    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
+    fast = (early > 0.1) | (peak > 0.5)
+    learns = read.improved(run)
+    if learns is None:
+        fast = whole > 0.1
+    if fast.mean() <= 0.5 or learns:
+        return
+    yield Finding(
+        "lr_too_high",
+        "sick" if learns is False else "warn",
+        read.names(record, [i for i, f in zip(which, fast, strict=True) if f]),
+        read.span(record),
+        f"update:weight of {fast.sum()} of {len(which)} matrices is {read.median(early):.2g} early "
+        f"(largest {peak.max():.2g})" + ("" if learns is None else " and the loss does not fall"),
+        "above 1e-1 in most matrices",
+        f"{CHECKER}: log10 within -4 and -1; {CS231N}",
+        "the learning rate is too high",
+        "divide the learning rate by 10, or warm it up",
+    )
+
+
+def lr_too_low(run: Run) -> Iterator[Finding]:
+    """Most matrices hardly move; an alarm only when the loss does not fall either."""
+    record, which, ratio = _ratios(run)
+    whole = read.median(ratio, axis=1)
+    slow = (whole < 1e-4) & (whole > 0)
+    learns = read.improved(run)
+    if slow.mean() <= 0.5 or learns:
+        return
+    yield Finding(
+        "lr_too_low",
+        "info" if learns is None else "sick",
+        read.names(record, [i for i, s in zip(which, slow, strict=True) if s]),
+        read.span(record),
+        f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
+        + ("" if learns is None else " and the loss does not fall"),
+        "below 1e-4 in most matrices",
+        f"{CHECKER}: log10 within -4 and -1; {CS231N}",
+        "the learning rate is too low",
+        "multiply the learning rate by 10 (nothing, if this is fine-tuning and it is meant)",
+    )
+
+
+def _ratios(run: Run) -> tuple[Record, list[int], Floats]:
+    """update:weight of matrices that have weights and do move."""
+    record = read.params(run)
+    ratio = read.table(record, "update_ratio")
+    norm = read.table(record, "weight_norm")
+    ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
+    moving = np.nanmax(np.nan_to_num(ratio), axis=1) > 0
+    which = [i for i in read.matrices(record) if moving[i]]
+    if not which:
+        raise read.Missing("no matrix moves")
+    return record, which, ratio[which]
+
+
+def unmoved(run: Run) -> Iterator[Finding]:
+    """Trainable parameters that are in no optimizer, get no gradient, or stay put."""
+    record = read.params(run)
+    trainable = np.array(read.meta(record, "requires_grad", True), bool)
+    held = np.array([x is not False for x in read.meta(record, "in_optimizer", True)], bool)
+    moved = np.nanmax(np.nan_to_num(read.table(record, "update_norm")), axis=1) > 0
+    grads = np.nan_to_num(read.table(record, "grad_norm"))
+    graded = np.nanmax(grads, axis=1) > 0
+    seen = np.isfinite(record.values["grad_norm"]).any(1)
+    matrix = np.array(read.meta(record, "ndim", 2)) >= 2
+    learnt = trainable & np.array(read.meta(record, "numel", 1), float).astype(bool)
+    still = learnt & ~moved
+    yield from _unmoved(record, still & ~held, "not_in_optimizer")
+    yield from _unmoved(record, still & held & ~seen, "no_gradient")
+    zero = still & held & seen & ~graded
+    yield from _unmoved(record, zero & matrix, "zero_gradient")
+    yield from _unmoved(record, still & held & graded & matrix, "unmoved")
+
+
+_STILL = {
+    "not_in_optimizer": (
+        "trainable, but in no optimizer group: never moves",
+        "the optimizer was made without it (a layer added later, or a sub-module left out)",
+        "give the optimizer all of model.parameters(), or freeze it with requires_grad_(False)",
+    ),
+    "no_gradient": (
+        "trainable, but no gradient ever reaches it",
+        "the loss does not depend on it: a detach(), a no_grad block, an unused branch",
+        "find where the graph is cut, or freeze it with requires_grad_(False)",
+    ),
+    "zero_gradient": (
+        "its gradient is exactly 0 at every step",
+        "everything behind it is 0: dead units, or layers initialised with zeros on both sides",
+        "initialise weights at random (zeros only in the last layer of a branch)",
+    ),
+    "unmoved": (
+        "gets a gradient but never moves",
+        "a learning rate of 0 for its group, or steps below the precision of its dtype",
+        "check the learning rate of its group; keep a float32 copy of half-precision weights",
+    ),
+}
+
+
+def _unmoved(record: Record, which: Floats, rule: str) -> Iterator[Finding]:
+    hit = np.flatnonzero(which)
+    if not len(hit):
+        return
+    what, cause, fix = _STILL[rule]
+    n = f"{len(hit)} parameter{'s' * (len(hit) != 1)}"
+    yield Finding(
+        rule,
+        "sick" if rule == "zero_gradient" else "warn",
+        read.names(record, hit),
+        read.span(record),
+        f"{n}: {what}",
+        "exactly no change over all records",
+        f"exact; {SAGEMAKER}, UnchangedTensor",
+        cause,
+        fix,
+    )
+
+
+def vanishing(run: Run) -> Iterator[Finding]:
+    """Gradients that fade towards the input."""
+    yield from _depth(run, vanish=True)
+
+
+def exploding(run: Run) -> Iterator[Finding]:
+    """Gradients that grow towards the input."""
+    yield from _depth(run, vanish=False)
+
+
+def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
+    record = read.params(run)
+    which = read.matrices(record)
+    grads = read.table(record, "grad_rms")[which][:, : max(read.MIN_RECORDS, len(record) // 3)]
+    size = read.median(grads, axis=1)
+    known = np.isfinite(size) & (size > 0)
+    which, size = [i for i, k in zip(which, known, strict=True) if k], size[known]
+    if len(which) < 3:
+        raise read.Missing("fewer than 3 matrices with gradients")
+    order = float(np.corrcoef(np.arange(len(size)), np.log(size))[0, 1]) if np.ptp(size) else 0.0
+    ratio = float(size[0] / size[-1])
+    first, last = record.names[which[0]], record.names[which[-1]]
+    hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6
+    if not vanish:
+        hit = ratio > 70 and order < -0.6 and read.improved(run) is not True
+    if not hit:
+        return
+    yield Finding(
+        "vanishing" if vanish else "exploding",
+        "warn" if read.improved(run) else "sick",
+        (first, last),
+        read.span(record, slice(0, grads.shape[1])),
+        f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
+        f"first over last {ratio:.2g}",
+        "first over last below 1e-3 with the first below 1e-4" if vanish else "above 70",
+        AUTOTRAINER,
+        "many saturating layers, small weights, or depth without skip connections"
+        if vanish
+        else "weights too large for the depth, or a recurrence that amplifies",
+        "use ReLU-like units with He initialisation, norm layers, or skip connections"
+        if vanish
+        else "use smaller initial weights, norm layers, or clip gradients",
+    )
+
+
+def shrinking(run: Run) -> Iterator[Finding]:
+    """Weights that are decayed away."""
+    record = read.params(run)
+    which = read.matrices(record)
+    norm = read.table(record, "weight_norm")[which]
+    if not which:
+        return
+    with np.errstate(all="ignore"):
+        left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
+    hit = left < 0.1
+    if hit.mean() <= 0.5 or read.improved(run):
+        return
+    yield Finding(
+        "shrinking",
+        "sick",
+        read.names(record, [i for i, h in zip(which, hit, strict=True) if h]),
+        read.span(record),
+        f"{hit.sum()} of {len(which)} matrices shrank to {read.median(left[hit]):.1%} of "
+        "their first norm",
+        "below 10 % of the first norm in most matrices, with a loss that does not fall",
+        "hookkit, measured",
+        "weight decay outweighs the gradient",
+        "divide weight decay by 10 or more",
+    )
