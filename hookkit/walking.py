@@ -164,3 +164,16 @@ def is_leaf(module: nn.Module) -> bool:
     """True if the module runs and nothing inside it does."""
     inside = walk(module, opens)
     return can_run(module) and not any(can_run(m) for _, m, _ in inside if m is not module)
+
+
+def edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """`(parent, key, child)` for each registration in the model, wrappers and their inside too."""
+    seen: set[int] = set()
+    stack = [model]
+    while stack:
+        parent = stack.pop()
+        if id(parent) not in seen:
+            seen.add(id(parent))
+            held = submodules(parent)
+            yield from ((parent, key, child) for key, child in held.items())
+            stack += [*held.values()][::-1]

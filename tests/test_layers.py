@@ -27,6 +27,8 @@ ROWS = [
         "everywhere",
         "moments",
         "records",
+        "driving",
+        "recorder",
         "callbacks",
         "histograms",
         "rings",
@@ -36,7 +38,9 @@ ROWS = [
     {
         "editing",
         "swapping",
+        "wrapping",
         "features",
+        "extracting",
         "modelinfo",
         "recording",
         "isolating",
@@ -59,7 +63,7 @@ ROWS = [
     },
     {"health", "plotting", "exports", "summarize"},
     {"report"},
-    {"learner", "watching"},
+    {"learner", "loop", "predicting", "distributing", "runs", "watching", "admitting", "boundaries", "following", "losses"},
     {"bridges", "testing", "demo"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
