@@ -63,7 +63,7 @@ ROWS = [
     },
     {"health", "plotting", "exports", "summarize"},
     {"report"},
-    {"learner", "loop", "predicting", "distributing", "runs", "watching", "admitting", "boundaries", "following", "losses"},
+    {"learner", "loop", "groups", "predicting", "distributing", "runs", "watching", "admitting", "boundaries", "following", "losses"},
     {"bridges", "testing", "demo"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}

@@ -1,0 +1,294 @@
+"""The ready-made callbacks: what every run needs, a progress bar, and a few that people expect.
+
+`Callback` itself, to inherit from, and its firing are in `driving`; `Recorder` has its own file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+from torch import nn
+
+from .driving import Callback
+from .errors import OptionError, missing_extra
+from .recorder import Recorder, Scalars
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "Callback",
+    "GradientAccumulation",
+    "GradientClip",
+    "ProgressCallback",
+    "Recorder",
+    "SchedulerCallback",
+    "TrainEvalCallback",
+]
+
+
+class TrainEvalCallback(Callback):
+    """Puts the model on the data's device and in the right mode, and counts training batches."""
+
+    order = -10
+    run_valid = False
+
+    def before_fit(self) -> None:
+        """Starts the counts of a fit; moves model and loss to the DataLoaders' device, if any."""
+        learn = self.learn
+        device = getattr(learn.dls, "device", None)
+        if device is not None:
+            for module in (learn.model, learn.loss_func):
+                if isinstance(module, nn.Module):
+                    module.to(device)
+        if not learn.fitting:
+            return
+        learn.train_iter, learn.pct_train = 0, 0.0
+        if callable(reset := getattr(learn.model, "reset", None)):
+            reset()  # a recurrent model's word for "forget the state of the last sequence"
+
+    def before_train(self) -> None:
+        """Training mode."""
+        self.learn.training = True
+        self.learn.model.train()
+
+    def before_validate(self) -> None:
+        """Evaluation mode."""
+        self.learn.training = False
+        self.learn.model.eval()
+
+    def after_batch(self) -> None:
+        """One more training batch."""
+        learn = self.learn
+        learn.train_iter += 1
+        if learn.n_iter:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+
+
+class GradientAccumulation(Callback):
+    """One optimizer step for every `n_acc` batches, with the mean of their gradients.
+
+    What is left at the end of an epoch is stepped with too.
+
+    Args:
+        n_acc: batches per step.
+
+    Raises:
+        OptionError: `n_acc` is below 1.
+    """
+
+    order = -5
+    run_valid = False
+
+    def __init__(self, n_acc: int = 32) -> None:
+        if n_acc < 1:
+            raise OptionError(
+                f"GradientAccumulation(n_acc={n_acc}) was asked for: a step needs a batch. "
+                f"Use 1 (no accumulation) or more."
+            )
+        self.n_acc = n_acc
+
+    def before_batch(self) -> None:
+        """Decides whether a step follows this batch."""
+        learn = self.learn
+        last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
+        learn.steps_now = (learn.iter + 1) % self.n_acc == 0 or last
+
+    def after_loss(self) -> None:
+        """Scales the loss that is differentiated; `learn.loss` stays as it is."""
+        if self.learn.loss_grad is not None:
+            self.learn.loss_grad = self.learn.loss_grad / self.n_acc
+
+    def cleanup_fit(self) -> None:
+        """Back to a step for each batch."""
+        self.learn.steps_now = True
+
+
+class GradientClip(Callback):
+    """Scales the gradients of each step so that their joint norm is at most `max_norm`.
+
+    Args:
+        max_norm: the largest norm a step may have.
+        norm_type: 2.0, `float("inf")`, …, as in `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        norms: per step the norm before clipping, kept on the device; `norms.read()` gives them.
+    """
+
+    run_valid = False
+
+    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
+        if not max_norm > 0:
+            raise OptionError(
+                f"GradientClip(max_norm={max_norm}) was asked for: no gradient would be left. "
+                f"Give a positive norm, 1.0 is common."
+            )
+        self.max_norm, self.norm_type, self.norms = max_norm, norm_type, Scalars()
+
+    def before_step(self) -> None:
+        """Clips."""
+        learn = self.learn
+        clip = getattr(learn.accelerator, "clip_grad_norm_", nn.utils.clip_grad_norm_)
+        norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
+        if norm is not None:
+            self.norms.append(norm)
+
+
+class SchedulerCallback(Callback):
+    """Runs a torch learning-rate scheduler: one step of it for each optimizer step really made.
+
+    Args:
+        make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
+            fit will make.
+        by_epoch: one scheduler step per epoch instead; `n_steps` is then the number of epochs.
+
+    >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+    >>> cosine = SchedulerCallback(CosineAnnealingLR)
+    """
+
+    order = 60
+    run_valid = False
+
+    def __init__(self, make: Callable[[Any, int], Any], by_epoch: bool = False) -> None:
+        self.make, self.by_epoch = make, by_epoch
+
+    def before_fit(self) -> None:
+        """Makes the scheduler for this fit."""
+        learn = self.learn
+        if not learn.fitting:
+            return
+        self.scheduler = self.make(
+            learn.opts[0], learn.n_epoch if self.by_epoch else self._n_steps()
+        )
+
+    def _n_steps(self) -> int:
+        learn = self.learn
+        try:
+            n = len(learn.dls.train)
+        except TypeError:
+            raise OptionError(
+                "A schedule by optimizer step was asked for; the training loader does not tell "
+                "its length. Give a loader with __len__, or SchedulerCallback(…, by_epoch=True)."
+            ) from None
+        n_acc = max([cb.n_acc for cb in learn._grab_cbs(GradientAccumulation)], default=1)
+        return int(learn.n_epoch * ceil(n / n_acc))
+
+    def after_batch(self) -> None:
+        """Steps, if the optimizer did."""
+        if not self.by_epoch and self.learn.stepped:
+            self.scheduler.step()
+
+    def after_epoch(self) -> None:
+        """Steps, if it goes by the epoch."""
+        if self.by_epoch and self.learn.fitting:
+            self.scheduler.step()
+
+
+class ProgressCallback(Callback):
+    """A tqdm bar over the batches, and a table with a row per epoch in place of the plain log.
+
+    The bar shows in terminals and notebooks, not in files and pipes; the table shows everywhere.
+
+    Raises:
+        MissingExtraError: tqdm is not installed.
+    """
+
+    order = 60
+    _bar: Any = None
+    _logger: Any = None
+    _shown = 0.0
+    _header = False
+
+    def __init__(self) -> None:
+        try:
+            import tqdm  # noqa: F401
+        except ImportError:
+            raise missing_extra("tqdm", "progress", "show a progress bar") from None
+
+    def before_fit(self) -> None:
+        """Takes the log over."""
+        if self.learn.fitting and self._logger is None and self.learn.logger is print:
+            self._logger, self._header = self.learn.logger, False
+            self.learn.logger = self._write
+
+    def before_train(self) -> None:
+        """Opens the bar."""
+        self._open("train")
+
+    def before_validate(self) -> None:
+        """Opens the bar."""
+        self._open("valid")
+
+    def after_batch(self) -> None:
+        """Moves the bar on; the loss beside it is read four times a second at most."""
+        if self._bar is None:
+            return
+        if self.learn.training and time.monotonic() - self._shown > 0.25:
+            self._shown = time.monotonic()
+            loss = self.learn.smooth_loss  # sync: by the clock, not by the batch
+            self._bar.set_postfix_str("" if loss is None else f"loss {loss:.4f}", refresh=False)
+        self._bar.update()
+
+    def after_train(self) -> None:
+        """Closes the bar."""
+        self._close()
+
+    def after_validate(self) -> None:
+        """Closes the bar."""
+        self._close()
+
+    def cleanup_fit(self) -> None:
+        """Closes the bar, gives the log back."""
+        self._close()
+        if self._logger is not None:
+            self.learn.logger, self._logger = self._logger, None
+
+    def _open(self, what: str) -> None:
+        self._close()
+        tqdm, shown = _tqdm()
+        learn, self._shown = self.learn, 0.0
+        total = len(learn.dl) if hasattr(learn.dl, "__len__") else None
+        epoch = f"epoch {learn.epoch + 1}/{learn.n_epoch} " if learn.fitting else ""
+        self._bar = tqdm(desc=epoch + what, total=total, leave=False, disable=not shown)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _write(self, log: list[Any]) -> None:
+        names = self.learn.recorder.metric_names
+        widths = [max(len(name), 8) for name in names]
+        rows = [] if self._header else [names]
+        self._header = True
+        tqdm, _ = _tqdm()
+        for row in [*rows, log]:
+            cells = [f"{_cell(v):>{w}}" for v, w in zip(row, widths, strict=False)]
+            tqdm.write("  ".join(cells), file=sys.stdout)
+
+
+def _tqdm() -> tuple[Any, bool]:
+    """The bar that suits this place, and whether it can be seen there."""
+    from tqdm import tqdm
+
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    if shell is not None and "IPKernelApp" in shell.config:
+        try:
+            import ipywidgets  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+            from tqdm.notebook import tqdm as notebook
+        except ImportError:
+            return tqdm, True
+        return notebook, True
+    return tqdm, sys.stderr is not None and sys.stderr.isatty()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
+
+
+DEFAULT_CALLBACKS: tuple[type[Callback], ...] = (TrainEvalCallback, Recorder)
+"""What a Learner has unless `default_cbs=False`."""

@@ -1,0 +1,195 @@
+"""`DataLoaders`: the loaders of one run, training first, and the device their batches go to.
+
+A loader is anything that can be iterated over again and again to give batches: a torch DataLoader,
+a list of batches, an object of your own. Nothing here loads, shuffles or collates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, ModelRunError, OptionError, SelectionError
+from .nested import leaves, tmap
+
+
+class DataLoaders:
+    """The training and validation loaders (and more, if any), and where batches go.
+
+    Args:
+        train: gives the batches to learn from.
+        valid: gives the batches to validate on; None for a run without validation.
+        others: further loaders, for `learn.validate(2)`.
+        device: batches are moved there, and the model at the start of a fit. None: the model stays
+            where it is and batches follow it.
+        n_inp: how many items of a batch are inputs of the model; None: all but the last one.
+
+    Raises:
+        ArgumentError: a loader cannot be iterated over.
+        OptionError: `device` or `n_inp` cannot work.
+
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4))] * 3
+    >>> dls = DataLoaders(batches, batches[:1])
+    >>> len(dls.train), len(dls.valid), dls[0] is dls.train
+    (3, 1, True)
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        valid: Any = None,
+        *others: Any,
+        device: torch.device | str | int | None = None,
+        n_inp: int | None = None,
+    ) -> None:
+        self.loaders = [train, valid, *others]
+        for role, loader in zip(
+            ("train", "valid", *["further"] * len(others)), self.loaders, strict=True
+        ):
+            _check_loader(role, loader)
+        self.device = None if device is None else _device(device)
+        if n_inp is not None and n_inp < 1:
+            raise OptionError(
+                f"n_inp={n_inp} was asked for: a model needs at least one input. "
+                f"Give 1 or more, or None for all items but the last."
+            )
+        self.n_inp = n_inp
+
+    @property
+    def train(self) -> Any:
+        """The loader to learn from."""
+        return self.loaders[0]
+
+    @property
+    def valid(self) -> Any:
+        """The loader to validate on, or None."""
+        return self.loaders[1]
+
+    @property
+    def train_ds(self) -> Any:
+        """The dataset of the training loader, or None if it has none."""
+        return getattr(self.train, "dataset", None)
+
+    @property
+    def valid_ds(self) -> Any:
+        """The dataset of the validation loader, or None if it has none."""
+        return getattr(self.valid, "dataset", None)
+
+    def __getitem__(self, i: int) -> Any:
+        if not -len(self) <= i < len(self) or self.loaders[i] is None:
+            raise SelectionError(
+                f"Loader {i} was asked for; there are {sum(x is not None for x in self.loaders)} "
+                f"(0 is training, 1 validation). Give it to DataLoaders, or a `dl=` to the call."
+            )
+        return self.loaders[i]
+
+    def __len__(self) -> int:
+        return len(self.loaders)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(x for x in self.loaders if x is not None)
+
+    def one_batch(self, i: int = 0) -> Any:
+        """The first batch of loader `i`, moved to `device` if there is one.
+
+        Neither torch's random numbers nor the loader's own generator move on.
+
+        Raises:
+            ModelRunError: the loader gives no batch.
+        """
+        with _same_draws(self[i]):
+            for batch in self[i]:
+                return batch if self.device is None else to_device(batch, self.device)
+        raise ModelRunError(no_batches(f"loader {i}"))
+
+    def __repr__(self) -> str:
+        sizes = " + ".join(str(len(x)) if hasattr(x, "__len__") else "?" for x in self)
+        return f"DataLoaders({sizes} batches, device={self.device})"
+
+
+def to_device(x: Any, device: torch.device) -> Any:
+    """`x` with every tensor in it on `device`; `x` itself if they are there already.
+
+    >>> x = {"a": torch.ones(2)}
+    >>> to_device(x, torch.device("cpu")) is x
+    True
+    """
+    return tmap(lambda t: t if t.device == device else t.to(device, non_blocking=True), x)
+
+
+def batch_size(batch: Any) -> int:
+    """The length of the first tensor in `batch` that has dimensions; 1 if there is none.
+
+    >>> batch_size((torch.ones(4, 2), torch.zeros(4)))
+    4
+    """
+    if isinstance(batch, Tensor) and batch.ndim:
+        return batch.shape[0]
+    return next((t.shape[0] for t in leaves(batch) if t.ndim), 1)
+
+
+def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A batch as (inputs of the model, targets).
+
+    A tuple or list gives its first `n_inp` items (None: all but the last, if there are two or
+    more) and the rest. A mapping is what the model takes by keyword, and its own targets: it is
+    on both sides. Anything else is one input without targets.
+
+    >>> split_batch((1, 2, 3)), split_batch((1, 2, 3), 1), split_batch((1,))
+    (((1, 2), (3,)), ((1,), (2, 3)), ((1,), ()))
+    """
+    if isinstance(batch, Mapping):
+        return (batch,), (batch,)
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), ()
+    n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
+    return tuple(batch[:n]), tuple(batch[n:])
+
+
+def no_batches(what: str) -> str:
+    """The message for a loader that came up empty."""
+    return (
+        f"A batch of {what} was asked for; it gave none. A generator can be read only once: give "
+        f"a list or a DataLoader; and drop_last=True drops a dataset smaller than a batch."
+    )
+
+
+def _check_loader(role: str, loader: Any) -> None:
+    good = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if isinstance(loader, (Tensor, str, Mapping)):
+        good = False
+    if (loader is None and role == "train") or (loader is not None and not good):
+        raise ArgumentError(
+            f"The {role} loader is {type(loader).__name__}: it does not give batches. Give a torch "
+            f"DataLoader, a list of batches, or any object that can be iterated over repeatedly."
+        )
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise OptionError(
+            f"device={device!r} was asked for: {first} Use 'cpu', 'cuda' or 'cuda:1'."
+        ) from None
+    if named.type == "cuda" and named.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())  # as tensors there report it
+    return named
+
+
+@contextmanager
+def _same_draws(loader: Any) -> Iterator[None]:
+    generators = [getattr(loader, "generator", None)]
+    generators.append(getattr(getattr(loader, "sampler", None), "generator", None))
+    kept = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for generator, state in kept:
+                generator.set_state(state)

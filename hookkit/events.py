@@ -1,0 +1,108 @@
+"""The events of training, in the order they fire, and the exceptions that cut a part of it short.
+
+One `fit` is a nest of parts. Each part fires `before_<part>`, does its work, and fires
+`after_<part>`:
+
+    fit
+    └─ epoch *
+       ├─ train                                    ├─ validate
+       │  └─ batch *                               │  └─ batch *     (no gradient, no step)
+       │     ├─ after_pred, after_loss             │     └─ after_pred, after_loss
+       │     ├─ backward
+       │     └─ step
+
+A callback that raises `Cancel<Part>Exception` ends that part at once: what was left of it is
+skipped, `after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
+fit; no further event fires, but every callback's `cleanup_fit()` is called.
+"""
+
+from __future__ import annotations
+
+EVENTS = (
+    "after_create",
+    "before_fit",
+    "before_epoch",
+    "before_train",
+    "before_batch",
+    "after_pred",
+    "after_loss",
+    "before_backward",
+    "after_cancel_backward",
+    "after_backward",
+    "before_step",
+    "after_cancel_step",
+    "after_step",
+    "after_cancel_batch",
+    "after_batch",
+    "after_cancel_train",
+    "after_train",
+    "before_validate",
+    "after_cancel_validate",
+    "after_validate",
+    "after_cancel_epoch",
+    "after_epoch",
+    "after_cancel_fit",
+    "after_fit",
+)
+"""Every event, in firing order (names and order of fastai 2.8)."""
+
+BATCH_EVENTS = frozenset(EVENTS[EVENTS.index("before_batch") : EVENTS.index("after_batch") + 1])
+"""The events inside a batch: the only ones that `run_train` and `run_valid` switch."""
+
+
+class CancelFitException(Exception):
+    """Ends the fit: no further epoch."""
+
+
+class CancelEpochException(Exception):
+    """Ends this epoch, training and validation; the next epoch follows."""
+
+
+class CancelTrainException(Exception):
+    """Ends the training part of this epoch; validation follows."""
+
+
+class CancelValidException(Exception):
+    """Ends the validation part of this epoch."""
+
+
+class CancelBatchException(Exception):
+    """Ends this batch: what it has not done yet (loss, backward, step, zero_grad) is left out."""
+
+
+class CancelBackwardException(Exception):
+    """Leaves out the backward pass of this batch; the step follows."""
+
+
+class CancelStepException(Exception):
+    """Leaves out the optimizer step of this batch; its gradients are zeroed all the same."""
+
+
+CANCELS: dict[str, type[Exception]] = {
+    "fit": CancelFitException,
+    "epoch": CancelEpochException,
+    "train": CancelTrainException,
+    "validate": CancelValidException,
+    "batch": CancelBatchException,
+    "backward": CancelBackwardException,
+    "step": CancelStepException,
+}
+"""Part of a fit → the exception that ends it. All of them are control flow, not failures."""
+
+SKIPS: dict[str, tuple[str, ...]] = {
+    "fit": ("the rest of the epoch", "all further epochs"),
+    "epoch": ("the rest of training", "validation"),
+    "train": ("all further training batches",),
+    "validate": ("all further validation batches",),
+    "batch": ("the rest of prediction, loss, backward and step", "zero_grad"),
+    "backward": ("loss.backward()",),
+    "step": ("opt.step()",),
+}
+"""Part of a fit → what its `Cancel…Exception` leaves out, when raised as the part begins.
+
+Raised later, it leaves out what is still to come: `CancelBatchException` in `after_loss` skips
+backward, step and zero_grad. `after_cancel_<part>` and `after_<part>` fire in every case.
+"""
+
+CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
+"""What an `except` clause needs to let control flow pass."""

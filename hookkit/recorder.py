@@ -1,0 +1,339 @@
+"""`Recorder`: losses, learning rates and metrics of a run, read from the device only when asked.
+
+The idea: a loss is appended as the 0-d tensor it is and packed with its neighbours on its own
+device. Smoothing, averaging by optimizer step and the move to the host wait for somebody to read,
+which at the latest is the end of the epoch. So recording costs about a microsecond a batch and no
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .data import batch_size
+from .driving import Callback
+from .errors import ArgumentError
+
+Floats = npt.NDArray[np.float64]
+
+_PACK = 1024  # scalars kept apart before they are packed: a 0-d tensor holds 512 bytes on a GPU
+
+
+class Scalars:
+    """Numbers as they come, kept on their device until read.
+
+    >>> s = Scalars()
+    >>> s.append(torch.tensor(2.0)); s.append(3.0)
+    >>> len(s), s.read()
+    (2, array([2., 3.]))
+    """
+
+    def __init__(self) -> None:
+        self._host = array("d")
+        self._packed: list[Tensor] = []
+        self._loose: list[Tensor] = []
+        self._n = 0
+
+    def append(self, value: Tensor | float) -> None:
+        """Adds one number, or the mean of a tensor of several."""
+        t = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        self._loose.append(t.mean() if t.ndim else t)
+        self._n += 1
+        if len(self._loose) >= _PACK:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._packed.append(torch.stack(self._loose).double())
+        self._loose = []
+
+    def read(self, start: int = 0) -> Floats:
+        """(n − start,) float64 on the host: all numbers from `start` on."""
+        if self._loose:
+            self._pack()
+        for t in self._packed:
+            self._host.extend(t.cpu().tolist())  # sync: one per read-out
+        self._packed = []
+        return np.array(self._host[start:], dtype=np.float64)
+
+    def __len__(self) -> int:
+        return self._n
+
+
+class Mean:
+    """A mean over samples of what a function gives per batch.
+
+    Args:
+        f: `f(pred, *targets)` gives the batch's mean, a number or a tensor of one element; None
+            for the loss itself.
+
+    >>> m = Mean(lambda pred, y: (pred == y).float().mean())
+    >>> m.update(torch.tensor([1, 1]), torch.tensor([1, 0]))
+    >>> m.update(torch.tensor([1, 1, 1, 1]), torch.tensor([1, 1, 1, 1]))
+    >>> round(m.compute(), 3)
+    0.833
+    """
+
+    def __init__(self, f: Callable[..., Any] | None = None) -> None:
+        self.f = f
+        self.name = metric_name(f)
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again."""
+        self.total: Any = 0.0
+        self.n = 0
+
+    def update(self, pred: Any, *targets: Any) -> None:
+        """Adds one batch."""
+        assert self.f is not None
+        self.add(self.f(pred, *targets), batch_size(targets))
+
+    def add(self, value: Any, n: int) -> None:
+        """Adds a value that stands for `n` samples."""
+        # out of place: what the function returned may be a tensor of the user's
+        self.total = self.total + (value.detach() if isinstance(value, Tensor) else value) * n
+        self.n += n
+
+    def compute(self) -> Any:
+        """The mean over samples, a float (an array if a metric gives several); None of none."""
+        return _item(self.total / self.n) if self.n else None  # sync: one per read-out
+
+
+def metric_name(metric: Any) -> str:
+    """A metric's `name`, else its function's or class's name."""
+    while hasattr(metric, "func"):  # functools.partial
+        metric = metric.func
+    name = getattr(metric, "name", None) or getattr(metric, "__name__", None)
+    return name if isinstance(name, str) else type(metric).__name__.lower()
+
+
+def as_metric(metric: Any) -> Any:
+    """What a user gives, as an object with `reset`, `update(pred, *targets)` and `compute`.
+
+    A function of `(pred, *targets)` is averaged over samples. An object with the three methods, as
+    torchmetrics' are, is used as it is; a class is made into one.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    made = metric() if isinstance(metric, type) else metric
+    if all(hasattr(made, verb) for verb in ("reset", "update", "compute")):
+        return made
+    if not callable(made):
+        raise ArgumentError(
+            f"metrics={metric!r} was asked for, {type(metric).__name__} cannot be called. Give a "
+            f"function of (pred, target), or an object with reset, update and compute."
+        )
+    return Mean(made)
+
+
+class Recorder(Callback):
+    """Losses, learning rates, metrics. Fits add to it; `validate` and `get_preds` leave it alone.
+
+    Args:
+        add_time: whether the log has the epoch's duration.
+        train_metrics: whether metrics are computed on training batches too.
+        valid_metrics: whether metrics are computed on validation batches.
+        beta: of the exponential moving average that smooths the training loss.
+
+    Attributes:
+        values: per epoch `[train_loss, valid_loss, *metrics]`, floats; None where nothing ran.
+            `train_loss` is the smoothed loss at the end of the epoch.
+        metric_names: the log's columns: `epoch`, `train_loss`, `valid_loss`, the metrics, `time`.
+        log: the last epoch's row: `[0, 6.58, 5.40, '00:00']`.
+        lrs: per training batch, the last parameter group's learning rate.
+        iters: per epoch, how many training batches there had been at its end.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(n_trn=3)
+    >>> with learn.no_logging(): learn.fit(2)
+    >>> len(learn.recorder.losses), len(learn.recorder.values), learn.recorder.iters
+    (6, 2, [3, 6])
+    """
+
+    order = 50
+
+    def __init__(
+        self,
+        add_time: bool = True,
+        train_metrics: bool = False,
+        valid_metrics: bool = True,
+        beta: float = 0.98,
+    ) -> None:
+        self.add_time, self.beta = add_time, beta
+        self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
+        self.metric_names: list[str] = []
+        self.values: list[list[Any]] = []
+        self.log: list[Any] = []
+        self.lrs: list[float] = []
+        self.iters: list[int] = []
+        self._raw, self._steps, self._rows = Scalars(), array("q"), list[dict[str, Any]]()
+        self._fits: list[int] = []  # the batch each fit began with: smoothing starts again there
+        self._smooth, self._average = array("d"), 0.0
+        self._valid_loss = Mean()
+        self._metrics: dict[bool, list[Any]] = {True: [], False: []}
+        self._train_part: list[Any] = []
+        self._valid_part: list[Any] = []
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Names the columns; a fit starts a new smoothing."""
+        metrics = [as_metric(m) for m in self.learn.metrics]
+        self._metrics[False] = metrics if self.valid_metrics else []
+        self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
+        if not self.learn.fitting:
+            return
+        self._fits.append(len(self._raw))
+        self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
+
+    def _columns(self) -> list[str]:
+        both = self.train_metrics and self.valid_metrics
+        train = ["train_loss"] + [("train_" if both else "") + m.name for m in self._metrics[True]]
+        valid = ["valid_loss"] + [("valid_" if both else "") + m.name for m in self._metrics[False]]
+        return train + (valid if self.learn.dls.valid is not None else [])
+
+    def before_epoch(self) -> None:
+        """Starts the clock."""
+        self._started = time.perf_counter()
+        self._train_part, self._valid_part = [], []
+
+    def before_train(self) -> None:
+        """Starts the training metrics again."""
+        for metric in self._metrics[True]:
+            metric.reset()
+
+    def before_validate(self) -> None:
+        """Starts the validation loss and metrics again."""
+        self._valid_loss.reset()
+        for metric in self._metrics[False]:
+            metric.reset()
+
+    def before_batch(self) -> None:
+        """Takes it that the batch will not be cancelled."""
+        self._cancelled = False
+
+    def after_cancel_batch(self) -> None:
+        """Remembers that this batch is not to be recorded."""
+        self._cancelled = True
+
+    def after_batch(self) -> None:
+        """Takes the batch's loss and metrics as they are, on their device."""
+        learn = self.learn
+        if learn.loss is None or self._cancelled:
+            return
+        if learn.training:
+            self._raw.append(learn.loss)
+            self._steps.append(learn.n_steps - learn.stepped)
+            self.lrs.append(learn.opt.param_groups[-1]["lr"])
+        else:
+            self._valid_loss.add(learn.loss.mean(), batch_size(learn.yb or learn.xb))
+        for metric in self._metrics[learn.training]:
+            metric.update(learn.pred, *learn.yb)
+
+    def after_train(self) -> None:
+        """Notes the smoothed loss and the training metrics."""
+        self._train_part = [self.smooth_loss, *self._computed(True)]
+
+    def after_validate(self) -> None:
+        """Gives the learner its `final_record`; inside a fit, notes it for the epoch."""
+        part = [self._valid_loss.compute(), *self._computed(False)]
+        self.learn.final_record = part
+        if not self.learn.aside:
+            self._valid_part = part
+
+    def after_epoch(self) -> None:
+        """Adds the epoch to `values` and hands the row to the learner's logger."""
+        if not self.learn.fitting:
+            return
+        names = self._columns()
+        record = self._train_part + self._valid_part
+        record += [None] * (len(names) - len(record))  # a part that was cancelled as it began
+        self.learn.final_record = record
+        self.values.append(record)
+        self.iters.append(len(self._raw))
+        self._rows.append({"epoch": self.learn.epoch, **dict(zip(names, record, strict=True))})
+        self.log = [self.learn.epoch, *record]
+        if self.add_time:
+            self.log.append(format_time(time.perf_counter() - self._started))
+        self.learn.logger(self.log)
+
+    def _computed(self, training: bool) -> list[Any]:
+        return [_item(metric.compute()) for metric in self._metrics[training]]
+
+    # --- reading
+
+    @property
+    def losses(self) -> list[float]:
+        """The smoothed training loss after each training batch."""
+        self._smoothen()
+        return self._smooth.tolist()
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The smoothed training loss as it stands; None before the first batch of a fit."""
+        self._smoothen()
+        return self._smooth[-1] if len(self._smooth) > (self._fits or [0])[-1] else None
+
+    def _smoothen(self) -> None:
+        """Carries the debiased exponential average on over the losses that came since."""
+        n = len(self._smooth)
+        for i, loss in enumerate(self._raw.read(n).tolist(), n):
+            start = max(f for f in self._fits if f <= i)
+            self._average = (
+                self.beta * (self._average if i > start else 0.0) + (1 - self.beta) * loss
+            )
+            self._smooth.append(self._average / (1 - self.beta ** (i - start + 1)))
+
+    def raw_losses(self) -> Floats:
+        """(n_batches,) float64: the training loss of each batch, as it was."""
+        return self._raw.read()
+
+    def step_losses(self) -> Floats:
+        """(n_steps,) float64: the mean training loss of the batches behind each optimizer step.
+
+        NaN for steps of which no loss is known, such as steps made outside a fit.
+        """
+        steps, losses = np.array(self._steps, np.int64), self._raw.read()
+        n = int(getattr(self.learn, "n_steps", 0) or (steps.max(initial=-1) + 1))
+        taken = steps < n  # batches at the end that no step followed
+        totals = np.bincount(steps[taken], losses[taken], n)
+        counts = np.bincount(steps[taken], minlength=n)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(totals / counts, np.float64)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
+        return [dict(row) for row in self._rows]
+
+    def plot_loss(self, **kwargs: Any) -> Any:
+        """Draws the training and validation loss: `hookkit.plotting.plot_loss` of this run."""
+        from .plotting import plot_loss
+
+        return plot_loss(self.learn.run_record(), **kwargs)
+
+
+def format_time(seconds: float) -> str:
+    """A duration as `MM:SS`, with hours when there are any.
+
+    >>> format_time(75), format_time(3675)
+    ('01:15', '1:01:15')
+    """
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"
+
+
+def _item(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.cpu().numpy()

@@ -1,0 +1,46 @@
+"""From a Learner to a `Run`: what its recorders hold, gathered as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .records import Run
+
+
+def run_of(learn: Any) -> Run:
+    """Everything the Learner's callbacks recorded; what nobody recorded is None.
+
+    Reads from the device: one synchronisation for each recorder.
+    """
+    recorder = learn._cb_named("recorder")
+    flight = learn._cb_named("flight_recorder")
+    return Run(
+        activations=_record(learn, "activation_stats"),
+        gradients=_record(learn, "gradient_stats"),
+        params=_record(learn, "param_stats"),
+        losses=None if recorder is None else recorder.step_losses(),
+        valid=[] if recorder is None else recorder.rows(),
+        incidents=tuple(getattr(flight, "incidents", ())),
+        info=_info(learn),
+    )
+
+
+def _record(learn: Any, name: str) -> Any:
+    cb = learn._cb_named(name)
+    return None if cb is None or not hasattr(cb, "record") else cb.record()
+
+
+def _info(learn: Any) -> dict[str, Any]:
+    opt = learn.opts[0] if learn.opts else None
+    return {
+        "model": type(learn.model).__name__,
+        "loss_func": learn.loss_func if learn.loss_func is None else type(learn.loss_func).__name__,
+        "optimizer": None if opt is None else type(opt).__name__,
+        "lr": [] if opt is None else [float(g["lr"]) for g in opt.param_groups],
+        "n_epoch": learn.n_epoch,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
