@@ -57,6 +57,7 @@ class Trace:
     macs: Counter[str] = field(default_factory=Counter)
     kept: Counter[str] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()  # trainable parameters that the output does not depend on
     left_out: int = 0
     error: BaseException | None = None
     failed: tuple[str, ...] = ()
@@ -186,20 +187,20 @@ class Tracer:
         """Counts the distinct storages that autograd still keeps; no parameters, no buffers."""
         model = self.trace.model
         seen = {
-            _storage(t)[0]
+            storage_of(t)[0]
             for m in model.modules()
             for t in (*m.parameters(False), *m.buffers(False))
         }
         for name, ref in self.saved:
             if (saved := ref()) is None:
                 continue  # its graph was dropped within the forward
-            key, size = _storage(saved.tensor)
+            key, size = storage_of(saved.tensor)
             if key not in seen:
                 seen.add(key)
                 self.trace.kept[name] += size
 
 
-def _storage(t: Tensor) -> tuple[Any, int]:
+def storage_of(t: Tensor) -> tuple[Any, int]:
     """Identity and bytes of the memory behind `t`."""
     try:
         storage = t.untyped_storage()
@@ -267,6 +268,24 @@ def _real(
     return _run(stand_in, _clones(args, kwargs), "real", None)
 
 
+def _unused(model: nn.Module, out: Any) -> tuple[str, ...]:
+    """Trainable parameters that no gradient of `out` reaches; none if that cannot be told."""
+    stack = [t.grad_fn for t in leaves(out) if t.grad_fn is not None]
+    reached = {id(t) for t in leaves(out)}
+    seen: set[Any] = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        elif "Checkpoint" in node.name():
+            return ()  # what it recomputes is not in the graph yet
+        new = {f for f, _ in node.next_functions if f is not None} - seen
+        seen |= new
+        stack += new
+    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
+    return tuple(names) if seen else ()
+
+
 def _set_mode(model: nn.Module, training: bool | None) -> None:
     for m in model.modules() if training is not None else ():
         m.training = bool(training)
@@ -310,6 +329,7 @@ def _once(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:
             if isinstance(out, GeneratorType):
                 out = list(out)
             tracer.settle()  # while `out` holds the graph
+            tracer.trace.unused = _unused(model, out)
             tracer.trace.error, tracer.trace.failed = None, ()
         except Exception as e:
             tracer.trace.error = e

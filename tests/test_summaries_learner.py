@@ -1,0 +1,265 @@
+"""fastai's layout, to the character, and a Learner's own view; nothing of the learner moves."""
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hookkit.errors import ModelRunError
+from hookkit.summaries import layer_info, learner_summary, module_summary
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def SGD(*args: Any, **kwargs: Any) -> None:
+    """Stands for the optimizer function that fastai's text names."""
+
+
+class Loss:
+    def __repr__(self) -> str:
+        return "FlattenedLoss of MSELoss()"
+
+
+def callback(name: str, order: int) -> Any:
+    return type(name, (), {"order": order})()
+
+
+def learner(model: nn.Module, *batch: Tensor, **more: Any) -> SimpleNamespace:
+    """All that the summary reads of a Learner, its callbacks out of order."""
+    train = more.pop("train", None)
+    if train is None:
+        train = DataLoader(TensorDataset(*batch), batch_size=len(batch[0]))
+    cbs = [
+        ("ProgressCallback", 60),
+        ("TrainEvalCallback", -10),
+        ("Recorder", 50),
+        ("CastToTensor", 9),
+    ]
+    given: dict[str, Any] = {
+        "model": model,
+        "dls": SimpleNamespace(train=train),
+        "opt": None,
+        "opt_func": partial(SGD, mom=0.9),
+        "loss_func": Loss(),
+        "cbs": [callback(*cb) for cb in cbs],
+    }
+    return SimpleNamespace(**(given | more))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.BatchNorm1d(50), nn.Linear(50, 1))
+
+
+def conv(ni: int, nf: int, stride: int = 1) -> nn.Sequential:
+    layer = nn.Conv2d(ni, nf, 3, stride=stride, padding=1, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(nf), nn.ReLU())
+
+
+def conv_net() -> nn.Sequential:
+    body = (conv(3, 16), conv(16, 32, 2), conv(32, 32))
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def golden(name: str) -> str:
+    return (GOLDEN / f"fastai_summary_{name}.txt").read_text().rstrip("\n")
+
+
+def steady(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)
+
+
+def test_a_small_net_reads_as_in_fastai() -> None:
+    learn = learner(mlp(), torch.randn(16, 1), torch.randn(16, 1))
+
+    assert steady(learner_summary(learn)) == golden("mlp")
+
+
+def test_a_net_with_an_optimizer_is_told_unfrozen() -> None:
+    net = mlp()
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    learn = learner(net, torch.randn(16, 1), torch.randn(16, 1), opt=opt)
+
+    assert steady(learner_summary(learn)) == golden("mlp_after_fit")
+
+
+def test_a_conv_net_reads_as_in_fastai() -> None:
+    batch = torch.randn(8, 3, 32, 32), torch.zeros(8)
+    learn = learner(conv_net(), *batch, opt_func=SGD, loss_func=nn.CrossEntropyLoss())
+
+    assert steady(learner_summary(learn)) == golden("conv")
+
+
+def test_the_text_shows_unquoted_and_carries_its_summary() -> None:
+    text = learner_summary(learner(mlp(), torch.randn(16, 1), torch.randn(16, 1)))
+
+    assert isinstance(text, str)
+    assert repr(text) == str(text)
+    assert text.summary.n_params == 251
+    assert text.summary.macs == 16 * 100
+    assert text._repr_html_() == text.summary.html()
+
+
+def test_layer_info_is_for_one_sample() -> None:
+    assert layer_info(learner(mlp(), torch.ones(1)), torch.randn(16, 1)) == [
+        ("Linear", 100, True, [1, 50], False),
+        ("ReLU", "", "", [1, 50], True),
+        ("BatchNorm1d", 100, True, [1, 50], True),
+        ("Linear", 51, True, [1, 1], False),
+    ]
+
+
+def test_layer_info_takes_the_whole_batch_where_it_cannot_be_cut() -> None:
+    net = nn.Sequential(nn.Unflatten(0, (4, 2)), nn.Linear(3, 5))
+
+    assert layer_info(SimpleNamespace(model=net), torch.randn(8, 3))[1] == (
+        "Linear",
+        20,
+        True,
+        [4, 2, 5],
+        False,
+    )
+
+
+def test_totals_are_right_where_fastai_misses_them() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+            self.scale = nn.Parameter(torch.ones(5))
+            self.head = nn.Linear(4, 4).requires_grad_(False)
+            self.unused = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0]) * self.scale.sum()
+
+    learn = SimpleNamespace(model=Odd())
+    text = module_summary(learn, torch.randn(2, 7, 3))
+
+    n = sum(p.numel() for p in learn.model.parameters())
+    assert f"Total params: {n}\n" in text
+    assert f"Total trainable params: {n - 20}\n" in text
+    assert "Total non-trainable params: 20\n" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["Parameter", "5", "True"] in rows
+    assert ["Linear", "not", "called", "2", "True"] in rows
+    assert ["Linear", "20", "False"] in rows
+
+
+def test_long_and_nested_shapes_are_not_cut() -> None:
+    text = module_summary(SimpleNamespace(model=nn.LSTM(3, 4)), torch.randn(100, 1028, 3))
+
+    assert "['100 x 1028 x 4', \"['1 x 1028 x 4', '1 x 1028 x 4']\"]" in text
+
+
+def test_a_frozen_body_is_told_by_group() -> None:
+    net = conv_net()
+    net[0].requires_grad_(False)
+    net[1].requires_grad_(False)
+    groups = [{"params": net[:2].parameters(), "lr": 1e-5}, {"params": net[2:].parameters()}]
+    opt = torch.optim.Adam(groups, lr=1e-3)
+    learn = learner(net, torch.randn(4, 3, 8, 8), torch.zeros(4), opt=opt)
+
+    text = learner_summary(learn)
+
+    assert "Model frozen up to parameter group #1\n" in text
+    rich = text.summary.text(width=120)
+    assert "group 0: frozen (5,136) · lr 1e-05 · weight_decay 0" in rich
+    assert "group 1: 9,610 of 9,610 trainable · lr 0.001" in rich
+    assert "Optimizer Adam   state 76.9 kB (after the first step)" in rich
+    assert "Callbacks TrainEvalCallback, CastToTensor, Recorder, ProgressCallback" in rich
+
+
+def test_the_real_state_of_the_optimizer_is_counted() -> None:
+    net = mlp()
+    opt = torch.optim.Adam(net.parameters())
+    net(torch.randn(4, 1)).sum().backward()
+    opt.step()
+
+    told = learner_summary(
+        learner(net, torch.randn(4, 1), torch.ones(4), opt=opt)
+    ).summary.optimizer
+
+    assert told is not None
+    assert told["state_bytes"] == sum(
+        t.numel() * t.element_size() for s in opt.state.values() for t in s.values()
+    )
+
+
+class Counting(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from ((torch.ones(3), 0.0) for _ in range(4))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_looking_at_a_batch_moves_no_random_state(shuffle: bool, seeded: bool) -> None:
+    mine = torch.Generator().manual_seed(3) if seeded else None
+    data = TensorDataset(torch.randn(8, 1), torch.randn(8, 1))
+    loader = DataLoader(data, 4, shuffle=shuffle, generator=mine)
+    before = torch.get_rng_state(), mine.get_state() if mine else None
+
+    learner_summary(learner(mlp(), train=loader))
+
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert mine is None or torch.equal(before[1], mine.get_state())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        DataLoader(Counting(), 2),
+        DataLoader(TensorDataset(torch.ones(4, 3), torch.ones(4)), batch_size=None),
+        [(torch.ones(2, 3), torch.ones(2))],
+        [torch.ones(2, 3)],
+    ],
+    ids=["iterable", "unbatched", "list", "inputs only"],
+)
+def test_any_loader_will_do(train: Any) -> None:
+    assert "Total params: 8\n" in learner_summary(learner(nn.Linear(3, 2), train=train))
+
+
+def test_several_inputs_are_passed_on() -> None:
+    batch = torch.ones(4, 2), torch.ones(4, 3), torch.ones(4)
+    learn = learner(nn.Bilinear(2, 3, 5), *batch)
+
+    assert learner_summary(learn).startswith("Bilinear (Input shape: ['4 x 2', '4 x 3'])\n")
+
+
+def test_a_learner_without_data_is_told() -> None:
+    learn = learner(mlp(), torch.ones(1), torch.ones(1))
+    learn.dls = None
+
+    with pytest.raises(ModelRunError, match="this Learner has no data"):
+        learner_summary(learn)
+
+
+def test_empty_training_data_is_told() -> None:
+    with pytest.raises(ModelRunError, match="the training data is empty"):
+        learner_summary(learner(mlp(), train=DataLoader(TensorDataset(torch.ones(0, 1)), 4)))
+
+
+def test_a_batch_the_model_cannot_take_names_the_layer() -> None:
+    learn = learner(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), torch.ones(4, 7), torch.ones(4))
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as e:
+        learner_summary(learn)
+
+    assert "✗ 1" in e.value.__notes__[0]
+    assert "✗ got 4×7, is Linear(in_features=3, out_features=2, bias=True)" in e.value.__notes__[0]
+
+
+def test_a_model_left_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:
+    net = mlp().eval()
+    text = learner_summary(learner(net, torch.randn(16, 1), torch.randn(16, 1)))
+
+    assert (
+        text.summary.kept_bytes
+        == module_summary(SimpleNamespace(model=mlp()), torch.randn(16, 1)).summary.kept_bytes
+    )
+    assert not any(m.training for m in net.modules())
