@@ -7,8 +7,9 @@ out; the optimizer's step hooks say when weights are about to change and have ch
     model(x) ─ forward_began ─ … ─ forward_ended(output)
     opt.step() ─ step_began(opt, closure) ─ … ─ step_ended(opt)
 
-A forward counts when the model is in training mode with gradients on, outermost call only: no
-validation, no rollout under `no_grad`, no recomputation by activation checkpointing.
+A forward is for training when the model is in training mode with gradients on; validation and a
+rollout under `no_grad` are not. Only the outermost call is told, and no recomputation by activation
+checkpointing.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .walking import inner_key, submodules, unwrap
 class Listener(Protocol):
     """What wants to know."""
 
-    def forward_began(self) -> None:
-        """A training batch goes in; nothing of the model has run."""
+    def forward_began(self, training: bool) -> None:
+        """A batch goes in, to learn from or not; nothing of the model has run."""
 
     def forward_ended(self, output: Any) -> None:
         """It came out as `output`, the live object."""
@@ -87,14 +88,14 @@ class Boundaries:
         self.compiled = self.compiled_step = self.root_ran = False
         self._undo: list[Callable[[], None]] = []
         self._heads: list[Callable[[], None]] = []
-        self._depth, self._counted = 0, False
+        self._depth, self._telling = 0, False
         self._error: BaseException | None = None
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]]
         self._owned = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         """Sets the hooks; `detach` removes all of them, also when this was cut short."""
-        self._depth, self._counted = 0, False
+        self._depth, self._telling = 0, False
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.root_ran:
@@ -162,19 +163,21 @@ class Boundaries:
         self._depth += 1
         if self._depth == 1:
             self._error = sys.exception()
-            self._counted = self._training(self.root)
-            if self._counted:
-                self.root_ran = True
-                self._drop_heads()
-                self.listener.forward_began()
+            self._telling = not recomputing()
+            if self._telling:
+                training = _learns(self.root)
+                if training:
+                    self.root_ran = True
+                    self._drop_heads()
+                self.listener.forward_began(training)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or getattr(module, "_is_replica", False):
             return
         self._depth = max(self._depth - 1, 0)
-        if self._depth or not self._counted:
+        if self._depth or not self._telling:
             return
-        self._counted = False
+        self._telling = False
         if sys.exception() is not self._error:
             self.listener.forward_failed()
         else:
@@ -183,15 +186,12 @@ class Boundaries:
     def _before_head(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
-        elif not self._depth and self._training(module):
+        elif not self._depth and _learns(module) and not recomputing():
             self.listener.part_began(module)
 
     def _drop_heads(self) -> None:
         while self._heads:
             self._heads.pop()()
-
-    def _training(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and not recomputing()
 
     # -- step -------------------------------------------------------------------------------
 
@@ -218,3 +218,7 @@ class Boundaries:
             owned = any(id(p) in mine for group in opt.param_groups for p in group["params"])
             self._owned[opt] = (len(opt.param_groups), owned)
         return owned
+
+
+def _learns(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()

@@ -7,14 +7,16 @@ callback sees as `self.learn` while `watch` drives it, with the names it knows f
     step         before_step · after_step · after_batch
     no step      after_batch when the next batch comes (accumulation, a step skipped by AMP)
     it raised    after_cancel_batch
+    validation   before_batch · after_pred · after_batch, with `training` False
 
-With several optimizers a step is over when all have stepped (two optimizers on one model), or as
-many as did before the next forward last time (the two players of a GAN take turns).
+With several optimizers a step is over when all that have gradients have stepped (two optimizers on
+one model), or as many as did before the next forward last time (a GAN's two players take turns).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from .driving import Driver
 from .errors import HookError
 from .events import CancelBatchException, CancelStepException
 from .losses import LossTape, loss_in
+from .recording import HookCallback
 
 
 class FollowedLoop(Driver):
@@ -32,13 +35,14 @@ class FollowedLoop(Driver):
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
         opts: the torch optimizers; if none was given, those seen stepping the model so far.
-        training: True from a training forward to the end of its batch, so never in validation.
+        training: True from a training forward to the end of its batch; False in validation.
         epoch: 0-based, as marked.
         train_iter: training batches so far in this run.
         loss: of the batch that is in, detached, if it is known by now; else None.
         pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs.
+        n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
         losses: the `LossTape`.
         spans: for each epoch the first step, and what was told of it.
@@ -63,7 +67,9 @@ class FollowedLoop(Driver):
         self.aside = False
         self._unseen = unseen
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self._left_out = False
+        self._left_out = self._aside = self._amid = False
+        self.n_left_out = 0
+        self._paused: list[HookCallback] = []
         self._first_part: nn.Module | None = None
         self._running: list[Optimizer] = []
         self._stepped_by: dict[int, Optimizer] = {}
@@ -91,7 +97,7 @@ class FollowedLoop(Driver):
         self._claim()
         self.fitting, self.train_iter, self.stepped = True, 0, False
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self.training = self._left_out = False
+        self.training = self._left_out = self._aside = False
         self._running, self._stepped_by = [], {}
         self("before_fit")
 
@@ -120,8 +126,15 @@ class FollowedLoop(Driver):
 
     # --- forward
 
-    def forward_began(self) -> None:
-        """A training batch goes in."""
+    def forward_began(self, training: bool) -> None:
+        """A batch goes in."""
+        if training:
+            self._train_began()
+        else:
+            self._aside_began()
+
+    def _train_began(self) -> None:
+        self._aside = False
         if self._marked and self.training:
             self._marked = False
             return
@@ -135,15 +148,18 @@ class FollowedLoop(Driver):
         again = self.each_forward and part is self._first_part
         if not self.training or self._stepped_by or again:
             self._first_part = part
-            self.forward_began()
+            self._train_began()
 
     def mark_batch(self) -> None:
         """A batch begins, says the user; the forward that follows belongs to it."""
-        self.forward_began()
+        self._train_began()
         self._marked = True
 
     def forward_ended(self, output: Any) -> None:
         """The batch came out."""
+        if self._aside:
+            self._aside_ended("after_batch", output)
+            return
         if not self.training:
             return
         if (loss := loss_in(output)) is not None:
@@ -156,9 +172,42 @@ class FollowedLoop(Driver):
 
     def forward_failed(self) -> None:
         """The model raised: its batch is not recorded."""
-        if self.training:
+        if self._aside:
+            self._aside_ended("after_cancel_batch", None)
+        elif self.training:
             self.losses.drop()
             self._end_batch("after_cancel_batch")
+
+    def _aside_began(self) -> None:
+        """A forward that is not for training: validation, or a rollout amid a training batch."""
+        self._amid, self.training, self._aside = self.training, False, True
+        self._pause()
+        if not self._amid:
+            with suppress(CancelBatchException):
+                self("before_batch")
+
+    def _aside_ended(self, event: str, output: Any) -> None:
+        self._aside = False
+        try:
+            if not self._amid:
+                self.pred = output
+                with suppress(CancelBatchException):
+                    self("after_pred", event)
+        finally:
+            self.pred, self.training = None, self._amid
+            self._pause(resume=self._amid)
+
+    def _pause(self, resume: bool = False) -> None:
+        """Between training batches nothing is recorded, also in a forward that cannot be seen."""
+        if resume:
+            for cb in self._paused:
+                cb._record(True)
+            self._paused = []
+            return
+        now = [cb for cb in self.cbs if isinstance(cb, HookCallback) and cb.recording]
+        self._paused = now
+        for cb in now:
+            cb._record(False)
 
     def tell_loss(self, loss: Tensor) -> None:
         """The loss of the batch that is in, or of the step just made."""
@@ -185,6 +234,7 @@ class FollowedLoop(Driver):
             self._tell(event)
         finally:
             self.training = False
+            self._pause()
 
     def _tell(self, event: str) -> None:
         try:
@@ -230,10 +280,21 @@ class FollowedLoop(Driver):
         elif not self._late:
             self._expect_batch()
             self._stepped_by[id(opt)] = opt
-            done = frozenset(self._stepped_by)
-            if len(done) == len(self.opts) or done in self._turns:
+            if not self._more_to_come():
                 self._end_step()
         self._late = False
+
+    def _more_to_come(self) -> bool:
+        """Will another optimizer step before the next forward?"""
+        if len(self.opts) == len(self._stepped_by):
+            return False
+        if (done := frozenset(self._stepped_by)) not in self._turns:
+            elsewhere = done.union(*self._turns)
+            rest = [o for o in self.opts if id(o) not in elsewhere]
+            if any(p.grad is not None for o in rest for g in o.param_groups for p in g["params"]):
+                return True
+            self._turns.add(done)
+        return False
 
     def _comes_late(self, opt: Optimizer, closure: bool) -> bool:
         """Did this step's round end too early, before `opt` made its part of it?"""
@@ -261,7 +322,7 @@ class FollowedLoop(Driver):
                 ) from None
             for opt in self.opts or self._running:
                 opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
-            self._left_out = True
+            self._left_out, self.n_left_out = True, self.n_left_out + 1
             self("after_cancel_step")
 
     def _end_step(self) -> None:

@@ -314,7 +314,8 @@ class Watcher:
 
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.boundaries.compiled_step
-        if loop.each_forward or loop.n_steps or self._told or not (loop.train_iter or compiled):
+        stepped = loop.n_steps or loop.n_left_out or loop.each_forward
+        if stepped or self._told or not (loop.train_iter or compiled):
             return
         self._told = True
         tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)

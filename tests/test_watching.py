@@ -1,0 +1,863 @@
+"""`watch` around plain loops: the events, what callbacks see, and that nothing is left behind."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.callbacks import Callback
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning
+from hookkit.events import (
+    EVENTS,
+    CancelBatchException,
+    CancelFitException,
+    CancelStepException,
+)
+from hookkit.recording import HookCallback
+from hookkit.watching import Watcher, watch
+
+BATCH = ["before_batch", "after_pred", "before_step", "after_step", "after_batch"]
+OPEN = ["before_fit", "before_epoch", "before_train"]
+CLOSE = ["after_train", "after_epoch", "after_fit"]
+
+
+class Log(Callback):
+    """Writes down every event."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.cleaned = 0
+
+    def cleanup_fit(self) -> None:
+        self.cleaned += 1
+
+
+def _noting(event: str):
+    def note(self: Log) -> None:
+        self.events.append(event)
+
+    return note
+
+
+for _event in EVENTS:
+    if _event != "after_create":
+        setattr(Log, _event, _noting(_event))
+
+
+class Seen(Callback):
+    """What the state was at each `after_step`."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[object, ...]] = []
+        self.grads: list[float] = []
+
+    def after_step(self) -> None:
+        learn = self.learn
+        self.rows.append((learn.epoch, learn.n_steps, learn.stepped, learn.training))
+        self.grads.append(sum(p.grad.abs().sum().item() for p in learn.model.parameters()))
+
+
+def net(n_out: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, n_out))
+
+
+def batches(n: int = 3) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 4, generator=g) for _ in range(n)]
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, n: int = 3, each: int = 1) -> None:
+    for i, x in enumerate(batches(n)):
+        model(x).pow(2).mean().backward()
+        if (i + 1) % each == 0:
+            opt.step()
+            opt.zero_grad()
+
+
+def sgd(model: nn.Module, **options: object) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def n_hooks(model: nn.Module, *opts: torch.optim.Optimizer) -> int:
+    from torch.optim import optimizer as o
+
+    n = len(o._global_optimizer_pre_hooks) + len(o._global_optimizer_post_hooks)
+    for m in model.modules():
+        n += len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
+    for opt in opts:
+        n += len(opt._optimizer_step_pre_hooks) + len(opt._optimizer_step_post_hooks)
+    return n
+
+
+# --- events
+
+
+def test_the_events_of_a_plain_loop():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        train(model, opt, 2)
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+
+
+def test_a_callback_class_is_made_into_one():
+    model = net()
+
+    w = watch(model, sgd(model), Log)
+
+    assert w.log.events == []
+
+
+def test_validation_in_between_is_no_training():
+    model, log, seen = net(), Log(), Seen()
+    log.run_valid = False
+    opt = sgd(model)
+
+    with watch(model, opt, log, seen):
+        for _ in range(2):
+            train(model, opt, 1)
+            model.eval()
+            with torch.no_grad():
+                model(batches()[0])
+            model.train()
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+    assert [row[1] for row in seen.rows] == [1, 2]
+
+
+def test_a_validation_forward_is_a_batch_that_does_not_train():
+    model, told = net(), []
+    opt = sgd(model)
+    cb = Callback(
+        before_batch=lambda self: told.append(self.training),
+        after_pred=lambda self: told.append(self.pred.shape),
+        after_batch=lambda self: told.append(self.train_iter),
+    )
+
+    with watch(model, opt, cb):
+        model.eval()
+        model(batches()[0])
+
+    assert told == [False, (5, 2), 0]
+
+
+def test_a_rollout_without_gradients_is_no_batch():
+    model, log = net(), Log()
+    log.run_valid = False
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        with torch.no_grad():
+            model(batches()[0])
+        train(model, opt, 1)
+
+    assert log.events == OPEN + BATCH + CLOSE
+
+
+def test_a_rollout_amid_a_batch_is_not_recorded():
+    model = net()
+    opt = sgd(model)
+    hooked, seen = HookCallback("2", hook=lambda m, i, o: None), []
+    model[0].register_forward_hook(lambda m, i, o: seen.append(hooked.recording))
+
+    with watch(model, opt, hooked):
+        loss = model(batches()[0]).sum()
+        with torch.no_grad():
+            model(batches()[1])
+        seen.append(hooked.recording)
+        loss.backward()
+        opt.step()
+        model(batches()[1])
+        seen.append(hooked.recording)
+
+    assert seen == [True, False, True, True, True]
+
+
+def test_nothing_is_recorded_between_batches():
+    model = net()
+    opt, hooked = sgd(model), HookCallback("2", hook=lambda m, i, o: None)
+
+    with watch(model, opt, hooked):
+        train(model, opt, 1)
+
+        assert not hooked.recording
+
+
+def test_accumulated_batches_end_without_a_step():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log) as w:
+        train(model, opt, 4, each=2)
+
+    half = ["before_batch", "after_pred", "after_batch"]
+    assert log.events == OPEN + (half + BATCH) * 2 + CLOSE
+    assert (w.n_steps, w.loop.train_iter) == (2, 4)
+
+
+def test_gradients_of_the_step_are_there_in_after_step():
+    model, seen = net(), Seen()
+    opt = sgd(model)
+
+    with watch(model, opt, seen):
+        train(model, opt)
+
+    assert seen.rows == [(0, 1, True, True), (0, 2, True, True), (0, 3, True, True)]
+    assert all(g > 0 for g in seen.grads)
+
+
+def test_weights_are_unchanged_in_before_step_and_changed_in_after_step():
+    model, told = net(), []
+    opt = sgd(model)
+    weight = model[0].weight
+    cb = Callback(
+        before_step=lambda self: told.append(weight.detach().clone()),
+        after_step=lambda self: told.append(weight.detach().clone()),
+    )
+    before = weight.detach().clone()
+
+    with watch(model, opt, cb):
+        train(model, opt, 1)
+
+    assert torch.equal(told[0], before)
+    assert torch.equal(told[1], weight.detach())
+    assert not torch.equal(*told)
+
+
+def test_a_step_left_out_by_the_gradient_scaler_is_not_counted():
+    model, log = net(), Log()
+    opt = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    with watch(model, opt, log) as w:
+        for i, x in enumerate(batches()):
+            loss = model(x).pow(2).mean() * (float("inf") if i == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+    assert w.n_steps == 2
+    assert (
+        log.events == OPEN + BATCH + ["before_batch", "after_pred", "after_batch"] + BATCH + CLOSE
+    )
+
+
+def test_a_closure_s_forward_comes_before_its_before_step():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(batches(1)[0]).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with watch(model, opt, log):
+        opt.step(closure)
+
+    assert log.events == [
+        *OPEN,
+        "before_batch",
+        "before_step",
+        "after_pred",
+        "after_step",
+        "after_batch",
+        *CLOSE,
+    ]
+
+
+def test_a_closure_that_is_called_many_times_is_one_step():
+    model, seen = net(), Seen()
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(batches(1)[0]).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with watch(model, opt, seen) as w:
+        for _ in range(2):
+            opt.step(closure)
+
+    assert w.n_steps == 2
+    assert w.loop.train_iter > 2
+
+
+def test_checkpointed_recomputation_is_no_batch():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, log = Checkpointed(), Log()
+    opt = sgd(model)
+
+    with watch(model.inner, opt, log):
+        train(model, opt, 2)
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+
+
+def test_epoch_marks_at_the_top_or_the_bottom_are_the_same():
+    epochs = {}
+    for place in "top", "bottom":
+        model, seen = net(), Seen()
+        opt = sgd(model)
+        with watch(model, opt, seen) as w:
+            for _ in range(3):
+                if place == "top":
+                    w.epoch()
+                train(model, opt, 2)
+                if place == "bottom":
+                    w.epoch()
+        epochs[place] = [row[0] for row in seen.rows], [r["epoch"] for r in w.run().valid]
+
+    assert epochs["top"] == epochs["bottom"] == ([0, 0, 1, 1, 2, 2], [0, 1, 2])
+
+
+def test_entering_again_appends():
+    model, seen = net(), Seen()
+    opt = sgd(model)
+    w = watch(model, opt, seen)
+
+    for _ in range(2):
+        with w:
+            train(model, opt, 2)
+
+    assert [row[:2] for row in seen.rows] == [(0, 1), (0, 2), (1, 3), (1, 4)]
+    assert n_hooks(model, opt) == 0
+
+
+# --- several optimizers, several models
+
+
+def test_two_optimizers_of_one_model_make_one_step():
+    model, log = net(), Log()
+    opts = [sgd(model[0]), torch.optim.AdamW(model[2].parameters())]
+
+    with watch(model, opts, log) as w:
+        for x in batches(2):
+            model(x).sum().backward()
+            for opt in opts:
+                opt.step()
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+    assert w.n_steps == 2
+
+
+def test_two_optimizers_found_by_themselves_make_one_step_from_the_second_on():
+    model, log = net(), Log()
+    opts = [sgd(model[0]), torch.optim.AdamW(model[2].parameters())]
+
+    with watch(model, None, log) as w:
+        for x in batches(3):
+            model(x).sum().backward()
+            for opt in opts:
+                opt.step()
+
+    assert log.events == OPEN + BATCH * 3 + CLOSE
+    assert w.n_steps == 3
+
+
+def test_two_players_take_turns():
+    g, d, log, grads = net(4), net(1), Log(), []
+    opt_g, opt_d = sgd(g), sgd(d)
+    now = Callback(after_step=lambda self: grads.append(d[0].weight.grad is not None))
+
+    with watch({"g": g, "d": d}, [opt_g, opt_d], log, now) as w:
+        for z in batches(2):
+            d(g(z).detach()).mean().backward()
+            opt_d.step()
+            opt_d.zero_grad()
+            d(g(z)).mean().backward()
+            opt_g.step()
+            opt_g.zero_grad()
+            opt_d.zero_grad()
+
+    step = ["before_batch", "before_step", "after_step", "after_batch"]
+    assert log.events == OPEN + step * 4 + CLOSE
+    assert w.n_steps == 4
+    assert grads == [True] * 4
+
+
+def test_an_optimizer_made_later_is_found():
+    model, seen = net(), Seen()
+
+    with watch(model, seen) as w:
+        train(model, sgd(model))
+
+    assert len(seen.rows) == 3
+    assert isinstance(w.opt, torch.optim.SGD)
+    assert n_hooks(model) == 0
+
+
+def test_the_optimizer_of_another_model_is_not_ours():
+    model, other, seen = net(), net(), Seen()
+    theirs = sgd(other)
+
+    with watch(model, None, seen):
+        train(other, theirs)
+        train(model, sgd(model), 1)
+
+    assert len(seen.rows) == 1
+
+
+def test_each_forward_can_be_a_step():
+    model, log = net(), Log()
+
+    with watch(model, None, log, each_forward=True) as w:
+        for x in batches(2):
+            model(x).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+
+    order = ["before_batch", "before_step", "after_pred", "after_step", "after_batch"]
+    assert log.events == OPEN + order * 2 + CLOSE
+    assert w.n_steps == 2
+
+
+def test_a_model_used_through_its_parts_is_seen():
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = net(8), nn.Linear(8, 2)
+
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    model, log = Agent(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        for x in batches(2):
+            model.act(x).sum().backward()
+            opt.step()
+
+    step = ["before_batch", "before_step", "after_step", "after_batch"]
+    assert log.events == OPEN + step * 2 + CLOSE
+
+
+class Wrapped:
+    """As accelerate's: an optimizer in name, whose own step hooks do not work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_is_unwrapped():
+    model = net()
+    opt = sgd(model)
+
+    assert watch(model, Wrapped(Wrapped(opt))).opt is opt
+
+
+@pytest.mark.parametrize("called", ["outer", "inner"])
+@pytest.mark.parametrize("given", ["outer", "inner"])
+def test_the_wrapper_or_the_model_may_be_called(given: str, called: str):
+    inner, log = net(), Log()
+    outer = nn.DataParallel(inner)
+    opt = sgd(inner)
+
+    with watch({"outer": outer, "inner": inner}[given], opt, log):
+        train({"outer": outer, "inner": inner}[called], opt, 2)
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+
+
+# --- how it ends
+
+
+class Boom(Exception):
+    pass
+
+
+def raising(event: str, error: type[BaseException]) -> Callback:
+    def fail(self: Callback) -> None:
+        raise error("boom")
+
+    return Callback(**{event: fail})
+
+
+HEARD = [*OPEN, *BATCH, *CLOSE]
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("event", HEARD)
+def test_nothing_is_left_after_an_exception_in_any_event(event: str, error: type[BaseException]):
+    model, log = net(), Log()
+    opt = sgd(model)
+    before = n_hooks(model, opt)
+
+    with pytest.raises(error), watch(model, opt, raising(event, error), log, HookCallback):
+        train(model, opt, 2)
+
+    assert n_hooks(model, opt) == before
+    assert log.cleaned == 1
+
+
+def test_an_exception_in_a_callback_says_where():
+    model = net()
+    opt = sgd(model)
+
+    with pytest.raises(Boom) as caught, watch(model, opt, raising("after_step", Boom)):
+        train(model, opt)
+
+    assert "event after_step, epoch 0, batch 0" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+def test_an_exception_of_the_loop_passes_and_ends_it(error: type[BaseException]):
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    w = watch(model, opt, log)
+    with pytest.raises(error), w:  # noqa: PT012
+        train(model, opt, 1)
+        model(batches()[0])
+        raise error
+
+    assert n_hooks(model, opt) == 0
+    assert log.events == OPEN + BATCH + ["before_batch", "after_pred"]
+    assert (log.cleaned, w.n_steps) == (1, 1)
+
+
+def test_a_failed_forward_is_cancelled_and_the_loop_may_go_on():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, 3))
+        train(model, opt, 1)
+
+    assert log.events == [*OPEN, "before_batch", "after_cancel_batch", *BATCH, *CLOSE]
+
+
+def test_cancel_fit_ends_the_block_quietly():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log, raising("after_step", CancelFitException)) as w:
+        train(model, opt)
+        raise AssertionError("not reached")
+
+    assert w.n_steps == 1
+    ends = ["after_cancel_fit", "after_batch", "after_train", "after_epoch", "after_fit"]
+    assert log.events[-5:] == ends
+    assert n_hooks(model, opt) == 0
+
+
+def test_cancel_batch_keeps_the_batch_from_the_callbacks_only():
+    model, log = net(), Log()
+    opt = sgd(model)
+    cancel = Callback(before_batch=lambda self: cancel_first(self.train_iter))
+    before = model[0].weight.detach().clone()
+
+    def cancel_first(i: int) -> None:
+        if not opt.state and i == 0 and not done:
+            done.append(1)
+            raise CancelBatchException
+
+    done: list[int] = []
+    with watch(model, opt, log, cancel) as w:
+        train(model, opt, 2)
+
+    assert log.events == [*OPEN, "before_batch", "after_cancel_batch", *BATCH, *CLOSE]
+    assert w.n_steps == 2
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_cancel_step_leaves_the_weights_alone():
+    model, log = net(), Log()
+    opt = sgd(model, momentum=0.9, weight_decay=0.1)
+    before = copy.deepcopy(model.state_dict())
+
+    with watch(model, opt, log, raising("before_step", CancelStepException)) as w:
+        train(model, opt, 1)
+
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    assert w.n_steps == 0
+    assert "after_cancel_step" in log.events
+    assert "after_step" not in log.events
+
+
+def test_start_and_stop_without_a_with():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    w = watch(model, opt, log).start()
+    train(model, opt, 1)
+    w.stop()
+    w.stop()
+
+    assert log.events == OPEN + BATCH + CLOSE
+    assert n_hooks(model, opt) == 0
+
+
+def test_copies_and_pickles_made_meanwhile_are_inert():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        n = len(log.events)
+        twin(batches()[0])
+        thawed(batches()[0])
+
+        assert len(log.events) == n
+
+
+def test_training_under_watch_is_bit_identical():
+    states = []
+    for watched in False, True:
+        model = net()
+        opt = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(3)
+        if watched:
+            with watch(model, opt, Log, Seen, HookCallback):
+                train(model, opt, 5)
+        else:
+            train(model, opt, 5)
+        states.append((model.state_dict(), torch.get_rng_state()))
+
+    assert torch.equal(states[0][1], states[1][1])
+    assert all(torch.equal(v, states[1][0][k]) for k, v in states[0][0].items())
+
+
+def test_the_output_is_not_kept_alive():
+    model, gone = net(), []
+    opt = sgd(model)
+
+    with watch(model, opt, Log):
+        out = model(batches()[0])
+        out.register_hook(lambda g: None)
+        import weakref
+
+        ref = weakref.ref(out)
+        out.sum().backward()
+        del out
+        gone.append(ref() is None)
+        opt.step()
+
+    assert gone == [True]
+
+
+# --- the loss
+
+
+def test_the_loss_is_what_was_told():
+    model = net()
+    opt = sgd(model)
+    told = []
+
+    with watch(model, opt) as w:
+        for i, x in enumerate(batches(4)):
+            loss = model(x).pow(2).mean()
+            told.append(loss.item())
+            if i < 2:
+                w.loss(loss)
+            loss.backward()
+            opt.step()
+            if i == 2:
+                w.loss(loss.item())
+
+    assert w.losses.tolist()[:3] == pytest.approx(told[:3])
+    assert w.losses.shape == (4,)
+    assert w.losses[3] != w.losses[3]
+
+
+def test_the_loss_of_accumulated_batches_is_their_mean():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for i, x in enumerate(batches(4)):
+            (model(x).pow(2).mean() / 2).backward()
+            w.loss(float(i))
+            if i % 2:
+                opt.step()
+
+    assert w.losses.tolist() == [0.5, 2.5]
+
+
+def test_a_loss_that_the_model_returns_is_found():
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = self.net(x)
+            return {"loss": y.pow(2).mean(), "logits": y}
+
+    model, losses = WithLoss(), []
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for x in batches():
+            out = model(x)
+            losses.append(out["loss"].item())
+            out["loss"].backward()
+            opt.step()
+        model.eval()
+        model(batches()[0])
+
+    assert w.losses.tolist() == pytest.approx(losses)
+
+
+def test_the_loss_function_can_be_watched():
+    model, losses, told = net(), [], []
+    opt, mse = sgd(model), nn.MSELoss()
+    cb = Callback(before_step=lambda self: told.append(self.learn.loss.item()))
+
+    with watch(model, opt, cb, loss_func=mse) as w:
+        for x in batches():
+            loss = mse(model(x), torch.zeros(5, 2))
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            mse(torch.ones(3), torch.zeros(3))
+
+    assert w.losses.tolist() == pytest.approx(losses)
+    assert told == pytest.approx(losses)
+    assert len(mse._forward_hooks) == 0
+
+
+def test_a_run_has_what_the_epochs_were_told():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for epoch in range(2):
+            for i, x in enumerate(batches(2)):
+                model(x).sum().backward()
+                w.loss(float(epoch + i))
+                opt.step()
+            w.epoch(valid_loss=torch.tensor(0.5), accuracy=0.9)
+        w.info["n_classes"] = 2
+        run = w.run()
+
+    assert run.valid == [
+        {"epoch": 0, "train_loss": 0.5, "valid_loss": 0.5, "accuracy": 0.9},
+        {"epoch": 1, "train_loss": 1.5, "valid_loss": 0.5, "accuracy": 0.9},
+    ]
+    assert run.info["n_classes"] == 2
+    assert run.info["optimizer"] == "SGD"
+    assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+# --- at the door
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ArgumentError, match=r"needs a model .* was given Linear, a class"):
+        watch(nn.Linear)
+    with pytest.raises(ArgumentError, match="was given list"):
+        watch([])
+
+
+@pytest.mark.parametrize("opt", [3, "adam", torch.optim.SGD])
+def test_what_is_no_optimizer_is_refused(opt: object):
+    with pytest.raises(ArgumentError, match="needs a torch optimizer, a list of them, or None"):
+        watch(net(), opt)
+
+
+def test_an_optimizer_without_step_hooks_is_refused_by_name():
+    class Optimizer:  # as fastai's
+        param_lists = hypers = ()
+
+    with pytest.raises(ArgumentError, match=r"fastai's own.*OptimWrapper"):
+        watch(net(), Optimizer())
+
+
+def test_what_is_no_callback_is_refused():
+    model = net()
+
+    with pytest.raises(ArgumentError, match="Callback"):
+        watch(model, sgd(model), print)
+
+
+def test_an_optimizer_of_another_model_is_told():
+    with pytest.warns(HookkitWarning, match="holds none of the model's parameters"):
+        watch(net(), sgd(net()))
+
+
+def test_starting_twice_is_refused():
+    model = net()
+
+    with watch(model, sgd(model)) as w, pytest.raises(HookError, match="while it is running"):
+        w.start()
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    model = net()
+
+    with watch(model, sgd(model)) as w, pytest.raises(ArgumentError, match=r"shape \(2,\)"):
+        w.loss(torch.ones(2))
+
+
+def test_a_scripted_model_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(net())
+
+    with pytest.raises(HookError, match="scripted"):
+        watch(model).start()
+
+
+def test_an_unknown_name_shows_the_nearest():
+    model = net()
+
+    with pytest.raises(AttributeError, match="Nearest: log"):
+        watch(model, sgd(model), Log).logg  # noqa: B018
+
+
+def test_a_model_that_never_ran_is_told_at_the_first_step():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w, pytest.warns(NeverFiredWarning, match="no training forward"):
+        opt.step()
+
+    assert isinstance(w, Watcher)
+    assert w.n_steps == 1
+
+
+def test_training_without_a_step_is_told_at_the_end():
+    model = net()
+
+    w = watch(model).start()
+    model(batches()[0]).sum().backward()
+
+    with pytest.warns(NeverFiredWarning, match="no torch optimizer stepped a parameter"):
+        w.stop()
+
+
+def test_the_repr_tells_where_it_stands():
+    model = net()
+    opt = sgd(model)
+    w = watch(model, opt, Log)
+    told = [repr(w)]
+
+    with w:
+        train(model, opt)
+        told.append(repr(w))
+
+    assert told[0] == "Watcher(Sequential: 0 steps in 0 epochs; log; not started)"
+    assert told[1] == "Watcher(Sequential: 3 steps in 1 epoch; log; running)"
