@@ -242,6 +242,8 @@ def run_text(s: Summary) -> str:
     """How the numbers were found, and that nothing was changed by it."""
     if s.run == "none":
         return "No input given: nothing was run."
+    if s.error:
+        return "The forward raised an error; nothing was changed."
     if s.run == "fake":
         return "Run on fake tensors: nothing computed, nothing changed."
     why = f" ({s.why})" if s.why else ""

@@ -202,9 +202,10 @@ def test_looking_at_a_batch_moves_no_random_state(shuffle: bool, seeded: bool) -
     mine = torch.Generator().manual_seed(3) if seeded else None
     data = TensorDataset(torch.randn(8, 1), torch.randn(8, 1))
     loader = DataLoader(data, 4, shuffle=shuffle, generator=mine)
+    learn = learner(mlp(), train=loader)
     before = torch.get_rng_state(), mine.get_state() if mine else None
 
-    learner_summary(learner(mlp(), train=loader))
+    learner_summary(learn)
 
     assert torch.equal(before[0], torch.get_rng_state())
     assert mine is None or torch.equal(before[1], mine.get_state())
