@@ -1,0 +1,166 @@
+"""Histograms that need no range in advance: signed logarithmic bins, from a bounded sample.
+
+The idea: the upper bits of a float *are* a logarithmic bin number. `bits >> (23 - m)` of a
+float32 counts 2**m bins per octave (m = 1: edges 1, 1.5, 2, 3, 4, 6, …), exactly and alike on
+every device, without a logarithm or a search. Exact zeros, NaN and Inf are counted apart, what
+is below or above the bins goes to an underflow bin next to zero or to an open bin at the end.
+
+A sample is a strided slice whose stride is coprime with the size: the stride n // k would meet
+the same few channels again and again (standard deviations off by 50 %).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hookkit.errors import OptionError
+
+ABSENT = 0x7FFFFFFF
+"""Bits of the float32 (a NaN no arithmetic makes) that marks an unused place in a sample."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Where values are counted; build it with `log_bins`, `range_bins` or `edge_bins`.
+
+    A table of counts has `n` columns for the bins and four more: exact zeros (which are also in
+    their bin), NaN, Inf, and the absent.
+
+    Args:
+        edges: (n + 1,) increasing float64; bin i holds edges[i] <= x < edges[i + 1], negative
+            logarithmic ones edges[i] < x <= edges[i + 1].
+        octaves: for logarithmic bins (lowest exponent, highest exponent, bits per octave).
+    """
+
+    edges: npt.NDArray[np.float64]
+    octaves: tuple[int, int, int] | None = None
+    _on: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        return Bins, (self.edges, self.octaves)
+
+    @property
+    def n(self) -> int:
+        """Number of bins."""
+        return len(self.edges) - 1
+
+    @property
+    def width(self) -> int:
+        """Columns of a table of counts: the bins, zeros, NaN, Inf, absent."""
+        return self.n + 4
+
+    def index(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each value, and which are exact zeros: int64 and bool of the shape of `x`.
+
+        Args:
+            x: float32, any shape and device; `ABSENT` bits mark places without a value.
+        """
+        bits = x.view(torch.int32)
+        size = bits & ABSENT
+        inner = self._log_index(x, size) if self.octaves else self._edge_index(x)
+        special = torch.where(size == ABSENT, self.n + 3, self.n + 1 + (size == _INF_BITS).long())
+        return torch.where(size >= _INF_BITS, special, inner), size == 0
+
+    def _log_index(self, x: Tensor, size: Tensor) -> Tensor:
+        assert self.octaves
+        low, high, m = self.octaves
+        first, last = (low + 127) << m, (high + 127) << m
+        steps = (size >> (23 - m)).clamp_(first - 1, last).sub_(first - 1).long()  # 0: under lo
+        half = last - first + 2
+        return torch.where(x < 0, half - 1 - steps, half + steps)
+
+    def _edge_index(self, x: Tensor) -> Tensor:
+        if x.device not in self._on:  # sync: once per device
+            inner = torch.tensor(self.edges[1:-1], dtype=torch.float32)
+            self._on[x.device] = inner.to(x.device)
+        return torch.bucketize(x, self._on[x.device], right=True)
+
+    def count(self, x: Tensor) -> Tensor:
+        """Counts of each row of `x`: (rows, k) float32 → (rows, width) int64 on its device."""
+        column, zero = self.index(x)
+        rows = len(x)
+        column += torch.arange(rows, device=x.device).unsqueeze(1) * self.width
+        if x.device.type == "cpu":  # twice as fast as scatter_add_; elsewhere it would wait
+            counts = torch.bincount(column.view(-1), minlength=rows * self.width)
+        else:
+            counts = torch.zeros(rows * self.width, dtype=torch.int64, device=x.device)
+            counts.scatter_add_(0, column.view(-1), torch.ones_like(column).view(-1))
+        table = counts.view(rows, self.width)
+        table[:, self.n] = zero.sum(1)
+        return table
+
+
+_INF_BITS = 0x7F800000
+
+
+def log_bins(low: int = -12, high: int = 12, per_octave: int = 2) -> Bins:
+    """Signed logarithmic bins from 2**low to 2**high, with open ends and two underflow bins.
+
+    >>> log_bins(0, 2, 1).edges.tolist()
+    [-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf]
+    """
+    if per_octave not in (1, 2, 4, 8) or not -126 <= low < high <= 127:
+        raise OptionError(
+            f"log_bins({low}, {high}, {per_octave}) was asked for. "
+            "Use exponents -126 <= low < high <= 127 and 1, 2, 4 or 8 bins per octave."
+        )
+    steps = np.arange(per_octave) / per_octave
+    side = np.concatenate([2.0**e * (1 + steps) for e in range(low, high)] + [[2.0**high]])
+    edges = np.concatenate([[-np.inf], -side[::-1], [0.0], side, [np.inf]])
+    return Bins(edges, (low, high, per_octave.bit_length() - 1))
+
+
+def edge_bins(edges: Sequence[float] | npt.NDArray[np.float64]) -> Bins:
+    """Bins between the given edges, and two open ones beside them unless the edges are infinite.
+
+    >>> edge_bins([0, 5, 10]).edges.tolist()
+    [-inf, 0.0, 5.0, 10.0, inf]
+    """
+    inner = np.asarray(edges, dtype=np.float64)
+    if inner.ndim != 1 or len(inner) < 2 or not (np.diff(inner) > 0).all():
+        raise OptionError(
+            f"bins={edges!r} was given. Bin edges are at least two increasing numbers."
+        )
+    ends = [[-np.inf]] if inner[0] > -np.inf else [], [[np.inf]] if inner[-1] < np.inf else []
+    return Bins(np.concatenate([*ends[0], inner, *ends[1]]))
+
+
+def range_bins(low: float, high: float, n: int = 40) -> Bins:
+    """`n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), open ones beside them."""
+    if not (math.isfinite(low) and math.isfinite(high) and low < high and n > 0):
+        raise OptionError(
+            f"{n} bins from {low} to {high} were asked for. The range has to be finite, low < high."
+        )
+    return edge_bins(np.linspace(low, high, n + 1))
+
+
+def coprime_stride(n: int, k: int) -> int:
+    """The largest stride that takes at least `k` of `n` values and shares no factor with `n`.
+
+    >>> coprime_stride(8 * 128 * 256, 4096)
+    63
+    """
+    stride = max(n // max(k, 1), 1)
+    while math.gcd(stride, n) != 1:
+        stride -= 1
+    return stride
+
+
+def sample_error(k: int, confidence: float = 0.95) -> float:
+    """Bound on the error of a sampled distribution function, at the given confidence.
+
+    Source: Dvoretzky-Kiefer-Wolfowitz with Massart's constant (1990), sqrt(ln(2/alpha) / 2k); it
+    is for random samples, and a bound on what a strided sample of unordered values shows.
+
+    >>> round(sample_error(4096), 4)
+    0.0212
+    """
+    return math.sqrt(math.log(2 / (1 - confidence)) / (2 * k)) if k else math.inf
