@@ -1,0 +1,877 @@
+"""edit_output(s), edit_input(s), edit_grad(s) and the ready-made edits."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo import ZOO, Entry
+
+from hookkit.editing import (
+    Edits,
+    add,
+    edit_grad,
+    edit_grads,
+    edit_input,
+    edit_inputs,
+    edit_output,
+    edit_outputs,
+    patch_from,
+    replace,
+    scale,
+    zero,
+)
+from hookkit.errors import (
+    ArgumentError,
+    CompiledWarning,
+    HookError,
+    NeverFiredWarning,
+    SelectionError,
+)
+from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
+from hookkit.nested import Inputs, leaves, tmap
+from hookkit.selecting import leaf_modules, select
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+
+
+Pair = namedtuple("Pair", "h rest")
+
+
+@dataclass
+class Out:
+    logits: Tensor
+    n: int
+
+
+class Gives(nn.Module):
+    """Returns what it is told to make of its input."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.make(*args, **kwargs)
+
+
+STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda x: (x, 2 * x),
+    "nested": lambda x: (x, (2 * x, [3 * x])),
+    "namedtuple": lambda x: Pair(x, None),
+    "dict": lambda x: {"logits": x, "n": 3},
+    "dataclass": lambda x: Out(x, 3),
+    "return_types": lambda x: torch.return_types.max((x, x)),
+    "packed": lambda x: nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4]), batch_first=True),
+}
+
+
+# --- outputs
+
+
+def test_f_gets_module_inputs_and_output_and_its_result_goes_on() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    seen: list[Any] = []
+
+    def f(module: nn.Module, input: Inputs, output: Tensor) -> Tensor:
+        seen.append((module, input[0], output))
+        return output + 1
+
+    with edit_output(net[0], f) as edits:
+        y = net(x)
+
+    torch.testing.assert_close(y, net[2]((net[0](x) + 1).relu()))
+    assert seen[0][0] is net[0]
+    assert seen[0][1] is x
+    assert edits.n_calls == {"0": 1}
+
+
+def test_none_leaves_the_output() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+
+    with edit_output(net[0], lambda m, i, o: None) as edits:
+        y = net(x)
+
+    assert torch.equal(y, net(x))
+    assert edits.n_calls == {"0": 1}
+
+
+def test_keyword_inputs_are_seen() -> None:
+    layer, seen = Gives(lambda x, *, shift: x + shift), []
+
+    with edit_output(layer, lambda m, i, o: seen.append(i["shift"])):
+        layer(torch.ones(1), shift=3)
+
+    assert seen == [3]
+
+
+def test_several_modules_by_selection_or_iterable() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+
+    with edit_outputs(select(net, nn.Linear), scale(2)) as edits:
+        y = net(x)
+    with edit_outputs([net[0], net[2]], scale(2)) as listed:
+        torch.testing.assert_close(net(x), y)
+
+    torch.testing.assert_close(y, 2 * net[2]((2 * net[0](x)).relu()))
+    assert edits.n_calls == {"0": 1, "2": 1}
+    assert listed.n_calls == {"0": 1, "1": 1}
+
+
+def test_edits_end_with_the_block_also_after_errors() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    plain = net(x)
+
+    with pytest.raises(ZeroDivisionError), edit_output(net[0], zero()):
+        _ = 1 / 0
+
+    assert torch.equal(net(x), plain)
+    assert not net[0]._forward_hooks
+
+
+def test_an_edit_stays_until_removed_and_can_be_entered_again() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    plain = net(x)
+
+    edits = edit_output(net[2], zero())
+    assert net(x).abs().max() == 0
+    edits.remove()
+    edits.remove()
+    assert torch.equal(net(x), plain)
+
+    with edits:
+        assert net(x).abs().max() == 0
+    assert edits.n_calls == {"0": 1}
+    assert edits.removed
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_keep_their_type(name: str) -> None:
+    layer, x = Gives(STRUCTURES[name]), torch.randn(1, 4)
+    plain = layer(x)
+
+    with edit_output(layer, scale(3)):
+        edited = layer(x)
+
+    assert type(edited) is type(plain)
+    for a, b in zip(leaves(edited), leaves(plain), strict=True):
+        torch.testing.assert_close(a, 3 * b)
+
+
+def test_a_selected_leaf_is_edited_alone() -> None:
+    lstm = nn.LSTM(4, 3)
+    net, x = nn.ModuleDict({"lstm": lstm}), torch.randn(2, 1, 4)
+    plain = lstm(x)
+
+    with edit_outputs(select(net, "lstm[1][0]"), zero()) as edits:
+        out, (h, c) = lstm(x)
+
+    assert torch.equal(out, plain[0])
+    assert torch.equal(c, plain[1][1])
+    assert h.abs().max() == 0
+    assert edits.n_calls == {"lstm[1][0]": 1}
+
+
+def test_a_function_on_a_leaf_gets_the_leaf() -> None:
+    net = nn.ModuleDict({"net": Gives(STRUCTURES["dataclass"])})
+
+    with edit_outputs(select(net, "net.logits"), lambda m, i, o: o + 1):
+        out = net["net"](torch.zeros(2))
+
+    assert out == Out(out.logits, 3)
+    assert out.logits.tolist() == [1, 1]
+
+
+def test_gradients_flow_through_edits() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    v = torch.zeros(3, requires_grad=True)
+
+    with edit_output(net[0], add(v)):
+        net(x).sum().backward()
+
+    mask = (net[0](x) > 0).float()
+    torch.testing.assert_close(v.grad, (mask @ torch.diag(net[2].weight.sum(0))).sum(0))
+    assert net[0].weight.grad.abs().max() > 0
+
+
+def test_zero_cuts_the_gradient_and_stops_nan() -> None:
+    layer = Gives(lambda x: x * float("nan"))
+    x = torch.ones(2, requires_grad=True)
+
+    with edit_output(layer, zero()):
+        y = layer(x)
+        y.sum().backward()
+
+    assert y.tolist() == [0, 0]
+
+
+def test_the_tensors_of_the_run_and_of_the_user_are_not_written() -> None:
+    layer, x = nn.Identity(), torch.ones(3)
+    mine, stored = torch.zeros(3), x.clone()
+    net = nn.Sequential(layer, nn.Threshold(0.5, 9.0, inplace=True))
+
+    for change in (zero(), zero(at=0), scale(2, at=1), add(1), replace(5, at=2), replace(mine)):
+        with edit_output(layer, change):
+            net(x)
+
+    assert torch.equal(x, stored)
+    assert mine.tolist() == [0, 0, 0]
+
+
+def test_shared_modules_are_edited_at_each_call() -> None:
+    act = nn.Identity()
+    net = nn.Sequential(act, act, act)
+
+    with edit_outputs(select(net, "0"), add(1)) as edits:
+        assert net(torch.zeros(1)).item() == 3
+
+    assert edits.n_calls == {"0": 3}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.fc, self.reentrant = nn.Linear(3, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.fc(x).relu(), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_the_edit_and_it_counts_once(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Checkpointed(reentrant), torch.randn(5, 3, requires_grad=True)
+
+    with edit_output(net.fc, scale(-1)) as edits:
+        net(x).sum().backward()
+
+    wanted = torch.autograd.grad((-net.fc(x)).relu().sum(), x)[0]
+    torch.testing.assert_close(x.grad, wanted)
+    assert edits.n_calls == {"0": 1}
+
+
+# --- order
+
+
+def test_capture_and_edit_see_each_other_in_the_order_written() -> None:
+    layer, x = nn.Identity(), torch.ones(2)
+
+    with (
+        hook_output(layer) as first,
+        edit_output(layer, add(1)),
+        hook_output(layer) as second,
+        edit_output(layer, scale(10)),
+        hook_output(layer) as third,
+    ):
+        layer(x)
+
+    assert [h.stored[0].item() for h in (first, second, third)] == [1, 2, 20]
+
+
+def test_inputs_too() -> None:
+    layer, x = nn.Identity(), torch.ones(2)
+
+    with (
+        hook_input(layer) as first,
+        edit_input(layer, add(1)),
+        hook_input(layer) as second,
+        edit_input(layer, scale(10)),
+        hook_input(layer) as third,
+    ):
+        layer(x)
+
+    assert [h.stored[0][0].item() for h in (first, second, third)] == [1, 2, 20]
+
+
+def test_gradients_too() -> None:
+    x = torch.ones(2, requires_grad=True)
+    layer = Gives(lambda x: 2 * x)
+
+    with (
+        hook_output(layer, grad=True) as first,
+        edit_grad(layer, add(1)),
+        hook_output(layer, grad=True) as second,
+        edit_grad(layer, scale(10)),
+        hook_output(layer, grad=True) as third,
+    ):
+        layer(x).sum().backward()
+
+    assert [h.stored[0][0].item() for h in (first, second, third)] == [1, 2, 20]
+    assert x.grad.tolist() == [40, 40]
+
+
+# --- inputs
+
+
+def test_a_single_input_is_replaced_by_a_value_or_a_tuple() -> None:
+    layer = nn.Identity()
+
+    with edit_input(layer, lambda m, i: i[0] + 1):
+        assert layer(torch.zeros(1)).item() == 1
+    with edit_input(layer, lambda m, i: (i[0] + 2,)):
+        assert layer(torch.zeros(1)).item() == 2
+
+
+def test_keyword_inputs_stay_or_are_replaced_with_inputs() -> None:
+    layer = Gives(lambda x, y, *, z: x + 10 * y + 100 * z)
+    one = torch.ones(())
+
+    with edit_input(layer, lambda m, i: (i[1] * 2, i[0] * 3)):
+        assert layer(one, one, z=one).item() == 132
+    with edit_input(layer, lambda m, i: Inputs(i, {"z": i["z"] * 0})):
+        assert layer(one, one, z=one).item() == 11
+    with edit_input(layer, scale(2)):
+        assert layer(one, one, z=one).item() == 222
+
+
+def test_a_leaf_of_the_inputs() -> None:
+    layer = Gives(lambda x, y, *, z: x + 10 * y + 100 * z)
+    one, net = torch.ones(()), nn.ModuleDict({"net": layer})
+
+    with edit_inputs(select(net, "net[1]", "net['z']"), scale(2)):
+        assert layer(one, one, z=one).item() == 221
+
+
+def test_a_wrong_number_of_inputs() -> None:
+    layer = nn.Bilinear(1, 1, 1)
+    x = torch.ones(1)
+
+    with (
+        pytest.raises(HookError, match=r"edit_input on Bilinear.*: 1 positional inputs were"),
+        edit_input(layer, lambda m, i: i[0]),
+    ):
+        layer(x, x)
+
+
+# --- gradients
+
+
+def test_a_gradient_is_replaced_on_its_way_back() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    net(x).sum().backward()
+    plain = net[0].weight.grad.clone()
+    net.zero_grad()
+
+    with edit_grad(net[0], lambda m, g: -g) as edits:
+        net(x).sum().backward()
+
+    torch.testing.assert_close(net[0].weight.grad, -plain)
+    assert edits.n_calls == {"0": 1}
+
+
+def test_gradients_after_in_place_operations_and_of_an_identity() -> None:
+    x = torch.ones(3, requires_grad=True)
+    net = nn.Sequential(nn.Identity(), Gives(lambda x: 2 * x), nn.ReLU(inplace=True))
+
+    with edit_grads(net, scale(3)):
+        net(x).sum().backward()
+
+    assert x.grad.tolist() == [54, 54, 54]
+
+
+def test_a_part_of_a_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    layer = Gives(lambda x: 2 * x)
+
+    with edit_grad(layer, zero(at=1)):
+        layer(x).sum().backward()
+
+    assert x.grad.tolist() == [2, 0, 2]
+
+
+def test_the_gradient_of_a_leaf() -> None:
+    x = torch.ones(1, requires_grad=True)
+    net = nn.ModuleDict({"net": Gives(lambda x: {"a": 2 * x, "b": 3 * x})})
+
+    with edit_grads(select(net, "net['b']"), scale(10)):
+        out = net["net"](x)
+        (out["a"] + out["b"]).backward()
+
+    assert x.grad.tolist() == [32]
+
+
+def test_a_gradient_that_runs_after_the_block_is_not_edited_and_that_is_told() -> None:
+    x = torch.ones(1, requires_grad=True)
+    layer = Gives(lambda x: 2 * x)
+
+    with (
+        pytest.warns(NeverFiredWarning, match=r"edit_grad: 1 of 1 edits were never reached: Gives"),
+        edit_grad(layer, zero()),
+    ):
+        y = layer(x)
+    y.backward()
+
+    assert x.grad.item() == 2
+
+
+def test_a_gradient_of_another_shape() -> None:
+    layer, x = nn.Linear(2, 3), torch.ones(4, 2)
+
+    with (
+        pytest.raises(HookError, match=r"Linear.*the replacement is 3, the gradient is 4×3"),
+        edit_grad(layer, lambda m, g: g.sum(0)),
+    ):
+        layer(x).sum().backward()
+
+
+# --- ready-made edits
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (zero(), [[0, 0], [0, 0]]),
+        (zero(at=0), [[0, 0], [3, 4]]),
+        (zero(at=(slice(None), 1)), [[1, 0], [3, 0]]),
+        (zero(at=(..., -1)), [[1, 0], [3, 0]]),
+        (zero(at=torch.tensor([True, False])), [[0, 0], [3, 4]]),
+        (zero(at=[1]), [[1, 2], [0, 0]]),
+        (scale(2), [[2, 4], [6, 8]]),
+        (scale(torch.tensor([1.0, 0.0])), [[1, 0], [3, 0]]),
+        (scale(3, at=(1, 1)), [[1, 2], [3, 12]]),
+        (add(1), [[2, 3], [4, 5]]),
+        (add(torch.tensor([10.0, 20.0]), at=1), [[1, 2], [13, 24]]),
+        (replace(9.0), [[9, 9], [9, 9]]),
+        (replace(torch.eye(2)), [[1, 0], [0, 1]]),
+        (replace(torch.eye(2), at=0), [[1, 0], [3, 4]]),
+        (replace(torch.tensor([5.0, 6.0]), at=1), [[1, 2], [5, 6]]),
+    ],
+    ids=str,
+)
+def test_ready_made(change: Any, wanted: list[list[float]]) -> None:
+    layer = nn.Identity()
+
+    with edit_output(layer, change):
+        y = layer(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+    assert y.tolist() == wanted
+
+
+def test_dtype_of_the_layer_is_kept() -> None:
+    layer, x = nn.Identity(), torch.ones(2, dtype=torch.bfloat16)
+
+    for change in (add(torch.ones(2, dtype=torch.float64)), scale(0.5), replace(torch.ones(2))):
+        with edit_output(layer, change):
+            assert layer(x).dtype == torch.bfloat16
+
+
+def test_ready_made_edits_serve_hooks_too() -> None:
+    layer = nn.Identity()
+
+    with Hook(layer, scale(4), edit=True):
+        assert layer(torch.ones(1)).item() == 4
+
+
+def test_replace_takes_a_structure() -> None:
+    layer = Gives(STRUCTURES["nested"])
+    new = (torch.ones(2), (torch.zeros(2), [torch.ones(2)]))
+
+    with edit_output(layer, replace(new)):
+        out = layer(torch.randn(2))
+
+    assert torch.equal(out[1][0], torch.zeros(2))
+    with edit_output(layer, replace(0.0)):
+        assert all(t.abs().max() == 0 for t in leaves(layer(torch.randn(2))))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace(torch.ones(3)), r"replace on Identity\(\): 3 does not fit what is there, 2×2"),
+        (add(torch.ones(5, 2, 2)), r"add on Identity\(\): 5×2×2 does not fit what is there, 2×2"),
+        (scale(torch.ones(3)), r"scale on Identity\(\)"),
+        (zero(at=(0, 0, 0)), r"zero at \(0, 0, 0\) of Identity\(\): it is 2×2, and too many indi"),
+        (zero(at=7), r"zero at 7 of Identity\(\): it is 2×2, and index 7 is out of bounds"),
+        (replace((torch.ones(2), 1)), r"replace on Identity\(\): \(2, 1\) is of another structure"),
+    ],
+)
+def test_a_ready_made_edit_that_does_not_fit(change: Any, message: str) -> None:
+    layer = nn.Identity()
+
+    with pytest.raises(HookError, match=message), edit_output(layer, change):
+        layer(torch.ones(2, 2))
+
+
+def test_fractions_do_not_go_into_integers() -> None:
+    net = nn.ModuleDict({"top": Gives(lambda x: x.topk(1))})
+
+    with (
+        pytest.raises(HookError, match=r'scale on "top" \(Gives\): there is a tensor of torch.int'),
+        edit_outputs(select(net, "top"), scale(0.5)),
+    ):
+        net["top"](torch.ones(3))
+
+    with edit_outputs(select(net, "top.values"), scale(0.5)):
+        assert net["top"](torch.ones(3)).values.item() == 0.5
+
+
+# --- patch_from
+
+
+def test_patching_one_layer_gives_the_other_run_from_there() -> None:
+    net = mlp()
+    clean, dirty = torch.randn(5, 4), torch.randn(5, 4)
+    with hook_outputs(select(net)) as run:
+        wanted = net(clean)
+
+    for name in ("0", "1", "2"):
+        with edit_outputs(select(net, name), patch_from(run)):
+            assert torch.equal(net(dirty), wanted)
+
+
+def test_patching_a_position() -> None:
+    net = mlp()
+    clean, dirty = torch.randn(5, 4), torch.randn(5, 4)
+    with hook_output(net[0]) as run:
+        a = net(clean)
+    b = net(dirty)
+
+    with edit_output(net[0], patch_from(run, at=2)):
+        y = net(dirty)
+
+    torch.testing.assert_close(y[2], a[2])
+    torch.testing.assert_close(y[[0, 1, 3, 4]], b[[0, 1, 3, 4]])
+
+
+def test_patching_by_name_from_another_copy_or_a_dict() -> None:
+    net, other, x = mlp(), mlp(), torch.randn(5, 4)
+    nn.init.zeros_(other[0].weight)
+    with hook_outputs(select(other, "0")) as run:
+        wanted = other(x)
+
+    with edit_outputs(select(net, "0"), patch_from(run)):
+        torch.testing.assert_close(net(x), wanted)
+    with edit_outputs(select(net, "0"), patch_from({"0": run["0"].stored})):
+        torch.testing.assert_close(net(x), wanted)
+
+
+def test_patching_a_leaf_from_the_whole() -> None:
+    net = nn.ModuleDict({"lstm": nn.LSTM(4, 3)})
+    x = torch.randn(2, 1, 4)
+    with hook_outputs(select(net, "lstm")) as run:
+        wanted = net["lstm"](x)
+
+    with edit_outputs(select(net, "lstm[1][0]"), patch_from(run)):
+        out, (h, _) = net["lstm"](torch.zeros_like(x))
+
+    torch.testing.assert_close(h, wanted[1][0])
+    assert not torch.equal(out, wanted[0])
+
+
+def test_patching_call_by_call() -> None:
+    act = nn.Identity()
+    net = nn.Sequential(act, nn.Flatten(0), act)
+    with hook_outputs(select(net, "0"), keep="all") as run:
+        act(torch.ones(1)), act(torch.full((1,), 2.0))
+
+    with (
+        edit_outputs(select(net, "0"), patch_from(run)),
+        hook_outputs(select(net, "0"), keep="all") as now,
+    ):
+        net(torch.zeros(1))
+
+    assert [t.item() for t in now["0"].calls] == [1, 2]
+    with (
+        pytest.raises(HookError, match=r'"0" \(Identity\): call 3 has no counterpart'),
+        edit_outputs(select(net, "0"), patch_from(run)),
+    ):
+        net(net(torch.zeros(1)))
+
+
+def test_patching_from_a_run_that_has_not_the_layer_or_has_not_run() -> None:
+    net = mlp()
+    with hook_outputs(select(net, "0", "1")) as run:
+        net(torch.randn(2, 4))
+
+    with (
+        pytest.raises(HookError, match=r'"2" \(Linear\): the other run has no value of that layer'),
+        edit_outputs(select(net, "2"), patch_from(run)),
+    ):
+        net(torch.randn(2, 4))
+    with pytest.raises(HookError, match="no value of that layer"):  # noqa: SIM117
+        with edit_outputs(select(net, "2"), patch_from({"0": 1})):
+            net(torch.randn(2, 4))
+    idle = hook_output(net[2])
+    idle.remove()
+    with (
+        pytest.raises(HookError, match=r"the other run stored nothing there. Run the model"),
+        edit_output(net[2], patch_from(idle)),
+    ):
+        net(torch.randn(2, 4))
+
+
+def test_patching_from_another_batch_size() -> None:
+    net = mlp()
+    with hook_output(net[0]) as run:
+        net(torch.randn(2, 4))
+
+    with (
+        pytest.raises(HookError, match=r"patch_from on Linear.*: 2×3 does not fit .* 5×3"),
+        edit_output(net[0], patch_from(run)),
+    ):
+        net(torch.randn(5, 4))
+
+
+def test_patch_from_something_else() -> None:
+    with pytest.raises(ArgumentError, match="needs the hooks of another run, found Tensor"):
+        patch_from(torch.ones(1))  # type: ignore[arg-type]
+
+
+# --- errors and warnings
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_replacement_of_another_structure_names_the_layer(name: str) -> None:
+    net = nn.ModuleDict({"net": Gives(STRUCTURES[name])})
+
+    with (
+        pytest.raises(HookError, match=r'edit_outputs on "net" \(Gives\): the replacement is 1×4'),
+        edit_outputs(select(net, "net"), lambda m, i, o: leaves(o)[0].reshape(1, 4)),
+    ):
+        net["net"](torch.randn(1, 4))
+
+
+def test_a_structure_for_a_tensor() -> None:
+    with (
+        pytest.raises(HookError, match=r"the replacement is tuple \(2,\), the layer gave 2\."),
+        edit_output(layer := nn.Identity(), lambda m, i, o: (o,)),
+    ):
+        layer(torch.ones(2))
+
+
+def test_a_leaf_that_is_not_there() -> None:
+    net = nn.ModuleDict({"lstm": nn.LSTM(4, 3)})
+
+    with (
+        pytest.raises(HookError, match=r'"lstm\[2\]" \(LSTM\) has nothing at \[2\].*\[1\]\[0\]'),
+        edit_outputs(select(net, "lstm[2]"), zero()),
+    ):
+        net["lstm"](torch.randn(2, 1, 4))
+
+
+def test_an_error_of_the_function_keeps_its_type_and_names_the_layer() -> None:
+    net = mlp()
+
+    def wrong(module: nn.Module, input: Any, output: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught, edit_output(net[0], wrong):
+        net(torch.randn(2, 4))
+
+    assert "wrong on Linear(in_features=4" in caught.value.__notes__[0]
+
+
+def test_what_was_never_reached_is_told_by_name() -> None:
+    net = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
+
+    with (
+        pytest.warns(
+            NeverFiredWarning,
+            match=r'edit_outputs: 1 of 2 edits were never reached: "b" \(ReLU\): not called. Run',
+        ),
+        edit_outputs(select(net, "*"), zero()),
+    ):
+        net["a"](torch.ones(1))
+
+
+def test_nothing_is_told_when_the_block_failed() -> None:
+    with pytest.raises(ZeroDivisionError), edit_output(nn.ReLU(), zero()):
+        _ = 1 / 0
+
+
+@pytest.mark.parametrize("f", [None, 3, nn.ReLU, torch.ones(1)])
+def test_no_function(f: Any) -> None:
+    with pytest.raises(ArgumentError, match="edit_output: expected a function or a ready-made"):
+        edit_output(nn.ReLU(), f)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_no_module_or_a_scripted_one_puts_nothing_in() -> None:
+    relu = nn.ReLU()
+
+    with pytest.raises(ArgumentError, match="expected modules"):
+        edit_outputs([relu, "fc"], zero())  # type: ignore[list-item]
+    with pytest.raises(HookError, match="scripted"):
+        edit_outputs([relu, torch.jit.script(nn.ReLU())], zero())
+    with pytest.raises(SelectionError):
+        edit_outputs(select(mlp(), "fc"), zero())
+
+    assert not relu._forward_hooks
+
+
+# --- threads, copies, compilation, lifetime
+
+
+def run_all(*threads: threading.Thread) -> None:
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
+def test_calls_of_other_threads_are_not_edited() -> None:
+    layer, got = nn.Identity(), []
+
+    thread = threading.Thread(target=lambda: got.append(layer(torch.ones(1)).item()))
+    with (
+        pytest.warns(NeverFiredWarning, match="called only from another thread"),
+        edit_output(layer, zero()),
+    ):
+        run_all(thread)
+
+    assert got == [1]
+
+
+def test_copies_are_not_edited() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    plain = net(x)
+
+    with edit_output(net[2], zero()):
+        twin = copy.deepcopy(net)
+        assert net(x).abs().max() == 0
+
+    assert torch.equal(twin(x), plain)
+
+
+@pytest.mark.parametrize("where", ["model", "layer"])
+def test_a_compiled_model_is_edited_in_the_block_and_not_after(where: str) -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    plain = net(x)
+    compiled = torch.compile(net, backend="eager")
+    compiled(x)
+
+    layer = select(compiled, "2") if where == "layer" else {"": net}
+    with edit_outputs(layer, zero()):
+        assert compiled(x).abs().max() == 0
+
+    torch.testing.assert_close(compiled(x), plain)
+
+
+def test_an_edit_installed_before_compilation_is_traced() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    torch.compiler.reset()  # graphs of other models of the same class would be taken
+    edits = edit_output(net[0], scale(2))
+    wanted = net(x)
+
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+
+    torch.testing.assert_close(compiled(x), wanted)
+    edits.remove()
+
+
+def test_an_edit_left_on_a_compiled_model_is_told() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    torch.compiler.reset()
+    compiled = torch.compile(net, backend="eager")
+    plain = compiled(x)
+
+    edits = edit_outputs(select(compiled, "2"), zero())
+
+    assert torch.equal(compiled(x), plain)
+    with pytest.warns(CompiledWarning, match=r'"2" \(Linear\) was never reached, and is part of a'):
+        edits.remove()
+    torch.compiler.reset()
+
+
+def test_nothing_is_kept_alive() -> None:
+    net, x = mlp(), torch.randn(5, 4, requires_grad=True)
+    with edit_grad(net[0], lambda m, g: g) as edits, edit_output(net[0], scale(2)) as more:
+        y = net(x)
+        y.sum().backward()
+    gone = [weakref.ref(net), weakref.ref(net[0])]
+
+    del net
+    gc.collect()
+
+    assert [r() for r in gone] == [None, None]
+    assert repr(edits) == "Edits(edit_grad, 1 module, removed)"
+    with pytest.raises(HookError, match="the module of this edit is gone"):
+        more.register()
+
+
+def test_a_thousand_blocks_leave_nothing() -> None:
+    net = mlp()
+
+    for _ in range(1000):
+        with edit_outputs(net, zero()):
+            net(torch.ones(1, 4))
+
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_functorch_and_inference_mode() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    net[1] = nn.ReLU()
+
+    with edit_output(net[0], scale(2)):
+        wanted = net(x)
+        torch.testing.assert_close(torch.func.vmap(net)(x), wanted)
+        with torch.inference_mode():
+            torch.testing.assert_close(net(x), wanted)
+
+
+# --- the zoo
+
+
+SKIP = {"raises", "lazy", "scripted", "compiled", "meta"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & SKIP], ids=repr)
+def test_an_edit_that_gives_back_the_same_changes_nothing_in_the_zoo(entry: Entry) -> None:
+    model, twin = entry.build(), entry.build()
+
+    torch.manual_seed(1)
+    plain = leaves(entry.run(twin))
+    torch.manual_seed(1)
+    with edit_outputs(leaf_modules(model), lambda m, i, o: tmap(lambda t: t, o)) as edits:
+        edited = leaves(entry.run(model))
+
+    assert isinstance(edits, Edits)
+    assert len(edited) == len(plain)
+    for a, b in zip(edited, plain, strict=True):
+        assert a.size() == b.size() if a.is_nested or a.layout is not torch.strided else True
+        if a.layout is torch.strided and not a.is_nested:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & SKIP], ids=repr)
+def test_doubling_each_layer_of_the_zoo_is_doubling_by_hand(entry: Entry) -> None:
+    model, twin = entry.build(), entry.build()
+    for m in leaf_modules(twin).values():
+        m.register_forward_hook(lambda m, i, o: tmap(doubled, o))
+
+    def f(m: nn.Module, i: Any, o: Any) -> Any:
+        return tmap(doubled, o)
+
+    results = []
+    for net, edit in ((twin, None), (model, f)):
+        torch.manual_seed(1)
+        edits = edit_outputs(leaf_modules(net), edit) if edit else None
+        try:
+            results.append(leaves(entry.run(net)))
+        except Exception as e:
+            results.append([torch.tensor(float(len(type(e).__name__)))])
+        finally:
+            if edits:
+                edits.remove()
+
+    for a, b in zip(*results, strict=True):
+        if a.layout is torch.strided and not a.is_nested:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def doubled(t: Tensor) -> Tensor:
+    return t * 2 if t.is_floating_point() or t.is_complex() else t
