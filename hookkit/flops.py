@@ -145,4 +145,5 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def is_unknown(name: str) -> bool:
     """True if `name` (`aten::mm`) may do linear algebra that has no formula here."""
     space, _, short = name.partition("::")
-    return space not in _HOME or short.startswith(_UNKNOWN)
+    norm = short == "linalg_vector_norm"  # a reduction, as other norms
+    return space not in _HOME or (short.startswith(_UNKNOWN) and not norm)

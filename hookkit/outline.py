@@ -8,6 +8,7 @@ below it too stands in `row.total`. Text, HTML and comparison are drawn from her
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from hookkit.errors import OptionError, SelectionError, missing_extra, nearest
 
 NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "kept_bytes")
+
+_WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,13 @@ class Summary:
     def __getitem__(self, name: str | int) -> Row:
         if isinstance(name, int):
             return self.rows[name]
-        found = next((r for r in self.rows if r.name == name), None)
-        if found is None:
+        inner = _WRAPPED.sub("", name)  # as a wrapped model names it
+        found = {r.name: r for r in self.rows if r.name in (name, inner)}
+        if not found:
             near = nearest(name, (r.name for r in self.rows))
             hint = f"Nearest: {', '.join(near)}" if near else "list(s) gives all rows"
             raise SelectionError(f'no row "{name}" among {len(self.rows)}. {hint}')
-        return found
+        return found.get(name) or found[inner]
 
     def top(self, by: str = "macs", n: int = 5) -> list[Row]:
         """The `n` rows with the largest own `by`, largest first; rows with none are left out.

@@ -87,16 +87,24 @@ class _Saved:
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Books the multiply-accumulates of each dispatched operation to the running module."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
         self.free: set[Any] = set()  # operations known to cost nothing
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True costs a wrapper around every operation; nothing is compiled in here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.free:
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # composite operations arrive whole here
+        if torch.is_inference_mode_enabled() and hasattr(
+            func, "decompose"
+        ):  # composite operations arrive whole here
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -169,9 +177,10 @@ class Tracer:
 
     def book(self, func: Any, args: Any, kwargs: Any, out: Any, free: set[Any]) -> None:
         """Adds one operation to the running module's account."""
-        macs = macs_of(func, args, kwargs, out)
+        plain = hasattr(func, "_schema")  # operators of higher order take functions
+        macs = macs_of(func, args, kwargs, out) if plain else None
         if macs is None:
-            self.trace.uncounted[func._schema.name] += 1
+            self.trace.uncounted[func._schema.name if plain else str(func)] += 1
         elif macs:
             self.trace.macs[self.here()] += macs
         else:

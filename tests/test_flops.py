@@ -1,0 +1,115 @@
+"""Multiply-accumulates against hand-derived truth, and honesty about the rest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookkit.flops import is_unknown
+from hookkit.summaries import summary
+
+
+class Fn(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *x: Tensor) -> Any:
+        return self.f(*x)
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "macs"),
+    [
+        (torch.mm, (t(2, 3), t(3, 5)), 30),
+        (torch.matmul, (t(4, 2, 3), t(3, 5)), 4 * 30),
+        (torch.bmm, (t(4, 2, 3), t(4, 3, 5)), 4 * 30),
+        (torch.mv, (t(4, 3), t(3)), 12),
+        (torch.dot, (t(7), t(7)), 7),
+        (torch.outer, (t(4), t(3)), 0),
+        (lambda a, b: torch.einsum("bij,bkj->bik", a, b), (t(2, 3, 4), t(2, 5, 4)), 2 * 3 * 5 * 4),
+        (F.linear, (t(2, 3), t(5, 3), t(5)), 30),
+        (F.bilinear, (t(2, 3), t(2, 4), t(5, 3, 4)), 2 * 5 * 3 * 4),
+        (F.conv1d, (t(1, 4, 10), t(8, 4, 3)), 8 * 8 * 4 * 3),
+        (lambda x, w: F.conv2d(x, w, groups=2), (t(1, 4, 6, 6), t(8, 2, 3, 3)), 16 * 8 * 2 * 9),
+        (F.conv_transpose2d, (t(1, 4, 5, 5), t(4, 8, 3, 3)), 25 * 4 * 8 * 9),
+        (lambda x: x.relu().softmax(-1) + F.layer_norm(x, (3,)), (t(2, 3),), 0),
+        (F.scaled_dot_product_attention, (t(2, 4, 6, 8), t(2, 4, 7, 8), t(2, 4, 7, 5)),
+         2 * 4 * 6 * 7 * (8 + 5)),
+        (lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+         (t(1, 4, 6, 8), t(1, 2, 6, 8)), 4 * 6 * 6 * 16),
+    ],
+    ids=lambda v: getattr(v, "__name__", None) if callable(v) else None,
+)  # fmt: skip
+def test_functions_are_counted_where_they_run(f: Any, args: Any, macs: int) -> None:
+    assert summary(Fn(f), *args).macs == macs
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("module", "args", "macs"),
+    [
+        (lambda: nn.LSTM(8, 16, 2, batch_first=True), (t(3, 5, 8),),
+         15 * 4 * (8 * 16 + 16 * 16 + 2 * 16 * 16)),
+        (lambda: nn.GRU(8, 16, bidirectional=True), (t(5, 3, 8),), 15 * 2 * 3 * (8 * 16 + 16 * 16)),
+        (lambda: nn.LSTM(8, 16, proj_size=4), (t(5, 3, 8),),
+         15 * (4 * (8 * 16 + 4 * 16) + 16 * 4)),
+        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), (t(3, 5, 8),) * 3,
+         15 * 4 * 64 + 2 * 3 * 5 * 5 * 8),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (t(3, 5, 8),),
+         15 * (4 * 64 + 2 * 8 * 16) + 2 * 3 * 5 * 5 * 8),
+    ],
+    ids=["lstm", "gru", "lstm_proj", "mha", "encoder"],
+)  # fmt: skip
+def test_fused_kernels_count_as_what_they_compute(
+    module: Any, args: Any, macs: int, training: bool, frozen: bool
+) -> None:
+    net = module().train(training).requires_grad_(not frozen)
+
+    assert summary(net, *args).macs == macs
+
+
+def test_work_under_no_grad_and_inference_mode_is_counted() -> None:
+    lin = nn.Linear(3, 5)
+
+    assert summary(Fn(torch.no_grad()(lin)), t(2, 3)).macs == 30
+    assert summary(Fn(torch.inference_mode()(lin)), t(2, 3)).macs == 30
+
+
+def test_what_has_no_formula_is_listed() -> None:
+    s = summary(Fn(lambda x: torch.linalg.solve(x @ x, torch.fft.rfft(x).real[:, :1])), t(4, 4))
+
+    assert s.macs == 64
+    assert any("linalg_solve" in name for name in s.uncounted)
+    assert "aten::_fft_r2c" in s.uncounted
+    assert "MACs not counted: aten::_fft_r2c ×1" in s.text(width=120)
+
+
+def test_custom_operators_are_never_taken_for_free() -> None:
+    assert is_unknown("mylib::fused_attention")
+    assert not is_unknown("aten::relu")
+
+
+def test_a_functional_products_macs_are_booked_to_the_module_that_runs_it() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return F.linear(x, self.b.weight) @ torch.ones(5, 2)
+
+    s = summary(Mixed(), t(2, 3))
+
+    assert (s["a"].macs, s["b"].macs, s[""].macs, s.macs) == (24, 0, 40 + 20, 84)
