@@ -61,9 +61,7 @@ class Tally:
         self._enlist()
 
     def _enlist(self) -> None:
-        self.id = next(_ids)
-        self.token = torch.zeros(1)
-        _tallies[self.id] = self
+        self.id, self.token = enlist(self), torch.zeros(1)
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
         """The row of each name; known ones are continued, others added."""
@@ -272,15 +270,23 @@ class Tally:
 
 
 _ids = itertools.count()
-_tallies: weakref.WeakValueDictionary[int, Tally] = weakref.WeakValueDictionary()
+_seers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def enlist(seer: Any) -> int:
+    """A number under which compiled graphs find `seer`, whose `see` they call; held weakly."""
+    number = next(_ids)
+    _seers[number] = seer
+    return number
+
 
 # `token` is written, so no compiler pass drops the call or moves it past another one.
 _library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
-_library.define("observe(Tensor t, Tensor(a!) token, int tally, int row, int leaf, str path) -> ()")
+_library.define("observe(Tensor t, Tensor(a!) token, int seer, int row, int leaf, str path) -> ()")
 
 
-def _observe(t: Tensor, token: Tensor, tally: int, row: int, leaf: int, path: str) -> None:
-    known = _tallies.get(tally)
+def _observe(t: Tensor, token: Tensor, seer: int, row: int, leaf: int, path: str) -> None:
+    known = _seers.get(seer)
     if known is not None:
         known.see(row, leaf, path, t)
 

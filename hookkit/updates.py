@@ -38,11 +38,11 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]
             yield name.replace("_orig_mod.", "").replace("module.", ""), type(owner).__name__, p
 
 
-def _local(t: Tensor) -> Tensor:
+def local_values(t: Tensor) -> Tensor:
     """What a norm can be taken of: the local shard, the values of a sparse gradient."""
     t = t.detach()
     if hasattr(t, "to_local"):
-        t = t.to_local()
+        t = t.tolocal_values()
     if t.layout is torch.sparse_coo:
         t = t.coalesce().values()
     return t
@@ -111,7 +111,7 @@ class ParamStats(Callback):
         if self._n_taken % (self.every or 1):
             return
         parameters = list(named_parameters(self.learn.model))
-        now = {name: _local(p) for name, _, p in parameters}
+        now = {name: local_values(p) for name, _, p in parameters}
         if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
             n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
         }:
@@ -167,12 +167,12 @@ class ParamStats(Callback):
             name: p for name, _, p in named_parameters(self.learn.model) if name in self._before
         }
         names = list(live)
-        before, after = [self._before[n] for n in names], [_local(live[n]) for n in names]
+        before, after = [self._before[n] for n in names], [local_values(live[n]) for n in names]
         weight = _norms(before)
         torch._foreach_sub_(before, after)
         update = _norms(before)
         with_grad = [n for n in names if live[n].grad is not None]
-        grads = [_local(g) for g in (live[n].grad for n in with_grad) if g is not None]
+        grads = [local_values(g) for g in (live[n].grad for n in with_grad) if g is not None]
         grad = dict(zip(with_grad, _norms(grads) if grads else [], strict=True))
         tables: dict[torch.device, list[Any]] = {}
         for name, w, u in zip(names, weight, update, strict=True):

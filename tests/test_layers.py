@@ -36,6 +36,7 @@ ROWS = [
         "tallies",
         "units",
         "kernels",
+        "tapes",
     },
     {
         "editing",
