@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .outputs import loss_name
 from .records import Run
 
 
@@ -35,12 +36,17 @@ def _record(learn: Any, name: str) -> Any:
 
 def _info(learn: Any) -> dict[str, Any]:
     opt = learn.opts[0] if learn.opts else None
+    scores = getattr(learn._cb_named("recorder") or learn, "scores", None)
     return {
         "model": type(learn.model).__name__,
-        "loss_func": learn.loss_func if learn.loss_func is None else type(learn.loss_func).__name__,
+        "loss_func": loss_name(learn.loss_func),
         "optimizer": None if opt is None else type(opt).__name__,
         "lr": [] if opt is None else [float(g["lr"]) for g in opt.param_groups],
+        "weight_decay": []
+        if opt is None
+        else [g.get("weight_decay", 0.0) for g in opt.param_groups],
         "n_epoch": learn.n_epoch,
+        **(scores.read() if scores is not None else {}),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

@@ -27,6 +27,7 @@ from .driving import Callback
 from .errors import ArgumentError, HookError, nearest
 from .events import CancelFitException
 from .following import FollowedLoop
+from .outputs import Scores
 from .records import Floats, Run
 from .runs import run_of
 from .walking import unwrap
@@ -96,6 +97,10 @@ class Watcher:
         model: as given.
         loop: what the callbacks see as `self.learn`: epoch, train_iter, n_steps, …
         info: facts to add to the run, such as `w.info["n_classes"] = 10`.
+
+    Args:
+        model, opts, callbacks, loss_func, each_forward: as for `watch`, checked and unwrapped.
+        by_hand: no optimizer hooks: whoever owns it calls `loop.step_began` and `step_ended`.
     """
 
     def __init__(
@@ -105,12 +110,13 @@ class Watcher:
         callbacks: Iterable[Any],
         loss_func: Callable[..., Any] | None = None,
         each_forward: bool = False,
+        by_hand: bool = False,
     ) -> None:
         self.model, self.loss_func = model, loss_func
         self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen)
         self.loop.loss_func = loss_func
         self.loop.add_cbs(callbacks)
-        self.boundaries = Boundaries(model, opts, self.loop)
+        self.boundaries = Boundaries(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
         self._criterion: Any = None
         self._told = False
@@ -181,6 +187,11 @@ class Watcher:
         self.stop(error)
         return isinstance(error, CancelFitException)
 
+    def follow(self, opt: Any) -> None:
+        """Another optimizer from the next start on: libraries make one for each training."""
+        opts = optimizers(opt)
+        self.boundaries.opts, self.loop.opts = opts, list(opts)
+
     # --- what the user may tell
 
     def epoch(self, **values: Any) -> None:
@@ -194,10 +205,13 @@ class Watcher:
                 numbers or scalar tensors, read by the host when the run is read.
         """
         self.loop.mark_epoch()
-        if values and self.loop.spans:
-            self.loop.spans[-1] |= {
-                k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()
-            }
+        self.note(**values)
+
+    def note(self, **values: Any) -> None:
+        """Adds to what is kept of the last epoch, as `epoch` does, without ending it."""
+        if self.loop.spans:
+            told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
+            self.loop.spans[-1].update(told)
 
     def batch(self) -> None:
         """Marks that a training batch begins. Only for forwards that cannot be seen.
@@ -229,6 +243,8 @@ class Watcher:
             return
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.loss(output)
+            if self.loop.scores is None and args:
+                self.loop.scores = Scores(module, args[0])
 
     # --- reading
 

@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     updates.unmoved,
     curves.grads_pile_up,
     updates.lr_too_high,
-    updates.shrinking,
+    updates.weight_decay,
     updates.lr_too_low,
     signals.input_scale,
     signals.bad_init,
@@ -57,8 +57,8 @@ def diagnose(run: Run) -> Diagnosis:
 
     Args:
         run: as `Learner.run_record()`, `Watcher.run()` or your own hands make it. From `run.info`
-            it uses, where present, `n_classes`, `loss` (the loss function's name), `dtype` and
-            `output_is_probabilities`.
+            it uses, where present, `n_classes`, `loss_func` (its name), `lr` and `weight_decay`
+            (per parameter group), `dtype` and `output_is_probabilities`.
 
     Example:
         >>> import numpy as np

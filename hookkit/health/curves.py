@@ -87,9 +87,9 @@ def spikes(run: Run) -> Iterator[Finding]:
         (),
         (at[0], at[-1]),
         f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {known[at].max():.3g}",
-        "6 standard deviations over the mean of the last 128 steps, and half the first loss; "
-        "an alarm from 3 and 1 % of the steps",
-        "6 and 128: OLMo-core, SkipStepOptimizer",
+        "6 standard deviations (by the median) above the last 128 steps, and by half the first "
+        "loss; an alarm from 3 and 1 % of the steps",
+        "6 and 128: OLMo-core, SkipStepOptimizer; the rest: hookkit, measured",
         "broken batches, or a learning rate at the edge",
         "look at the data of those steps; clip gradients",
     )
@@ -97,8 +97,9 @@ def spikes(run: Run) -> Iterator[Finding]:
 
 def _jumps(series: Floats, t: int, level: float) -> bool:
     before = series[max(0, t - 128) : t]
-    high = before.mean() + 6 * before.std()
-    return bool(series[t] > high and series[t] - np.median(before) > 0.5 * abs(level))
+    middle = np.median(before)
+    sigma = 1.4826 * np.median(np.abs(before - middle))  # so that spikes do not hide each other
+    return bool(series[t] - middle > max(6 * sigma, 0.5 * abs(level)))
 
 
 def grads_pile_up(run: Run) -> Iterator[Finding]:

@@ -10,6 +10,8 @@ from typing import overload
 SEVERITIES = ("info", "warn", "sick")
 """From "good to know" over "look at this" to "this run is not working"."""
 
+_KINDS = ("no losses", "no parameters", "no activations")
+
 _MARKS = {"info": "·", "warn": "!", "sick": "✗"}
 
 
@@ -100,7 +102,7 @@ class Diagnosis(Sequence[Finding]):
             return "nothing was recorded: no verdict"
         if self.healthy:
             notes = [_n(len(self), "note")] if len(self) else []
-            unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w.startswith("no ")]
+            unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w in _KINDS]
             aside = ", ".join(notes + unseen)
             return f"{looked}: healthy" + (f" ({aside})" if aside else "")
         counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES[::-1]]

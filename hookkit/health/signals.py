@@ -82,7 +82,7 @@ def dead(run: Run) -> Iterator[Finding]:
     record = read.activations(run)
     relus = read.rows(record, read.RELU_LIKE)
     if not relus:
-        return
+        raise read.Missing("no ReLU among the recorded layers: include_paramless=True")
     window = read.last_half(record)
     if "dead" in record.values:
         share = _floor(record.values["dead"][relus][:, window])
@@ -138,7 +138,7 @@ def saturated(run: Run) -> Iterator[Finding]:
     last = len(record.names) - 1
     which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
     if not which:
-        return
+        raise read.Missing("no tanh or sigmoid among the recorded layers: include_paramless=True")
     window = read.last_half(record)
     share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
@@ -188,7 +188,7 @@ def bad_init(run: Run) -> Iterator[Finding]:
         grows = order > 0
         yield Finding(
             "bad_init",
-            "sick" if ratio > 1e6 else "warn",
+            "info" if read.improved(run) else "sick" if ratio > 1e6 else "warn",
             read.names(record, [which[i] for i in body]),
             read.span(record, slice(0, max(int(early.sum()), 1))),
             f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
