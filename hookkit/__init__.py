@@ -1,1 +1,179 @@
-"""See inside any PyTorch model, while it runs and while it trains."""
+"""See inside any PyTorch model, while it runs and while it trains.
+
+Two stems that meet once. Model stem: `selecting → hooks → modelinfo → summaries`. Training stem:
+`events → callbacks`. They join in `recording` (HookCallback), which feeds `stats → health →
+report`. On top stand the two drivers of the same callbacks, `learner` (our loop) and `watching`
+(anybody's); bridges and the demo stand on those, and nothing imports them. A row imports only from
+rows above it; `tests/test_layers.py` holds this.
+
+    errors                                          what goes wrong, and how it is told
+    events · nested · layout                        names in order; structures; text
+    selecting · ranks · data                        which modules, process, batches
+    hooks · moments · records · callbacks           capture; statistics; records
+    editing · swapping · features · modelinfo        change; wrap; extract; count
+    recording                                       HookCallback: where the stems join
+    summaries · stats · flight                      a model; layers over time; the NaN
+    health · plotting · exports                     diagnosis; pictures; tables and files
+    report                                          one page of a run
+    learner · watching                              our loop; anybody's
+    bridges · testing · demo                        other loops; small nets; a real run
+
+Three doors:
+
+    with hook_outputs(select(model, "blocks.*")) as h: model(x)             # look inside one pass
+    with watch(model, opt, ActivationStats(every=10)) as w: train(model)    # … a whole training
+    print(summary(model, x))                                                # … the architecture
+"""
+
+from .callbacks import (
+    Callback,
+    GradientAccumulation,
+    GradientClip,
+    ProgressCallback,
+    Recorder,
+    SchedulerCallback,
+    TrainEvalCallback,
+)
+from .data import DataLoaders
+from .editing import (
+    add,
+    edit_grad,
+    edit_grads,
+    edit_input,
+    edit_inputs,
+    edit_output,
+    edit_outputs,
+    patch_from,
+    replace,
+    scale,
+    zero,
+)
+from .errors import (
+    ArgumentError,
+    CompiledWarning,
+    HookError,
+    HookkitError,
+    HookkitWarning,
+    MissingExtraError,
+    ModelRunError,
+    NeverFiredWarning,
+    NonFiniteError,
+    OptionError,
+    OverwrittenWarning,
+    SelectionError,
+)
+from .events import (
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+)
+from .features import FeatureExtractor, feature_extractor
+from .flight import FlightRecorder
+from .health import Diagnosis, Finding, diagnose
+from .hooks import Hook, Hooks, StopForward, hook_input, hook_inputs, hook_output, hook_outputs
+from .learner import Learner
+from .modelinfo import (
+    dummy_eval,
+    flatten_model,
+    has_params,
+    in_channels,
+    model_sizes,
+    num_features_model,
+    total_params,
+)
+from .recording import HookCallback
+from .records import Record, Run
+from .selecting import Selection, leaf_modules, select, unwrap
+from .stats import ActivationStats, GradientStats, ParamStats
+from .summaries import Summary, layer_info, module_summary, summary
+from .swapping import Catcher, GramWrapper, Wrapper, swap
+from .watching import Watcher, watch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationStats",
+    "ArgumentError",
+    "Callback",
+    "CancelBackwardException",
+    "CancelBatchException",
+    "CancelEpochException",
+    "CancelFitException",
+    "CancelStepException",
+    "CancelTrainException",
+    "CancelValidException",
+    "Catcher",
+    "CompiledWarning",
+    "DataLoaders",
+    "Diagnosis",
+    "FeatureExtractor",
+    "Finding",
+    "FlightRecorder",
+    "GradientAccumulation",
+    "GradientClip",
+    "GradientStats",
+    "GramWrapper",
+    "Hook",
+    "HookCallback",
+    "HookError",
+    "HookkitError",
+    "HookkitWarning",
+    "Hooks",
+    "Learner",
+    "MissingExtraError",
+    "ModelRunError",
+    "NeverFiredWarning",
+    "NonFiniteError",
+    "OptionError",
+    "OverwrittenWarning",
+    "ParamStats",
+    "ProgressCallback",
+    "Record",
+    "Recorder",
+    "Run",
+    "SchedulerCallback",
+    "Selection",
+    "SelectionError",
+    "StopForward",
+    "Summary",
+    "TrainEvalCallback",
+    "Watcher",
+    "Wrapper",
+    "__version__",
+    "add",
+    "diagnose",
+    "dummy_eval",
+    "edit_grad",
+    "edit_grads",
+    "edit_input",
+    "edit_inputs",
+    "edit_output",
+    "edit_outputs",
+    "feature_extractor",
+    "flatten_model",
+    "has_params",
+    "hook_input",
+    "hook_inputs",
+    "hook_output",
+    "hook_outputs",
+    "in_channels",
+    "layer_info",
+    "leaf_modules",
+    "model_sizes",
+    "module_summary",
+    "num_features_model",
+    "patch_from",
+    "replace",
+    "scale",
+    "select",
+    "summary",
+    "swap",
+    "total_params",
+    "unwrap",
+    "watch",
+    "zero",
+]

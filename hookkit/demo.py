@@ -37,9 +37,7 @@ def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoa
     order = torch.randperm(len(x), generator=shuffler)
     train, valid = order[:-360], order[-360:]
     return DataLoaders(
-        DataLoader(
-            TensorDataset(x[train], y[train]), batch_size, shuffle=True, generator=shuffler
-        ),
+        DataLoader(TensorDataset(x[train], y[train]), batch_size, shuffle=True, generator=shuffler),
         DataLoader(TensorDataset(x[valid], y[valid]), 2 * batch_size),
         device=device,
     )
@@ -84,7 +82,9 @@ def train(epochs: int, seed: int, device: str) -> Learner:
 def layer_table(learn: Any) -> str:
     """One line a layer: mean, std and shares of (near) zero at the last recorded step."""
     record = learn.activation_stats.record()
-    lines = [f"{'layer':<6} {'type':<18} {'mean':>9} {'std':>9} {'near zero':>10} {'dead units':>11}"]
+    lines = [
+        f"{'layer':<6} {'type':<18} {'mean':>9} {'std':>9} {'near zero':>10} {'dead units':>11}"
+    ]
     for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True)):
         mean, std, near, dead = (
             record.values[s][i, -1] for s in ("mean", "std", "near_zero", "dead")
@@ -158,7 +158,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = _OneLine(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=_folder, default=Path("runs/demo"), help="folder for the pictures")
     p.add_argument("--epochs", type=_whole(1), default=8, help="passes over the training digits")
-    p.add_argument("--seed", type=_whole(0), default=42, help="of the split, the weights, the order")
+    p.add_argument(
+        "--seed", type=_whole(0), default=42, help="of the split, the weights, the order"
+    )
     p.add_argument("--device", type=_device, default=default, help="cpu, cuda or cuda:<n>")
     return p.parse_args(argv)
 

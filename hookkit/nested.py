@@ -26,7 +26,8 @@ class Inputs(tuple[Any, ...]):
     """What a module was called with: a tuple of the positional inputs, keyword inputs by name.
 
     `inputs[0]` is the first positional input, `inputs["mask"]` the keyword input `mask`, and
-    `inputs.kwargs` the dict of all keyword inputs.
+    `inputs.kwargs` the dict of all keyword inputs. Without keyword inputs it prints as the plain
+    tuple that PyTorch gives a hook.
 
     >>> i = Inputs((1, 2), {"scale": 3})
     >>> i[0], i["scale"], i
@@ -48,6 +49,8 @@ class Inputs(tuple[Any, ...]):
         return Inputs, (tuple(self), self.kwargs)
 
     def __repr__(self) -> str:
+        if not self.kwargs:
+            return tuple.__repr__(self)
         parts = [repr(x) for x in self] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
         return f"Inputs({', '.join(parts)})"
 

@@ -11,7 +11,9 @@ pytest.importorskip("tqdm")
 from hookkit import demo
 
 
-def test_the_demo_learns_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_learns_prints_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "folder"
 
     code = demo.main(["--out", str(out), "--epochs", "2", "--device", "cpu"])
