@@ -239,6 +239,10 @@ class Asked:
             )
         mended = self.mended(text)
         hits = [name for name, _ in self.named(mended)] if mended else self.similar(text)
+        if mended and len(hits) == 1:  # its sisters may be as near
+            parent, _, _ = hits[0].rpartition(".")
+            sisters = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
+            hits = list(dict.fromkeys([*hits, *nearest(text, sisters)]))[:3]
         if not hits:
             return f'no module matches "{text}". {self.listing()}'
         shown = ", ".join(f'"{name}"' for name in hits)

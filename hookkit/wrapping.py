@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.capturing import snapshot
+from hookkit.capturing import snapshot, unwrapped
 from hookkit.dispatching import recomputing
 from hookkit.errors import OptionError
 from hookkit.nested import Inputs, tmap
@@ -42,6 +42,7 @@ class Wrapper(nn.Module):
     def __init__(self, wrapped: nn.Module):
         super().__init__()
         self.wrapped = wrapped
+        self.training = wrapped.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns."""
@@ -129,7 +130,7 @@ class Catcher(Wrapper):
         return output
 
     def _stored(self, x: Any) -> Any:
-        return tmap(snapshot, x) if self.detach else x
+        return tmap(lambda t: snapshot(unwrapped(t)), x) if self.detach else x
 
 
 class GramWrapper(Wrapper):

@@ -524,8 +524,8 @@ def error(model: nn.Module, *what: Any) -> str:
         ),
         (
             "haed1",
-            'no module matches "haed1". Nearest: "head1". Use "head1", or select(model) to '
-            "list all 29 names.",
+            'no module matches "haed1". Nearest: "head1", "head2". Use "head1", or '
+            "select(model) to list all 29 names.",
         ),
         (
             "mlp.0",

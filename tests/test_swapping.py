@@ -290,6 +290,15 @@ def test_a_catcher_can_store_live_tensors_and_the_last_call_only() -> None:
     assert new["0"].calls[0].output is y
 
 
+def test_a_catcher_under_vmap_keeps_the_values_of_all() -> None:
+    net, x = nn.Sequential(nn.Linear(2, 3)), torch.randn(4, 2)
+
+    with swap(net, {"0": Catcher}) as new:
+        y = torch.func.vmap(net)(x)
+
+    torch.testing.assert_close(new["0"].calls[0].output, y.detach())
+
+
 def test_a_catcher_with_an_unknown_option() -> None:
     with pytest.raises(OptionError, match="keep='first' is unknown"):
         Catcher(nn.ReLU(), keep="first")

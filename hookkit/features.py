@@ -1,0 +1,193 @@
+"""A model's inner outputs as an ordinary module, which runs the model only as far as needed.
+
+Built on `Wrapper` (so the state dict has the model's own keys) and `attach`: each call puts hooks
+on the wanted layers, runs the model, and takes them off again. What a call collects is its own, so
+threads do not meet, and nothing of it is in a copy, a pickle or a state dict. Layers are known by
+name, so a copy extracts from its own model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from types import GeneratorType
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+
+from hookkit.capturing import snapshot
+from hookkit.compiling import enter_eager, leave_eager
+from hookkit.dispatching import attach, check_hookable
+from hookkit.errors import HookError, NeverFiredWarning, OptionError
+from hookkit.gradients import tap
+from hookkit.nested import describe, named_leaves, pick, tmap
+from hookkit.resolving import Selector
+from hookkit.selecting import select
+from hookkit.walking import can_run
+from hookkit.wrapping import Wrapper
+
+
+def feature_extractor(
+    model: nn.Module,
+    *what: Selector,
+    detach: bool = False,
+    keep: str = "first",
+    stop: bool = True,
+) -> FeatureExtractor:
+    """A module that gives the outputs of the layers `what` of `model`, as a dict by name.
+
+    Calling it runs the model, with all its hooks, until the last wanted layer has given its
+    output. It shares the model: train, move, save, copy or pickle it as any module; parameters
+    behind the last wanted layer just get no gradient. Compiled models run eagerly in it.
+
+    Args:
+        model: any model; it is not changed.
+        what: layers as in `select`: names, globs, leaf paths (`"lstm[1][0]"`), classes, and dicts
+            that name the features: `{"layer2": "h"}`.
+        detach: gives detached tensors; by default gradients flow through the features.
+        keep: for layers that are called several times, the `"first"` call's output, the `"last"`
+            one's, or a list of `"all"`; with these two the whole model runs.
+        stop: False lets the whole model run in any case.
+
+    Returns:
+        A `FeatureExtractor`. What it gives is not changed by what the model does in place later on
+        (copy-on-write on the CPU, a copy elsewhere). A layer that was not reached gives None, and
+        a `NeverFiredWarning`. A model that returns a generator is run to the generator's end.
+
+    Raises:
+        SelectionError: no such layer.
+        HookError: a wanted module never runs, or is scripted.
+        OptionError: `keep` is none of the three.
+
+    >>> lenet = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.Flatten())
+    >>> extract = feature_extractor(lenet, {"2": "conv2"})
+    >>> extract(torch.ones(1, 1, 28, 28))["conv2"].shape
+    torch.Size([1, 16, 20, 20])
+    """
+    if keep not in ("first", "last", "all"):
+        raise OptionError(
+            f'feature_extractor: keep={keep!r} is unknown. Use "first", "last" or "all".'
+        )
+    chosen = select(model, *what)
+    for name, module in chosen.items():
+        check_hookable(module, "feature_extractor")
+        if not can_run(module):
+            raise HookError(
+                f'feature_extractor: "{name}" is a {type(module).__name__}, which is never called '
+                f'and has no output. Ask for its entries: "{name}.*".'
+            )
+    wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
+    return FeatureExtractor(model, wanted, detach=detach, keep=keep, stop=stop)
+
+
+class FeatureExtractor(Wrapper):
+    """Gives the outputs of some layers of the model it wraps. Made by `feature_extractor`.
+
+    Attributes:
+        wrapped: the model.
+        wanted: feature name → (the layer's name in the model, path into its output).
+    """
+
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        wanted: dict[str, tuple[str, str]],
+        *,
+        detach: bool = False,
+        keep: str = "first",
+        stop: bool = True,
+    ):
+        super().__init__(wrapped)
+        self.wanted, self.detach, self.keep, self.stop = wanted, detach, keep, stop
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The features of this input, by name in the order asked for. Takes the model's inputs."""
+        if torch.compiler.is_compiling():
+            eager: Callable[..., Any] = torch.compiler.disable
+            features: dict[str, Any] = eager(self._extract)(*args, **kwargs)
+            return features
+        return self._extract(*args, **kwargs)
+
+    def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        call = _Call(self)
+        stance, handles = enter_eager(), []
+        try:
+            for key, (name, leaf) in self.wanted.items():
+                module = select(self.wrapped, name)[name]
+                handles.append(attach(module, partial(call.see, key, leaf)))
+            output = self.wrapped(*args, **kwargs)
+            if isinstance(output, GeneratorType):
+                deque(output, maxlen=0)
+        except _Enough as e:
+            if e.call is not call:
+                raise
+        finally:
+            for handle in handles:
+                handle.remove()
+            leave_eager(stance)
+        return call.features()
+
+    def extra_repr(self) -> str:
+        """The features, and where they come from."""
+        paths = {key: name + leaf for key, (name, leaf) in self.wanted.items()}
+        return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
+
+
+class _Enough(BaseException):
+    """Ends the model's forward. No `Exception`: models that catch those let it through."""
+
+    def __init__(self, call: _Call):
+        super().__init__("feature_extractor: the last wanted layer has given its output")
+        self.call = call
+
+
+class _Call:
+    """What one call of an extractor has collected so far."""
+
+    def __init__(self, extractor: FeatureExtractor):
+        self.keep, self.detach = extractor.keep, extractor.detach
+        self.stop = extractor.stop and extractor.keep == "first"
+        self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
+        self.n_missing = len(self.found)
+        self.thread = get_ident()
+
+    def see(self, key: str, leaf: str, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
+        """Forward hook: takes what is wanted of the output, and ends the forward if that is all."""
+        found = self.found[key]
+        if get_ident() != self.thread or (found and self.keep == "first"):
+            return
+        self.n_missing -= not found
+        if self.keep == "last":
+            found.clear()
+        found.append(tmap(snapshot if self.detach else tap, self._part(key, leaf, output)))
+        if self.stop and not self.n_missing:
+            raise _Enough(self)
+
+    def _part(self, key: str, leaf: str, output: Any) -> Any:
+        try:
+            return pick(output, leaf) if leaf else output
+        except (KeyError, IndexError, AttributeError, TypeError) as e:
+            paths = ", ".join(path for path, _ in named_leaves(output)[:6])
+            raise HookError(
+                f'feature_extractor: "{key}" asks for {leaf} of what the layer gave, '
+                f"{describe(output)}. Ask for a path that is there: {paths or 'it has no tensors'}."
+            ) from e
+
+    def features(self) -> dict[str, Any]:
+        """What was collected, by name; None, with a warning, for layers that did not run."""
+        if missing := [key for key, found in self.found.items() if not found]:
+            shown = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
+            warn(
+                f"feature_extractor: {len(missing)} of {len(self.found)} layers were not reached "
+                f"by this input: {shown}. The whole model ran, and they are None. Leave them out, "
+                f"or see which layers this input runs with print_sizes(model).",
+                NeverFiredWarning,
+                stacklevel=5,
+            )
+        if self.keep == "all":
+            return dict(self.found)
+        return {key: found[-1] if found else None for key, found in self.found.items()}

@@ -1,0 +1,434 @@
+"""feature_extractor: a model's inner outputs as an ordinary module."""
+
+import copy
+import io
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo import ZOO, Entry
+
+from hookkit.editing import add, edit_output
+from hookkit.errors import HookError, NeverFiredWarning, OptionError, SelectionError
+from hookkit.features import feature_extractor
+from hookkit.hooks import hook_outputs
+from hookkit.nested import leaves, pick
+from hookkit.selecting import leaf_modules, select
+
+
+class LeNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 6, 5, padding=2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.act = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.fc = nn.Linear(400, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.act(self.conv1(x)))
+        x = self.pool(self.act(self.conv2(x)))
+        return self.fc(x.flatten(1))
+
+
+class Blows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("ran too far")
+
+
+class Calls(nn.Module):
+    """Calls one layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inc, self.end = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            x = self.inc(x + i)
+        return self.end(x)
+
+
+@pytest.fixture
+def lenet() -> LeNet:
+    torch.manual_seed(0)
+    return LeNet().eval()
+
+
+IMAGE = torch.linspace(-1, 1, 2 * 28 * 28).reshape(2, 1, 28, 28)
+
+
+def conv2_by_hand(net: LeNet) -> Tensor:
+    return net.conv2(net.pool(net.conv1(IMAGE).relu()))
+
+
+def test_lenet_conv2_in_two_lines(lenet: LeNet) -> None:
+    extract = feature_extractor(lenet, "conv2")
+    features = extract(IMAGE)
+
+    torch.testing.assert_close(features, {"conv2": conv2_by_hand(lenet)})
+
+
+def test_it_runs_only_as_far_as_needed() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Blows())
+
+    assert list(feature_extractor(net, "1", "0")(torch.ones(1, 2))) == ["1", "0"]
+    with pytest.raises(AssertionError, match="ran too far"):
+        feature_extractor(net, "1", stop=False)(torch.ones(1, 2))
+
+
+def test_a_models_own_except_does_not_swallow_the_stop() -> None:
+    class Swallows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.ran_on = nn.Linear(2, 2), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                x = self.fc(x)
+            except Exception:
+                self.ran_on = True
+            return x
+
+    net = Swallows()
+
+    assert feature_extractor(net, "fc")(torch.ones(1, 2))["fc"].shape == (1, 2)
+    assert not net.ran_on
+
+
+def test_a_bare_except_swallows_it_and_the_features_are_right_all_the_same() -> None:
+    class SwallowsAll(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.fc(x)
+            except BaseException:
+                return self.fc(x + 100)
+
+    net, x = SwallowsAll(), torch.ones(1, 2)
+
+    torch.testing.assert_close(feature_extractor(net, "fc")(x)["fc"], net.fc(x))
+
+
+def test_later_in_place_operations_do_not_reach_the_features(lenet: LeNet) -> None:
+    features = feature_extractor(lenet, "conv1", "conv2", "act", stop=False, keep="first")(IMAGE)
+
+    torch.testing.assert_close(features["conv1"], lenet.conv1(IMAGE))
+    torch.testing.assert_close(features["conv2"], conv2_by_hand(lenet))
+
+
+def test_gradients_flow_through_the_features(lenet: LeNet) -> None:
+    feature_extractor(lenet, "conv1", "conv2")(IMAGE)["conv2"].square().sum().backward()
+
+    wanted = torch.autograd.grad(conv2_by_hand(lenet).square().sum(), lenet.conv1.weight)[0]
+    torch.testing.assert_close(lenet.conv1.weight.grad, wanted)
+    assert lenet.fc.weight.grad is None
+
+
+def test_detached_features(lenet: LeNet) -> None:
+    features = feature_extractor(lenet, "conv*", detach=True)(IMAGE)
+
+    assert not any(t.requires_grad for t in features.values())
+    torch.testing.assert_close(features["conv1"], lenet.conv1(IMAGE).detach())
+
+
+def test_selectors_names_and_order(lenet: LeNet) -> None:
+    assert list(feature_extractor(lenet, {"conv2": "h"}, nn.Conv2d)(IMAGE)) == ["h", "conv1"]
+    assert list(feature_extractor(lenet, lenet.conv1, "conv2")(IMAGE)) == ["conv1", "conv2"]
+    assert list(feature_extractor(lenet, select(lenet, {"fc": "out"}))(IMAGE)) == ["out"]
+
+
+def test_the_models_own_output(lenet: LeNet) -> None:
+    torch.testing.assert_close(feature_extractor(lenet, "")(IMAGE), {"": lenet(IMAGE)})
+
+
+def test_leaf_paths_and_structures() -> None:
+    net = nn.Sequential(nn.LSTM(4, 3))
+    x = torch.randn(2, 1, 4)
+    out, (h, c) = net(x)
+
+    features = feature_extractor(net, "0", "0[1][0]", {"0[0]": "out"})(x)
+
+    torch.testing.assert_close(features, {"0": (out, (h, c)), "0[1][0]": h, "out": out})
+
+
+def test_keyword_inputs() -> None:
+    attn = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(2, 3, 4)
+
+    features = feature_extractor(attn, "")(x, x, value=2 * x, need_weights=False)
+
+    torch.testing.assert_close(features[""][0], attn(x, x, 2 * x)[0])
+    assert features[""][1] is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "wanted"), [("first", 0.0), ("last", 3.0), ("all", [0.0, 1.0, 3.0])]
+)
+def test_which_call_of_a_layer_that_is_called_several_times(keep: str, wanted: Any) -> None:
+    got = feature_extractor(Calls(), "inc", "end", keep=keep)(torch.zeros(1))
+
+    values = got["inc"]
+    assert ([t.item() for t in values] if keep == "all" else values.item()) == wanted
+
+
+# --- an ordinary module
+
+
+def test_its_state_dict_is_that_of_the_model(lenet: LeNet) -> None:
+    extract, other = feature_extractor(lenet, "conv2"), LeNet()
+
+    assert list(extract.state_dict()) == list(lenet.state_dict())
+    extract.load_state_dict(other.state_dict())
+
+    torch.testing.assert_close(lenet.conv1.weight, other.conv1.weight)
+
+
+def test_it_moves_and_changes_mode_with_the_model(lenet: LeNet) -> None:
+    extract = feature_extractor(lenet, "conv2")
+
+    assert not extract.training
+    extract.train().double()
+
+    assert lenet.training
+    assert extract(IMAGE.double())["conv2"].dtype == torch.float64
+
+
+def test_it_trains() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), Blows())
+    extract = feature_extractor(net, "2")
+    opt = torch.optim.SGD(extract.parameters(), 0.1)
+    x = torch.randn(32, 2)
+    y = x[:, :1] * x[:, 1:]
+
+    losses = []
+    for _ in range(50):
+        loss = (extract(x)["2"] - y).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_copies_and_pickles_extract_from_their_own_model(lenet: LeNet) -> None:
+    extract = feature_extractor(lenet, "conv2")
+    saved = io.BytesIO()
+    torch.save(extract, saved)
+    saved.seek(0)
+    twins = [
+        copy.deepcopy(extract),
+        pickle.loads(pickle.dumps(extract)),
+        torch.load(saved, weights_only=False),
+    ]
+
+    for twin in twins:
+        nn.init.zeros_(twin.wrapped.conv2.weight)
+        nn.init.ones_(twin.wrapped.conv2.bias)
+        assert twin(IMAGE)["conv2"].unique().tolist() == [1]
+    torch.testing.assert_close(extract(IMAGE)["conv2"], conv2_by_hand(lenet))
+
+
+def test_it_reads_well(lenet: LeNet) -> None:
+    extract = feature_extractor(lenet, "conv2", {"fc[0]": "row"}, stop=False)
+
+    assert repr(extract).split("\n")[1].strip() == "conv2, row = fc[0]"
+
+
+def test_the_model_is_left_as_it_was(lenet: LeNet) -> None:
+    before = {name: dict(vars(m)) for name, m in lenet.named_modules()}
+
+    feature_extractor(lenet, "conv2")(IMAGE)
+    with pytest.raises(RuntimeError):
+        feature_extractor(lenet, "fc")(IMAGE[..., :5])
+
+    assert {name: dict(vars(m)) for name, m in lenet.named_modules()} == before
+    assert not any(m._forward_hooks for m in lenet.modules())
+
+
+def test_threads_do_not_meet() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.01)
+            return x + 1
+
+    net = nn.Sequential(Slow(), Slow(), Slow())
+    extract = feature_extractor(net, "0", "1")
+    wrong: list[Any] = []
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            got = extract(torch.full((1,), float(i)))
+            if [t.item() for t in got.values()] != [i + 1, i + 2]:
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert wrong == []
+
+
+def test_edits_and_other_hooks_act_inside(lenet: LeNet) -> None:
+    with edit_output(lenet.conv2, add(1)), hook_outputs([lenet.conv1]) as h:
+        features = feature_extractor(lenet, "conv2")(IMAGE)
+
+    torch.testing.assert_close(features["conv2"], conv2_by_hand(lenet) + 1)
+    torch.testing.assert_close(h[0].stored, lenet.conv1(IMAGE).detach())
+
+
+def test_extractors_nest(lenet: LeNet) -> None:
+    inner = feature_extractor(lenet, "conv1", "conv2")
+    outer = feature_extractor(inner, "wrapped.conv1")
+
+    torch.testing.assert_close(outer(IMAGE)["wrapped.conv1"], lenet.conv1(IMAGE))
+
+
+# --- transforms
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compile_it", ["model", "extractor", "layer"])
+def test_compiled_models_and_compiled_extractors(lenet: LeNet, compile_it: str) -> None:
+    wanted = conv2_by_hand(lenet)
+    model: Any = lenet
+    if compile_it == "model":
+        model = torch.compile(lenet, backend="eager")
+        model(IMAGE)
+    if compile_it == "layer":
+        lenet.conv2 = torch.compile(lenet.conv2, backend="eager")  # type: ignore[assignment]
+        lenet(IMAGE)
+    extract: Any = feature_extractor(model, "conv2")
+    if compile_it == "extractor":
+        extract = torch.compile(extract, backend="eager")
+
+    for _ in range(2):
+        torch.testing.assert_close(extract(IMAGE)["conv2"], wanted)
+
+    torch.testing.assert_close(model(IMAGE), lenet(IMAGE))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.reentrant = nn.Linear(3, 3), nn.Linear(3, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        body = nn.Sequential(self.a, nn.Tanh(), self.b, nn.Tanh())
+        return checkpoint(body, x, use_reentrant=self.reentrant)
+
+
+def test_features_from_inside_a_checkpoint_have_their_gradient() -> None:
+    torch.manual_seed(0)
+    net, x = Checkpointed(False), torch.randn(5, 3, requires_grad=True)
+    wanted = torch.autograd.grad(net.b(net.a(x).tanh()).square().sum(), x)[0]
+
+    feature_extractor(net, "b")(x)["b"].square().sum().backward()
+
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_vmap_jacobian_and_inference_mode() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), Blows()), torch.randn(4, 3)
+    extract = feature_extractor(net, "1")
+    wanted = net[1](net[0](x))
+
+    torch.testing.assert_close(torch.func.vmap(extract)(x)["1"], wanted)
+    detached = feature_extractor(net, "1", detach=True)
+    torch.testing.assert_close(torch.func.vmap(detached)(x)["1"], wanted.detach())
+    jacobian = torch.func.jacrev(lambda x: extract(x)["1"])(x[0])
+    assert jacobian.shape == (2, 3)
+    with torch.inference_mode():
+        torch.testing.assert_close(extract(x)["1"], wanted)
+
+
+# --- what is told
+
+
+def test_a_layer_that_is_not_reached() -> None:
+    net = nn.ModuleDict({"a": nn.ReLU()})
+    net.forward = lambda x: net["a"](x)  # type: ignore[method-assign]
+    net["b"] = nn.ReLU()
+
+    with pytest.warns(
+        NeverFiredWarning, match=r'1 of 2 layers were not reached by this input: "b". The whole'
+    ):
+        features = feature_extractor(net, "a", "b")(torch.ones(1))
+
+    assert features["b"] is None
+    assert features["a"].item() == 1
+
+
+def test_unknown_layers_and_options(lenet: LeNet) -> None:
+    with pytest.raises(SelectionError, match=r'Nearest: "conv2", "conv1"\.'):
+        feature_extractor(lenet, "conv0")
+    with pytest.raises(OptionError, match="keep='none' is unknown"):
+        feature_extractor(lenet, "conv2", keep="none")
+
+
+def test_a_container_has_no_output() -> None:
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU()])})
+
+    with pytest.raises(HookError, match='"blocks" is a ModuleList, which is never called and'):
+        feature_extractor(net, "blocks")
+
+
+def test_a_path_that_is_not_there() -> None:
+    net = nn.Sequential(nn.LSTM(4, 3))
+
+    with pytest.raises(HookError, match=r'"0\[7\]" asks for \[7\] of what the layer gave.*\[0\]'):
+        feature_extractor(net, "0[7]")(torch.randn(2, 1, 4))
+
+
+def test_an_error_of_the_model_is_its_own(lenet: LeNet) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        feature_extractor(lenet, "fc")(IMAGE[..., :20])
+
+
+# --- the zoo
+
+SKIP = {"raises", "lazy", "scripted", "compiled", "meta"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & SKIP], ids=repr)
+def test_every_layer_of_the_zoo_gives_what_a_plain_hook_sees(entry: Entry) -> None:
+    model, twin = entry.build(), entry.build()
+    layers = [name for name, m in leaf_modules(model).items()]
+    if not layers:
+        return
+    first: dict[str, list[Tensor]] = {}
+    for name in layers:
+        by_hand = select(twin, name)[name]
+        by_hand.register_forward_hook(
+            lambda m, i, o, name=name: (
+                first.setdefault(name, [t.clone() for t in leaves(o)]) and None
+            )
+        )
+
+    torch.manual_seed(1)
+    entry.run(twin)
+    torch.manual_seed(1)
+    extract = feature_extractor(model, *layers)
+    features = extract(*entry.args(), **entry.kwargs())
+
+    for name in layers:
+        got = leaves(features[name])
+        assert len(got) == len(first.get(name, []))
+        for a, b in zip(got, first.get(name, []), strict=True):
+            if a.layout is torch.strided and not a.is_nested:
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert pick(features, "") is features
