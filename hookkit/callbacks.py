@@ -139,6 +139,8 @@ class GradientClip(Callback):
 class SchedulerCallback(Callback):
     """Runs a torch learning-rate scheduler: one step of it for each optimizer step really made.
 
+    What it changed besides the learning rate (momentum, entries of its own) is put back at the end.
+
     Args:
         make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
             fit will make.
@@ -153,15 +155,16 @@ class SchedulerCallback(Callback):
 
     def __init__(self, make: Callable[[Any, int], Any], by_epoch: bool = False) -> None:
         self.make, self.by_epoch = make, by_epoch
+        self._kept: list[dict[str, Any]] | None = None
 
     def before_fit(self) -> None:
         """Makes the scheduler for this fit."""
         learn = self.learn
         if not learn.fitting:
             return
-        self.scheduler = self.make(
-            learn.opts[0], learn.n_epoch if self.by_epoch else self._n_steps()
-        )
+        opt = learn.opts[0]
+        self._kept = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+        self.scheduler = self.make(opt, learn.n_epoch if self.by_epoch else self._n_steps())
 
     def _n_steps(self) -> int:
         learn = self.learn
@@ -184,6 +187,15 @@ class SchedulerCallback(Callback):
         """Steps, if it goes by the epoch."""
         if self.by_epoch and self.learn.fitting:
             self.scheduler.step()
+
+    def cleanup_fit(self) -> None:
+        """Puts the optimizer's other hyperparameters back."""
+        kept, self._kept = self._kept, None
+        groups = self.learn.opts[0].param_groups if kept else []
+        for before, group in zip(kept or [], groups, strict=True):
+            for key in [k for k in group if k not in before and k != "params"]:
+                del group[key]
+            group.update({k: v for k, v in before.items() if k != "lr"})
 
 
 class ProgressCallback(Callback):

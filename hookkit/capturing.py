@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,12 @@ is_transformed: Callable[[Tensor], bool] = getattr(
 )
 
 
+is_transforming: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+_USUAL = ("forward", None, "last", None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a hook captures: what `Hook` was asked for, checked once for all modules."""
@@ -45,6 +51,7 @@ class Options:
     clone: bool | None = None
     dtype: torch.dtype | None = None
     stop: bool = False
+    plain: bool = field(init=False)  # nothing but the last output's snapshot: the fast path
 
     def __post_init__(self) -> None:
         if self.hook_func is not None and not callable(self.hook_func):
@@ -71,16 +78,10 @@ class Options:
                 "Use Hook(module, hook_func, edit=True), or edit_output(module, f)."
             )
 
-    @property
-    def plain(self) -> bool:
-        """Nothing but the last output's snapshot is wanted: the fast path."""
-        return (
-            self.kind == "forward"
-            and self.hook_func is None
-            and self.detach
-            and not (self.cpu or self.stop)
-            and (self.keep, self.clone, self.dtype) == ("last", None, None)
-        )
+        # a whole tuple at once: this runs at each `with hook_outputs(…)`
+        usual = (self.kind, self.hook_func, self.keep, self.clone, self.dtype) == _USUAL
+        plain = usual and self.detach and not (self.cpu or self.stop)
+        object.__setattr__(self, "plain", plain)
 
     @property
     def live(self) -> bool:
@@ -95,7 +96,7 @@ def snapshot(t: Tensor) -> Tensor:
     would keep the whole of its storage alive.
     """
     t = t.detach()
-    if t.is_cpu and t.layout is torch.strided and not is_compiling():
+    if t.is_cpu and t.layout is torch.strided and not is_compiling() and not is_transformed(t):
         try:
             if t.untyped_storage().nbytes() <= 4 * t.numel() * t.element_size():
                 return lazy_clone(t)
@@ -118,22 +119,25 @@ def unwrapped(t: Tensor) -> Tensor:
     return t
 
 
+Versions = list[tuple[Tensor, int]]
+
+
 class Kept:
     """One stored value with what is needed to read it: versions of live tensors, a CUDA event."""
 
     __slots__ = ("event", "fresh", "value", "versions")
 
-    def __init__(self, value: Any, versions: list[tuple[Tensor, int]] | None, event: Any) -> None:
+    def __init__(self, value: Any, versions: Versions | None = None, event: Any = None) -> None:
         self.value, self.versions, self.event, self.fresh = value, versions, event, True
 
-    def read(self, who: str, name: str, gather: bool) -> Any:
+    def read(self, who: str, hook: Any, gather: bool) -> Any:
         """The value: arrived, not overwritten (else a warning, once), whole over the ranks."""
         if self.event is not None:
             self.event.synchronize()  # sync: once per value, at its first read
             self.event = None
         if self.versions and any(t._version != v for t, v in self.versions):
             self.versions = None
-            warnings.warn(overwritten(who, name), OverwrittenWarning, stacklevel=4)
+            warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
         if self.fresh:
             self.fresh = False
             self.value = tmap(outside_inference, self.value)
@@ -164,7 +168,8 @@ class Storer:
     __slots__ = ("event", "options")
 
     def __init__(self, options: Options) -> None:
-        self.options, self.event = options, None
+        self.options = options
+        self.event: Any = None
 
     def keep(self, x: Any) -> Kept:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
@@ -196,6 +201,6 @@ class Storer:
     def _offloaded_async(self, t: Tensor) -> Tensor:
         host = torch.empty_like(t, device="cpu", pin_memory=True)
         host.copy_(t, non_blocking=True)
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(t.device))
         return host

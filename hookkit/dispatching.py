@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -21,19 +21,19 @@ from torch import nn
 from hookkit.errors import ArgumentError, HookError
 
 is_compiling = torch.compiler.is_compiling
+_Scripted = torch.jit.ScriptModule
 
 # PyTorch's own handles count up from 0, so these never meet.
-_keys = count(-1, -1)
+new_key = count(-1, -1).__next__
+
 
 # Private, probed once: the fallback also holds in both kinds of checkpoint, at 0.1 µs more.
-_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-
-
-def graph_task() -> int:
-    """A number for the backward pass that this thread is running now; -1 outside of any."""
-    if _task_id is not None:
-        return _task_id()
+def _running_node() -> int:
     return -1 if torch._C._current_autograd_node() is None else 0
+
+
+# A number for the backward pass that this thread is running now; -1 outside of any.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _running_node)
 
 
 def recomputing() -> bool:
@@ -51,48 +51,44 @@ def recomputing() -> bool:
 class Dispatcher:
     """One entry of a module's hook dict. Calls its target; copies and pickles have none."""
 
-    __slots__ = ("__weakref__", "target")
+    __slots__ = ("__weakref__", "key", "target")
 
-    def __init__(self, target: Any = None) -> None:
-        self.target = target
+    is_pre = False
+    with_kwargs = True
+
+    def __init__(self, target: Any = None, key: Any = None) -> None:
+        self.target, self.key = target, key
+
+    def put_on(self, module: nn.Module) -> None:
+        """Makes this one of the module's hooks, after those that are there."""
+        key = self.key = new_key()
+        me = cast("Callable[..., Any]", self)
+        if self.is_pre:
+            module._forward_pre_hooks[key] = me
+            module._forward_pre_hooks_with_kwargs[key] = True
+        else:
+            module._forward_hooks[key] = me
+            if self.with_kwargs:
+                module._forward_hooks_with_kwargs[key] = True
+
+    def take_off(self, module: nn.Module | None) -> None:
+        """Takes it out again, if nobody else has, and makes it inert for a call under way."""
+        self.target = None
+        if module is None:
+            return
+        if self.is_pre:
+            module._forward_pre_hooks.pop(self.key, None)
+            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+        else:
+            module._forward_hooks.pop(self.key, None)
+            if self.with_kwargs:
+                module._forward_hooks_with_kwargs.pop(self.key, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        return type(self)()
+        return type(self)(None, self.key)
 
     def __reduce__(self) -> Any:
-        return type(self), ()
-
-
-def insert(
-    module: nn.Module,
-    call: Dispatcher,
-    *,
-    pre: bool = False,
-    with_kwargs: bool = False,
-    prepend: bool = False,
-) -> int:
-    """Puts `call` among the forward (or forward-pre) hooks of `module`; its key, for `withdraw`."""
-    hooks: Any = module._forward_pre_hooks if pre else module._forward_hooks
-    key = next(_keys)
-    hooks[key] = call
-    if with_kwargs:
-        _kwargs_marks(module, pre)[key] = True
-    if prepend:
-        hooks.move_to_end(key, last=False)
-    return key
-
-
-def withdraw(module: nn.Module, key: int, *, pre: bool = False) -> None:
-    """Takes the entry `key` out again; nothing if somebody else already has."""
-    (module._forward_pre_hooks if pre else module._forward_hooks).pop(key, None)
-    _kwargs_marks(module, pre).pop(key, None)
-
-
-def _kwargs_marks(module: nn.Module, pre: bool) -> dict[int, bool]:
-    marks: dict[int, bool] = (
-        module._forward_pre_hooks_with_kwargs if pre else module._forward_hooks_with_kwargs
-    )
-    return marks
+        return type(self), (None, self.key)
 
 
 def check_hookable(module: Any, who: str, hint: str = "") -> None:
@@ -109,7 +105,7 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
             f"{who}: expected modules (nn.Module), found {what}. "
             f"{(cure or 'Pass the module itself, as model.layer1')}."
         )
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, _Scripted):
         raise HookError(
             f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
             "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
@@ -117,19 +113,23 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
 
 
 class Attached:
-    """The handle that `attach` returns. `remove()` can be called any number of times."""
+    """A removable handle: which dispatchers are on which module. Holds the module weakly."""
 
-    __slots__ = ("_call", "_key", "_module", "_pre")
+    __slots__ = ("_module", "calls")
 
-    def __init__(self, module: nn.Module, call: Dispatcher, pre: bool, prepend: bool) -> None:
-        self._module, self._call, self._pre = ref(module), call, pre
-        self._key = insert(module, call, pre=pre, with_kwargs=True, prepend=prepend)
+    def __init__(self, module: nn.Module, *calls: Dispatcher) -> None:
+        self._module, self.calls = ref(module), calls
+        for call in calls:
+            call.put_on(module)
 
     def remove(self) -> None:
-        """Takes the hook off; it does not run again, also not later in a call that is under way."""
-        self._call.target = None
-        if (module := self._module()) is not None:
-            withdraw(module, self._key, pre=self._pre)
+        """Takes the hook off; it does not run again, also not later in a call that is under way.
+
+        Can be called any number of times.
+        """
+        module = self._module()
+        for call in self.calls:
+            call.take_off(module)
 
 
 class _Observe(Dispatcher):
@@ -151,6 +151,18 @@ class _Edit(Dispatcher):
         return None if self.target is None else called(self.target, module, *seen)
 
 
+class _PreObserve(_Observe):
+    __slots__ = ()
+
+    is_pre = True
+
+
+class _PreEdit(_Edit):
+    __slots__ = ()
+
+    is_pre = True
+
+
 def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
     """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
     if is_compiling():
@@ -164,7 +176,7 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
 
 def brief(module: nn.Module) -> str:
     """A module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`."""
-    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+    if isinstance(module, _Scripted) or module._modules:
         return type(module).__name__
     text = repr(module).split("\n")[0]
     return text if len(text) <= 60 else type(module).__name__
@@ -208,4 +220,9 @@ def attach(
     [(4, 3)]
     """
     check_hookable(module, "attach")
-    return Attached(module, _Edit(fn) if edit else _Observe(fn), pre, prepend)
+    kinds = (_PreEdit if edit else _PreObserve) if pre else (_Edit if edit else _Observe)
+    handle = Attached(module, kinds(fn))
+    if prepend:
+        hooks: Any = module._forward_pre_hooks if pre else module._forward_hooks
+        hooks.move_to_end(handle.calls[0].key, last=False)
+    return handle

@@ -17,9 +17,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from hookkit.capturing import lazy_clone
-from hookkit.dispatching import Dispatcher, check_hookable, insert, is_compiling, withdraw
-from hookkit.nested import Inputs, leaves, tmap
+from hookkit.capturing import is_transformed, lazy_clone
+from hookkit.dispatching import Attached, Dispatcher, check_hookable, is_compiling
+from hookkit.nested import Inputs, leaves, pick, put, tmap
 
 Receive = Callable[[int, Tensor], Any]
 
@@ -47,10 +47,14 @@ def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = Non
             return t
         if is_compiling() or id(t) in repeated or _needs_tap(t, versions):
             t = tap(t)
-        t.register_hook(partial(receive, i))
+        _listen(t, partial(receive, i))
         return t
 
     return tmap(one, output)
+
+
+def _listen(t: Tensor, f: Callable[[Tensor], Any]) -> None:
+    t.register_hook(f)  # type: ignore[no-untyped-call]
 
 
 def versions_of(*inputs: Any) -> dict[int, int]:
@@ -66,7 +70,7 @@ def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
 
 def tap(t: Tensor) -> Tensor:
     """A tensor of its own with the values and the gradient of `t`; not a view of it."""
-    if t.is_cpu and not is_compiling():
+    if t.is_cpu and not is_compiling() and not is_transformed(t):  # vmap has no lazy clone
         try:
             return lazy_clone(t)
         except RuntimeError:
@@ -78,13 +82,14 @@ class GradState:
     """What the two dispatchers of one gradient hook share.
 
     `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
-    that receives its gradients, or None to leave this call alone.
+    that receives its gradients, or None to leave this call alone. `leaf` is the path of the part
+    of the output that is meant.
     """
 
-    __slots__ = ("begin", "taps", "versions")
+    __slots__ = ("begin", "leaf", "taps", "versions")
 
-    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None]) -> None:
-        self.begin = begin
+    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None], leaf: str = "") -> None:
+        self.begin, self.leaf = begin, leaf
         # Never emptied per call, for modules that call themselves: a stale entry costs one tap.
         self.versions: dict[int, int] = {}
         self.taps: dict[int, tuple[Any, Any, int]] = {}
@@ -94,6 +99,8 @@ class _Before(Dispatcher):
     """Forward-pre hook: notes which inputs come in, and at which version."""
 
     __slots__ = ()
+
+    is_pre = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (state := self.target) is not None and not is_compiling():
@@ -112,8 +119,9 @@ class _After(Dispatcher):
         receive = None if state is None else state.begin(module, output)
         if receive is None:
             return None
-        tapped = on_grad(output, receive, state.versions)
-        return None if tapped is output else tapped
+        part = pick(output, state.leaf)
+        tapped = on_grad(part, receive, state.versions)
+        return None if tapped is part else put(output, state.leaf, tapped)
 
 
 class _BeforeInputs(Dispatcher):
@@ -123,6 +131,8 @@ class _BeforeInputs(Dispatcher):
     """
 
     __slots__ = ()
+
+    is_pre = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         state, inputs = self.target, Inputs(args, kwargs)
@@ -137,7 +147,7 @@ class _BeforeInputs(Dispatcher):
             if not t.requires_grad:
                 return t
             tapped = memo[id(t)] if id(t) in memo else memo.setdefault(id(t), tap(t))
-            tapped.register_hook(partial(receive, i))
+            _listen(tapped, partial(receive, i))
             if not is_compiling():
                 state.taps[id(tapped)] = ref(t), ref(tapped), tapped._version
             return tapped
@@ -158,9 +168,10 @@ class _AfterInputs(Dispatcher):
         written: dict[int, Tensor] = {}
         for t in leaves(Inputs(args, kwargs)):
             original, tapped, version = state.taps.pop(id(t), (None, None, 0))
-            if tapped is not None and tapped() is t and t._version != version:
-                if (o := original()) is not None:
-                    written[id(t)] = o.copy_(t)
+            if tapped is None or tapped() is not t or t._version == version:
+                continue
+            if (o := original()) is not None:
+                written[id(t)] = o.copy_(t)
         if len(state.taps) > 256:
             state.taps.clear()
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
@@ -174,34 +185,13 @@ def grad_dispatchers(state: GradState, inputs: bool) -> tuple[Dispatcher, Dispat
     return _Before(state), _After(state)
 
 
-class GradAttached:
-    """The handle that `attach_grad` returns. `remove()` can be called any number of times."""
-
-    __slots__ = ("_calls", "_keys", "_module")
-
-    def __init__(self, module: nn.Module, state: GradState, inputs: bool) -> None:
-        self._module, self._calls = ref(module), grad_dispatchers(state, inputs)
-        self._keys = (
-            insert(module, self._calls[0], pre=True, with_kwargs=True),
-            insert(module, self._calls[1], with_kwargs=True),
-        )
-
-    def remove(self) -> None:
-        """Takes both hooks off. Gradients of graphs that are there already still arrive."""
-        for call in self._calls:
-            call.target = None
-        if (module := self._module()) is not None:
-            withdraw(module, self._keys[0], pre=True)
-            withdraw(module, self._keys[1])
-
-
 def attach_grad(
     module: nn.Module,
     fn: Callable[[nn.Module, int, Tensor], Any],
     *,
     inputs: bool = False,
     edit: bool = False,
-) -> GradAttached:
+) -> Attached:
     """Calls `fn(module, i, grad)` in each backward, for each leaf `i` of the module's output.
 
     The bare mechanism under `hook_output(grad=True)`: nothing is stored. Right after in-place
@@ -232,4 +222,4 @@ def attach_grad(
 
         return receive
 
-    return GradAttached(module, GradState(begin), inputs)
+    return Attached(module, *grad_dispatchers(GradState(begin), inputs))

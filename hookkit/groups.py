@@ -38,13 +38,20 @@ def param_groups(split: Any) -> list[dict[str, Any]]:
     items = list(split) if isinstance(split, Iterable) else [split]
     if all(isinstance(x, Tensor) for x in items):
         items = [items]
-    groups = [dict(x) if isinstance(x, dict) else {"params": _params(x)} for x in items]
-    if not any(_params(g["params"]) for g in groups):
+    groups = [_group(x) for x in items]
+    if not any(g["params"] for g in groups):
         raise ArgumentError(
             "An optimizer was to be made; the splitter gave no parameter. Does the model have "
             "any that require a gradient? If they are frozen: `p.requires_grad_(True)`."
         )
     return groups
+
+
+def _group(x: Any) -> dict[str, Any]:
+    if not isinstance(x, dict):
+        return {"params": _params(x)}
+    params = x["params"]
+    return {**x, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
 def _params(x: Any) -> list[Tensor]:

@@ -226,7 +226,9 @@ class Learner(Loop):
         dl = self._loader(ds_idx, dl, "validate")
         with self._untouched(cbs, inner=False):
             self._do_epoch_validate(dl)
-        return list(self.final_record or [])
+            record = list(self.final_record or [])
+        self.final_record = record
+        return record
 
     def get_preds(
         self,

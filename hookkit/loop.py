@@ -34,7 +34,16 @@ from .groups import plain_optimizer
 T = TypeVar("T", bound="Loop")
 
 _BATCH = {"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None}
-_PLACE = ("iter", "n_iter", "training", "stepped", "aside", "_by_keyword", "_device")
+_PLACE = (
+    "iter",
+    "n_iter",
+    "training",
+    "stepped",
+    "aside",
+    "final_record",
+    "_by_keyword",
+    "_device",
+)
 
 
 class Loop(Driver):
@@ -251,6 +260,12 @@ class Loop(Driver):
         given = getattr(self.dls, "device", None)
         first = next(self.model.parameters(), None)
         return given if given is not None or first is None else first.device
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        recorder: Any = self._cb_named("recorder")
+        return None if recorder is None else recorder.smooth_loss
 
     @property
     def x(self) -> Any:

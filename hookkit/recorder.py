@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from .data import batch_size
 from .driving import Callback
 from .errors import ArgumentError
+from .outputs import Scores
 
 Floats = npt.NDArray[np.float64]
 
@@ -180,6 +182,7 @@ class Recorder(Callback):
         self._fits: list[int] = []  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
         self._valid_loss = Mean()
+        self.scores: Scores | None = None
         self._metrics: dict[bool, list[Any]] = {True: [], False: []}
         self._train_part: list[Any] = []
         self._valid_part: list[Any] = []
@@ -194,6 +197,7 @@ class Recorder(Callback):
         if not self.learn.fitting:
             return
         self._fits.append(len(self._raw))
+        self._begin_epoch()
         self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
 
     def _columns(self) -> list[str]:
@@ -204,6 +208,10 @@ class Recorder(Callback):
 
     def before_epoch(self) -> None:
         """Starts the clock."""
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        # also at the end of one: `before_epoch` may be cancelled before it comes here
         self._started = time.perf_counter()
         self._train_part, self._valid_part = [], []
 
@@ -232,6 +240,8 @@ class Recorder(Callback):
         if learn.loss is None or self._cancelled:
             return
         if learn.training:
+            if self.scores is None:
+                self.scores = Scores(learn.loss_func, learn.pred)
             self._raw.append(learn.loss)
             self._steps.append(learn.n_steps - learn.stepped)
             self.lrs.append(learn.opt.param_groups[-1]["lr"])
@@ -266,6 +276,7 @@ class Recorder(Callback):
         if self.add_time:
             self.log.append(format_time(time.perf_counter() - self._started))
         self.learn.logger(self.log)
+        self._begin_epoch()
 
     def _computed(self, training: bool) -> list[Any]:
         return [_item(metric.compute()) for metric in self._metrics[training]]
@@ -288,7 +299,7 @@ class Recorder(Callback):
         """Carries the debiased exponential average on over the losses that came since."""
         n = len(self._smooth)
         for i, loss in enumerate(self._raw.read(n).tolist(), n):
-            start = max(f for f in self._fits if f <= i)
+            start = self._fits[bisect_right(self._fits, i) - 1]
             self._average = (
                 self.beta * (self._average if i > start else 0.0) + (1 - self.beta) * loss
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from .backward import BackwardHooks
 from .driving import Callback
 from .errors import ArgumentError, OptionError
 from .hooks import Hooks
@@ -33,7 +34,7 @@ class HookCallback(Callback):
             records all.
         remove_end: takes the hooks off at the end of the fit; after an error they go in any case.
         is_forward: calls `hook(m, inputs, outputs)` after each forward; False calls
-            `hook(m, grad_inputs, grad_outputs)` after each backward.
+            `hook(m, grad_inputs, grad_outputs)` in each backward, with tuples of gradients.
         detach: gives `hook` detached tensors.
         cpu: moves what `hook` returns to the CPU.
         include_paramless: with `modules=None`, takes modules without parameters too.
@@ -43,7 +44,7 @@ class HookCallback(Callback):
 
     Attributes:
         names: the hooked modules' names, parallel to `hooks`.
-        hooks: the `Hooks` of this fit, or of the last one; None before the first.
+        hooks: the `Hooks` (`BackwardHooks`) of this fit, or of the last; None before the first.
         recording: whether the batch at hand is recorded.
 
     Raises:
@@ -58,7 +59,7 @@ class HookCallback(Callback):
     {'': (16, 1)}
     """
 
-    hooks: Hooks | None = None
+    hooks: Any = None
     recording: bool = False
 
     def __init__(
@@ -146,7 +147,12 @@ class HookCallback(Callback):
 
     def _register(self, names: list[str], modules: Any) -> None:
         """Hooks `modules`, a mapping by name in the order of `names`."""
-        self.hooks = Hooks(modules, self._hooked, self.is_forward, self.detach, self.cpu)
+        if self.is_forward:
+            self.hooks = Hooks(modules, self.hook, True, self.detach, self.cpu)
+        else:
+            self.hooks = BackwardHooks(modules, self.hook, self.detach, self.cpu)
+        self.recording = True  # as hooks are when they are made
+        self._record(False)
 
     def _remove(self) -> None:
         """Takes off whatever `_register` put on; called often, so nothing may be there."""
@@ -155,11 +161,11 @@ class HookCallback(Callback):
             self.hooks.remove()
 
     def _record(self, on: bool) -> None:
-        """Switches recording on or off for the batch that begins."""
-        self.recording = on
-
-    def _hooked(self, m: nn.Module, i: Any, o: Any) -> Any:
-        return self.hook(m, i, o)
+        """Switches recording on or off for the batch that begins; what is stored stays."""
+        if on != self.recording:
+            self.recording = on
+            for h in () if self.hooks is None else self.hooks:
+                h.listen(on)
 
 
 def _checked_every(who: str, every: Any) -> int | None:

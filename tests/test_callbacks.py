@@ -1,0 +1,311 @@
+"""The ready-made callbacks."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit.callbacks import (
+    Callback,
+    GradientAccumulation,
+    GradientClip,
+    ProgressCallback,
+    SchedulerCallback,
+    TrainEvalCallback,
+)
+from hookkit.errors import MissingExtraError, OptionError
+from hookkit.testing import EventLog, mlp, synth_learner
+
+
+def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
+    learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+# --- TrainEvalCallback
+
+
+def test_modes_follow_the_part() -> None:
+    modes: list[tuple[bool, bool]] = []
+    cb = Callback(after_pred=lambda cb: modes.append((cb.training, cb.learn.model.training)))
+    learn = quiet(n_trn=1, n_val=1, cbs=cb)
+
+    learn.fit(1)
+
+    assert modes == [(True, True), (False, False)]
+    assert not learn.training
+    assert not learn.model.training
+
+
+def test_train_iter_and_pct_train_count_training_batches_of_the_fit() -> None:
+    seen: list[tuple[int, float]] = []
+    cb = Callback(before_batch=lambda cb: seen.append((cb.train_iter, round(cb.pct_train, 6))))
+    cb.run_valid = False
+    learn = quiet(n_trn=2, cbs=cb)
+
+    learn.fit(2)
+    learn.validate()
+    learn.fit(1)
+
+    assert seen == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (0, 0.0), (1, 0.5)]
+    assert learn.train_iter == 2
+    assert learn.pct_train == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("order", "first"), [(-20, 0), (0, 1)])
+def test_the_count_is_raised_in_after_batch_at_order_minus_ten(order: int, first: int) -> None:
+    seen: list[int] = []
+    cb = Callback(after_batch=lambda cb: seen.append(cb.train_iter))
+    cb.order = order
+
+    quiet(n_trn=1, n_val=1, cbs=cb).fit(1)
+
+    assert seen[0] == first
+
+
+def test_a_fit_resets_a_model_that_can_be_and_a_validation_does_not() -> None:
+    class Stateful(nn.Linear):
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    learn = quiet(model=Stateful(1, 1))
+
+    learn.fit(2)
+    learn.validate()
+
+    assert learn.model.resets == 1
+
+
+def test_without_default_callbacks_there_are_none() -> None:
+    assert list(quiet(default_cbs=False).cbs) == []
+
+
+# --- GradientAccumulation
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch() -> None:
+    x, y = torch.randn(12, 1), torch.randn(12, 1)
+    whole, parts = [(x, y)], [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    torch.manual_seed(0)
+    a = quiet(data=(whole, None), model=mlp(1, 4, 1))
+    torch.manual_seed(0)
+    b = quiet(data=(parts, None), model=mlp(1, 4, 1), cbs=GradientAccumulation(3))
+
+    a.fit(1, lr=0.1)
+    b.fit(1, lr=0.1)
+
+    assert a.n_steps == b.n_steps == 1
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
+    log = EventLog("before_step", "after_step")
+    stepped: list[bool] = []
+    look = Callback(after_batch=lambda cb: stepped.append(cb.stepped))
+    look.run_valid = False
+    learn = quiet(n_trn=5, cbs=[log, look, GradientAccumulation(2)])
+
+    learn.fit(1)
+
+    assert log.seen == ["before_step", "after_step"] * 3
+    assert stepped == [False, True, False, True, True]
+    learn.remove_cb(GradientAccumulation)
+    learn.fit(1)
+    assert learn.n_steps == 3 + 5
+
+
+def test_the_recorded_loss_is_not_scaled() -> None:
+    torch.manual_seed(0)
+    a = quiet(n_trn=1)
+    torch.manual_seed(0)
+    b = quiet(n_trn=1, cbs=GradientAccumulation(4))
+
+    a.fit(1)
+    b.fit(1)
+
+    assert a.recorder.losses == b.recorder.losses
+
+
+def test_accumulation_over_no_batch_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"GradientAccumulation\(n_acc=0\) was asked for"):
+        GradientAccumulation(0)
+
+
+# --- GradientClip
+
+
+def test_gradients_are_clipped_and_their_norms_kept() -> None:
+    norms: list[float] = []
+
+    def look(cb: Any) -> None:
+        norms.append(nn.utils.get_total_norm([p.grad for p in cb.model.parameters()]).item())
+
+    clip = GradientClip(0.5)
+
+    quiet(cbs=[clip, Callback(after_step=look)]).fit(1)
+
+    assert norms == pytest.approx([0.5] * 3, rel=1e-3)
+    assert len(clip.norms) == 3
+    assert (clip.norms.read() > 0.5).all()
+
+
+def test_clipping_to_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"GradientClip\(max_norm=0\) was asked for: no gradient"):
+        GradientClip(0)
+
+
+# --- schedules
+
+
+def test_one_cycle_warms_up_and_anneals_as_torchs_does() -> None:
+    learn = quiet(n_trn=10)
+
+    learn.fit_one_cycle(2, 0.1)
+
+    lrs = learn.recorder.lrs
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9)
+    truth = torch.optim.lr_scheduler.OneCycleLR(
+        opt, 0.1, total_steps=20, pct_start=0.25, div_factor=25, final_div_factor=1e5 / 25
+    )
+    expected = []
+    for _ in range(20):
+        expected.append(opt.param_groups[0]["lr"])
+        opt.step()
+        truth.step()
+    assert lrs == pytest.approx(expected)
+    assert (lrs[0], max(lrs), lrs[-1]) == pytest.approx((0.004, 0.1, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("opt_func", "key", "before", "cycled"),
+    [
+        (lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9), "momentum", 0.9, True),
+        (torch.optim.SGD, "momentum", 0, False),
+        (torch.optim.AdamW, "betas", (0.9, 0.999), True),
+        (torch.optim.Adagrad, "lr_decay", 0, False),
+    ],
+)
+def test_momentum_is_cycled_where_there_is_one_and_put_back(
+    opt_func: Any, key: str, before: Any, cycled: bool
+) -> None:
+    seen: set[Any] = set()
+    look = Callback(after_step=lambda cb: seen.add(cb.opt.param_groups[0][key]))
+    learn = quiet(n_trn=8, opt_func=opt_func, cbs=look)
+
+    learn.fit_one_cycle(1, 0.01)
+
+    assert (len(seen) > 2) == cycled
+    assert learn.opt.param_groups[0][key] == before
+
+
+def test_one_cycle_with_a_rate_for_each_group_and_with_accumulation() -> None:
+    learn = quiet(n_trn=6, model=mlp(1, 2, 1), splitter=lambda m: [m[0], m[2]])
+    tops: list[list[float]] = []
+    look = Callback(after_step=lambda cb: tops.append([g["lr"] for g in cb.opt.param_groups]))
+
+    learn.fit_one_cycle(2, slice(1e-3, 1e-1), cbs=[look, GradientAccumulation(2)])
+
+    assert len(tops) == learn.n_steps == 6
+    assert [max(r) for r in zip(*tops, strict=True)] == pytest.approx([1e-3, 1e-1], rel=0.1)
+    assert tops[-1][1] < 1e-5
+
+
+def test_a_scheduler_by_epoch() -> None:
+    by_epoch = SchedulerCallback(
+        lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5), by_epoch=True
+    )
+    learn = quiet(n_trn=2, cbs=by_epoch)
+
+    learn.fit(3, lr=0.08)
+
+    assert learn.recorder.lrs == pytest.approx([0.08, 0.08, 0.04, 0.04, 0.02, 0.02])
+
+
+def test_a_schedule_by_step_needs_a_length() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter([(torch.ones(2, 1), torch.ones(2, 1))])
+
+    with pytest.raises(OptionError, match=r"the training loader does not tell its length"):
+        quiet(data=(Endless(), None)).fit_one_cycle(1)
+
+
+# --- ProgressCallback
+
+
+def test_the_table_has_a_header_once_and_a_row_for_each_epoch(capsys: Any) -> None:
+    pytest.importorskip("tqdm")
+    learn = synth_learner(n_trn=2, cbs=ProgressCallback)
+
+    learn.fit(2)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["epoch", "train_loss", "valid_loss", "time"]
+    assert [line.split()[0] for line in lines] == ["epoch", "0", "1"]
+    assert len({len(line) for line in lines}) == 1
+    assert learn.logger is print
+
+
+def test_the_bar_shows_in_a_terminal_and_is_closed(capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    learn = synth_learner(n_trn=2, cbs=ProgressCallback)
+
+    learn.fit(1)
+
+    err = capsys.readouterr().err
+    assert "epoch 1/1 train" in err
+    assert "0/2" in err
+    assert learn.progress._bar is None
+
+
+def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:
+    pytest.importorskip("tqdm")
+    learn = synth_learner(cbs=[ProgressCallback, Callback(after_batch=lambda cb: 1 / 0)])
+
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1)
+
+    assert learn.logger is print
+    assert learn.progress._bar is None
+
+
+def test_no_bar_and_no_logging_are_for_the_with_alone(capsys: Any) -> None:
+    pytest.importorskip("tqdm")
+    learn = synth_learner(cbs=ProgressCallback)
+
+    with learn.no_bar() as same, learn.no_logging():
+        assert same is learn
+        assert not learn._grab_cbs(ProgressCallback)
+        learn.fit(1)
+
+    assert capsys.readouterr().out == ""
+    assert len(learn._grab_cbs(ProgressCallback)) == 1
+    assert learn.logger is print
+
+
+def test_without_tqdm_the_pip_command_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+
+    with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[progress\]"'):
+        ProgressCallback()
+
+
+def test_the_progress_reads_no_loss_by_the_batch(monkeypatch: Any) -> None:
+    pytest.importorskip("tqdm")
+    learn = quiet(n_trn=50, cbs=ProgressCallback)
+    reads: list[int] = []
+    monkeypatch.setattr(
+        type(learn.recorder), "smooth_loss", property(lambda self: reads.append(1) or 0.0)
+    )
+
+    learn.fit(1)
+
+    assert len(reads) < 10
+    assert isinstance(learn.cbs[0], TrainEvalCallback)

@@ -1,0 +1,136 @@
+"""DataLoaders and batches: any iterable, any structure, where they go; errors at the door."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookkit.data import DataLoaders, batch_size, split_batch, to_device
+from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
+
+BATCHES = [(torch.ones(4, 2), torch.zeros(4))] * 3
+
+
+def loader(n: int = 8, **kwargs: Any) -> DataLoader[Any]:
+    x = torch.arange(float(n)).reshape(n, 1)
+    return DataLoader(TensorDataset(x, x), 4, **kwargs)
+
+
+def test_loaders_by_name_by_index_and_in_turn() -> None:
+    train, valid, test = loader(), loader(), BATCHES
+    dls = DataLoaders(train, valid, test)
+
+    assert dls.train is dls[0] is train
+    assert dls.valid is dls[1] is valid
+    assert dls[2] is test
+    assert list(dls) == [train, valid, test]
+    assert dls.train_ds is train.dataset
+    assert dls.valid_ds is valid.dataset
+    assert DataLoaders(BATCHES).train_ds is None
+
+
+def test_the_repr_counts_batches() -> None:
+    assert repr(DataLoaders(BATCHES, loader())) == "DataLoaders(3 + 2 batches, device=None)"
+    assert repr(DataLoaders(iter(BATCHES))) == "DataLoaders(? batches, device=None)"
+
+
+@pytest.mark.parametrize("bad", [None, 3, "cuda", torch.ones(3), {"x": 1}])
+def test_a_loader_must_give_batches(bad: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"The train loader is .*Give a torch DataLoader"):
+        DataLoaders(bad)
+
+
+def test_a_loader_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(SelectionError, match=r"Loader 1 was asked for; there are 1"):
+        DataLoaders(BATCHES)[1]
+    with pytest.raises(SelectionError, match=r"Loader 5 was asked for"):
+        DataLoaders(BATCHES)[5]
+
+
+def test_a_device_must_exist_as_a_word() -> None:
+    with pytest.raises(OptionError, match=r"device='toaster' was asked for.*Use 'cpu'"):
+        DataLoaders(BATCHES, device="toaster")
+
+
+def test_n_inp_must_leave_an_input() -> None:
+    with pytest.raises(OptionError, match=r"n_inp=0 was asked for: a model needs"):
+        DataLoaders(BATCHES, n_inp=0)
+
+
+def test_one_batch_draws_no_random_numbers() -> None:
+    own = torch.Generator().manual_seed(1)
+    for dl in (loader(shuffle=True), loader(shuffle=True, generator=own)):
+        before, mine = torch.get_rng_state(), own.get_state()
+
+        x, _ = DataLoaders(dl, device="cpu").one_batch()
+
+        assert x.shape == (4, 1)
+        assert torch.get_rng_state().equal(before)
+        assert own.get_state().equal(mine)
+
+
+def test_one_batch_of_nothing_is_an_error() -> None:
+    with pytest.raises(ModelRunError, match=r"loader 0 was asked for; it gave none.*drop_last"):
+        DataLoaders([]).one_batch()
+
+
+def test_what_is_there_is_not_moved_or_rebuilt() -> None:
+    b = (torch.ones(2), {"a": [torch.ones(1)]})
+
+    assert to_device(b, torch.device("cpu")) is b
+    assert to_device(BATCHES[0], torch.device("cpu")) is BATCHES[0]
+
+
+def test_every_tensor_of_a_structure_is_moved() -> None:
+    b = (torch.ones(2), {"a": [torch.ones(1), None, "text"]})
+
+    moved = to_device(b, torch.device("meta"))
+
+    assert moved[0].is_meta
+    assert moved[1]["a"][0].is_meta
+    assert moved[1]["a"][1:] == [None, "text"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "n_inp", "xb", "yb"),
+    [
+        ((1, 2), None, (1,), (2,)),
+        ([1, 2, 3], None, (1, 2), (3,)),
+        ((1, 2, 3), 1, (1,), (2, 3)),
+        ((1, 2), 2, (1, 2), ()),
+        ((1,), None, (1,), ()),
+        (5, None, (5,), ()),
+    ],
+)
+def test_a_batch_splits_into_inputs_and_targets(
+    batch: Any, n_inp: int | None, xb: tuple[Any, ...], yb: tuple[Any, ...]
+) -> None:
+    assert split_batch(batch, n_inp) == (xb, yb)
+
+
+def test_a_mapping_is_on_both_sides() -> None:
+    batch = {"x": torch.ones(1)}
+
+    xb, yb = split_batch(batch)
+
+    assert xb[0] is yb[0] is batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "n"),
+    [(torch.ones(3, 2), 3), ((None, torch.ones(4)), 4), ({"a": torch.ones(5)}, 5), ("text", 1)],
+)
+def test_the_batch_size_is_the_first_tensors(batch: Any, n: int) -> None:
+    assert batch_size(batch) == n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_without_a_number_is_the_device_that_tensors_report() -> None:
+    dls = DataLoaders(BATCHES, device="cuda")
+
+    x: Tensor = dls.one_batch()[0]
+
+    assert x.device == dls.device

@@ -1,0 +1,168 @@
+"""Parameter groups, learning rates, freezing: plain torch optimizers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.groups import (
+    make_optimizer,
+    param_groups,
+    plain_optimizer,
+    set_hyper,
+    spread,
+    trainable_params,
+)
+from hookkit.testing import ConvLayer, mlp, synth_learner
+
+
+def halves(model: Any) -> list[Any]:
+    return [model[0], model[2]]
+
+
+def two_groups(**kwargs: Any) -> Any:
+    learn = synth_learner(n_trn=1, n_val=1, model=mlp(1, 4, 1), splitter=halves, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def test_the_default_splitter_takes_what_requires_a_gradient() -> None:
+    model = mlp(1, 4, 1)
+    model[0].requires_grad_(False)
+
+    assert trainable_params(model) == list(model[2].parameters())
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes"),
+    [
+        (lambda m: list(m.parameters()), [4]),
+        (lambda m: m.parameters(), [4]),
+        (lambda m: [m[0], m[2]], [2, 2]),
+        (lambda m: [list(m[0].parameters()), [m[2].weight]], [2, 1]),
+        (lambda m: [{"params": m.parameters(), "lr": 3.0}], [4]),
+    ],
+)
+def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: list[int]) -> None:
+    opt = make_optimizer(torch.optim.SGD, param_groups(split(mlp(1, 4, 1))), 0.1)
+
+    assert [len(g["params"]) for g in opt.param_groups] == sizes
+
+
+def test_a_splitter_without_parameters_is_told() -> None:
+    with pytest.raises(ArgumentError, match=r"the splitter gave no parameter. Does the model"):
+        synth_learner(model=nn.Identity()).fit(1)
+
+
+@pytest.mark.parametrize(
+    ("lr", "rates"),
+    [
+        (1e-2, [1e-2] * 3),
+        ([1, 2, 3], [1, 2, 3]),
+        (slice(1e-4, 1e-2), [1e-4, 1e-3, 1e-2]),
+        (slice(1e-2), [1e-3, 1e-3, 1e-2]),
+    ],
+)
+def test_rates_spread_over_groups(lr: Any, rates: list[float]) -> None:
+    assert spread(lr, 3) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("lr", [[1, 2], -1.0, float("nan")])
+def test_rates_that_cannot_be_are_told(lr: Any) -> None:
+    with pytest.raises(OptionError, match=r"lr=.* was asked for; the optimizer has 3 parameter gr"):
+        spread(lr, 3)
+
+
+def test_fit_sets_the_rate_of_each_group_and_goes_back_to_the_learners() -> None:
+    learn = two_groups(lr=0.25)
+
+    learn.fit(1, lr=slice(1e-4, 1e-2))
+    assert [g["lr"] for g in learn.opt.param_groups] == pytest.approx([1e-4, 1e-2])
+    learn.fit(1)
+
+    assert [g["lr"] for g in learn.opt.param_groups] == [0.25, 0.25]
+
+
+def test_weight_decay_is_set_where_the_optimizer_has_it() -> None:
+    learn = two_groups(wd=0.1)
+    learn.fit(1)
+    assert [g["weight_decay"] for g in learn.opt.param_groups] == [0.1, 0.1]
+
+    learn.fit(1, wd=0.2)
+    assert learn.opt.param_groups[0]["weight_decay"] == 0.2
+    learn = synth_learner(opt_func=torch.optim.LBFGS)
+    with pytest.raises(OptionError, match=r"weight_decay was asked for; LBFGS has lr, max_iter"):
+        learn.fit(1, wd=0.2)
+
+
+def test_a_rate_held_in_a_tensor_is_filled_in_place() -> None:
+    p = nn.Parameter(torch.ones(1))
+    rate = torch.tensor(0.1)
+    opt = torch.optim.SGD([p], lr=rate)
+
+    set_hyper(opt, "lr", [0.5])
+
+    assert opt.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+# --- freezing
+
+
+def trainable(learn: Any) -> list[bool]:
+    return [p.requires_grad for p in learn.model.parameters()]
+
+
+def test_freezing_goes_by_group() -> None:
+    learn = two_groups()
+
+    learn.freeze()
+    assert (trainable(learn), learn.frozen_idx) == ([False, False, True, True], 1)
+    learn.unfreeze()
+    assert (trainable(learn), learn.frozen_idx) == ([True] * 4, 0)
+    learn.freeze_to(2)
+    assert (trainable(learn), learn.frozen_idx) == ([False] * 4, 2)
+
+
+def test_frozen_weights_do_not_move() -> None:
+    learn = two_groups(wd=0.1)
+    learn.fit(1)
+    learn.freeze()
+    before = [p.clone() for p in learn.model.parameters()]
+
+    learn.fit(2)
+
+    same = [p.equal(q) for p, q in zip(before, learn.model.parameters(), strict=True)]
+    assert same == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("train_bn", "expected"), [(True, [False, True, True]), (False, [False] * 3)]
+)
+def test_batch_norms_in_frozen_groups_learn_unless_told_otherwise(
+    train_bn: bool, expected: list[bool]
+) -> None:
+    model = nn.Sequential(ConvLayer(1, 2), nn.Conv2d(2, 1, 1))
+    learn = synth_learner(model=model, splitter=list, train_bn=train_bn)
+
+    learn.freeze()
+
+    assert trainable(learn)[:3] == expected
+
+
+def test_a_group_that_is_not_there_is_told() -> None:
+    with pytest.raises(OptionError, match=r"freeze_to\(5\) was asked for; the optimizer has 2"):
+        two_groups().freeze_to(5)
+
+
+def test_the_plain_optimizer_is_found_inside_a_wrapper() -> None:
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    assert plain_optimizer(Wrapper(opt)) is opt
+    assert plain_optimizer(opt) is opt

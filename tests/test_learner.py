@@ -1,0 +1,669 @@
+"""Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookkit.callbacks import Callback, GradientAccumulation
+from hookkit.data import DataLoaders
+from hookkit.errors import ArgumentError, ModelRunError, OptionError
+from hookkit.events import CancelFitException
+from hookkit.learner import Learner
+from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
+
+
+def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
+    learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def plain(data: Any, model: nn.Module, **kwargs: Any) -> Any:
+    learn = Learner(data, model, **{"opt_func": torch.optim.SGD, **kwargs})
+    learn.logger = lambda row: None
+    return learn
+
+
+# --- it trains
+
+
+def test_a_fit_is_the_plain_loop_to_the_bit() -> None:
+    dls, model = synth_dbunch(n_train=6), mlp(1, 8, 1)
+    truth = copy.deepcopy(model)
+    opt = torch.optim.SGD(truth.parameters(), lr=0.01)
+    torch.manual_seed(3)
+    for _ in range(2):
+        for x, y in dls.train:
+            nn.functional.mse_loss(truth(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+    torch.manual_seed(3)
+    learn = plain((dls.train, None), model, loss_func=nn.MSELoss())
+    learn.fit(2, lr=0.01)
+
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        assert p.equal(q)
+
+
+def test_it_learns_the_line() -> None:
+    torch.manual_seed(0)
+    learn = quiet(n_trn=20, lr=0.1)
+
+    learn.fit(5)
+
+    a, b = (p.item() for p in learn.model.parameters())
+    assert (a, b) == pytest.approx((2, 3), abs=0.1)
+    assert learn.recorder.values[-1][1] < 0.02
+
+
+def test_the_optimizer_is_made_once_unless_asked_anew() -> None:
+    learn = quiet()
+    assert learn.opt is None
+
+    learn.fit(1)
+    first = learn.opt
+    learn.fit(1)
+    assert learn.opt is first
+    learn.fit(1, reset_opt=True)
+
+    assert learn.opt is not first
+    assert learn.opts == [learn.opt]
+
+
+def test_a_run_goes_on_where_it_was_interrupted() -> None:
+    epochs: list[int] = []
+    learn = quiet(cbs=Callback(before_epoch=lambda cb: epochs.append(cb.epoch)))
+
+    learn.fit(4, start_epoch=2)
+
+    assert epochs == [2, 3]
+
+
+def test_the_state_of_the_batch_is_let_go_after_a_fit() -> None:
+    learn = quiet()
+
+    learn.fit(1)
+
+    state = (learn.dl, learn.xb, learn.yb, learn.pred, learn.loss, learn.training)
+    assert state == (None, (None,), (None,), None, None, False)
+
+
+def test_the_log_is_printed_as_a_row(capsys: Any) -> None:
+    synth_learner(n_trn=1).fit(1)
+
+    epoch, train, valid, time = capsys.readouterr().out.strip("[]\n").split(", ")
+    assert (epoch, time) == ("0", "'00:00'")
+    assert float(train) > 0
+    assert float(valid) > 0
+
+
+# --- steps
+
+
+def test_steps_are_counted_over_fits_and_stepped_is_of_this_batch() -> None:
+    seen: list[tuple[bool, int]] = []
+    learn = quiet(cbs=Callback(after_batch=lambda cb: seen.append((cb.stepped, cb.n_steps))))
+
+    learn.fit(1)
+    learn.fit(1)
+    learn.validate()
+
+    fit = [[(True, n + i) for i in (1, 2, 3)] + [(False, n + 3)] * 2 for n in (0, 3)]
+    assert seen == [*fit[0], *fit[1], (False, 6), (False, 6)]
+
+
+def test_a_step_that_the_optimizer_does_not_make_is_not_counted() -> None:
+    class Skips(Callback):
+        """As a GradScaler that met an Inf."""
+
+        def before_step(self) -> None:
+            step = self.learn.opt.step
+            self.learn.opt.step = (lambda: None) if self.iter == 1 else step
+
+        def after_step(self) -> None:
+            vars(self.learn.opt).pop("step", None)
+
+    learn = quiet(n_trn=3, cbs=Skips)
+
+    learn.fit(1)
+
+    assert learn.n_steps == 2
+    assert len(learn.recorder.step_losses()) == 2
+
+
+def test_the_step_hook_is_gone_after_a_fit_also_after_an_error() -> None:
+    learn = quiet()
+    learn.fit(1)
+    before = dict(learn.opt._optimizer_step_post_hooks)
+
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=Callback(after_step=lambda cb: 1 / 0))
+
+    assert before == dict(learn.opt._optimizer_step_post_hooks) == {}
+
+
+def test_an_optimizer_without_torchs_hooks_is_counted_too() -> None:
+    class Own:
+        def __init__(self, groups: Any, lr: float) -> None:
+            self.param_groups = groups
+
+        def step(self) -> None:
+            for g in self.param_groups:
+                for p in g["params"]:
+                    p.data -= g["lr"] * p.grad
+
+        def zero_grad(self) -> None:
+            for g in self.param_groups:
+                for p in g["params"]:
+                    p.grad = None
+
+    learn = quiet(opt_func=Own)
+
+    learn.fit(1)
+
+    assert learn.n_steps == 3
+
+
+def test_an_optimizer_put_in_during_before_fit_is_counted() -> None:
+    def other(cb: Any) -> None:
+        cb.learn.opt = torch.optim.SGD(cb.learn.model.parameters(), lr=0.1)
+
+    learn = quiet(cbs=Callback(before_fit=other))
+
+    learn.fit(1)
+
+    assert learn.n_steps == 3
+
+
+# --- batches of any kind
+
+
+def test_several_inputs_and_several_targets() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 1)
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.fc(torch.cat([a, b], 1))
+            return y, 2 * y
+
+    def loss(pred: Any, u: Tensor, v: Tensor) -> Tensor:
+        return (pred[0] - u).pow(2).mean() + (pred[1] - v).pow(2).mean()
+
+    t = torch.randn(8, 1)
+    dls = DataLoaders([(t, t, t, t)] * 2, [(t, t, t, t)] * 2, n_inp=2)
+    learn = plain(dls, Two(), loss_func=loss)
+
+    learn.fit(1)
+    preds, targets = learn.get_preds()
+
+    assert [p.shape for p in preds] == [t.shape for t in targets] == [(16, 1), (16, 1)]
+    assert learn.x == learn.y is None
+
+
+class KeywordModel(nn.Module):
+    """As Hugging Face's: keywords in, a mapping with its own loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.fc(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+KEYWORDS = [{"x": torch.randn(4, 2), "labels": torch.tensor([0, 1, 2, 0])}] * 3
+
+
+def test_a_mapping_goes_in_by_keyword_and_the_models_own_loss_is_used() -> None:
+    learn = plain((KEYWORDS, KEYWORDS), KeywordModel())
+    before = learn.model.fc.weight.clone()
+
+    learn.fit(1)
+    preds, targets = learn.get_preds()
+
+    assert not before.equal(learn.model.fc.weight)
+    assert preds["logits"].shape == (12, 3)
+    assert preds["loss"].shape == (3,)
+    assert targets["labels"].shape == (12,)
+    assert learn.recorder.values[0][1] == pytest.approx(preds["loss"][0].item(), rel=1e-5)
+
+
+def test_a_loss_function_gets_the_mapping_as_its_target() -> None:
+    def loss(pred: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(pred["logits"], batch["labels"])
+
+    learn = plain((KEYWORDS, KEYWORDS), KeywordModel(), loss_func=loss)
+
+    learn.fit(1)
+
+    assert learn.n_steps == 3
+
+
+def test_a_mapping_inside_a_tuple_is_one_input() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(1, 1)
+
+        def forward(self, d: dict[str, Tensor]) -> Tensor:
+            out: Tensor = self.fc(d["x"])
+            return out
+
+    data = [({"x": torch.ones(4, 1)}, torch.ones(4, 1))] * 2
+
+    plain((data, data), Takes(), loss_func=nn.MSELoss()).fit(1)
+
+
+def test_transformers_models_train_as_they_are() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    batch = {"input_ids": torch.randint(0, 20, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}
+    learn = plain(([batch] * 2, [batch]), model)
+
+    learn.fit(1)
+    preds, _ = learn.get_preds()
+
+    assert learn.n_steps == 2
+    assert preds.logits.shape == (4, 2)
+    assert type(preds).__name__ == "SequenceClassifierOutput"
+
+
+def test_any_iterable_is_a_loader() -> None:
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            yield from [(torch.ones(2, 1), torch.ones(2, 1))] * 3
+
+    learn = quiet(data=(Batches(), None))
+
+    learn.fit(2)
+
+    assert learn.n_steps == 6
+    assert learn.n_iter is None
+
+
+def test_a_generator_is_used_up_and_told() -> None:
+    batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
+    learn = quiet(data=(batches, None))
+
+    with pytest.raises(ModelRunError, match=r"it gave none. A generator can be read only once"):
+        learn.fit(2)
+
+
+def test_batches_without_targets_are_predicted() -> None:
+    learn = quiet()
+
+    preds, targets = learn.get_preds(dl=[(torch.ones(2, 1),), torch.ones(3, 1)])
+
+    assert preds.shape == (5, 1)
+    assert targets == ()
+
+
+# --- the loss
+
+
+def test_the_loss_function_is_taken_from_the_dataset() -> None:
+    class Own(TensorDataset):
+        loss_func = staticmethod(nn.functional.l1_loss)
+
+    t = torch.ones(4, 1)
+    dls = DataLoaders(DataLoader(Own(t, t), 2))
+
+    assert plain(dls, RegModel()).loss_func is nn.functional.l1_loss
+
+
+def test_training_without_a_loss_is_told() -> None:
+    with pytest.raises(ModelRunError, match=r"A loss was needed to train.*Give Learner\(…, loss"):
+        plain(synth_dbunch(), RegModel()).fit(1)
+
+
+def test_predicting_needs_no_loss() -> None:
+    preds, _ = plain(synth_dbunch(n_valid=2), RegModel()).get_preds()
+
+    assert preds.shape == (32, 1)
+
+
+# --- validate and get_preds
+
+
+def state_of(learn: Any) -> list[Any]:
+    tensors = [t.clone() for t in learn.model.state_dict().values()]
+    names = ["epoch", "n_epoch", "iter", "n_iter", "train_iter", "pct_train", "n_steps", "training"]
+    return [
+        tensors,
+        [getattr(learn, n) for n in names],
+        [m.training for m in learn.model.modules()],
+    ]
+
+
+@pytest.mark.parametrize("verb", ["validate", "get_preds"])
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_pass_without_learning_changes_neither_state_nor_modes(verb: str, mode: bool) -> None:
+    learn = quiet(model=nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    learn.fit(1)
+    learn.model.train(mode)
+    learn.model[1].eval()
+    before = state_of(learn)
+
+    getattr(learn, verb)()
+
+    after = state_of(learn)
+    assert after[1:] == before[1:]
+    assert all(a.equal(b) for a, b in zip(after[0], before[0], strict=True))
+
+
+def test_predictions_come_in_order_on_the_cpu_without_a_graph() -> None:
+    learn = quiet(n_val=3)
+
+    preds, y = learn.get_preds()
+
+    x, truth = learn.dls.valid_ds.tensors
+    assert preds.equal(learn.model(x).detach())
+    assert y.equal(truth)
+    assert not preds.requires_grad
+
+
+def test_inputs_losses_activation_and_lists() -> None:
+    learn = quiet(n_val=2)
+
+    x, preds, y, losses = learn.get_preds(with_input=True, with_loss=True)
+    (doubled, _), (lists, _) = (
+        learn.get_preds(act=lambda p: 2 * p),
+        learn.get_preds(concat_dim=None),
+    )
+
+    assert x.equal(learn.dls.valid_ds.tensors[0])
+    torch.testing.assert_close(losses, (preds - y).pow(2)[:, 0])
+    assert doubled.equal(2 * preds)
+    assert [p.shape for p in lists] == [(16, 1)] * 2
+    assert learn.loss_func.reduction == "mean"
+
+
+def test_functional_losses_come_by_sample_too() -> None:
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    learn = plain(([(x, y)], [(x, y)]), nn.Linear(4, 3), loss_func=nn.functional.cross_entropy)
+
+    preds, _, losses = learn.get_preds(with_loss=True)
+
+    expected = nn.functional.cross_entropy(preds, y, reduction="none")
+    torch.testing.assert_close(losses, expected)
+
+
+def test_shapes_that_do_not_join_are_told() -> None:
+    data = [(torch.ones(2, n), torch.ones(2)) for n in (3, 4)]
+    learn = plain((data, data), nn.Identity())
+
+    with pytest.raises(ModelRunError, match=r"shapes are 2×3, 2×4\. Pad them.*concat_dim=None"):
+        learn.get_preds()
+
+    assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
+
+
+def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
+    class Reuses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.buffer = torch.zeros(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.buffer.copy_(x)
+
+    data = [(torch.full((2, 1), float(i)), torch.zeros(2)) for i in range(3)]
+
+    preds, _ = plain((data, data), Reuses()).get_preds()
+
+    assert preds.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_get_preds_leaves_no_callback_with_the_predictions_behind() -> None:
+    learn = quiet()
+
+    learn.get_preds()
+
+    assert not hasattr(learn, "gather_preds")
+    assert learn.final_record is None
+
+
+def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
+    learn = quiet()
+    batches = list(learn.dls.valid)
+
+    assert learn.validate() == learn.validate(1) == pytest.approx(learn.validate(dl=batches))
+    assert learn.validate(0) != learn.validate(1)
+
+
+def test_validating_in_mid_training_leaves_the_batch_alone() -> None:
+    seen: list[bool] = []
+
+    def look(cb: Any) -> None:
+        before = (cb.xb, cb.yb, cb.pred, cb.loss, cb.iter, cb.n_iter, cb.training, cb.dl)
+        cb.learn.validate()
+        after = (cb.xb, cb.yb, cb.pred, cb.loss, cb.iter, cb.n_iter, cb.training, cb.dl)
+        seen.append(all(a is b or a == b for a, b in zip(before, after, strict=True)))
+
+    cb = Callback(after_loss=look)
+    cb.run_valid = False
+    log = EventLog("before_fit", "after_fit", "before_epoch")
+    learn = quiet(cbs=[cb, log])
+
+    learn.fit(1)
+
+    assert seen == [True] * 3
+    assert learn.n_steps == 3
+    assert log.seen == ["before_fit", "before_epoch", "after_fit"]
+
+
+# --- saving
+
+
+def test_what_is_saved_is_loaded_with_the_optimizer(tmp_path: Path) -> None:
+    learn = quiet(path=tmp_path)
+    learn.fit(1)
+    file = learn.save("best")
+    other = quiet(path=tmp_path)
+
+    assert other.load("best") is other
+
+    assert file == tmp_path / "models" / "best.pth"
+    for p, q in zip(learn.model.parameters(), other.model.parameters(), strict=True):
+        assert p.equal(q)
+    momentum = [s["momentum_buffer"] for s in other.opt.state.values()]
+    assert momentum == [s["momentum_buffer"] for s in learn.opt.state.values()]
+
+
+def test_a_file_that_is_not_there_names_what_is(tmp_path: Path) -> None:
+    learn = quiet(path=tmp_path)
+    learn.save("epoch_1", with_opt=False)
+
+    with pytest.raises(OptionError, match=r"load\('epoch_2'\).*does not exist. There: epoch_1"):
+        learn.load("epoch_2")
+
+
+# --- looking
+
+
+def test_the_training_loop_shows_events_and_who_listens() -> None:
+    text = quiet(cbs=EventLog("after_pred")).show_training_loop()
+
+    assert repr(text) == str(text)
+    assert "- after_pred: [EventLog]" in text
+    assert text.index("before_fit") < text.index("before_batch") < text.index("after_fit")
+
+
+def test_the_repr_says_what_it_is_made_of() -> None:
+    text = repr(quiet())
+
+    assert text == "Learner(RegModel, DataLoaders(3 + 2 batches, device=cpu), " + (
+        "cbs=[TrainEvalCallback, Recorder])"
+    )
+
+
+def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
+    learn = quiet(n_trn=4, cbs=GradientAccumulation(2))
+
+    learn.fit(2)
+    run = learn.run_record()
+
+    assert run.losses is not None
+    assert run.losses.shape == (4,)
+    assert np.isfinite(run.losses).all()
+    assert [row["epoch"] for row in run.valid] == [0, 1]
+    assert run.info["optimizer"] == "SGD"
+    assert run.info["model"] == "RegModel"
+
+
+# --- errors at the door
+
+
+@pytest.mark.parametrize(("model", "said"), [(nn.Linear, "Linear, a class"), (3, "int")])
+def test_a_model_must_be_a_module(model: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"was given {said}: a model is an nn.Module"):
+        Learner(synth_dbunch(), model)
+
+
+def test_the_order_of_arguments_is_told_when_swapped() -> None:
+    with pytest.raises(ArgumentError, match=r"The order is Learner\(dls, model, loss_func\)"):
+        Learner(RegModel(), synth_dbunch())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dls", [3, "data", [1, 2, 3]])
+def test_data_must_be_loaders(dls: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"Give DataLoaders\(train, valid\), or the pair"):
+        Learner(dls, RegModel())
+
+
+def test_a_loss_must_be_a_function() -> None:
+    with pytest.raises(ArgumentError, match=r"loss_func='mse'.*str cannot be called"):
+        Learner(synth_dbunch(), RegModel(), "mse")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
+def test_a_learner_without_data_can_be_made_and_says_so_when_it_needs_some(verb: str) -> None:
+    learn = Learner(None, RegModel())
+
+    with pytest.raises(ModelRunError, match=r"this Learner has no data. Make it with DataLoaders"):
+        getattr(learn, verb)(1)
+    with pytest.raises(ModelRunError, match=r"validate was called; this Learner has no data"):
+        learn.validate()
+
+
+def test_a_learner_without_data_predicts_what_it_is_given() -> None:
+    learn = Learner(None, RegModel())
+
+    assert learn.get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
+
+
+@pytest.mark.parametrize(("n", "start"), [(-1, 0), (2, -1)])
+def test_epochs_are_not_negative(n: int, start: int) -> None:
+    with pytest.raises(OptionError, match=r"epochs are counted from 0"):
+        quiet().fit(n, start_epoch=start)
+
+
+def test_a_fit_inside_a_fit_is_refused() -> None:
+    learn = quiet(cbs=Callback(after_epoch=lambda cb: cb.learn.fit(1)))
+
+    with pytest.raises(OptionError, match=r"fit was called inside a fit of the same Learner"):
+        learn.fit(1)
+
+
+def test_a_batch_the_model_cannot_take_keeps_pytorchs_error() -> None:
+    learn = plain(([(torch.ones(2, 5), torch.ones(2, 1))], None), mlp(1, 1), loss_func=nn.MSELoss())
+
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2"):
+        learn.fit(1)
+
+    assert not learn.fitting
+
+
+@pytest.mark.parametrize("fails", ["model", "loss_func", "opt.step"])
+def test_after_an_error_anywhere_the_next_fit_works(fails: str) -> None:
+    learn = quiet()
+    learn.create_opt()
+    owner, _, name = fails.rpartition(".")
+    target = getattr(learn, owner) if owner else getattr(learn, name)
+    method = name if owner else "forward"
+    vars(target)[method] = lambda *a: 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1)
+    del vars(target)[method]
+    learn.fit(1)
+
+    assert learn.n_steps == 3
+
+
+def test_ctrl_c_ends_the_fit_and_cleans_up() -> None:
+    def ctrl_c(cb: Any) -> None:
+        raise KeyboardInterrupt
+
+    learn = quiet()
+
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, cbs=Callback(after_pred=ctrl_c))
+
+    assert (learn.fitting, learn.training, learn.pred, len(learn.cbs)) == (False, False, None, 2)
+
+
+def test_a_cancelled_fit_is_a_fit_that_ended_well() -> None:
+    def stop(cb: Any) -> None:
+        raise CancelFitException
+
+    learn = quiet(cbs=Callback(after_train=stop))
+
+    learn.fit(5)
+
+    assert learn.n_steps == 3
+    assert not learn.fitting
+
+
+# --- devices
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("named", [True, False])
+def test_on_cuda_batches_follow_the_model_or_both_follow_the_loaders(named: bool) -> None:
+    dls = DataLoaders(*synth_dbunch().loaders, device="cuda" if named else None)
+    model = RegModel() if named else RegModel().cuda()
+    seen: set[str] = set()
+    look = Callback(after_pred=lambda cb: seen.update({cb.x.device.type, cb.pred.device.type}))
+    learn = quiet(data=dls, model=model, cbs=look)
+
+    learn.fit(1)
+    preds, _ = learn.get_preds()
+
+    assert seen == {"cuda"}
+    assert not preds.is_cuda
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_no_batch_waits_for_the_device() -> None:
+    learn = quiet(n_trn=6, n_val=0, data=synth_dbunch(n_train=6, n_valid=1, cuda=True))
+    before = Callback(before_batch=lambda cb: torch.cuda.set_sync_debug_mode("error"))
+    after = Callback(after_batch=lambda cb: torch.cuda.set_sync_debug_mode("default"))
+    before.order, after.order = -100, 100
+    learn.dls.loaders[:] = [[(x.cuda(), y.cuda()) for x, y in dl] for dl in learn.dls.loaders]
+
+    learn.fit(1, cbs=[before, after])
+
+    assert len(learn.recorder.losses) == 6

@@ -1,0 +1,278 @@
+"""Recorder: losses, rates and metrics, read late, added to by fits alone."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.callbacks import Callback, GradientAccumulation, Recorder
+from hookkit.errors import ArgumentError
+from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
+from hookkit.recorder import Mean, Scalars, format_time
+from hookkit.testing import synth_learner
+
+
+def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
+    learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def mae(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred - y).abs().mean()
+
+
+def raises(event: str, error: type[Exception], when: Any = lambda cb: True) -> Callback:
+    def fail(self: Any) -> None:
+        if when(self):
+            raise error
+
+    return Callback(**{event: fail})
+
+
+class Keep(Callback):
+    """The losses as they come, on the host: the slow way."""
+
+    def __init__(self) -> None:
+        self.train: list[float] = []
+
+    def after_loss(self) -> None:
+        if self.training:
+            self.train.append(self.learn.loss.item())
+
+
+def slow_smoothing(losses: list[float], beta: float = 0.98) -> list[float]:
+    average, out = 0.0, []
+    for n, loss in enumerate(losses, 1):
+        average = beta * average + (1 - beta) * loss
+        out.append(average / (1 - beta**n))
+    return out
+
+
+def test_losses_are_the_debiased_average_of_each_batchs_loss() -> None:
+    keep = Keep()
+    learn = quiet(n_trn=7, cbs=keep)
+
+    learn.fit(2)
+
+    np.testing.assert_allclose(learn.recorder.losses, slow_smoothing(keep.train), rtol=1e-12)
+    np.testing.assert_allclose(learn.recorder.raw_losses(), keep.train, rtol=0)
+    assert learn.smooth_loss == learn.recorder.losses[-1]
+
+
+def test_a_second_fit_adds_and_smooths_anew() -> None:
+    keep = Keep()
+    learn = quiet(cbs=keep)
+
+    learn.fit(1)
+    learn.fit(2, lr=0.5)
+
+    rec = learn.recorder
+    expected = slow_smoothing(keep.train[:3]) + slow_smoothing(keep.train[3:])
+    np.testing.assert_allclose(rec.losses, expected, rtol=1e-12)
+    assert rec.lrs == [1e-3] * 3 + [0.5] * 6
+    assert rec.iters == [3, 6, 9]
+    assert [row["epoch"] for row in rec.rows()] == [0, 0, 1]
+
+
+def test_values_hold_train_loss_valid_loss_and_metrics_of_each_epoch() -> None:
+    learn = quiet(metrics=[mae])
+
+    learn.fit(2)
+
+    rec = learn.recorder
+    assert rec.metric_names == ["epoch", "train_loss", "valid_loss", "mae", "time"]
+    assert [len(row) for row in rec.values] == [3, 3]
+    preds, y = learn.get_preds()
+    assert rec.values[-1][1] == pytest.approx(float(((preds - y) ** 2).mean()), rel=1e-5)
+    assert rec.values[-1][2] == pytest.approx(float(mae(preds, y)), rel=1e-5)
+    assert learn.final_record == rec.values[-1]
+    assert rec.log[:1] == [1]
+    assert rec.log[-1] == "00:00"
+
+
+def test_metrics_are_means_over_samples_not_over_batches() -> None:
+    batches = [(torch.zeros(n, 1), torch.full((n, 1), float(n))) for n in (1, 3)]
+    learn = quiet(metrics=mae, model=nn.Identity())
+
+    loss, metric = learn.validate(dl=batches)
+
+    assert loss == pytest.approx((1 * 1 + 3 * 9) / 4)
+    assert metric == pytest.approx((1 * 1 + 3 * 3) / 4)
+
+
+class Counting:
+    """A metric in torchmetrics' form."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def reset(self) -> None:
+        self.n = 0
+
+    def update(self, pred: Tensor, y: Tensor) -> None:
+        self.n += len(pred)
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.n)
+
+
+@pytest.mark.parametrize("metric", [Counting, Counting()])
+def test_an_object_or_class_with_update_and_compute_is_a_metric(metric: Any) -> None:
+    learn = quiet(metrics=metric)
+
+    assert learn.validate()[1] == 32
+    assert learn.validate()[1] == 32  # reset in between
+
+
+def test_train_metrics_are_columns_of_their_own() -> None:
+    learn = quiet(
+        default_cbs=False, metrics=[mae], cbs=[Recorder(train_metrics=True, add_time=False)]
+    )
+    from hookkit.callbacks import TrainEvalCallback
+
+    learn.add_cb(TrainEvalCallback)
+
+    learn.fit(1)
+
+    names = ["epoch", "train_loss", "train_mae", "valid_loss", "valid_mae"]
+    assert learn.recorder.metric_names == names
+    assert all(isinstance(v, float) for v in learn.recorder.values[0])
+    assert len(learn.recorder.log) == 5
+
+
+@pytest.mark.parametrize("verb", ["validate", "get_preds"])
+def test_a_pass_without_learning_changes_nothing_that_was_recorded(verb: str) -> None:
+    learn = quiet(metrics=mae)
+    learn.fit(2)
+    rec = learn.recorder
+    before = (rec.losses, rec.values[:], rec.iters[:], rec.log[:], rec.lrs[:], rec.rows())
+    names = rec.metric_names[:]
+
+    getattr(learn, verb)()
+
+    assert (rec.losses, rec.values, rec.iters, rec.log, rec.lrs, rec.rows()) == before
+    assert rec.metric_names == names
+
+
+def test_a_callback_that_validates_other_data_leaves_the_epochs_row_alone() -> None:
+    other = [(torch.zeros(2, 1), torch.full((2, 1), 1e6))]
+    cb = Callback(
+        after_epoch=lambda self: self.learn.validate(dl=other),
+        after_batch=lambda self: self.training and self.learn.validate(dl=other),
+    )
+    torch.manual_seed(0)
+    plain = quiet()
+    torch.manual_seed(0)
+    learn = quiet(cbs=cb)
+    torch.manual_seed(1)
+    plain.fit(2)
+
+    torch.manual_seed(1)
+    learn.fit(2)
+
+    assert learn.recorder.values == plain.recorder.values
+    assert learn.recorder.losses == plain.recorder.losses
+
+
+def test_a_cancelled_batch_records_nothing() -> None:
+    learn = quiet(cbs=raises("after_loss", CancelBatchException, lambda cb: cb.iter == 1))
+
+    learn.fit(1)
+
+    assert len(learn.recorder.losses) == len(learn.recorder.lrs) == 2
+    assert learn.recorder.iters == [2]
+
+
+def test_a_part_that_was_cancelled_as_it_began_is_none() -> None:
+    learn = quiet(cbs=raises("before_train", CancelTrainException))
+    learn.fit(1)
+    assert learn.recorder.values[0][0] is None
+
+    learn = quiet(cbs=raises("before_validate", CancelValidException))
+    learn.fit(1)
+    assert learn.recorder.values[0][1] is None
+    assert learn.recorder.values[0][0] is not None
+
+
+def test_losses_by_step_are_means_over_the_batches_of_each_step() -> None:
+    keep = Keep()
+    learn = quiet(n_trn=5, cbs=[keep, GradientAccumulation(2)])
+
+    learn.fit(1)
+
+    a, b, c, d, e = keep.train
+    assert learn.n_steps == 3
+    expected = [(a + b) / 2, (c + d) / 2, e]
+    np.testing.assert_allclose(learn.recorder.step_losses(), expected, rtol=1e-6)
+
+
+def test_a_loss_that_is_not_reduced_is_recorded_by_its_mean() -> None:
+    class PerSample(nn.Module):
+        def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+            return (pred - y) ** 2
+
+    learn = quiet(loss_func=PerSample(), cbs=Callback(after_loss=_reduce))
+
+    learn.fit(1)
+
+    assert len(learn.recorder.losses) == 3
+
+
+def _reduce(cb: Any) -> None:
+    cb.learn.loss_grad = cb.learn.loss_grad.mean()
+
+
+def test_what_is_no_metric_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"metrics='accuracy' was asked for, str cannot"):
+        quiet(metrics=["accuracy"]).validate()
+
+
+def test_nothing_is_read_from_the_device_during_an_epoch(monkeypatch: Any) -> None:
+    reads: list[int] = []
+    learn = quiet(n_trn=4, metrics=mae, cbs=Callback(after_train=lambda cb: reads.append(-1)))
+    for name in ("item", "tolist", "numpy", "cpu", "__float__", "__bool__", "__int__"):
+        real = getattr(Tensor, name)
+
+        def spy(self: Tensor, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+            reads.append(learn.iter if learn.xb[0] is not None else -2)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, spy)
+
+    seen: list[list[int]] = []
+    learn.add_cb(Callback(after_batch=lambda cb: seen.append(reads[:])))
+    learn.fit(1)
+
+    per_batch = [b[len(a) :] for a, b in pairwise(seen[:4])]
+    assert per_batch == [[], [], []]
+
+
+def test_scalars_keep_order_over_packs_and_reads() -> None:
+    s = Scalars()
+    for i in range(2500):
+        s.append(torch.tensor(float(i)))
+        if i == 1500:
+            assert len(s.read()) == 1501
+
+    assert s.read().tolist() == [float(i) for i in range(2500)]
+    assert s.read(2498).tolist() == [2498.0, 2499.0]
+
+
+def test_a_mean_of_nothing_is_none() -> None:
+    assert Mean(mae).compute() is None
+
+
+def test_a_metric_may_give_several_numbers() -> None:
+    m = Mean(lambda pred, y: pred.mean(0))
+
+    m.update(torch.tensor([[1.0, 2.0]]), torch.zeros(1))
+
+    assert m.compute().tolist() == [1.0, 2.0]
+
+
+def test_durations() -> None:
+    assert [format_time(s) for s in (0, 61.9, 3600)] == ["00:00", "01:01", "1:00:00"]

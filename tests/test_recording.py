@@ -1,0 +1,489 @@
+"""HookCallback: hooked once per fit, recording by a flag, always taken off."""
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.callbacks import Callback, GradientAccumulation
+from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.events import EVENTS, CancelBatchException, CancelFitException
+from hookkit.recording import HookCallback
+from hookkit.testing import RNNNet, mlp, synth_dbunch, synth_learner
+
+
+def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
+    learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def n_hooks(model: nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(m, kind)) for m in model.modules() for kind in kinds)
+
+
+class Calls(HookCallback):
+    """Writes down each call: whether training, and the batch's number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[tuple[bool, int]] = []
+
+    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+        self.calls.append((self.learn.training, self.learn.iter))
+        return o
+
+
+# --- what the fastai page shows
+
+
+def test_the_hook_sees_the_output_of_the_model() -> None:
+    class TstCallback(HookCallback):
+        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+            return o
+
+        def after_batch(self) -> None:
+            if self.training:
+                assert self.hooks.stored[0].equal(self.pred.detach())
+                seen.append(self.iter)
+
+    seen: list[int] = []
+
+    quiet(n_trn=5, cbs=TstCallback()).fit(1)
+
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_the_backward_hook_sees_the_gradient_of_the_loss() -> None:
+    class TstCallback(HookCallback):
+        def __init__(
+            self,
+            modules: Any = None,
+            remove_end: bool = True,
+            detach: bool = True,
+            cpu: bool = False,
+        ) -> None:
+            super().__init__(modules, None, remove_end, False, detach, cpu)
+
+        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+            return o
+
+        def after_batch(self) -> None:
+            if self.training:
+                expected = 2 * (self.pred - self.y) / self.pred.shape[0]
+                torch.testing.assert_close(self.hooks.stored[0][0], expected.detach())
+                seen.append(self.iter)
+
+    seen: list[int] = []
+
+    quiet(n_trn=5, cbs=TstCallback()).fit(1)
+
+    assert seen == [0, 1, 2, 3, 4]
+
+
+# --- every
+
+
+@pytest.mark.parametrize("order", [-100, -10, 0, 100])
+@pytest.mark.parametrize("every", [1, 4, None])
+@pytest.mark.parametrize("n", [11, 12, 13])
+def test_every_records_the_first_batch_of_so_many_at_any_order(
+    n: int, every: int | None, order: int
+) -> None:
+    cb = Calls(every=every)
+    cb.order = order
+
+    quiet(n_trn=n, cbs=cb).fit(1)
+
+    assert cb.calls == [(True, i) for i in range(0, n, every or 1)]
+    assert len(cb.calls) == math.ceil(n / (every or 1))
+
+
+def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
+    cb = Calls(every=4)
+    learn = quiet(n_trn=3, cbs=cb)
+
+    learn.fit(2)
+    assert [i for _, i in cb.calls] == [0, 1]  # batches 0 and 4 of six
+    learn.fit(1)
+
+    assert [i for _, i in cb.calls] == [0, 1, 0]
+
+
+def test_a_cancelled_batch_gives_its_turn_to_the_next() -> None:
+    def cancel_first(self: Any) -> None:
+        if self.iter == 0:
+            raise CancelBatchException
+
+    cb = Calls(every=4)
+
+    quiet(n_trn=8, cbs=[cb, Callback(before_batch=cancel_first)]).fit(1)
+
+    assert [i for _, i in cb.calls] == [1, 5]
+
+
+def test_batches_cancelled_before_the_callback_hears_of_them_take_no_turn() -> None:
+    early = Callback(before_batch=lambda self: (_ for _ in ()).throw(CancelBatchException))
+    early.order = -100
+    cb = Calls(every=2)
+    learn = quiet(n_trn=4, cbs=[cb, early])
+
+    learn.fit(1)
+
+    assert cb.calls == []
+    assert cb._turn == 0
+
+
+def test_hooks_are_not_registered_again_while_a_fit_runs() -> None:
+    ids: set[int] = set()
+    cb = Calls(every=2)
+    look = Callback(after_batch=lambda self: ids.add(id(cb.hooks[0])))
+
+    quiet(n_trn=6, cbs=[cb, look]).fit(1)
+
+    assert len(ids) == 1
+
+
+def test_every_works_with_accumulation() -> None:
+    cb = Calls(every=3)
+
+    quiet(n_trn=6, cbs=[cb, GradientAccumulation(2)]).fit(1)
+
+    assert [i for _, i in cb.calls] == [0, 3]
+
+
+# --- train and valid
+
+
+@pytest.mark.parametrize(
+    ("on_train", "on_valid", "expected"),
+    [
+        (True, False, [True] * 3),
+        (False, True, [False] * 2),
+        (True, True, [True] * 3 + [False] * 2),
+        (False, False, []),
+    ],
+)
+def test_training_alone_is_recorded_unless_asked(
+    on_train: bool, on_valid: bool, expected: list[bool]
+) -> None:
+    cb = Calls(on_train=on_train, on_valid=on_valid)
+
+    quiet(cbs=cb).fit(1)
+
+    assert [training for training, _ in cb.calls] == expected
+
+
+def test_what_the_last_training_batch_stored_is_there_after_validation_and_the_fit() -> None:
+    kept: list[Tensor] = []
+    cb = HookCallback(hook=lambda m, i, o: o)
+    look = Callback(after_train=lambda self: kept.append(cb.hooks.stored[0]))
+    learn = quiet(cbs=[cb, look])
+
+    learn.fit(1)
+    assert cb.hooks.stored[0].equal(kept[0])
+    learn.validate()
+    learn.get_preds()
+
+    assert cb.hooks.stored[0].equal(kept[0])
+
+
+def test_validation_alone_can_be_recorded() -> None:
+    cb = Calls(on_valid=True)
+    learn = quiet()
+
+    learn.validate(cbs=cb)
+
+    assert cb.calls == [(False, 0), (False, 1)]
+    assert n_hooks(learn.model) == 0
+
+
+# --- which modules
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (None, ["0", "2"]),
+        ("1", ["1"]),
+        ("[0-1]", ["0", "1"]),
+        (nn.Linear, ["0", "2"]),
+        (lambda name, m: isinstance(m, nn.ReLU), ["1"]),
+        (["2", nn.ReLU], ["2", "1"]),
+        ((name for name in "02"), ["0", "2"]),
+    ],
+)
+def test_modules_are_named_in_any_way_that_select_knows(modules: Any, names: list[str]) -> None:
+    cb = HookCallback(modules, hook=lambda m, i, o: o.shape)
+    learn = quiet(model=mlp(1, 4, 1), cbs=cb)
+
+    learn.fit(1)
+    learn.fit(1)  # a generator too is there for the second fit
+
+    assert cb.names == names
+    assert list(cb.hooks.names) == names
+
+
+def test_a_module_itself_and_modules_without_parameters() -> None:
+    model = mlp(1, 4, 1)
+    one = HookCallback(model[2], hook=lambda m, i, o: o)
+    every = HookCallback(include_paramless=True, hook=lambda m, i, o: o)
+
+    quiet(model=model, cbs=[one, every]).fit(1)
+
+    assert one.names == ["2"]
+    assert every.names == ["0", "1", "2"]
+
+
+def test_modules_are_looked_up_anew_for_each_fit() -> None:
+    cb = HookCallback(hook=lambda m, i, o: o.shape)
+    a, b = quiet(model=mlp(1, 1), cbs=cb), quiet(model=mlp(1, 3, 1), cbs=cb)
+    a.fit(1)
+    assert cb.names == ["0"]
+
+    b.fit(1)
+    assert cb.names == ["0", "2"]
+    b.model = mlp(1, 2, 2, 1)
+    b.create_opt()
+    b.fit(1)
+
+    assert cb.names == ["0", "2", "4"]
+    assert all(s is not None for s in cb.hooks.stored)
+
+
+def test_an_unknown_name_is_told_as_the_fit_begins_and_nothing_stays() -> None:
+    learn = quiet(model=mlp(1, 4, 1), cbs=HookCallback("layer9"))
+
+    with pytest.raises(SelectionError, match=r"layer9"):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+
+
+# --- what is stored
+
+
+def test_hooks_are_found_by_name_and_by_position() -> None:
+    cb = HookCallback(hook=lambda m, i, o: tuple(o.shape))
+
+    quiet(model=mlp(1, 4, 1), cbs=cb).fit(1)
+
+    assert cb.hooks["0"].stored == cb.hooks[0].stored == (16, 4)
+
+
+def test_what_is_stored_is_detached_and_on_the_cpu() -> None:
+    cb = HookCallback(hook=lambda m, i, o: o)
+
+    quiet(cbs=cb).fit(1)
+
+    assert not cb.hooks.stored[0].requires_grad
+    assert cb.hooks.stored[0].device.type == "cpu"
+
+
+def test_without_detach_the_graph_is_kept() -> None:
+    cb = HookCallback(None, None, True, True, False, False, hook=lambda m, i, o: o)
+    seen: list[bool] = []
+
+    learn = quiet(cbs=[cb, Callback(after_pred=lambda s: seen.append(_grad(cb)))])
+    learn.fit(1)
+
+    assert seen == [True] * 5
+
+
+def _grad(cb: HookCallback) -> bool:
+    return cb.hooks.stored[0].requires_grad
+
+
+def test_structured_outputs_keep_their_structure() -> None:
+    data = [(torch.randn(8, 3, 4), torch.randn(8, 1))] * 2
+    cb = HookCallback("lstm", hook=lambda m, i, o: o)
+
+    quiet(data=(data, data), model=RNNNet(), cbs=cb).fit(1)
+
+    out, (h, c) = cb.hooks.stored[0]
+    assert (out.shape, h.shape, c.shape) == ((8, 3, 8), (1, 8, 8), (1, 8, 8))
+
+
+# --- the end
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("event", [e for e in EVENTS if e != "after_create"])
+def test_no_hook_is_left_after_an_exception_in_any_event(event: str, is_forward: bool) -> None:
+    part = event.removeprefix("after_cancel_")
+    fired: list[str] = []
+
+    def fail(self: Any) -> None:
+        fired.append(event)
+        raise RuntimeError("boom")
+
+    cbs = [HookCallback(is_forward=is_forward), Callback(**{event: fail})]
+    if part != event:
+        from hookkit.events import CANCELS
+
+        def cancel(self: Any) -> None:
+            raise CANCELS[part]
+
+        cbs.insert(1, Callback(**{f"before_{part}": cancel}))
+    learn = quiet(model=mlp(1, 4, 1))
+
+    with pytest.raises(RuntimeError, match=r"boom"):
+        learn.fit(1, cbs=cbs)
+
+    assert fired
+    assert n_hooks(learn.model) == 0
+    assert len(learn.cbs) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, CancelFitException])
+def test_no_hook_is_left_after_ctrl_c(error: type[BaseException]) -> None:
+    def fail(self: Any) -> None:
+        raise error
+
+    learn = quiet(cbs=[HookCallback(), Callback(after_loss=fail)])
+
+    with suppress(KeyboardInterrupt, SystemExit):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+    assert not learn._step_hooks
+
+
+def test_an_exception_inside_the_model_leaves_no_hook() -> None:
+    class Bad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(f"bad {self.fc(x).shape}")
+
+    learn = quiet(model=Bad(), cbs=HookCallback())
+
+    with pytest.raises(RuntimeError, match=r"bad torch.Size"):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+
+
+def test_an_exception_inside_the_hook_names_the_module() -> None:
+    def bad(m: nn.Module, i: Any, o: Any) -> None:
+        raise ValueError("in the hook")
+
+    learn = quiet(model=mlp(1, 4, 1), cbs=HookCallback("2", hook=bad))
+
+    with pytest.raises(ValueError, match=r"in the hook") as caught:
+        learn.fit(1)
+
+    assert any("Linear(in_features=4" in note for note in caught.value.__notes__)
+    assert n_hooks(learn.model) == 0
+
+
+def test_without_remove_end_hooks_stay_once_and_stay_live() -> None:
+    cb = HookCallback(remove_end=False, hook=lambda m, i, o: o)
+    learn = quiet(cbs=cb)
+    learn.fit(1)
+    learn.fit(1)
+    assert n_hooks(learn.model) == 1
+
+    y = learn.model(torch.ones(2, 1))
+
+    assert cb.hooks.stored[0].equal(y.detach())
+    cb.hooks.remove()
+    assert n_hooks(learn.model) == 0
+
+
+def test_without_remove_end_an_error_removes_them_all_the_same() -> None:
+    cb = HookCallback(remove_end=False)
+    learn = quiet(cbs=[cb, Callback(after_epoch=lambda self: 1 / 0)])
+
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+
+
+def test_a_callback_removed_in_mid_fit_takes_its_hooks_along() -> None:
+    left: list[int] = []
+    cb = Calls()
+    remove = Callback(
+        after_batch=lambda self: (self.learn.remove_cb(cb), left.append(n_hooks(self.model)))
+    )
+
+    quiet(cbs=[cb, remove]).fit(1)
+
+    assert left[0] == 0
+    assert len(cb.calls) == 1
+
+
+def test_a_callback_added_in_mid_fit_records_from_the_next_batch_on() -> None:
+    cb = Calls()
+    add = Callback(after_batch=lambda self: self.learn.add_cb(cb))
+    learn = quiet(cbs=add)
+
+    learn.fit(1)
+
+    assert cb.calls == [(True, 1), (True, 2)]
+    assert n_hooks(learn.model) == 0
+
+
+def test_foreign_hooks_are_left_alone() -> None:
+    model = mlp(1, 4, 1)
+    foreign = model[0].register_forward_hook(lambda m, i, o: None)
+
+    quiet(model=model, cbs=[HookCallback(), HookCallback(is_forward=False)]).fit(1)
+
+    assert list(model[0]._forward_hooks) == [foreign.id]
+    assert n_hooks(model) == 1
+
+
+# --- bad input, at the door
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "2"])
+def test_every_must_be_a_whole_number_of_batches(every: Any) -> None:
+    with pytest.raises(OptionError, match=r"HookCallback\(every=.*Use 1 or None for every batch"):
+        HookCallback(every=every)
+
+
+@pytest.mark.parametrize("modules", [3, True, 1.5])
+def test_modules_must_select(modules: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"HookCallback\(modules=.*Give a module, a name"):
+        HookCallback(modules)
+
+
+def test_hook_must_be_a_function() -> None:
+    with pytest.raises(ArgumentError, match=r"HookCallback\(hook='f'\).*str cannot be called"):
+        HookCallback(hook="f")  # type: ignore[arg-type]
+
+
+def test_an_unknown_keyword_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match=r"do_remove"):
+        HookCallback(do_remove=True)  # type: ignore[call-arg]
+
+
+def test_a_non_module_in_the_list_is_told() -> None:
+    learn = quiet(cbs=HookCallback([3]))
+
+    with pytest.raises(ArgumentError):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_on_cuda_what_is_stored_goes_where_it_is_asked(cpu: bool, is_forward: bool) -> None:
+    cb = HookCallback(cpu=cpu, is_forward=is_forward, hook=lambda m, i, o: o)
+
+    quiet(data=synth_dbunch(cuda=True), cbs=cb).fit(1)
+
+    stored = cb.hooks.stored[0]
+    stored = stored if is_forward else stored[0]
+    assert stored.is_cuda != cpu
