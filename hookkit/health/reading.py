@@ -104,12 +104,12 @@ def names(record: Record, which: Iterable[int]) -> tuple[str, ...]:
 
 
 def start_level(series: Floats, n_classes: int | None = None) -> float:
-    """Where a loss series begins: the median of its first steps, not above chance by over 20 %.
+    """Where a loss series begins: the median of its first steps, or chance if that is lower.
 
-    The cap keeps a wild first loss from making any later loss look like progress.
+    So coming down from a wild first loss to guessing is no progress.
     """
     first = float(median(series[: max(5, len(series) // 20)]))
-    return min(first, 1.2 * float(np.log(n_classes))) if n_classes else first
+    return min(first, float(np.log(n_classes))) if n_classes else first
 
 
 def end_level(series: Floats) -> float:
