@@ -51,6 +51,12 @@ class Listener(Protocol):
         """`opt` has changed the weights; their `.grad` is still there."""
 
 
+_ANY_OPTIMIZER: Any = (
+    global_hooks.register_optimizer_step_pre_hook,
+    global_hooks.register_optimizer_step_post_hook,
+)
+
+
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """`model` and what it wraps (compile, DDP, DataParallel, FSDP), outermost first."""
     found = [model]
@@ -75,15 +81,17 @@ class Boundaries:
     Args:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
             nets, a module used through other methods), its children tell where a batch begins.
-        opts: torch optimizers; empty: every optimizer that owns a parameter of `model`.
+        opts: torch optimizers; empty: every optimizer that owns a parameter of `model`; None: no
+            optimizer is hooked.
         listener: told at once, in the user's thread; what it raises reaches the user's code.
 
     `compiled` and `compiled_step` become True when the model, or the step, ran inside a graph
     that `torch.compile` made of something around it: there Python cannot be told.
     """
 
-    def __init__(self, model: nn.Module, opts: Iterable[Optimizer], listener: Listener):
-        self.model, self.opts, self.listener = model, list(opts), listener
+    def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, listener: Listener):
+        self.model, self.listener = model, listener
+        self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
         self.compiled = self.compiled_step = self.root_ran = False
         self._undo: list[Callable[[], None]] = []
@@ -104,16 +112,14 @@ class Boundaries:
                     hook = _Tell(self._before_head)
                     handle = module.register_forward_pre_hook(hook, prepend=True)
                     self._heads.append(handle.remove)
-        for opt in self.opts:
-            self._undo.append(opt.register_step_pre_hook(self._before_step).remove)
-            self._undo.append(opt.register_step_post_hook(self._after_step).remove)
-        if not self.opts:
-            self._undo.append(
-                global_hooks.register_optimizer_step_pre_hook(self._before_step).remove
-            )
-            self._undo.append(
-                global_hooks.register_optimizer_step_post_hook(self._after_step).remove
-            )
+        pairs: list[Any] = [
+            (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts or ()
+        ]
+        if self.opts == []:
+            pairs = [_ANY_OPTIMIZER]
+        for register_pre, register_post in pairs:
+            self._undo.append(register_pre(self._before_step).remove)
+            self._undo.append(register_post(self._after_step).remove)
 
     def detach(self) -> None:
         """Removes what `attach` set; safe to call at any time, and twice."""

@@ -26,7 +26,6 @@ from .driving import Driver
 from .errors import HookError
 from .events import CancelBatchException, CancelStepException
 from .losses import LossTape, loss_in
-from .recording import HookCallback
 
 
 class FollowedLoop(Driver):
@@ -60,6 +59,7 @@ class FollowedLoop(Driver):
         self.epoch = self.train_iter = 0
         self.loss: Tensor | None = None
         self.pred: Any = None
+        self.scores: Any = None  # what the loss function was fed first: `outputs.Scores`
         self.losses = LossTape()
         self.spans: list[dict[str, Any]] = []
         self.loss_func: Any = None
@@ -69,7 +69,8 @@ class FollowedLoop(Driver):
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
         self._left_out = self._aside = self._amid = False
         self.n_left_out = 0
-        self._paused: list[HookCallback] = []
+        self._recorders: list[Any] = []  # HookCallbacks: what has a `recording` to switch
+        self._paused: list[Any] = []
         self._first_part: nn.Module | None = None
         self._running: list[Optimizer] = []
         self._stepped_by: dict[int, Optimizer] = {}
@@ -99,6 +100,7 @@ class FollowedLoop(Driver):
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
         self.training = self._left_out = self._aside = False
         self._running, self._stepped_by = [], {}
+        self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
         self("before_fit")
 
     def finish(self) -> None:
@@ -149,6 +151,9 @@ class FollowedLoop(Driver):
         if not self.training or self._stepped_by or again:
             self._first_part = part
             self._train_began()
+        elif self._due:
+            self._due = False
+            self._before_step(too_early=True)
 
     def mark_batch(self) -> None:
         """A batch begins, says the user; the forward that follows belongs to it."""
@@ -204,7 +209,7 @@ class FollowedLoop(Driver):
                 cb._record(True)
             self._paused = []
             return
-        now = [cb for cb in self.cbs if isinstance(cb, HookCallback) and cb.recording]
+        now = [cb for cb in self._recorders if cb.recording]
         self._paused = now
         for cb in now:
             cb._record(False)

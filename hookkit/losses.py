@@ -34,6 +34,9 @@ def loss_in(output: Any) -> Tensor | None:
 class LossTape:
     """The loss of each batch, kept on its device until read.
 
+    Attributes:
+        shares: a step's loss is the sum over its batches, not their mean.
+
     >>> tape = LossTape()
     >>> for step, loss in (0, 4.0), (0, 2.0), (2, 1.0):
     ...     tape.begin(step); tape.put(torch.tensor(loss))
@@ -42,6 +45,7 @@ class LossTape:
     """
 
     def __init__(self) -> None:
+        self.shares = False
         self._values, self._steps = Scalars(), array("q")
         self._step, self._now = 0, None  # type: tuple[int, Tensor | None]
         self._device: torch.device | None = None
@@ -72,4 +76,7 @@ class LossTape:
         taken = steps < n_steps  # a batch at the end that no step followed
         counts = np.bincount(steps[taken], minlength=n_steps)
         with np.errstate(invalid="ignore"):
-            return np.asarray(np.bincount(steps[taken], losses[taken], n_steps) / counts)
+            totals = np.bincount(steps[taken], losses[taken], n_steps)
+            return np.asarray(
+                np.where(counts > 0, totals, np.nan) if self.shares else totals / counts
+            )

@@ -1,0 +1,56 @@
+"""Lightning: `Trainer(callbacks=[HookkitCallback(ActivationStats(), ParamStats())])`.
+
+Batches and steps are seen by `watch`; Lightning tells the epochs, the loss and its logged metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import Bridge, base, needs
+
+_Callback: Any = base("lightning.pytorch.Callback", "pytorch_lightning.Callback")
+
+
+class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
+    """Drives hookkit's callbacks in a Lightning Trainer.
+
+    Args:
+        callbacks: hookkit's, as for `watch`.
+
+    Raises:
+        MissingExtraError: Lightning is not installed.
+    """
+
+    def __init__(self, *callbacks: Any) -> None:
+        if _Callback is object:
+            raise needs("lightning")
+        super().__init__(*callbacks)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins: after the sanity check, with the optimizers made."""
+        self.begin(pl_module, list(trainer.optimizers) or None)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tells the loss; Lightning's is divided by the number of accumulated batches."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.loss(loss * trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Marks the epoch; validation has run by now."""
+        self.epoch(**{_name(k): v for k, v in trainer.callback_metrics.items()})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends."""
+        self.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends; what was recorded stays."""
+        self.end(exception)
+
+
+def _name(metric: str) -> str:
+    return {"val_loss": "valid_loss", "train_loss": "logged_train_loss"}.get(metric, metric)

@@ -1,0 +1,65 @@
+"""Hugging Face: `Trainer(..., callbacks=[HookkitCallback(ActivationStats(every=10))])`.
+
+Batches, steps and the loss are seen by `watch`; the Trainer tells epochs and evaluations.
+"""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import Any
+
+from . import Bridge, base, needs
+
+_Callback: Any = base("transformers.TrainerCallback")
+
+
+class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
+    """Drives hookkit's callbacks in a Hugging Face Trainer.
+
+    The Trainer says nothing of an exception: after one the hooks stay until the next `train()` or
+    `end()`. `with watch(trainer.model, None, …): trainer.train()` has no such gap.
+
+    Args:
+        callbacks: hookkit's, as for `watch`.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+
+    def __init__(self, *callbacks: Any) -> None:
+        if _Callback is object:
+            raise needs("transformers")
+        super().__init__(*callbacks)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins."""
+        model = kwargs["model"]
+        self.begin(model, kwargs.get("optimizer"))
+        self.watcher.loop.losses.shares = _loss_in_shares(model)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Marks the epoch."""
+        self.epoch()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keeps the numbers of an evaluation with the epoch: `eval_loss` as `valid_loss`."""
+        found = {k.removeprefix("eval_"): v for k, v in kwargs.get("metrics", {}).items()}
+        told = {"valid_loss" if k == "loss" else k: v for k, v in found.items()}
+        if self._watcher is not None:
+            self._watcher.note(**told)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends."""
+        self.end()
+
+
+def _loss_in_shares(model: Any) -> bool:
+    """Does the Trainer have accumulated batches' losses add up to the step's, not average?
+
+    It does for models whose forward takes further keywords: then it hands them the number of
+    items in the whole step (transformers 4.46 and later, `Trainer.model_accepts_loss_kwargs`).
+    """
+    if hasattr(model, "accepts_loss_kwargs"):
+        return bool(model.accepts_loss_kwargs)
+    parameters = signature(model.forward).parameters.values()
+    return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,131 @@
+"""`watch` around compiled models: seen from outside the graph, no graph break, or told by name."""
+
+import pytest
+import torch
+from test_watching import BATCH, CLOSE, OPEN, Log, batches, n_hooks, sgd, train
+from torch import nn
+
+from hookkit.errors import CompiledWarning, NeverFiredWarning
+from hookkit.watching import watch
+
+# one warning is torch's own: it says so of `record_function` in an optimizer's step
+pytestmark = pytest.mark.filterwarnings("ignore:.*record_function.*")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu())
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, graph, inputs):
+        self.n += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_compiled_model_is_seen_without_a_graph_break(ran_before: bool):
+    inner, log, graphs = Net(), Log(), Graphs()
+    model = torch.compile(inner, backend=graphs, fullgraph=True)
+    opt = sgd(inner)
+    if ran_before:
+        train(model, opt, 1)
+
+    with watch(model, opt, log):
+        train(model, opt)
+
+    assert log.events == OPEN + BATCH * 3 + CLOSE
+    assert graphs.n <= 2
+    assert n_hooks(inner, opt) == 0
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_model_compiled_in_place_is_seen(ran_before: bool):
+    model, log, graphs = Net(), Log(), Graphs()
+    model.compile(backend=graphs, fullgraph=True)
+    opt = sgd(model)
+    if ran_before:
+        train(model, opt, 1)
+    compiled = model._compiled_call_impl
+
+    with watch(model, opt, log):
+        train(model, opt)
+
+    assert log.events == OPEN + BATCH * 3 + CLOSE
+    assert graphs.n <= 2
+    assert model._compiled_call_impl is compiled
+    assert n_hooks(model, opt) == 0
+
+
+def test_a_model_compiled_in_place_that_fails_is_cancelled():
+    model, log = Net(), Log()
+    model.compile(backend="eager")
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        with pytest.raises(Exception, match=r"shape|size|mat1"):
+            model(torch.ones(2, 3))
+        train(model, opt, 1)
+
+    assert log.events == [*OPEN, "before_batch", "after_cancel_batch", *BATCH, *CLOSE]
+
+
+def test_compiling_the_whole_of_which_only_the_inside_was_given_is_told():
+    inner = Net()
+    opt = sgd(inner)
+
+    with watch(inner, opt) as w:
+        model = torch.compile(inner, backend="eager", fullgraph=True)
+        with pytest.warns(CompiledWarning, match=r"Give watch what torch\.compile returned"):
+            train(model, opt)
+
+    assert w.n_steps == 3
+
+
+def test_a_compiled_train_step_is_seen_with_marks():
+    model, log = Net(), Log()
+    opt = sgd(model)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward_loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).pow(2).mean()
+
+    with watch(model, opt, log) as w:
+        for x in batches():
+            w.batch()
+            forward_loss(x).backward()
+            opt.step()
+
+    step = ["before_batch", "before_step", "after_step", "after_batch"]
+    assert log.events == OPEN + step * 3 + CLOSE
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_optimizer_step_is_told():
+    model = Net()
+    opt = sgd(model)
+    step = torch.compile(opt.step, backend="eager")
+
+    w = watch(model, opt).start()
+    model(batches()[0]).sum().backward()
+    step()
+
+    with pytest.warns(NeverFiredWarning, match="its step is compiled"):
+        w.stop()
