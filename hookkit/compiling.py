@@ -7,27 +7,94 @@ no recompilation afterwards); a hook that stays has to be there before the first
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from threading import Lock
 from typing import Any
 
+import torch
+from torch import nn
 
-def enter_eager() -> Any:
+_FRAMES = "torch._dynamo.eval_frame"
+
+
+# How many blocks are entered, over all threads, and how to undo the first: the stance is the
+# process's, and blocks of several threads need not end in the reverse order of their beginning.
+_lock = Lock()
+_n_inside = 0
+_undo: Callable[[], object] | None = None
+
+
+def enter_eager() -> bool:
     """Compiled functions run eagerly from now on, until `leave_eager` gets what this returns.
 
-    Nothing is done, and None returned, where no compiler is loaded or this is being compiled.
+    Nothing is done, and False returned, where no compiler is loaded or this is being compiled.
+    Cost: 3 µs, against 9 for `torch.compiler.set_stance`, which is used if the parts of it that
+    are used here ever go.
     """
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None or not hasattr(frames, "set_stance") and not hasattr(frames, "_set_stance"):
-        return None
-    import torch
+    global _n_inside, _undo
+    frames: Any = sys.modules.get(_FRAMES)
+    if frames is None or torch.compiler.is_compiling():
+        return False
+    with _lock:
+        if not _n_inside:
+            _undo = _set_eager(frames)
+        _n_inside += 1
+    return True
 
+
+def leave_eager(entered: bool) -> None:
+    """Undoes `enter_eager`; the last block to end puts the compiler back as it was."""
+    global _n_inside
+    if not entered:
+        return
+    with _lock:
+        _n_inside -= 1
+        if not _n_inside and _undo is not None:
+            _undo()
+
+
+def _set_eager(frames: Any) -> Callable[[], object] | None:
+    """Sets the compiler's stance; what puts it back, or None if it cannot be set here."""
     try:
-        return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # inside a compiled region: its hooks are being traced
+        if hasattr(frames, "_set_stance") and hasattr(frames, "DynamoStance"):
+            return partial(frames._set_stance, frames._set_stance(_force_eager(frames)))
+        if hasattr(frames, "set_stance"):
+            stance = torch.compiler.set_stance("force_eager")
+            return lambda: stance.__exit__(None, None, None)
+    except RuntimeError:  # inside a compiled region, which traces its hooks
+        pass
+    return None
+
+
+_stance: Any = None
+
+
+def _force_eager(frames: Any) -> Any:
+    global _stance
+    if _stance is None:
+        _stance = frames.DynamoStance("force_eager")
+    return _stance
+
+
+def compiled_around(module: nn.Module) -> nn.Module | None:
+    """A compiled module that has `module` in it, or None. Cost: looks at all objects, ~50 ms."""
+    if sys.modules.get(_FRAMES) is None:
         return None
+    for compiled in _compiled_modules():
+        if any(m is module for m in compiled.modules()):
+            return compiled
+    return None
 
 
-def leave_eager(stance: Any) -> None:
-    """Undoes `enter_eager`."""
-    if stance is not None:
-        stance.__exit__(None, None, None)
+def _compiled_modules() -> Iterator[nn.Module]:
+    """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
+    wrapper: Any = getattr(sys.modules[_FRAMES], "OptimizedModule", ())
+    for x in gc.get_objects():
+        kind = type(x)  # not isinstance: that asks proxies for their __class__
+        if not issubclass(kind, nn.Module):
+            continue
+        if issubclass(kind, wrapper) or x.__dict__.get("_compiled_call_impl") is not None:
+            yield x

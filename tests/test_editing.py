@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from collections import namedtuple
@@ -731,6 +732,31 @@ def test_calls_of_other_threads_are_not_edited() -> None:
         run_all(thread)
 
     assert got == [1]
+
+
+def test_blocks_of_threads_that_end_in_any_order_leave_the_compiler_as_it_was() -> None:
+    torch.compile(nn.ReLU(), backend="eager")(torch.ones(1))
+    frames = sys.modules["torch._dynamo.eval_frame"]
+    before = frames._stance
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with edit_output(layer := nn.ReLU(), zero()):
+            layer(torch.ones(1))
+            first_in.set()
+            second_in.wait(5)
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait(5)
+        with edit_output(layer := nn.ReLU(), zero()):
+            layer(torch.ones(1))
+            second_in.set()
+            first_out.wait(5)
+
+    run_all(threading.Thread(target=first), threading.Thread(target=second))
+
+    assert frames._stance == before
 
 
 def test_copies_are_not_edited() -> None:
