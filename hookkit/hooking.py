@@ -163,11 +163,11 @@ class Hook:
         Nothing is registered or removed, so a compiled model has two graphs at most.
         """
         if not on and self._muted is None:
-            self._muted = [call.target for call, _ in self._placed]
-            for call, _ in self._placed:
+            self._muted = [call.target for call in self._placed]
+            for call in self._placed:
                 call.target = None
         elif on and self._muted is not None:
-            for (call, _), target in zip(self._placed, self._muted, strict=False):
+            for call, target in zip(self._placed, self._muted, strict=False):
                 call.target = target
             self._muted = None
 

@@ -411,7 +411,7 @@ def test_an_exception_keeps_its_type_and_gains_a_note() -> None:
         def after_batch(self) -> None:
             raise ValueError  # without arguments
 
-    with pytest.raises(ValueError, match=r"^$") as caught:
+    with pytest.raises(ValueError, match=r"in callback Fails") as caught:
         quiet(cbs=Fails).fit(1)
 
     note = "in callback Fails, event after_batch, epoch 0, batch 0 (training)"
