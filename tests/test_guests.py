@@ -1,0 +1,185 @@
+"""Living together: Captum's hooks and TensorBoard's tracing with ours on the same model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.editing import edit_output, scale
+from hookkit.features import feature_extractor
+from hookkit.hooks import hook_output, hook_outputs
+from hookkit.selecting import select
+from hookkit.swapping import Catcher, swap
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.act1 = nn.ReLU()
+        self.act2 = nn.ReLU()
+        self.hidden = nn.Linear(4 * 36, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act1(self.conv(x))
+        return self.head(self.act2(self.hidden(x.flatten(1))))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 2 * 36).reshape(2, 1, 6, 6)
+
+
+def n_hooks(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
+
+
+# --- Captum
+
+
+def attributions(net: Net, x: Tensor) -> dict[str, Tensor]:
+    attr = pytest.importorskip("captum.attr")
+    return {
+        "integrated": attr.IntegratedGradients(net).attribute(x, target=1, n_steps=5),
+        "layer": attr.LayerActivation(net, net.hidden).attribute(x),
+        "gradcam": attr.LayerGradCam(net, net.conv).attribute(x, target=1),
+        "layer_ig": attr.LayerIntegratedGradients(net, net.act1).attribute(x, target=1, n_steps=5),
+        "deeplift": attr.DeepLift(net).attribute(x, target=1),
+        "guided": attr.GuidedBackprop(net).attribute(x, target=1),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grad", [False, True])
+def test_captum_gives_the_same_while_we_capture(net: Net, x: Tensor, grad: bool) -> None:
+    alone = attributions(net, x)
+
+    with hook_outputs(select(net), grad=grad) as h:
+        together = attributions(net, x)
+
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    assert all(stored is not None for stored in h.stored)
+    assert n_hooks(net) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_captures_are_right_while_captum_hooks(net: Net, x: Tensor) -> None:
+    attr = pytest.importorskip("captum.attr")
+    wanted = net.hidden(net.act1(net.conv(x)).flatten(1)).detach()
+
+    with hook_output(net.hidden) as h:
+        captum = attr.LayerActivation(net, net.hidden).attribute(x)
+
+    torch.testing.assert_close(h.stored, wanted)
+    torch.testing.assert_close(captum.detach(), wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_captum_sees_our_edits_and_our_swaps(net: Net, x: Tensor) -> None:
+    attr = pytest.importorskip("captum.attr")
+    plain = attr.LayerActivation(net, net.hidden).attribute(x)
+
+    with edit_output(net.hidden, scale(2)):
+        edited = attr.LayerActivation(net, net.hidden).attribute(x)
+    with swap(net, {"hidden": Catcher}) as new:
+        attr.IntegratedGradients(net).attribute(x, target=1, n_steps=5)
+
+    torch.testing.assert_close(edited, 2 * plain)
+    assert new["hidden"].n_calls > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_captum_explains_a_feature(net: Net, x: Tensor) -> None:
+    attr = pytest.importorskip("captum.attr")
+    extract = feature_extractor(net, "hidden")
+
+    got = attr.Saliency(lambda x: extract(x)["hidden"]).attribute(x, target=3, abs=False)
+
+    x = x.clone().requires_grad_()
+    hidden = net.hidden(net.act1(net.conv(x)).flatten(1))
+    torch.testing.assert_close(got, torch.autograd.grad(hidden[:, 3].sum(), x)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_captums_hooks_outlive_our_block(net: Net, x: Tensor) -> None:
+    fired: list[int] = []
+    theirs = net.conv.register_forward_hook(lambda *_: fired.append(1))
+
+    with hook_outputs(select(net)), swap(net, {"head": Catcher}):
+        net(x)
+    net(x)
+
+    assert len(fired) == 2
+    assert n_hooks(net) == 1
+    theirs.remove()
+
+
+# --- TensorBoard
+
+
+def graph(model: nn.Module, x: Tensor, folder: Path, **options: Any) -> list[tuple[str, str]]:
+    """The nodes (name, operation) that `add_graph` writes."""
+    board = pytest.importorskip("torch.utils.tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with board.SummaryWriter(str(folder)) as writer:
+        writer.add_graph(model, x, **options)
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    return [(node.name, node.op) for node in events.Graph().node]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_add_graph_works_while_we_capture_and_the_capture_is_right(
+    net: Net, x: Tensor, tmp_path: Path
+) -> None:
+    alone = graph(net, x, tmp_path / "alone")
+
+    with hook_outputs(select(net)) as h:
+        together = graph(net, x, tmp_path / "together")
+
+    assert [op for _, op in together if op.startswith("aten::_conv")] == [
+        op for _, op in alone if op.startswith("aten::_conv")
+    ]
+    torch.testing.assert_close(h["head"].stored, net(x).detach())
+    assert n_hooks(net) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_add_graph_draws_an_edit(net: Net, x: Tensor, tmp_path: Path) -> None:
+    with edit_output(net.hidden, lambda m, i, o: torch.special.sinc(o)):
+        nodes = graph(net, x, tmp_path)
+
+    assert any("sinc" in op for _, op in nodes)
+    assert not any("sinc" in op for _, op in graph(net, x, tmp_path / "after"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_add_graph_of_an_extractor_draws_only_what_it_runs(
+    net: Net, x: Tensor, tmp_path: Path
+) -> None:
+    nodes = graph(feature_extractor(net, "conv"), x, tmp_path, use_strict_trace=False)
+
+    assert any("conv" in op for _, op in nodes)
+    assert not any("linear" in op or "addmm" in op for _, op in nodes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_work_after_add_graph(net: Net, x: Tensor, tmp_path: Path) -> None:
+    h = hook_output(net.hidden)
+    graph(net, x, tmp_path)
+
+    y = net(2 * x)
+
+    torch.testing.assert_close(net.head(h.stored.relu()), y)
+    h.remove()
