@@ -42,7 +42,7 @@ def local_values(t: Tensor) -> Tensor:
     """What a norm can be taken of: the local shard, the values of a sparse gradient."""
     t = t.detach()
     if hasattr(t, "to_local"):
-        t = t.tolocal_values()
+        t = t.to_local()
     if t.layout is torch.sparse_coo:
         t = t.coalesce().values()
     return t
@@ -94,7 +94,7 @@ class ParamStats(Callback):
         self._rings: dict[torch.device, Ring] = {}
         self._before: dict[str, Tensor] = {}
         self._n_taken, self._snapped, self._iter = 0, False, 0
-        self._n_records = 0
+        self._n_records, self._n_opts = 0, -1
         self._cache: tuple[int, bool, Record] | None = None
 
     def before_fit(self) -> None:
@@ -116,6 +116,8 @@ class ParamStats(Callback):
             n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
         }:
             self._before = {name: torch.empty_like(t) for name, t in now.items()}
+            self._n_opts = -1
+        if self._n_opts != len(self.learn.opts):  # a loop's optimizers may become known one by one
             self._learn_facts(parameters)
         with torch.no_grad():
             torch._foreach_copy_(list(self._before.values()), list(now.values()))
@@ -123,6 +125,7 @@ class ParamStats(Callback):
 
     def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
         owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
+        self._n_opts = len(self.learn.opts)
         for name, kind, p in parameters:
             if name not in self._facts:
                 self.names.append(name)
