@@ -7,7 +7,8 @@ callback sees as `self.learn` while `watch` drives it, with the names it knows f
     step         before_step · after_step · after_batch
     no step      after_batch when the next batch comes (accumulation, a step skipped by AMP)
     it raised    after_cancel_batch
-    validation   before_batch · after_pred · after_batch, with `training` False
+    validation   before_batch · after_pred · after_batch, with `training` False; around several
+                 of them before_validate · after_validate
 
 With several optimizers a step is over when all that have gradients have stepped (two optimizers on
 one model), or as many as did before the next forward last time (a GAN's two players take turns).
@@ -26,6 +27,7 @@ from .driving import Driver
 from .errors import HookError
 from .events import CancelBatchException, CancelStepException
 from .losses import LossTape, loss_in
+from .outputs import Scores
 
 
 class FollowedLoop(Driver):
@@ -44,6 +46,7 @@ class FollowedLoop(Driver):
         n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
         losses: the `LossTape`.
+        scores: what the first output looked like, if the loss function is a cross entropy.
         spans: for each epoch the first step, and what was told of it.
     """
 
@@ -65,9 +68,10 @@ class FollowedLoop(Driver):
         self.loss_func: Any = None
         self.dls = self.accelerator = self.n_epoch = None
         self.aside = False
+        self.scores: Scores | None = None
         self._unseen = unseen
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self._left_out = self._aside = self._amid = False
+        self._left_out = self._aside = self._amid = self._validating = False
         self.n_left_out = 0
         self._recorders: list[Any] = []  # HookCallbacks: what has a `recording` to switch
         self._paused: list[Any] = []
@@ -98,7 +102,7 @@ class FollowedLoop(Driver):
         self._claim()
         self.fitting, self.train_iter, self.stepped = True, 0, False
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self.training = self._left_out = self._aside = False
+        self.training = self._left_out = self._aside = self._validating = False
         self._running, self._stepped_by = [], {}
         self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
         self("before_fit")
@@ -116,6 +120,7 @@ class FollowedLoop(Driver):
     def mark_epoch(self) -> None:
         """Batches after this belong to a new epoch; nothing happens if there was none in this."""
         self._close()
+        self._end_validation()
         if self._in_epoch:
             self("after_train", "after_epoch")
             self.epoch, self._in_epoch = self.epoch + 1, False
@@ -169,6 +174,8 @@ class FollowedLoop(Driver):
             return
         if (loss := loss_in(output)) is not None:
             self.tell_loss(loss)
+        if self.scores is None:
+            self.scores = Scores(self.loss_func, output)
         self.pred = output
         try:
             self._tell("after_pred")
@@ -187,9 +194,18 @@ class FollowedLoop(Driver):
         """A forward that is not for training: validation, or a rollout amid a training batch."""
         self._amid, self.training, self._aside = self.training, False, True
         self._pause()
-        if not self._amid:
-            with suppress(CancelBatchException):
-                self("before_batch")
+        if self._amid:
+            return
+        if not self._validating:
+            self._validating = True
+            self("before_validate")
+        with suppress(CancelBatchException):
+            self("before_batch")
+
+    def _end_validation(self) -> None:
+        if self._validating:
+            self._validating = False
+            self("after_validate")
 
     def _aside_ended(self, event: str, output: Any) -> None:
         self._aside = False
@@ -222,6 +238,7 @@ class FollowedLoop(Driver):
             self.loss = kept
 
     def _begin_batch(self) -> None:
+        self._end_validation()
         if not self._in_epoch:
             self._in_epoch = True
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
@@ -258,6 +275,8 @@ class FollowedLoop(Driver):
         if opt in self._running:  # its last step raised
             del self._running[self._running.index(opt) :]
         self._running.append(opt)
+        if len(self._running) == 1 and not any(opt is o for o in self.opts):
+            self.opts.append(opt)
         if len(self._running) > 1 or self._skip or self.each_forward:
             return  # a step within a step (SAM and its base) is one step
         if id(opt) in self._stepped_by:
@@ -278,8 +297,6 @@ class FollowedLoop(Driver):
             del self._running[self._running.index(opt) :]
         if not outer or self.each_forward:
             return
-        if not any(opt is o for o in self.opts):
-            self.opts.append(opt)
         if self._skip:
             self._skip, self.n_steps = False, self.n_steps + 1
         elif not self._late:

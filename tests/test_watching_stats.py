@@ -1,0 +1,188 @@
+"""The recorders of a Learner under `watch`: the same records, in loops of every kind."""
+
+import numpy as np
+import pytest
+import torch
+from test_watching import batches, n_hooks, net, sgd, train
+from torch import nn
+
+from hookkit.flight import FlightRecorder
+from hookkit.learner import Learner
+from hookkit.records import Record
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.watching import watch
+
+
+def recorders() -> list[object]:
+    return [ActivationStats(with_hist=True), GradientStats(of="both"), ParamStats()]
+
+
+def data(n: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(x, x.sum(1, keepdim=True)) for x in batches(n)]
+
+
+def same(a: Record, b: Record) -> None:
+    assert (a.names, a.types) == (b.names, b.types)
+    for mine, theirs in (a.steps, b.steps), (a.epochs, b.epochs), (a.iters, b.iters):
+        np.testing.assert_array_equal(mine, theirs)
+    assert set(a.values) == set(b.values)
+    for key, table in a.values.items():
+        np.testing.assert_allclose(table, b.values[key], rtol=1e-6, atol=1e-12, err_msg=key)
+    if a.hist is not None:
+        np.testing.assert_array_equal(a.hist, b.hist)
+
+
+def learned(epochs: int = 2):
+    model = net(1)
+    pair = (data(), data(2))
+    learn = Learner(pair, model, nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=recorders())
+    with learn.no_logging():
+        learn.fit(epochs)
+    return learn.run_record()
+
+
+def watched(model: nn.Module, called=None, opt=None, epochs: int = 2):
+    opt, called, mse = opt or sgd(model), called or model, nn.MSELoss()
+    with watch(called, opt, *recorders(), loss_func=mse) as w:
+        for _ in range(epochs):
+            called.train()
+            for x, y in data():
+                mse(called(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+            called.eval()
+            with torch.no_grad():
+                for x, y in data(2):
+                    mse(called(x), y)
+            w.epoch()
+    assert n_hooks(model, opt) == 0
+    return w.run()
+
+
+def test_the_records_are_those_of_the_learner():
+    theirs, mine = learned(), watched(net(1))
+
+    same(mine.activations, theirs.activations)
+    same(mine.gradients, theirs.gradients)
+    same(mine.params, theirs.params)
+    np.testing.assert_allclose(mine.losses, theirs.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_gives_the_same(backend: str):
+    torch.compiler.reset()
+    model = net(1)
+
+    compiled = watched(model, torch.compile(model, backend=backend, fullgraph=True))
+
+    truth = watched(net(1))
+    same(compiled.activations, truth.activations)
+    same(compiled.params, truth.params)
+    torch.compiler.reset()
+
+
+def test_accumulated_batches_make_one_record():
+    model, acts, params = net(1), ActivationStats(), ParamStats()
+    opt = sgd(model)
+
+    with watch(model, opt, acts, params):
+        train(model, opt, 4, each=2)
+
+    assert acts.record().steps.tolist() == params.record().steps.tolist() == [0, 1]
+    assert acts.record().value("count", 0).tolist() == [2 * 5 * 8, 2 * 5 * 8]
+
+
+def test_every_counts_steps():
+    model, acts, params = net(1), ActivationStats(every=2), ParamStats(every=3)
+    opt = sgd(model)
+
+    with watch(model, opt, acts, params):
+        train(model, opt, 6)
+
+    assert acts.record().steps.tolist() == [0, 2, 4]
+    assert params.record().steps.tolist() == [0, 3]
+
+
+def test_validation_can_be_recorded_apart():
+    model, acts = net(1), ActivationStats(on_valid=True)
+    opt = sgd(model)
+
+    with watch(model, opt, acts):
+        for _ in range(2):
+            train(model, opt, 2)
+            model.eval()
+            with torch.no_grad():
+                for x in batches(3):
+                    model(x)
+            model.train()
+
+    assert acts.record().steps.tolist() == [0, 1, 2, 3]
+    assert acts.record(valid=True).steps.tolist() == [1, 3]
+    assert acts.record(valid=True).value("count", 0).tolist() == [3 * 5 * 8] * 2
+
+
+def test_parameters_know_their_optimizer_though_none_was_given():
+    model, params = net(1), ParamStats()
+    opts = [sgd(model[0]), sgd(model[2])]
+
+    with watch(model, None, params):
+        for x in batches(3):
+            model(x).sum().backward()
+            for opt in opts:
+                opt.step()
+
+    assert params.record().meta["in_optimizer"] == [True] * 4
+    assert (params.record().value("update_norm")[:, 1:] > 0).all()
+
+
+def test_a_closure_gives_updates_and_gradients():
+    model, acts, params = net(1), ActivationStats(), ParamStats()
+    opt = sgd(model)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(batches(1)[0]).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with watch(model, opt, acts, params):
+        for _ in range(3):
+            opt.step(closure)
+
+    assert len(acts.record()) == 3
+    assert (params.record().value("update_norm") > 0).all()
+    assert (params.record().value("grad_norm") > 0).all()
+
+
+def test_the_flight_recorder_skips_a_bad_step():
+    model, flight = net(1), FlightRecorder("skip")
+    opt = sgd(model)
+    bad = batches(3)
+    bad[1][0, 0] = float("nan")
+
+    with watch(model, opt, flight) as w:
+        for x in bad:
+            loss = model(x).pow(2).mean()
+            w.loss(loss)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert w.n_steps == 2
+    assert w.run().incidents[0].step == 1
+
+
+def test_a_run_can_be_diagnosed():
+    model, loss_func = net(3), nn.CrossEntropyLoss()
+    opt = sgd(model)
+
+    with watch(model, opt, ActivationStats(), ParamStats(), loss_func=loss_func) as w:
+        for x in batches(60):
+            loss_func(model(x), torch.zeros(5, dtype=torch.long)).backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert w.run().info["n_classes"] == 3
+    assert w.run().info["loss_func"] == "CrossEntropyLoss"
+    assert "60 steps" in str(w.diagnose()) or w.diagnose()
