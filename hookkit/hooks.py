@@ -28,23 +28,29 @@ from torch.jit import ScriptModule
 from hookkit.capturing import Kind, Options
 from hookkit.dispatching import attach, check_hookable, recomputing
 from hookkit.errors import ArgumentError, SelectionError, nearest
+from hookkit.everywhere import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
 from hookkit.gradients import attach_grad, on_grad
 from hookkit.hooking import Hook, kind_of
 from hookkit.nested import Inputs
 from hookkit.silence import Block, StopForward, reasons
 
 __all__ = [
+    "GlobalHook",
     "Hook",
     "Hooks",
     "Inputs",
     "StopForward",
+    "TensorHook",
     "attach",
     "attach_grad",
+    "hook_all",
     "hook_input",
     "hook_inputs",
     "hook_output",
     "hook_outputs",
+    "hook_tensor",
     "on_grad",
+    "print_sizes",
     "recomputing",
 ]
 
