@@ -80,14 +80,19 @@ def _looks(node: Node) -> Any:
 
 
 def _folded(nodes: list[Node]) -> list[Node]:
-    """Runs of equal nodes as their first; where that would save one line only, as they are."""
+    """Runs of equal, numbered nodes as their first; where that saves one line only, as they are.
+
+    Names that are not numbered (`q`, `k`, `v`) say something: they stay.
+    """
     out: list[Node] = []
     i = 0
     while i < len(nodes):
-        j = i
-        while j + 1 < len(nodes) and nodes[j + 1].kind == nodes[i].kind:
+        j, first, stem = i, nodes[i], _stem(nodes[i].label)
+        while stem is not None and j + 1 < len(nodes) and nodes[j + 1].kind == first.kind:
+            if _stem(nodes[j + 1].label) != stem:
+                break
             j += 1
-        n, first = j - i + 1, nodes[i]
+        n = j - i + 1
         if (n - 1) * first.size >= 2:
             first.fold, first.label = n, f"{first.label}..{nodes[j].label}"
             out.append(first)
@@ -95,6 +100,12 @@ def _folded(nodes: list[Node]) -> list[Node]:
             out += nodes[i : j + 1]
         i = j + 1
     return out
+
+
+def _stem(label: str) -> str | None:
+    """What stands before the number at the end of `label`; None without a number."""
+    stem = label.rstrip("0123456789")
+    return None if stem == label else stem
 
 
 def lines(rows: tuple[Row, ...], *, fold: bool = True, depth: int | None = None) -> list[Line]:

@@ -93,7 +93,7 @@ def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
         made = getattr(made, part)
     made = made if isinstance(made, nn.Module) or not callable(made) else made()
     if not isinstance(made, nn.Module):
-        parser.error(f"argument model: {spec!r} gives a {type(made).__name__}, not an nn.Module")
+        parser.error(f"argument model: {spec!r} is of type {type(made).__name__}, not an nn.Module")
     return made
 
 

@@ -30,6 +30,9 @@ from hookkit.flops import macs_of
 from hookkit.nested import Inputs, describe, leaves, tmap
 from hookkit.walking import can_run, unwrap, walk
 
+# Private: the number that the next autograd node will get; without it all saved is detached.
+_newest = getattr(torch._C._autograd, "_get_sequence_nr", None)
+
 _MAX_SHAPES = 64  # a cell called in a loop would keep thousands
 
 
@@ -82,6 +85,16 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def _made_last(t: Tensor) -> bool:
+    """True if `t` is the result of the newest autograd node.
+
+    A node that keeps its own result keeps itself alive through it, for ever: it must be given a
+    detached one. Detaching all that is saved would cost half a run on fake tensors.
+    """
+    node: Any = t.grad_fn
+    return node is not None and (_newest is None or node._sequence_nr() + 1 == _newest())
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,7 +201,7 @@ class Tracer:
 
     def pack(self, t: Tensor) -> _Saved:
         """Called by autograd with each tensor that it keeps for the backward pass."""
-        saved = _Saved(t)
+        saved = _Saved(t.detach() if _made_last(t) else t)
         self.saved.append((self.here(), weakref.ref(saved)))
         return saved
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import ZOO, Entry
+from zoo import ZOO, Entry, entry
 
 from hookkit.folding import lines
 from hookkit.modelinfo import total_params
@@ -56,8 +56,13 @@ def fingerprint(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @cache  # the tests below read it only
-def made(e: Entry) -> Summary:
+def made_of(name: str) -> Summary:
+    e = entry(name)
     return summary(e.build(), *e.args(), model_kwargs=e.kwargs())
+
+
+def made(e: Entry) -> Summary:
+    return made_of(e.name)
 
 
 @pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)

@@ -1,0 +1,648 @@
+"""A summary: what it says, how it is drawn, what it refuses. The zoo has its own file."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import entry
+
+from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.layout import width
+from hookkit.summaries import Summary, summary
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm, self.fc = (
+            nn.LayerNorm(d),
+            nn.Sequential(nn.Linear(d, 4 * d), nn.Linear(4 * d, d)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(self.norm(x))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, a bare parameter, a tied head."""
+
+    def __init__(self, n: int = 3, d: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(d, 20, bias=False)
+        self.emb = nn.Embedding(20, d)
+        self.pos = nn.Parameter(torch.zeros(1, 5, d))
+        self.blocks = nn.ModuleList(Block(d) for _ in range(n))
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids) + self.pos
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def ids() -> Tensor:
+    return torch.zeros(2, 5, dtype=torch.long)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.ReLU(), nn.Linear(9, 4))
+        self.body = nn.Sequential(nn.Linear(4, 8), inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+# the value
+
+
+def test_rows_stand_in_the_order_of_execution_with_qualified_names() -> None:
+    names = [r.name for r in summary(Net(1), ids())]
+
+    assert names == [
+        *("", "pos", "emb", "blocks", "blocks.0", "blocks.0.norm", "blocks.0.fc"),
+        *("blocks.0.fc.0", "blocks.0.fc.1", "head"),
+    ]
+
+
+def test_a_tied_weight_counts_at_its_first_use_and_is_marked_at_the_other() -> None:
+    s = summary(Net(), ids())
+
+    assert (s["emb"].n_params, s["head"].n_params) == (160, 0)
+    assert s["head"].notes == ("tied → emb.weight",)
+    assert s["head"].trainable is True
+
+
+def test_a_bare_parameter_is_a_row() -> None:
+    row = summary(Net(), ids())["pos"]
+
+    assert (row.kind, row.type, row.n_params, row.outputs) == (
+        "parameter",
+        "Parameter",
+        40,
+        ("1×5×8",),
+    )
+
+
+def test_functional_work_is_its_parents() -> None:
+    s = summary(entry("sdpa").build(), *entry("sdpa").args())
+
+    assert s.macs == sum(r.macs for r in s)
+    assert s[""].macs > 0
+
+
+def test_a_shared_layer_runs_twice_and_its_second_place_is_named() -> None:
+    act = nn.ReLU()
+    s = summary(nn.Sequential(nn.Linear(3, 4), act, nn.Linear(4, 5), act), torch.ones(2, 3))
+
+    assert s["1"].calls == 2
+    assert s["1"].outputs == ("2×4", "2×5")
+    assert s["1"].notes == ("called 2×",)
+    assert s["3"].notes == ("same as 1",)
+
+
+def test_kept_bytes_are_what_autograd_keeps() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    s = summary(net, torch.ones(5, 4))
+
+    assert [r.kept_bytes for r in s] == [0, 5 * 4 * 4, 5 * 8 * 4, 0]  # ReLU's result, kept once
+    assert summary(net.requires_grad_(False), torch.ones(5, 4)).kept_bytes == 0
+
+
+def test_kept_bytes_do_not_hold_what_was_detached() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).tanh().detach())
+
+    s = summary(Detached(), torch.ones(2, 4))
+
+    assert (s["a"].kept_bytes, s["b"].kept_bytes) == (0, 32)
+
+
+def test_memory_of_a_step_has_gradients_and_the_optimizers_state() -> None:
+    net = nn.Linear(4, 8, bias=False)
+    opt = torch.optim.Adam(net.parameters())
+    s = summary(net, torch.ones(5, 4), opt=opt)
+
+    assert s.step_bytes == 4 * (32 + 32 + 64) + 5 * 4 * 4
+
+
+def test_totals_stand_on_the_summary_and_below_each_row() -> None:
+    s = summary(Net(2), ids())
+
+    block = s["blocks.0"]
+    assert (block.n_params, block.total.n_params) == (0, 16 + 288 + 264)
+    assert s.n_params == 160 + 40 + 2 * block.total.n_params
+    assert s.param_bytes == 4 * s.n_params
+    assert s.dtype == "float32"
+
+
+def test_rows_are_found_by_name_and_by_a_wrappers_name() -> None:
+    s = summary(nn.DataParallel(Net()), ids())
+
+    assert s["module.blocks.1.norm"] is s["blocks.1.norm"]
+    assert "blocks.1.norm" in s
+    assert s[0] is s[""]
+
+
+def test_an_unknown_row_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SelectionError, match=r'no row "blocks.1.nrom" among .* blocks.1.norm'):
+        summary(Net(), ids())["blocks.1.nrom"]
+
+
+def test_the_top_rows_by_any_number() -> None:
+    s = summary(Net(1), ids())
+
+    assert [r.name for r in s.top("macs", 2)] == ["blocks.0.fc.0", "blocks.0.fc.1"]
+    assert s.top("params", 1)[0].name == "blocks.0.fc.0"
+    assert len(s.top("kept", 100)) < len(s)
+    with pytest.raises(OptionError, match=r'top\(by="size"\): choose one of n_params'):
+        s.top("size")
+
+
+def test_it_is_plain_data_and_survives_json() -> None:
+    s = summary(Net(), ids())
+    back = json.loads(s.to_json())
+
+    assert back["totals"]["n_params"] == s.n_params
+    assert [r["name"] for r in back["rows"]] == [r.name for r in s]
+    assert back["run"] == "fake"
+
+
+def test_it_becomes_a_data_frame() -> None:
+    pytest.importorskip("pandas")
+    s = summary(Net(), ids())
+
+    df = s.to_df()
+
+    assert df["n_params"].sum() == s.n_params
+    assert df.loc["head", "tied"] == "emb.weight"
+
+
+def test_it_holds_no_reference_to_the_model() -> None:
+    net = Net()
+    s = summary(net, ids(), opt=torch.optim.SGD(net.parameters(), 0.1))
+    gone = weakref.ref(net), weakref.ref(net.emb.weight)
+
+    del net
+    gc.collect()
+
+    assert [r() for r in gone] == [None, None]
+    assert s.n_params
+
+
+# how it ran
+
+
+def test_fake_tensors_first_and_the_footer_says_so() -> None:
+    s = summary(Net(), ids())
+
+    assert s.run == "fake"
+    assert "Run on fake tensors: nothing computed, nothing changed." in str(s)
+
+
+def test_a_model_that_reads_values_runs_for_real_and_the_footer_says_why() -> None:
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum().item() > 0 else -x
+
+    s = summary(nn.Sequential(nn.Linear(3, 3), Gate()), torch.ones(2, 3))
+
+    assert (s.run, s.why) == ("real", "DataDependentOutputException in 1")
+    assert "Real run on a copy, since it cannot run on fake tensors" in s.text(width=200)
+
+
+def test_a_model_that_cannot_be_copied_runs_in_place_and_is_put_back() -> None:
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+            self.seen: list[int] = []
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot copy")
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(len(x))
+            self.extra = nn.Linear(2, 2)
+            return self.bn(x)
+
+    net = Locked()
+    s = summary(net, torch.randn(4, 3))
+
+    assert s.run == "real"
+    assert s["bn"].calls == 1
+    assert (net.seen, net.bn.num_batches_tracked.item(), hasattr(net, "extra")) == ([], 0, False)
+    assert not net._forward_hooks
+    assert not net.bn._forward_hooks
+
+
+def test_a_users_recorder_is_not_fired_and_that_is_told() -> None:
+    net, seen = nn.Linear(3, 2), []
+    handle = net.register_forward_hook(lambda m, i, o: seen.append(o))
+
+    s = summary(net, torch.ones(1, 3))
+    handle.remove()
+
+    assert seen == []
+    assert s.footnotes == ("Hooks on the model were not run: 1.",)
+
+
+def test_a_model_that_hooks_itself_works() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(7, 2)
+            self.a.register_forward_hook(self.keep)
+
+        def keep(self, m: Any, i: Any, o: Tensor) -> None:
+            self.seen = o
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a(x)
+            return self.b(torch.cat([self.seen, x], -1))
+
+    net = Own()
+
+    assert summary(net, torch.ones(2, 3)).run == "fake"
+    assert not hasattr(net, "seen")
+
+
+def test_layers_built_on_the_first_call_are_rows_with_calls() -> None:
+    e = entry("built_on_first_call")
+    s = summary(e.build(), *e.args())
+
+    assert [r.calls for r in s if r.leaf] == [1, 1]
+
+
+def test_the_callers_grad_mode_does_not_matter() -> None:
+    with torch.no_grad():
+        quiet = summary(Net(), ids())
+
+    assert quiet.kept_bytes == summary(Net(), ids()).kept_bytes > 0
+
+
+def test_a_size_stands_for_one_float_image_batch() -> None:
+    net = nn.Conv2d(3, 4, 3).bfloat16()
+
+    assert summary(net, (3, 8, 8)).inputs == "1×3×8×8 bfloat16"
+    with pytest.raises(OptionError, match="sizes are whole numbers from 1"):
+        summary(net, (3, 0, 8))
+
+
+def test_one_sample_through_batchnorm_falls_back_to_evaluation_and_says_so() -> None:
+    s = summary(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), (3,))
+
+    assert s["1"].outputs == ("1×4",)
+    assert "Run in evaluation mode: in training mode BatchNorm refuses" in str(s)
+
+
+def test_a_model_on_meta_is_summarised_without_memory() -> None:
+    with torch.device("meta"):
+        net = Net(2, 4096)
+    s = summary(net, ids())
+
+    assert s.n_params > 10**8
+    assert s["blocks.1.fc.0"].outputs == ("2×5×16384",)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (nn.DataParallel, "DataParallel"),
+        (lambda m: torch.compile(m, backend="eager"), "OptimizedModule"),
+        (torch.optim.swa_utils.AveragedModel, "AveragedModel"),
+    ],
+)
+def test_wrappers_are_taken_off_and_named(wrap: Callable[..., Any], name: str) -> None:
+    s = summary(wrap(Net()), ids())
+
+    assert s.rows[0].type == "Net"
+    assert f"Seen without its wrapper: {name}" in str(s)
+    assert s["emb"].calls == 1
+
+
+def test_a_warm_compiled_model_is_seen_whole() -> None:
+    net = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), backend="eager")
+    net(torch.ones(2, 3))
+
+    s = summary(net, torch.ones(2, 3))
+
+    assert [r.calls for r in s] == [1, 1, 1]
+    assert s.macs == 24
+
+
+def test_inputs_of_any_structure_and_names_like_options() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: dict[str, Tensor], *, depth: Tensor, fold: None = None) -> Tensor:
+            return x["a"] + depth
+
+    one = torch.ones(2)
+
+    assert summary(Odd(), {"a": one}, model_kwargs={"depth": one}).inputs == (
+        "({'a': 2}, depth=2) float32"
+    )
+
+
+# errors
+
+
+def test_a_failing_layer_is_named_with_what_it_got_under_the_models_own_error() -> None:
+    net = Failing().train()
+
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes .* \(2x8 and 9x4\)") as e:
+        summary(net, torch.ones(2, 4))
+
+    note = e.value.__notes__[-1]
+    assert "0      Linear      2×8         40  ✓" in note
+    assert "✗ got 2×8, is Linear(in_features=9, out_features=4, bias=True)" in note
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_an_error_outside_every_layer_marks_the_model() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + {}["missing"]
+
+    with pytest.raises(KeyError, match="missing") as e:
+        summary(Outside(), torch.ones(1, 2))
+
+    assert "✗ (itself)" in e.value.__notes__[-1]
+
+
+def test_an_error_the_model_catches_is_not_reported() -> None:
+    e = entry("swallows_exceptions")
+
+    assert summary(e.build(), *e.args()).error == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: summary(Net), ArgumentError, "summary of the class Net: give a model"),
+        (lambda: summary("net"), ArgumentError, "summary of str: give a model"),
+        (lambda: summary(Net(), ids(), opt=3), ArgumentError, "opt=int: give an optimizer"),
+        (lambda: summary(Net(), ids(), depth=-1), OptionError, "depth=-1: give a whole number"),
+        (lambda: summary(Net(), ids(), columns=["mac"]), OptionError,
+         'no column "mac". Did you mean "macs"'),
+        (lambda: summary(Net(), ids(), dpeth=2), OptionError,
+         '"dpeth" is neither an option of summary nor an input of Net.forward. Did you mean "dep'),
+        (lambda: summary(Net(), ids()).html(by="x"), OptionError,
+         "bars show the share of params, macs"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_told_at_the_door(call: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message.replace(".", r"\.").replace("(", r"\(")):
+        call()
+
+
+# warnings
+
+
+def test_trainable_parameters_without_a_gradient_are_told() -> None:
+    e = entry("unused_heads")
+    (warning,) = summary(e.build(), *e.args()).warnings
+
+    assert "4 trainable parameters are not part of the output" in warning
+    assert "heads.seg.weight" in warning
+
+
+def test_parameters_in_no_group_are_told() -> None:
+    net = Net(1)
+    opt = torch.optim.SGD(net.blocks.parameters(), 0.1)
+
+    (warning,) = summary(net, ids(), opt=opt).warnings
+
+    assert warning == "2 trainable parameters are in no optimizer group: pos, head.weight"
+
+
+def test_tied_weights_in_two_groups_are_told() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = nn.Parameter(net[0].weight.data)  # one memory, two parameters
+    opt = torch.optim.SGD(
+        [{"params": [net[0].weight]}, {"params": [net[1].weight], "lr": 1.0}], 0.1
+    )
+
+    (warning,) = summary(net, torch.ones(1, 2), opt=opt).warnings
+
+    assert "tied weights in two optimizer groups: 1.weight is in group 0 and in group 1" in warning
+
+
+def test_batchnorm_in_evaluation_amid_training_is_told() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    net[1].eval()
+
+    assert summary(net, torch.ones(2, 1, 3, 3)).warnings == (
+        "1 BatchNorm layer is in evaluation mode in a model that trains: 1",
+    )
+    assert summary(net.eval(), torch.ones(2, 1, 3, 3)).warnings == ()
+
+
+def test_mixed_types_are_told() -> None:
+    e = entry("mixed_dtypes")
+
+    (warning,) = summary(e.build(), *e.args()).warnings
+
+    assert warning == "parameters of mixed types bfloat16, float32; bfloat16: lo.weight, lo.bias"
+
+
+# drawing
+
+
+GOLDEN = {
+    "mlp": (lambda: entry("mlp").build(), lambda: entry("mlp").args(), {}),
+    "resnet": (lambda: entry("resnetish").build(), lambda: entry("resnetish").args(), {}),
+    "gpt": (lambda: entry("gpt_like").build(), lambda: entry("gpt_like").args(), {}),
+    "vit_bare": (
+        lambda: entry("bare_params_vit").build(),
+        lambda: entry("bare_params_vit").args(),
+        {},
+    ),
+    "tied": (Net, lambda: (ids(),), {}),
+    "unfolded": (Net, lambda: (ids(),), {"fold": False}),
+    "shallow": (Net, lambda: (ids(),), {"depth": 1}),
+    "lstm": (lambda: entry("lstm_tuple").build(), lambda: entry("lstm_tuple").args(), {}),
+    "frozen": (lambda: entry("frozen_part").build(), lambda: entry("frozen_part").args(), {}),
+    "unused": (lambda: entry("unused_heads").build(), lambda: entry("unused_heads").args(), {}),
+    "cjk": (lambda: entry("cjk_emoji_names").build(), lambda: entry("cjk_emoji_names").args(), {}),
+    "data_dependent": (lambda: entry("moe_top1").build(), lambda: entry("moe_top1").args(), {}),
+    "no_input": (Net, lambda: (), {}),
+    "columns": (Net, lambda: (ids(),), {"columns": ("type", "input", "calls", "percent", "bytes")}),
+}
+
+
+def drawn(name: str) -> Summary:
+    build, args, options = GOLDEN[name]
+    torch.manual_seed(0)
+    return summary(build(), *args(), **options)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_texts_are_as_they_were_looked_at(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"summary_{name}.txt", drawn(name).text(width=100))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_html_is_as_it_was_looked_at(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"summary_{name}.html", drawn(name).html().replace("<", "\n<").strip())
+
+
+@pytest.mark.parametrize("n", [40, 60, 80, 120])
+@pytest.mark.parametrize("name", ["cjk", "gpt", "lstm"])
+def test_tables_keep_to_the_width_in_true_columns(name: str, n: int) -> None:
+    table = drawn(name).text(width=n).split("─\n")[:2]
+
+    assert all(width(line) <= n for part in table for line in part.split("\n"))
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    text = drawn("gpt").text(width=40)
+
+    assert "Not shown in 40 columns: " in text
+    assert "MACs" not in text.splitlines()[1]
+
+
+def test_long_notes_get_a_line_of_their_own() -> None:
+    lines = summary(Net(), ids()).text(width=62).splitlines()
+
+    assert any(line.strip() == "↳ tied → emb.weight" for line in lines)
+
+
+def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    s = summary(Net(), ids())
+
+    assert str(s) == s.text(width=70) == repr(s)
+
+
+def test_equal_siblings_are_folded_unless_they_differ() -> None:
+    net = Net(5)
+    assert "0..4  ×5" in summary(net, ids()).text(width=100)
+
+    net.blocks[2].fc[0].weight.requires_grad_(False)
+    text = summary(net, ids()).text(width=100)
+
+    assert "0..1  ×2" in text
+    assert "3..4  ×2" in text
+    assert "  ×5" not in text
+    assert "11%" in text  # of 32·8 weights and 32 biases, the weights are frozen: 11 %
+
+
+def test_names_that_say_something_are_not_folded() -> None:
+    net = nn.Sequential()
+    for name in ("q", "k", "v", "conv1", "conv2", "conv3"):
+        net.add_module(name, nn.Linear(2, 2))
+
+    labels = [line.split()[0] for line in summary(net).text(width=80).splitlines()[3:7]]
+
+    assert labels == ["q", "k", "v", "conv1..conv3"]
+
+
+def test_html_opens_what_failed_and_escapes_names() -> None:
+    net = nn.Sequential()
+    net.add_module("<b>&", nn.Linear(2, 2))
+    html = summary(net, torch.ones(1, 2)).html()
+
+    assert "<b>&" not in html.partition("</style>")[2].replace("<b>Sequential</b>", "")
+    assert "&lt;b&gt;&amp;" in html
+
+
+# comparison
+
+
+def test_equal_models_have_no_difference() -> None:
+    d = summary(Net(), ids()).diff(summary(Net(), ids()))
+
+    assert not d
+    assert str(d) == "no difference"
+
+
+def test_freezing_shows_as_frozen() -> None:
+    net = Net(1)
+    before = summary(net, ids())
+    net.blocks.requires_grad_(False)
+
+    d = before.diff(summary(net, ids()))
+
+    assert [c.name for c in d.changes if c.facts[0][0] == "trainable"] == [
+        *("blocks.0.norm", "blocks.0.fc.0", "blocks.0.fc.1")
+    ]
+    assert "blocks.0.fc.0  Linear     trainable ✓ → frozen" in str(d)
+    assert "trainable 768 → 200 (−74.0%)" in str(d)
+
+
+def test_surgery_and_another_batch_show_by_name() -> None:
+    a, b = Net(1), Net(2)
+    b.head = nn.Linear(8, 3)
+
+    d = summary(a, ids()).diff(summary(b, torch.zeros(4, 5, dtype=torch.long)))
+    text = str(d)
+
+    assert "+  blocks.1.fc.1" in text
+    assert "params 0 → 27" in text
+    assert "outputs 2×5×20 → 4×5×3" in text
+    assert "−" in str(summary(b, ids()).diff(summary(a, ids())))
+    assert d._repr_html_().startswith("<table>")
+    assert len(d) == len(d.changes)
+
+
+# elsewhere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
+def test_hugging_face_models_from_config(kind: str) -> None:
+    tf = pytest.importorskip("transformers")
+    x = torch.zeros(2, 7, dtype=torch.long)
+    small: dict[str, Any] = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 1}
+    if kind == "gpt2":
+        net = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=3, n_embd=32, n_head=2, **small))
+        given = {"input_ids": x}
+        macs = 14 * (3 * (12 * 32 * 32) + 32 * 90) + 3 * 2 * 2 * 7 * 7 * 32
+    elif kind == "bert":
+        config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+        net = tf.BertModel(tf.BertConfig(intermediate_size=64, **config, **small))
+        given = {"input_ids": x, "attention_mask": torch.ones_like(x)}
+        macs = 2 * (14 * (4 * 32 * 32 + 2 * 32 * 64) + 2 * 2 * 7 * 7 * 32) + 2 * 32 * 32
+    else:
+        config = {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64}
+        net = tf.T5ForConditionalGeneration(tf.T5Config(**config, vocab_size=90))
+        given = {"input_ids": x, "decoder_input_ids": x}
+        attention = 14 * 4 * 32 * 32 + 2 * 2 * 7 * 7 * 32
+        macs = 2 * (3 * attention + 2 * 14 * 2 * 32 * 64) + 14 * 32 * 90
+
+    s = summary(net, **given)
+
+    assert s.n_params == sum(p.numel() for p in net.parameters())
+    assert (s.run, s.macs, s.uncounted) == ("fake", macs, {})
+    assert any(r.tied for r in s) == (kind != "bert")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout()).cuda()
+    x = torch.randn(64, 3, 128, 128, device="cuda")
+    state, memory = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    s = summary(net, x)
+
+    assert (s.run, s["0"].calls) == ("fake", 1)
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert torch.cuda.max_memory_allocated() == memory

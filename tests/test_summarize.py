@@ -1,0 +1,119 @@
+"""`python -m hookkit.summarize`: the same from a shell, with exit codes a script can use."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hookkit.summarize import main
+
+NETS = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+
+ready = nn.Linear(4, 2)
+words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+number = 3
+
+def broken():
+    raise OSError("no weights on this disk")
+"""
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+
+
+def test_a_factory_and_a_shape_print_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["my_nets:net", "--input", "1,3,8,8", "--width", "90"])
+
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.startswith("Sequential   1×3×8×8 float32 → 1×2 float32\n")
+    assert "802 params" in out
+
+
+def test_a_ready_model_ids_and_no_input_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["my_nets:ready"]) == 0
+    assert "No input given" in capsys.readouterr().out
+    assert main(["my_nets:words", "--input", "2,5:int64"]) == 0
+    assert "2×5 int64" in capsys.readouterr().out
+
+
+def test_json_and_html_for_machines_and_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "net.html"
+
+    assert main(["my_nets:net", "--input", "1,3,8,8", "--json", "--html", str(page)]) == 0
+
+    assert json.loads(capsys.readouterr().out)["totals"]["n_params"] == 802
+    assert page.read_text().startswith('<!doctype html><meta charset="utf-8"><style>')
+
+
+def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["my_nets:net", "--input", "1,3,8,8", "--columns", "type,dtype", "--depth", "0"]
+
+    assert main([*args, "--eval", "--no-fold"]) == 0
+
+    assert "Layer     Type        Dtype" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["my_nets"], "argument model: 'my_nets' is not of the form module:factory"),
+        (["no_such:net"], "argument model: no module 'no_such' here or among the installed ones"),
+        (["my_nets:nett"], "argument model: 'my_nets' has no 'nett': did you mean 'net'?"),
+        (["my_nets:number"], "argument model: 'my_nets:number' is of type int, not an nn.Module"),
+        (["my_nets:net", "--input", "1,x"], "argument --input: '1,x' is not a shape, such as"),
+        (["my_nets:net", "--input", "1,0"], "argument --input: '1,0' is not a shape, such as"),
+        (["my_nets:net", "--input", "1:text"], "argument --input: 'text' is not a dtype"),
+        (["my_nets:net", "--depth", "-1"], "argument --depth:"),
+        (["my_nets:net", "--columns", "size"], "argument --columns: no column 'size'"),
+        (["my_nets:net", "--html", "my_nets.py"], "my_nets.py exists: name a new file"),
+        ([], "the following arguments are required: model"),
+    ],
+)  # fmt: skip
+def test_a_bad_argument_gets_one_line_and_exit_code_two(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["my_nets:broken"], "OSError: no weights on this disk"),
+        (["my_nets:net", "--input", "1,3,9,9"], "RuntimeError: mat1 and mat2 shapes"),
+    ],
+)
+def test_a_model_that_fails_gives_exit_code_one(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "hookkit.summarize", "my_nets:ready", "--input", "3,4"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "10 params" in done.stdout
