@@ -40,7 +40,9 @@ class Scores:
         self.n_classes: int | None = None
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         scores = isinstance(pred, Tensor) and pred.ndim >= 2 and pred.is_floating_point()
-        if scores and pred.numel() and ("crossentropy" in name or "nll" in name):
+        by_class = "crossentropy" in name or "nll" in name
+        by_class &= getattr(loss_func, "reduction", "mean") == "mean"  # else ln C is no measure
+        if scores and by_class and pred.numel():
             with torch.no_grad():
                 p = pred.detach().float()
                 self.n_classes = p.shape[1]

@@ -30,7 +30,7 @@ def initial_loss(run: Run) -> Iterator[Finding]:
     excess = (first - chance) / chance
     if excess <= 1:
         return
-    recovers = np.isfinite(series[-1]) and read.improved(run) is True
+    recovers = read.improved(run) is True
     yield Finding(
         "initial_loss",
         "info" if recovers else "warn",
@@ -47,25 +47,22 @@ def initial_loss(run: Run) -> Iterator[Finding]:
 def not_learning(run: Run) -> Iterator[Finding]:
     """A loss that ends where it began, or higher."""
     series = read.losses(run, 50)
-    n_classes = run.info.get("n_classes")
-    known = series[np.isfinite(series)]
-    start, end = read.start_level(known, n_classes), read.end_level(known)
-    if n_classes and start < 0.5 * np.log(n_classes):
-        return  # it had learnt before: fine-tuning
-    if end < start - 0.05 * abs(start):
+    if read.improved(run) is not False:
         return
-    worse = end > 1.5 * start
+    start, end = read.start_level(series), read.end_level(series)
+    worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
     yield Finding(
         "diverging" if worse else "not_learning",
         "sick" if worse else "warn",
         (),
         (0, len(series) - 1),
         f"the loss began at {start:.3g} and ends at {end:.3g}",
-        "less than 5 % below its start",
-        f"{CHECKER}: 5 %",
+        "less than 5 % below its start, or at chance",
+        f"{CHECKER}: 5 %; cs231n: chance is ln C",
         "the steps go too far: learning rate too high, or gradients that are never zeroed"
         if worse
-        else "see the other findings; without any: wrong labels, or a model that is too small",
+        else "see the other findings; without any: wrong labels, a model that is too small, or a "
+        "loss that need not fall (GAN, policy)",
         "lower the learning rate; check that zero_grad() runs every step"
         if worse
         else "try to learn one batch by heart: a sound model and loss can",
@@ -76,7 +73,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     """Losses that jump out of the last 128 steps, after the warm-up."""
     series = read.losses(run, 100)
     known = series[np.isfinite(series)]
-    level = read.start_level(known, run.info.get("n_classes"))
+    level = read.start_level(known)
     at = [t for t in range(64, len(known)) if _jumps(known, t, level)]
     if not at:
         return

@@ -103,27 +103,44 @@ def names(record: Record, which: Iterable[int]) -> tuple[str, ...]:
     return tuple(record.names[i] for i in which)
 
 
-def start_level(series: Floats, n_classes: int | None = None) -> float:
-    """Where a loss series begins: the median of its first steps, or chance if that is lower.
-
-    So coming down from a wild first loss to guessing is no progress.
-    """
-    first = float(median(series[: max(5, len(series) // 20)]))
-    return min(first, float(np.log(n_classes))) if n_classes else first
+def start_level(series: Floats) -> float:
+    """Where a loss series begins: the median of its first steps (5, or a twentieth)."""
+    known = series[np.isfinite(series)]
+    return float(median(known[: max(5, len(known) // 20)]))
 
 
 def end_level(series: Floats) -> float:
-    """Where a loss series ends: the median of its last tenth."""
-    return float(median(series[-max(5, len(series) // 10) :]))
+    """Where a loss series ends: the median of its last tenth; inf if it stopped being a number."""
+    if breaks_off(series):
+        return float("inf")
+    known = series[np.isfinite(series)]
+    return float(median(known[-max(5, len(known) // 10) :]))
+
+
+def breaks_off(series: Floats) -> bool:
+    """Whether a known loss ends in NaN for longer than its gaps of unknown steps explain."""
+    known = np.flatnonzero(np.isfinite(series))
+    if not len(known):
+        return False
+    gap = int(np.diff(known, prepend=-1).max()) - 1
+    return len(series) - 1 - int(known[-1]) > 2 * gap + 2
 
 
 def improved(run: Run) -> bool | None:
-    """Whether the loss fell by 5 % or more; None when it is unknown."""
+    """Whether the loss fell, by 5 % or more; None when it is unknown.
+
+    Coming down from a wild first loss to chance (ln of the number of classes) is no progress; a
+    loss that begins far below chance is a model that had learnt before, and counts as fallen.
+    """
     try:
         series = losses(run, 20)
     except Missing:
         return None
-    finite = series[np.isfinite(series)]
-    start = start_level(finite, run.info.get("n_classes"))
-    end = end_level(series) if np.isfinite(series[-1]) else np.inf
+    start, end = start_level(series), end_level(series)
+    if (n := run.info.get("n_classes")) and n > 1:
+        chance = float(np.log(n))
+        if start < 0.5 * chance:
+            return end < 0.75 * chance
+        if start > chance and (abs(end - chance) < 0.05 * chance or end > 10 * chance):
+            return False
     return bool(end < start - 0.05 * abs(start))

@@ -50,12 +50,11 @@ def _first(record: Record) -> tuple[Record, int, int] | None:
 
 def _loss_breaks(run: Run) -> int | None:
     """The step from which on a loss that was known is no number."""
-    if run.losses is None or len(run.losses) < 2:
+    if run.losses is None or not np.isfinite(run.losses).any():
         return None
-    finite = np.isfinite(run.losses)
-    if finite[-1] or not finite.any():
-        return int(np.isinf(run.losses).argmax()) if np.isinf(run.losses).any() else None
-    return int(len(finite) - finite[::-1].argmax())
+    if read.breaks_off(run.losses):
+        return int(np.flatnonzero(np.isfinite(run.losses))[-1]) + 1
+    return int(np.isinf(run.losses).argmax()) if np.isinf(run.losses).any() else None
 
 
 def _non_finite(layers: tuple[str, ...], step: int, what: str, severity: str = "sick") -> Finding:
@@ -188,7 +187,7 @@ def bad_init(run: Run) -> Iterator[Finding]:
         grows = order > 0
         yield Finding(
             "bad_init",
-            "info" if read.improved(run) else "sick" if ratio > 1e6 else "warn",
+            "info" if read.improved(run) is not False else "sick" if ratio > 1e6 else "warn",
             read.names(record, [which[i] for i in body]),
             read.span(record, slice(0, max(int(early.sum()), 1))),
             f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
@@ -211,7 +210,7 @@ def input_scale(run: Run) -> Iterator[Finding]:
     if rms > 20:
         yield Finding(
             "input_scale",
-            "warn" if read.improved(run) is not True else "info",
+            "warn" if read.improved(run) is False else "info",
             (record.names[row],),
             read.span(record, slice(0, max(int(early.sum()), 1))),
             f"the first layer's output has RMS {rms:.3g} before training",

@@ -53,7 +53,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "lr_too_low",
-        "info" if learns is None else "sick",
+        "info" if learns is None else "warn",
         read.names(record, [i for i, s in zip(which, slow, strict=True) if s]),
         read.span(record),
         f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
@@ -83,7 +83,9 @@ def unmoved(run: Run) -> Iterator[Finding]:
     record = read.params(run)
     trainable = np.array(read.meta(record, "requires_grad", True), bool)
     held = np.array([x is not False for x in read.meta(record, "in_optimizer", True)], bool)
-    moved = np.nanmax(np.nan_to_num(read.table(record, "update_norm")), axis=1) > 0
+    update = read.table(record, "update_norm")
+    moved = (np.nan_to_num(update) > 0).any(1) | ~np.isfinite(update).any(1)
+    moved |= (np.nan_to_num(record.values.get("nonfinite", 0 * update)) > 0).any(1)
     grads = np.nan_to_num(read.table(record, "grad_norm"))
     graded = np.nanmax(grads, axis=1) > 0
     seen = np.isfinite(record.values["grad_norm"]).any(1)
@@ -165,11 +167,12 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6
     if not vanish:
         hit = ratio > 70 and order < -0.6 and read.improved(run) is not True
+    severity = {True: "warn", False: "sick", None: "warn" if vanish else "info"}
     if not hit:
         return
     yield Finding(
         "vanishing" if vanish else "exploding",
-        "warn" if read.improved(run) else "sick",
+        severity[read.improved(run)],
         (first, last),
         read.span(record, slice(0, grads.shape[1])),
         f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
