@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Lock
+from types import CodeType
 from typing import Any
 
 import torch
@@ -98,3 +99,35 @@ def _compiled_modules() -> Iterator[nn.Module]:
             continue
         if issubclass(kind, wrapper) or x.__dict__.get("_compiled_call_impl") is not None:
             yield x
+
+
+def forget_graphs(model: nn.Module) -> bool:
+    """Has what `torch.compile` made of `model` or its parts be made again, hooks included.
+
+    For hooks that stay, added to a model that has run: its next call compiles once more. True if
+    there was anything to forget. Values do not change; a compiled function of the user's own that
+    calls the model is not found here.
+    """
+    frames: Any = sys.modules.get(_FRAMES)
+    reset, entries = (getattr(frames, name, None) for name in _PRIVATE)
+    if frames is None:
+        return False
+    codes = {getattr(getattr(type(m), "forward", None), "__code__", None) for m in model.modules()}
+    codes |= _frames_around_library_modules()
+    if reset is None or entries is None:  # a later torch: everything is made again
+        torch.compiler.reset()
+        return True
+    used = [code for code in codes if code is not None and entries(code)]
+    for code in used:
+        reset(code)
+    return bool(used)
+
+
+_PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
+
+
+def _frames_around_library_modules() -> set[Any]:
+    """The frame that stands for the forward of a module of torch's own, such as a Sequential."""
+    utils: Any = sys.modules.get("torch._dynamo.external_utils")
+    code = getattr(getattr(utils, "wrap_inline", None), "__code__", None)
+    return {c for c in getattr(code, "co_consts", ()) if isinstance(c, CodeType)}

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .admitting import one_model, optimizers, tell_foreign, tell_unseen, tell_unstepped
 from .boundaries import Boundaries
+from .compiling import forget_graphs
 from .dispatching import attach
 from .driving import Callback
 from .errors import ArgumentError, HookError, nearest
@@ -140,6 +141,8 @@ class Watcher:
         try:
             self.loop.begin()
             self.boundaries.attach()
+            if self.loop.cbs:
+                forget_graphs(self.model)  # one that has run would not see the hooks
             if isinstance(self.loss_func, nn.Module):
                 self._criterion = attach(self.loss_func, self._after_loss)
         except BaseException:

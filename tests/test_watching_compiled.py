@@ -2,14 +2,18 @@
 
 import pytest
 import torch
-from test_watching import BATCH, CLOSE, OPEN, Log, batches, n_hooks, sgd, train
+from test_watching import BATCH, CLOSE, OPEN, Log, batches, n_hooks, net, sgd, train
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
+from hookkit.stats import ActivationStats
 from hookkit.watching import watch
 
-# one warning is torch's own: it says so of `record_function` in an optimizer's step
-pytestmark = pytest.mark.filterwarnings("ignore:.*record_function.*")
+# torch's own warnings while it traces
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*record_function.*"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 class Net(nn.Module):
@@ -72,6 +76,47 @@ def test_a_model_compiled_in_place_is_seen(ran_before: bool):
     assert graphs.n <= 2
     assert model._compiled_call_impl is compiled
     assert n_hooks(model, opt) == 0
+
+
+def compiled_sequential() -> tuple[nn.Module, nn.Module]:
+    model = net(1)
+    return model, torch.compile(model, backend="eager", fullgraph=True)
+
+
+def compiled_net() -> tuple[nn.Module, nn.Module]:
+    model = Net()
+    return model, torch.compile(model, backend="eager", fullgraph=True)
+
+
+def compiled_in_place() -> tuple[nn.Module, nn.Module]:
+    model = Net()
+    model.compile(backend="eager", fullgraph=True)
+    return model, model
+
+
+def compiled_inside() -> tuple[nn.Module, nn.Module]:
+    model = Net()
+    model.a.compile(backend="eager")
+    return model, model
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize(
+    "make", [compiled_sequential, compiled_net, compiled_in_place, compiled_inside]
+)
+def test_the_layers_of_a_compiled_model_are_recorded_also_if_it_ran_before(make, ran_before):
+    inner, called = make()
+    opt, acts = sgd(inner), ActivationStats()
+    if ran_before:
+        train(called, opt, 2)
+
+    with watch(called, opt, acts):
+        train(called, opt, 3)
+
+    counts = acts.record().value("count")
+    assert counts.shape[1] == 3
+    assert (counts > 0).all()
+    assert n_hooks(inner, opt) == 0
 
 
 def test_a_model_compiled_in_place_that_fails_is_cancelled():
