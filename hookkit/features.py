@@ -27,7 +27,7 @@ from hookkit.gradients import tap
 from hookkit.nested import describe, named_leaves, pick, tmap
 from hookkit.resolving import Selector
 from hookkit.selecting import select
-from hookkit.walking import can_run
+from hookkit.walking import can_run, find
 from hookkit.wrapping import Wrapper
 
 
@@ -117,7 +117,7 @@ class FeatureExtractor(Wrapper):
         stance, handles = enter_eager(), []
         try:
             for key, (name, leaf) in self.wanted.items():
-                module = select(self.wrapped, name)[name]
+                _, module = find(self.wrapped, name) or (name, select(self.wrapped, name)[name])
                 handles.append(attach(module, partial(call.see, key, leaf)))
             output = self.wrapped(*args, **kwargs)
             if isinstance(output, GeneratorType):

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
@@ -29,6 +28,8 @@ Selector = (
 )
 
 _LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
+
+_BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,12 @@ def may_return(module: nn.Module, leaf: str) -> bool:
         return may_return([*own.values()][-1], leaf)
     plain = type(module).__module__.startswith("torch.nn.modules") and not own
     plain &= not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
-    held = module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {})
-    return not plain and can_run(module) and not any(word in names for names in held)
+    return not plain and can_run(module) and word not in _tensors(module)
+
+
+def _tensors(module: nn.Module) -> set[str]:
+    """Names of a module's parameters and buffers; no attribute is read, which could run code."""
+    return {*module.__dict__.get("_parameters", ()), *module.__dict__.get("_buffers", ())}
 
 
 class Asked:
@@ -232,23 +237,24 @@ class Asked:
         """The message for a name or glob that matches nothing, with what is near it."""
         owner, _, last = text.rpartition(".")
         found = find(self.root, owner)
-        if found is not None and isinstance(getattr(found[1], last, None), torch.Tensor):
+        if found is not None and last in _tensors(found[1]):
             return (
                 f'no module matches "{text}": it is a tensor of the {type(found[1]).__name__} '
                 f'"{owner}", and hooks go on modules. Use "{owner}", or hook_tensor for a tensor.'
             )
-        mended = self.mended(text)
+        name, leaf = _BRACKETS.fullmatch(text).groups()  # type: ignore[union-attr]
+        mended = self.mended(name) or self.mended(text)
         hits = [name for name, _ in self.named(mended)] if mended else self.similar(text)
         if mended and len(hits) == 1:  # its sisters may be as near
             parent, _, _ = hits[0].rpartition(".")
             sisters = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
-            hits = list(dict.fromkeys([*hits, *nearest(text, sisters)]))[:3]
+            hits = list(dict.fromkeys([*hits, *nearest(name, sisters)]))[:3]
         if not hits:
             return f'no module matches "{text}". {self.listing()}'
         shown = ", ".join(f'"{name}"' for name in hits)
         if len(hits) > 3:
             shown = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
-        use = f'Use "{mended or hits[0]}", or'
+        use = f'Use "{mended or hits[0]}{leaf if mended else ""}", or'
         return (
             f'no module matches "{text}". Nearest: {shown}. {use} select(model) to list all '
             f"{self.n_names} names."

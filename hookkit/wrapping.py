@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookkit.capturing import snapshot, unwrapped
 from hookkit.dispatching import recomputing
 from hookkit.errors import OptionError
-from hookkit.nested import Inputs, tmap
+from hookkit.nested import Inputs, describe, tmap
 from hookkit.walking import unwrap
 
 
@@ -83,6 +83,9 @@ class Call:
 
     inputs: Inputs
     output: Any
+
+    def __repr__(self) -> str:
+        return f"Call({describe(self.inputs)} → {describe(self.output)})"
 
 
 class Catcher(Wrapper):

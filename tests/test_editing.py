@@ -847,6 +847,23 @@ def test_functorch_and_inference_mode() -> None:
             torch.testing.assert_close(net(x), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_values_from_the_cpu_go_to_the_layers_device() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    with hook_outputs(select(net, "0")) as run:
+        wanted = net(x)
+    net.cuda()
+
+    with edit_outputs(select(net, "0"), patch_from(run)):
+        patched = net(torch.zeros(5, 4, device="cuda"))
+    with edit_output(net[0], add(torch.ones(3))):
+        added = net(x.cuda())
+
+    torch.testing.assert_close(patched.cpu(), wanted)
+    assert added.is_cuda
+
+
 # --- the zoo
 
 

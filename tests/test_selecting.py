@@ -533,6 +533,11 @@ def error(model: nn.Module, *what: Any) -> str:
             '"blocks.2.mlp.0". Use "blocks.0.mlp.0", or select(model) to list all 29 names.',
         ),
         (
+            "blocks.*.atn[0]",
+            'no module matches "blocks.*.atn[0]". Nearest: "blocks.0.attn", "blocks.1.attn", '
+            '"blocks.2.attn". Use "blocks.*.attn[0]", or select(model) to list all 29 names.',
+        ),
+        (
             "stem.weight",
             'no module matches "stem.weight": it is a tensor of the Linear "stem", and hooks go '
             'on modules. Use "stem", or hook_tensor for a tensor.',

@@ -290,6 +290,14 @@ def test_a_catcher_can_store_live_tensors_and_the_last_call_only() -> None:
     assert new["0"].calls[0].output is y
 
 
+def test_a_call_reads_by_its_shapes() -> None:
+    caught = Catcher(nn.Linear(2, 3))
+
+    caught(input=torch.ones(4, 2))
+
+    assert repr(caught.calls) == "[Call((input=4×2) → 4×3)]"
+
+
 def test_a_catcher_under_vmap_keeps_the_values_of_all() -> None:
     net, x = nn.Sequential(nn.Linear(2, 3)), torch.randn(4, 2)
 
