@@ -54,7 +54,8 @@ class Finding:
         return (
             f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}\n"
             f"    where   {self.where}\n"
-            f"    line    {self.threshold} ({self.source})\n"
+            f"    line    {self.threshold}\n"
+            f"    source  {self.source}\n"
             f"    cause   {self.cause}\n"
             f"    fix     {self.fix}"
         )
@@ -165,7 +166,8 @@ def _item(f: Finding) -> str:
     is_open = " open" if f.severity == "sick" else ""
     fields = {
         "where": f.where,
-        "line": f"{f.threshold} ({f.source})",
+        "line": f.threshold,
+        "source": f.source,
         "cause": f.cause,
         "fix": f.fix,
     }

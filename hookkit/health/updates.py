@@ -11,8 +11,8 @@ from hookkit.health.findings import Finding
 from hookkit.health.signals import SAGEMAKER
 from hookkit.records import Floats, Record, Run
 
-CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker"
-AUTOTRAINER = "Zhang et al. 2021, AUTOTRAINER"
+CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker (arXiv 2204.00694)"
+AUTOTRAINER = "Zhang et al., AUTOTRAINER, ICSE 2021"
 CS231N = "cs231n, Neural Networks Part 3: about 1e-3"
 
 
