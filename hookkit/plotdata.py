@@ -235,15 +235,20 @@ def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int
     return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
 
 
-def smoothed(values: Floats, beta: float = 0.95) -> Floats:
-    """Exponential moving average of `values`, debiased; NaN and Inf are stepped over."""
-    out, mean, weight = np.full(len(values), np.nan), 0.0, 0.0
-    for i, value in enumerate(values):
-        if np.isfinite(value):
-            mean = beta * mean + (1 - beta) * float(value)
-            weight = beta * weight + 1 - beta
-            out[i] = mean / weight
-    return out
+def smoothed(values: Floats, width: int | None = None) -> Floats:
+    """Running mean of the finite `values`, centred so that it does not lag; default: n/40 wide."""
+    width = (width or max(5, len(values) // 40)) | 1
+    finite = np.isfinite(values)
+    kernel = np.ones(min(width, len(values)))
+    total = np.convolve(np.where(finite, values, 0.0), kernel, "same")
+    count = np.convolve(finite.astype(np.float64), kernel, "same")
+    return np.where(finite, total / np.maximum(count, 1.0), np.nan)
+
+
+def span(values: Floats) -> tuple[float, float]:
+    """The least and greatest finite value; (0, 0) when there is none."""
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 32) -> Ints:

@@ -20,15 +20,13 @@ ALARM = "#d55e00"
 NEVER = "#dcdcdc"
 BLUE = "#0072b2"
 ORANGE = "#e69f00"
+BROKEN = "NaN or Inf"
 KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
 
 
-def title(place: Any, text: str) -> None:
-    """A small title at the left of an Axes, or over a Figure."""
-    if hasattr(place, "suptitle"):
-        place.suptitle(text, fontsize=10)
-    else:
-        place.set_title(text, fontsize=10, loc="left")
+def title(ax: Any, text: str, pad: float | None = None) -> None:
+    """A small title at the left."""
+    ax.set_title(text, fontsize=10, loc="left", pad=pad)
 
 
 def plain(ax: Any) -> None:
@@ -72,7 +70,7 @@ def mark_epochs(ax: Any, record: Record, *, label: bool = True) -> None:
         top.spines["top"].set_visible(False)
 
 
-def mark_broken(ax: Any, steps: Any, broken: Any) -> None:
+def mark_broken(ax: Any, steps: Any, broken: Any, *, word: bool = True) -> None:
     """A vermilion bar along the top of an Axes over the steps with NaN or Inf."""
     if not len(steps) or not np.any(broken):
         return
@@ -80,21 +78,49 @@ def mark_broken(ax: Any, steps: Any, broken: Any) -> None:
     turns = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(broken, int), [0]))))
     bars = [(edges[a], edges[b] - edges[a]) for a, b in turns.reshape(-1, 2)]
     across = ax.get_xaxis_transform()  # x in steps, y in shares of the height
-    ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0)
-    ax.annotate(
-        "NaN or Inf", (bars[0][0], 0.95), xycoords=across, va="top", fontsize=7, color=ALARM
-    )
+    ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0.5, zorder=4)
+    if word:
+        late = bars[0][0] > (edges[0] + edges[-1]) / 2  # write to the side that has room
+        x, ha = (edges[-1], "right") if late else (bars[0][0], "left")
+        ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7, color=ALARM)
 
 
 def log_y(ax: Any, values: Any) -> None:
-    """A logarithmic y axis, where there is anything positive to show on it."""
+    """A logarithmic y axis with plain numbers, where there is anything positive to show on it."""
     values = np.asarray(values)
-    if (np.isfinite(values) & (values > 0)).any():
-        ax.set_yscale("log", nonpositive="mask")
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not positive.size:
+        return
+    ax.set_yscale("log", nonpositive="mask")
+    decades = np.log10(positive.max() / positive.min())
+    between = {2.0, 5.0} if decades < 2 else set()
+
+    def word(value: float, _: Any = None) -> str:
+        lead = round(value / 10 ** np.floor(np.log10(value) + 1e-9), 6)
+        return _number(value) if lead in between | {1.0} else ""
+
+    ax.yaxis.set_major_formatter(lambda value, _: _number(value))
+    ax.yaxis.set_minor_formatter(word)
+    ax.tick_params(axis="y", which="minor", labelsize=7)
+    if decades < 0.7:  # too little to hold two ticks: show the neighbourhood too
+        middle = float(np.sqrt(positive.max() * positive.min()))
+        ax.set_ylim(middle / 3, middle * 3)
+
+
+def _number(value: float) -> str:
+    if 1e-3 <= abs(value) < 1e4 or not value:
+        return f"{value:g}".replace("-", "−")
+    return (
+        f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
+    )
 
 
 def signed_log_if_wide(ax: Any, values: Any) -> None:
     """A signed-log y axis, where a few values would press all others flat."""
     size = np.abs(values[np.isfinite(values) & (values != 0)])
-    if size.size and size.max() > 100 * np.median(size):
-        ax.set_yscale("symlog", linthresh=float(np.median(size)))
+    if not size.size or size.max() <= 100 * np.median(size):
+        return
+    ax.set_yscale("symlog", linthresh=float(np.median(size)))
+    ax.yaxis.get_major_locator().set_params(numticks=7)
+    ax.yaxis.set_major_formatter(lambda value, _: _number(value))
+    ax.minorticks_off()

@@ -17,7 +17,7 @@ from hookkit.plotting.axes import INK
 try:
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, LogNorm, Normalize
+    from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 except ImportError:
@@ -78,11 +78,6 @@ def colour_map(name: str, **extremes: Any) -> Any:
     return mpl.colormaps[name].with_extremes(**extremes)
 
 
-def share_norm(floor: float) -> Any:
-    """Colours by the logarithm of a share, from `floor` to 1."""
-    return LogNorm(floor, 1.0)
-
-
 def depth_colours(n: int) -> list[Any]:
     """`n` colours from the first layer (dark) to the last (light, yet seen on white)."""
     return list(mpl.colormaps["viridis"](np.linspace(0, 0.9, n)))
@@ -94,9 +89,11 @@ def depth_scale(n: int) -> Any:
 
 
 def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
-    """Below a figure: what its special colours mean, then lines of text."""
+    """Below a figure: lines of text at the left, what its special colours mean at the right."""
+    words = [Patch(fc="none", ec="none", label=line) for line in lines]
     patches = [Patch(fc=c, ec=INK, lw=0.5, label=meaning) for meaning, c in colours.items()]
-    patches += [Patch(fc="none", ec="none", label=line) for line in lines]
+    if words:
+        text = {"handlelength": 0, "handletextpad": 0, "loc": "outside lower left"}
+        fig.legend(handles=words, fontsize=8, frameon=False, **text)
     if patches:
-        place = {"loc": "outside lower left", "ncols": 1 if lines else len(colours)}
-        fig.legend(handles=patches, fontsize=8, frameon=False, **place)
+        fig.legend(handles=patches, fontsize=8, frameon=False, loc="outside lower right")

@@ -49,11 +49,15 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     ratio = plotdata.log10(record.value("update_ratio"))
     never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
-    _lines(ax, record, ratio, "Update : weight of matrices", key=True, ylabel="log10 ‖Δw‖ / ‖w‖")
-    ax.axhline(-3, color=INK, lw=1.2, ls="--")
-    ax.annotate(
-        "−3", (1, -3), xycoords=("axes fraction", "data"), fontsize=8, va="bottom", ha="right"
+    _lines(
+        ax,
+        record,
+        ratio,
+        "Update : weight of matrices; dashed: −3, a healthy pace",
+        key=True,
+        ylabel="log10 ‖Δw‖ / ‖w‖",
     )
+    ax.axhline(-3, color=INK, lw=1.2, ls="--")
     finite = ratio[np.isfinite(ratio)]
     ax.set_ylim(*(plotdata.limits(np.append(finite, (-4.0, -2.0)), 2.0)))
     if never.any():
@@ -103,6 +107,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
             nothing(ax, "did not run" if len(record) else "nothing was recorded")
         ax.plot(record.steps, values, color=BLUE, marker=marker)
         title(ax, head)
+        signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
     fig.suptitle(f"{plotdata.label(record, row)}: {KINDS[record.kind]}", fontsize=10)
     return fig
@@ -119,6 +124,10 @@ def _lines(
     ylabel: str = "",
 ) -> None:
     """One line a layer over steps, with the axis in order."""
+    width = len(record) // 100
+    if width > 1 and len(table) > 12:  # or the noise of one layer hides all others
+        table = np.stack([plotdata.smoothed(row, width) for row in table])
+        head += f", mean over {width | 1} records"
     curves(ax, record, record.steps, table, key=key, ls=ls)
     title(ax, head)
     ax.set_ylabel(ylabel, fontsize=9)

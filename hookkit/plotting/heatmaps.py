@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 
 from hookkit import plotdata
-from hookkit.plotting.axes import ALARM, KINDS, NEVER, mark_epochs, name_layers, nothing, title
+from hookkit.plotting.axes import (
+    ALARM,
+    BROKEN,
+    KINDS,
+    NEVER,
+    mark_epochs,
+    name_layers,
+    nothing,
+    title,
+)
 from hookkit.plotting.canvas import colour_map, key, new_figure
 from hookkit.records import Record, Run
 
-WORDS = {"did not run": NEVER, "all zero": "black", "NaN or Inf": ALARM}
+WORDS = {"did not run": NEVER, "all zero": "black", BROKEN: ALARM}
 
 
 def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
@@ -53,7 +62,7 @@ def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
     statistic, what, cmap = {
         "activation": ("rms", "log10 RMS", "viridis"),
         "gradient": ("rms", "log10 RMS", "viridis"),
-        "param": ("update_ratio", "log10 update:weight", "PuOr_r"),
+        "param": ("update_ratio", "log10\nupdate:weight", "PuOr_r"),
     }[record.kind]
     table, broken = plotdata.log10(record.value(statistic)), plotdata.nonfinite(record)
     low, high = (-5.0, -1.0) if record.kind == "param" else plotdata.limits(table)
@@ -70,7 +79,11 @@ def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
     ax.tick_params(labelsize=8)
     ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
     name_layers(ax.yaxis, record.names, most_labels)
-    head = "Updates by step" if record.kind == "param" else f"RMS of {KINDS[record.kind]}"
+    head = (
+        "Update : weight of parameters"
+        if record.kind == "param"
+        else f"RMS of {KINDS[record.kind]}"
+    )
     title(ax, head + (f", each column the largest of {merged} records" if merged > 1 else ""))
     there = (np.isnan(table) & ~broken, shown < low - 1, broken)
     return {word for word, cells in zip(WORDS, there, strict=True) if cells.any()}
@@ -78,10 +91,8 @@ def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
 
 def diagnosed(run: Run) -> Sequence[Any]:
     """The findings of a run."""
-    try:
-        from hookkit import health
-    except ImportError:
-        return ()
+    from hookkit import health
+
     return health.diagnose(run)
 
 

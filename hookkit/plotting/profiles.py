@@ -9,6 +9,7 @@ import numpy as np
 
 from hookkit import plotdata
 from hookkit.plotting.axes import (
+    ALARM,
     BLUE,
     FAINT,
     INK,
@@ -56,23 +57,22 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
 
 def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
     table, columns = record.value("rms"), plotdata.chosen_columns(record.steps, steps)
+    broken, at = plotdata.nonfinite(record), np.arange(len(record.names))
+    marker = "o" if len(record.names) <= 40 else ""
     for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
-        marker = "o" if len(record.names) <= 40 else ""
-        at = np.arange(len(record.names))
-        ran = np.isfinite(table[:, j])  # join the layers that ran: a gap would hide the slope
-        ax.plot(
-            at[ran],
-            table[ran, j],
-            marker=marker,
-            ms=3,
-            lw=1.3,
-            color=colour,
-            label=f"{record.steps[j]}",
-        )
-    log_y(ax, table[:, columns])
+        rms, bad = table[:, j], broken[:, j]
+        fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
+        style = {"marker": marker, "ms": 3, "lw": 1.3, "color": colour}
+        ax.plot(at[fine], rms[fine], **style, label=f"{record.steps[j]}")
+        edge = {"transform": ax.get_xaxis_transform(), "ls": "", "marker": "x", "ms": 5}
+        ax.plot(at[rms == 0], np.full((rms == 0).sum(), 0.02), color=colour, **edge)
+        ax.plot(at[bad], np.full(bad.sum(), 0.98), color=ALARM, **edge)
+    log_y(ax, table[:, columns][~broken[:, columns]])
+    notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
+    words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
+    ax.set_xlabel("; ".join(words), fontsize=9)
     name_layers(ax.xaxis, record.names, 24, rotation=90)
     ax.set_xlim(-0.5, len(record.names) - 0.5)
-    ax.set_xlabel("layer, in execution order", fontsize=9)
     ax.legend(title="step", fontsize=7, title_fontsize=7, frameon=False)
     plain(ax)
 
@@ -122,8 +122,8 @@ def _series(ax: Any, values: Floats, label: str) -> None:
     if len(at):
         ax.plot(at, values[at], "v", color=INK, ms=5, label=f"{len(at)} spike{'s' * (len(at) > 1)}")
     mark_broken(ax, steps, ~np.isfinite(values) & (np.cumsum(np.isfinite(values)) > 0))
-    positive = values[np.isfinite(values) & (values > 0)]
-    if len(positive) and positive.max() > 100 * positive.min():
+    low, high = plotdata.span(values)
+    if high > 100 * low > 0:
         log_y(ax, values)
     plain(ax)
 

@@ -8,10 +8,19 @@ import numpy as np
 
 from hookkit import plotdata
 from hookkit.errors import OptionError
-from hookkit.plotting.axes import KINDS, NEVER, mark_broken, mark_epochs, nothing, plain, title
-from hookkit.plotting.canvas import colour_map, new_axes, new_figure, share_norm
+from hookkit.plotting.axes import (
+    ALARM,
+    BROKEN,
+    KINDS,
+    NEVER,
+    mark_epochs,
+    nothing,
+    plain,
+    title,
+)
+from hookkit.plotting.canvas import colour_map, new_axes, new_figure
 from hookkit.plotting.curves import curves
-from hookkit.records import Record
+from hookkit.records import Floats, Record
 
 FLOOR = 1e-4
 """The smallest share of values with a colour of its own."""
@@ -39,74 +48,101 @@ def color_dim(
         SelectionError: there is no such layer.
     """
     record = plotdata.as_record(record, "activation", "gradient")
-    if layer is not None:
-        row = record.layer(layer)
-        ax = new_axes(ax, 10, 4)
-        mesh = _spread(ax, record, row, plotdata.used_bins(plotdata.shares(record, row)))
-        mark_epochs(ax, record)
-        title(ax, f"{plotdata.label(record, row)}: spread of {KINDS[record.kind]}")
-        ax.set_xlabel("optimizer step", fontsize=9)
-        if mesh is not None:
-            _share_bar(ax.figure, mesh, ax)
-        return ax
-    if ax is not None:
+    if layer is None and ax is not None:
         raise OptionError(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."
         )
-    return _spread_grid(record, fig)
+    rows = list(range(len(record.names))) if layer is None else [record.layer(layer)]
+    tables = [plotdata.shares(record, row) for row in rows]
+    if layer is None:
+        columns = min(len(rows), 4 if len(rows) <= 24 else 6 if len(rows) <= 72 else 10) or 1
+        height = next(
+            h for n, h in ((4, 2.4), (24, 1.5), (72, 1.1), (1 << 30, 0.75)) if len(rows) <= n
+        )
+        fig = new_figure(fig, 10, max(2.0, -(-len(rows) // columns) * height) + 0.7)
+        ax = fig.subplots()
+        alarm = f"; {BROKEN} in vermilion" if plotdata.nonfinite(record).any() else ""
+        title(ax, f"Spread of {KINDS[record.kind]}, {len(rows)} layers in order{alarm}", pad=18)
+    else:
+        columns, height, ax = 1, 4.0, new_axes(ax, 10, 4)
+        title(ax, f"Spread of {KINDS[record.kind]}: {plotdata.label(record, rows[0])}")
+    if not rows or not len(record):
+        nothing(ax, "nothing was recorded")
+    else:
+        _tiles(ax, record, rows, tables, columns, height)
+    return fig if layer is None else ax
 
 
-def _spread_grid(record: Record, fig: Any) -> Any:
-    tables = [plotdata.shares(record, row) for row in range(len(record.names))]
-    n = len(tables)
-    columns = min(n, 4 if n <= 24 else 6 if n <= 72 else 10)
-    height = 1.5 if n <= 24 else 1.1 if n <= 72 else 0.8
-    if not n or not len(record):
-        fig = new_figure(fig, 10, 2.4)
-        nothing(fig.subplots(), "nothing was recorded")
-        return fig
-    rows = -(-n // columns)
-    fig = new_figure(fig, 10, max(2.4, rows * height + 0.9))
-    axes = fig.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    used = plotdata.used_bins(np.concatenate(tables, axis=1))
-    meshes = [_spread(axes.flat[i], record, i, used, 800 // columns) for i in range(n)]
-    for i, ax in enumerate(axes.flat):
-        ax.tick_params(labelsize=6, length=2)
-        if i >= n:
-            ax.set_axis_off()
-            continue
-        name = plotdata.shorten(plotdata.label(record, i), 130 // columns)
-        ax.set_title(name, fontsize=8 if n <= 24 else 6, pad=2)
-    title(fig, f"Spread of {KINDS[record.kind]} by optimizer step, {n} layers in execution order")
-    if drawn := [mesh for mesh in meshes if mesh is not None]:
-        _share_bar(fig, drawn[0], list(axes.flat))
-    return fig
+def _tiles(
+    ax: Any, record: Record, rows: list[int], tables: list[Floats], columns: int, height: float
+) -> None:
+    """Every layer a tile, all in one mesh: 300 Axes would take two minutes to lay out."""
+    alone = len(rows) == 1
+    first, last = plotdata.used_bins(np.concatenate(tables, axis=1))
+    broken = plotdata.nonfinite(record)
+    edges = plotdata.step_edges(record.steps)
+    tiles = [_tile(t[first : last + 1], broken[i]) for t, i in zip(tables, rows, strict=True)]
+    pooled = [plotdata.pool(tile, edges, 800 // columns) for tile in tiles]
+    xs, high, n_rows = pooled[0][1], last + 1 - first, -(-len(rows) // columns)
+    wide = xs[-1] - xs[0]
+    right, up = (0.0, 0.0) if alone else (0.06 * wide, 0.19 / (height - 0.19) * high)
+    image = np.full((n_rows * (high + 1), columns * len(xs)), np.nan)
+    for k, (tile, _, _) in enumerate(pooled):
+        r, c = n_rows - 1 - k // columns, k % columns
+        image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
+        if not alone:
+            at = (c * (wide + right) + xs[0], r * (high + up) + high)
+            name = _tile_name(record, rows[k], columns)
+            size = 8 if columns < 5 else 6
+            ax.annotate(name, at, (0, 2), textcoords="offset points", fontsize=size)
+    x = np.concatenate([xs + c * (wide + right) for c in range(columns)])
+    y = np.concatenate([np.arange(high + 1) + r * (high + up) for r in range(n_rows)])
+    colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
+    mesh = ax.pcolormesh(
+        x, y, image[:-1, :-1], cmap=colours, vmin=np.log10(FLOOR), vmax=0, rasterized=True
+    )
+    _tile_axes(ax, record, (first, last), (columns, wide + right), (n_rows, high + up))
+    _share_bar(ax, mesh)
 
 
-def _spread(ax: Any, record: Record, row: int, used: tuple[int, int], most: int = 800) -> Any:
-    """One layer's histograms over steps; None where there is nothing to draw, and it says so."""
-    table = plotdata.shares(record, row)
-    if record.edges is None or np.isnan(table).all():
-        nothing(ax, "did not run" if len(record) else "nothing was recorded")
-        return None
-    first, last = used
-    shown, edges, _ = plotdata.pool(table, plotdata.step_edges(record.steps), most)
-    shown = np.where(shown < FLOOR, FLOOR, shown)[first : last + 1]  # NaN stays: it did not run
-    colours, bins = colour_map("viridis", bad=NEVER), np.arange(first, last + 2)
-    mesh = ax.pcolormesh(edges, bins, shown, cmap=colours, norm=share_norm(FLOOR), rasterized=True)
-    places, labels = plotdata.bin_ticks(record.edges, first, last, 7 if most > 400 else 5)
-    ax.set_yticks(places, labels, fontsize=7)
-    ax.set_ylim(first, last + 1)
-    ax.set_xlim(edges[0], edges[-1])
-    mark_broken(ax, record.steps, plotdata.nonfinite(record)[row])
-    return mesh
+def _tile_name(record: Record, row: int, columns: int) -> str:
+    """What fits over a tile; of long names the end, which tells neighbours apart."""
+    whole, room = plotdata.label(record, row), 130 // columns
+    name = whole if len(whole) <= room else record.names[row] or record.types[row]
+    return name if len(name) <= room else "…" + name[1 - room :]
 
 
-def _share_bar(fig: Any, mesh: Any, ax: Any) -> None:
-    bar = fig.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.04)
-    bar.set_ticks([1e-4, 1e-3, 1e-2, 1e-1, 1], labels=["≤0.01 %", "0.1 %", "1 %", "10 %", "100 %"])
+def _tile(table: Floats, broken: Any) -> Floats:
+    """log10 of the shares; far below them where the layer did not run, above (on top) for NaN."""
+    shown = np.clip(plotdata.log10(table), np.log10(FLOOR), 0.0)
+    shown[np.isnan(shown)] = -99.0
+    shown[-max(1, len(shown) // 20) :, broken] = 99.0
+    return shown
+
+
+def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], across: Any, down: Any) -> None:
+    """True values and steps at the left and the lower edge of the tiles; no frame around all."""
+    assert record.edges is not None
+    (columns, wide), (n_rows, high) = across, down
+    places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if n_rows == 1 else 5)
+    ys = [place - bins[0] + r * high for r in range(n_rows) for place in places]
+    small = 8 if columns * n_rows == 1 else 7 if columns < 5 else 5.5
+    ax.set_yticks(ys, labels * n_rows, fontsize=small)
+    if columns == 1:
+        mark_epochs(ax, record)
+        ax.tick_params(labelsize=small)
+    else:
+        ends = [int(record.steps[0]), int(record.steps[-1])]
+        ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=small)  # alike in all columns
+    ax.tick_params(length=2)
+    ax.set_xlabel("optimizer step", fontsize=9)
+    ax.spines[:].set_visible(False)
+
+
+def _share_bar(ax: Any, mesh: Any) -> None:
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03, shrink=0.9)
+    bar.set_ticks([-4, -3, -2, -1, 0], labels=["≤0.01 %", "0.1 %", "1 %", "10 %", "100 %"])
     bar.ax.tick_params(labelsize=7)
-    bar.ax.minorticks_off()
     bar.set_label("share of values in a bin", fontsize=8)
 
 
@@ -132,6 +168,8 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
     ax.set_ylabel("% of values in a bin", fontsize=9)
-    title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}")
+    empty = int(np.isnan(tables).all(axis=1).sum())
+    note = f"; {empty} of {len(tables)} layers have no finite values there" if empty else ""
+    title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}{note}")
     plain(ax)
     return ax
