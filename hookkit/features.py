@@ -149,7 +149,8 @@ class _Call:
     """What one call of an extractor has collected so far."""
 
     def __init__(self, extractor: FeatureExtractor):
-        self.keep, self.detach = extractor.keep, extractor.detach
+        self.keep = extractor.keep
+        self.own = snapshot if extractor.detach else tap  # what later in-place operations miss
         self.stop = extractor.stop and extractor.keep == "first"
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
@@ -163,13 +164,13 @@ class _Call:
         self.n_missing -= not found
         if self.keep == "last":
             found.clear()
-        found.append(tmap(snapshot if self.detach else tap, self._part(key, leaf, output)))
+        found.append(tmap(self.own, self._part(key, leaf, output) if leaf else output))
         if self.stop and not self.n_missing:
             raise _Enough(self)
 
     def _part(self, key: str, leaf: str, output: Any) -> Any:
         try:
-            return pick(output, leaf) if leaf else output
+            return pick(output, leaf)
         except (KeyError, IndexError, AttributeError, TypeError) as e:
             paths = ", ".join(path for path, _ in named_leaves(output)[:6])
             raise HookError(

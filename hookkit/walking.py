@@ -9,7 +9,7 @@ without naming them. Only `_modules` is read: a module's `__getattr__`, `__len__
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -31,17 +31,22 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's direct children as they are registered, wrappers included, `None` left out."""
-    held = module.__dict__.get("_modules")
+def held_by(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The module's own table of direct children: not to be changed."""
+    held: Mapping[str, nn.Module | None] | None = module.__dict__.get("_modules")
     if held is None:  # traced modules keep theirs behind an attribute
         held = getattr(module, "_modules", {})
-    return {key: child for key, child in held.items() if child is not None}
+    return held
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """The module's direct children as they are registered, wrappers included, `None` left out."""
+    return {key: child for key, child in held_by(module).items() if child is not None}
 
 
 def inner_key(module: nn.Module) -> str | None:
     """The name under which a wrapper holds the module it wraps; None if it is no wrapper."""
-    held = submodules(module)
+    held = held_by(module)
     for key in _INNER:
         if key in held:
             return key
@@ -130,9 +135,10 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """
     at, module = "", unwrap(model)
     for key in name.split(".") if name else ():
-        held = submodules(module)
-        if key in held:
-            at, module = join(at, key), unwrap(held[key])
+        held = held_by(module)
+        child = held[key] if key in held else None  # noqa: SIM401 - scripted tables have no get
+        if child is not None:
+            at, module = join(at, key), unwrap(child)
         elif key not in (*_INNER, "module"):
             return None
     return at, module
