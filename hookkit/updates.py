@@ -19,7 +19,7 @@ from hookkit.driving import Callback
 from hookkit.errors import OptionError
 from hookkit.records import Record
 from hookkit.rings import Axis, Ring
-from hookkit.walking import unwrap
+from hookkit.walking import is_parametrization, join, submodules, walk
 
 FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
 
@@ -30,12 +30,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]
     >>> [(name, kind) for name, kind, _ in named_parameters(nn.Sequential(nn.Linear(2, 2)))]
     [('0.weight', 'Linear'), ('0.bias', 'Linear')]
     """
-    root = unwrap(model)
-    owners = dict(root.named_modules())
-    for name, p in root.named_parameters():
-        if not isinstance(p, nn.parameter.UninitializedParameter) and not p.is_meta:
-            owner = owners.get(name.rpartition(".")[0], root)
-            yield name.replace("_orig_mod.", "").replace("module.", ""), type(owner).__name__, p
+    seen: set[int] = set()
+    for place, module, first in walk(model):
+        held = list(module.named_parameters(recurse=False)) if first else []
+        rules = submodules(module).get("parametrizations") if first else None
+        if rules is not None and is_parametrization("parametrizations", rules):
+            held += [(f"parametrizations.{key}", p) for key, p in rules.named_parameters()]
+        for key, p in held:
+            lazy = isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta
+            if id(p) not in seen and not lazy:
+                seen.add(id(p))
+                yield join(place, key), type(module).__name__, p
 
 
 def local_values(t: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from zoo import ZOO, Entry, entry, select_zoo
 
+from hookkit.updates import named_parameters
+
 ids = [e.name for e in ZOO]
 
 
@@ -118,3 +120,13 @@ def test_a_wrong_truth_would_be_found():
 
     with pytest.raises(AssertionError):
         test_forward_runs_and_its_macs_are_the_formula(e)
+
+
+@pytest.mark.parametrize("e", select_zoo(without={"lazy", "meta"}), ids=lambda e: e.name)
+def test_recorded_parameters_have_the_names_the_model_gives_them(e):
+    model = e.build()
+    inner = unwrapped(model.module if e.name == "data_parallel" else model)
+
+    found = [name for name, _, _ in named_parameters(model)]
+
+    assert found == [name for name, _ in inner.named_parameters()]
