@@ -164,7 +164,7 @@ class Boundaries:
         if torch.compiler.is_compiling():
             self.compiled = True  # written only: no guard, no graph break
             return
-        if getattr(module, "_is_replica", False):  # DataParallel: its own call is the forward
+        if "_is_replica" in module.__dict__:  # DataParallel: its own call is the forward
             return
         self._depth += 1
         if self._depth == 1:
@@ -178,7 +178,7 @@ class Boundaries:
                 self.listener.forward_began(training)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or getattr(module, "_is_replica", False):
+        if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
             return
         self._depth = max(self._depth - 1, 0)
         if self._depth or not self._telling:

@@ -10,27 +10,26 @@ callback sees as `self.learn` while `watch` drives it, with the names it knows f
     validation   before_batch · after_pred · after_batch, with `training` False; around several
                  of them before_validate · after_validate
 
-With several optimizers a step is over when all that have gradients have stepped (two optimizers on
-one model), or as many as did before the next forward last time (a GAN's two players take turns).
+When a step of several optimizers is over, `turns` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .driving import Driver
+from .asides import Asides
 from .errors import HookError
 from .events import CancelBatchException, CancelStepException
 from .losses import LossTape, loss_in
 from .outputs import Scores
+from .turns import Turns
 
 
-class FollowedLoop(Driver):
+class FollowedLoop(Asides):
     """Somebody else's training loop, as callbacks see it in `self.learn`.
 
     Attributes:
@@ -46,7 +45,7 @@ class FollowedLoop(Driver):
         n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
         losses: the `LossTape`.
-        scores: what the first output looked like, if the loss function is a cross entropy.
+        scores: what a cross entropy was fed first.
         spans: for each epoch the first step, and what was told of it.
     """
 
@@ -58,11 +57,9 @@ class FollowedLoop(Driver):
         unseen: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
-        self.n_steps, self.stepped = 0, False
-        self.epoch = self.train_iter = 0
+        self.n_steps = self.epoch = 0
         self.loss: Tensor | None = None
         self.pred: Any = None
-        self.scores: Any = None  # what the loss function was fed first: `outputs.Scores`
         self.losses = LossTape()
         self.spans: list[dict[str, Any]] = []
         self.loss_func: Any = None
@@ -70,17 +67,19 @@ class FollowedLoop(Driver):
         self.aside = False
         self.scores: Scores | None = None
         self._unseen = unseen
-        self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self._left_out = self._aside = self._amid = self._validating = False
         self.n_left_out = 0
-        self._recorders: list[Any] = []  # HookCallbacks: what has a `recording` to switch
-        self._paused: list[Any] = []
         self._first_part: nn.Module | None = None
-        self._running: list[Optimizer] = []
-        self._stepped_by: dict[int, Optimizer] = {}
-        self._last: frozenset[int] = frozenset()
-        self._turns: set[frozenset[int]] = set()
+        self.turns = Turns()
+        self._reset()
         self._own(None)
+
+    def _reset(self) -> None:
+        self.train_iter, self.stepped, self.training = 0, False, False
+        self._in_epoch = self._marked = self._skip = self._due = self._late = False
+        self._left_out = False
+        self._running: list[Optimizer] = []  # whose step is under way, outermost first
+        self.turns.stepped = []
+        self._no_asides()
 
     @property
     def opt(self) -> Optimizer | None:
@@ -100,11 +99,9 @@ class FollowedLoop(Driver):
     def begin(self) -> None:
         """The run begins: `before_fit`."""
         self._claim()
-        self.fitting, self.train_iter, self.stepped = True, 0, False
-        self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self.training = self._left_out = self._aside = self._validating = False
-        self._running, self._stepped_by = [], {}
-        self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
+        self._reset()
+        self.fitting = True
+        self._find_recorders()
         self("before_fit")
 
     def finish(self) -> None:
@@ -126,7 +123,7 @@ class FollowedLoop(Driver):
             self.epoch, self._in_epoch = self.epoch + 1, False
 
     def _close(self) -> None:
-        if self._stepped_by or (self.each_forward and self.training):
+        if self.turns.stepped or (self.each_forward and self.training):
             self._end_step()
         elif self.training:
             self._end_batch("after_batch")
@@ -145,15 +142,15 @@ class FollowedLoop(Driver):
         if self._marked and self.training:
             self._marked = False
             return
-        if self._stepped_by:  # those that have stepped are a turn of their own
-            self._turns.add(frozenset(self._stepped_by))
+        if self.turns.stepped:
+            self.turns.learn()
         self._close()
         self._begin_batch()
 
     def part_began(self, part: nn.Module) -> None:
         """A part of the model runs: a batch goes in, if none is in."""
         again = self.each_forward and part is self._first_part
-        if not self.training or self._stepped_by or again:
+        if not self.training or self.turns.stepped or again:
             self._first_part = part
             self._train_began()
         elif self._due:
@@ -162,20 +159,21 @@ class FollowedLoop(Driver):
 
     def mark_batch(self) -> None:
         """A batch begins, says the user; the forward that follows belongs to it."""
+        self._marked = False
         self._train_began()
         self._marked = True
 
     def forward_ended(self, output: Any) -> None:
         """The batch came out."""
         if self._aside:
-            self._aside_ended("after_batch", output)
+            self._aside_ended(output, "after_pred", "after_batch")
             return
         if not self.training:
             return
         if (loss := loss_in(output)) is not None:
             self.tell_loss(loss)
-        if self.scores is None:
-            self.scores = Scores(self.loss_func, output)
+        if self.scores is None and self.loss_func and not isinstance(self.loss_func, nn.Module):
+            self.scores = Scores(self.loss_func, output)  # a module's own input is looked at
         self.pred = output
         try:
             self._tell("after_pred")
@@ -185,50 +183,10 @@ class FollowedLoop(Driver):
     def forward_failed(self) -> None:
         """The model raised: its batch is not recorded."""
         if self._aside:
-            self._aside_ended("after_cancel_batch", None)
+            self._aside_ended(None, "after_cancel_batch")
         elif self.training:
             self.losses.drop()
             self._end_batch("after_cancel_batch")
-
-    def _aside_began(self) -> None:
-        """A forward that is not for training: validation, or a rollout amid a training batch."""
-        self._amid, self.training, self._aside = self.training, False, True
-        self._pause()
-        if self._amid:
-            return
-        if not self._validating:
-            self._validating = True
-            self("before_validate")
-        with suppress(CancelBatchException):
-            self("before_batch")
-
-    def _end_validation(self) -> None:
-        if self._validating:
-            self._validating = False
-            self("after_validate")
-
-    def _aside_ended(self, event: str, output: Any) -> None:
-        self._aside = False
-        try:
-            if not self._amid:
-                self.pred = output
-                with suppress(CancelBatchException):
-                    self("after_pred", event)
-        finally:
-            self.pred, self.training = None, self._amid
-            self._pause(resume=self._amid)
-
-    def _pause(self, resume: bool = False) -> None:
-        """Between training batches nothing is recorded, also in a forward that cannot be seen."""
-        if resume:
-            for cb in self._paused:
-                cb._record(True)
-            self._paused = []
-            return
-        now = [cb for cb in self._recorders if cb.recording]
-        self._paused = now
-        for cb in now:
-            cb._record(False)
 
     def tell_loss(self, loss: Tensor) -> None:
         """The loss of the batch that is in, or of the step just made."""
@@ -259,6 +217,8 @@ class FollowedLoop(Driver):
             self._pause()
 
     def _tell(self, event: str) -> None:
+        if self._listeners.get(event) == []:
+            return  # the common case, without the calls that follow
         try:
             self(event)
         except CancelBatchException:
@@ -275,16 +235,18 @@ class FollowedLoop(Driver):
         if opt in self._running:  # its last step raised
             del self._running[self._running.index(opt) :]
         self._running.append(opt)
-        if len(self._running) == 1 and not any(opt is o for o in self.opts):
-            self.opts.append(opt)
-        if len(self._running) > 1 or self._skip or self.each_forward:
+        if len(self._running) > 1:
             return  # a step within a step (SAM and its base) is one step
-        if id(opt) in self._stepped_by:
-            self._end_step()
-        self._late = self._comes_late(opt, closure)
-        if self._late or self._stepped_by:
+        if opt not in self.opts:
+            self.opts.append(opt)
+        if self._skip or self.each_forward:
             return
-        if closure:
+        if opt in self.turns.stepped:
+            self._end_step()
+        self._late = not (self.training or closure) and self.turns.comes_late(opt)
+        if self._late or self.turns.stepped:
+            return
+        if closure and not self._marked:
             self._due = True  # its forward comes first: `before_batch`, then `before_step`
             return
         self._expect_batch()
@@ -301,31 +263,10 @@ class FollowedLoop(Driver):
             self._skip, self.n_steps = False, self.n_steps + 1
         elif not self._late:
             self._expect_batch()
-            self._stepped_by[id(opt)] = opt
-            if not self._more_to_come():
+            self.turns.stepped.append(opt)
+            if not self.turns.more_to_come(self.opts):
                 self._end_step()
         self._late = False
-
-    def _more_to_come(self) -> bool:
-        """Will another optimizer step before the next forward?"""
-        if len(self.opts) == len(self._stepped_by):
-            return False
-        if (done := frozenset(self._stepped_by)) not in self._turns:
-            elsewhere = done.union(*self._turns)
-            rest = [o for o in self.opts if id(o) not in elsewhere]
-            if any(p.grad is not None for o in rest for g in o.param_groups for p in g["params"]):
-                return True
-            self._turns.add(done)
-        return False
-
-    def _comes_late(self, opt: Optimizer, closure: bool) -> bool:
-        """Did this step's round end too early, before `opt` made its part of it?"""
-        late = not (self.training or closure or self._stepped_by)
-        late = late and bool(self._last) and id(opt) not in self._last
-        if late:
-            self._turns.discard(self._last)
-            self._last |= {id(opt)}
-        return late
 
     def _expect_batch(self) -> None:
         self._due = False
@@ -342,14 +283,13 @@ class FollowedLoop(Driver):
                     "A callback asked to leave out this step; the step has a closure, so its "
                     "gradients are still to come. Call the closure first and `opt.step()` after."
                 ) from None
-            for opt in self.opts or self._running:
+            for opt in self.opts:
                 opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
             self._left_out, self.n_left_out = True, self.n_left_out + 1
             self("after_cancel_step")
 
     def _end_step(self) -> None:
-        self._last = frozenset(self._stepped_by)
-        self._stepped_by = {}
+        self.turns.end()
         if self._left_out:
             self._left_out = False
         else:

@@ -24,6 +24,8 @@ def loss_in(output: Any) -> Tensor | None:
     >>> loss_in({"logits": x, "loss": x.sum()}), loss_in(x)
     (tensor(2., grad_fn=<SumBackward0>), None)
     """
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 and output.requires_grad else None
     scalars = {p: t for p, t in named_leaves(output) if t.dim() == 0 and t.requires_grad}
     for path in (".loss", "['loss']"):
         if path in scalars:

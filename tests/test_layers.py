@@ -72,7 +72,7 @@ ROWS = [
         "optimizing",
     },
     {"health", "plotting", "exports", "summarize"},
-    {"report"},
+    {"report", "webpage"},
     {
         "learner",
         "loop",
@@ -83,6 +83,8 @@ ROWS = [
         "watching",
         "admitting",
         "boundaries",
+        "asides",
+        "turns",
         "following",
         "losses",
     },

@@ -149,6 +149,35 @@ def test_a_validation_forward_is_a_batch_that_does_not_train():
     assert told == [False, (5, 2), 0]
 
 
+def test_a_validation_forward_that_fails_is_cancelled():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log):
+        model.eval()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, 3))
+        model.train()
+        train(model, opt, 1)
+
+    aside = ["before_validate", "before_batch", "after_cancel_batch", "after_validate"]
+    assert log.events == ["before_fit", *aside, *OPEN[1:], *BATCH, *CLOSE]
+
+
+def test_marked_batches_are_batches_of_their_own():
+    model, log = net(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, log) as w:
+        for x in batches(2):
+            w.batch()
+            model(x).sum().backward()
+        opt.step()
+
+    half = ["before_batch", "after_pred", "after_batch"]
+    assert log.events == OPEN + half + BATCH + CLOSE
+
+
 def test_a_rollout_without_gradients_is_no_batch():
     model, log = net(), Log()
     log.run_valid = False

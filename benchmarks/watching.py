@@ -1,0 +1,109 @@
+"""What `watch` costs a plain PyTorch loop, by itself: no statistics, only seeing the steps.
+
+    python benchmarks/watching.py [--rounds 25] [--steps 400]
+
+Blocks of each kind are run in turn, in shuffled order, in one process on one thread; times are
+CPU time per step (median over the rounds) and its ratio to the bare loop of the same round.
+"""
+
+import argparse
+import platform
+import random
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from hookkit.callbacks import Callback
+from hookkit.watching import watch
+
+
+class Noop(Callback):
+    """Listens to every event of a step, and does nothing."""
+
+    def before_batch(self) -> None: ...
+    def after_pred(self) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
+    def after_batch(self) -> None: ...
+
+
+def toy() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(16, 8)
+
+
+def conv() -> tuple[nn.Module, torch.Tensor]:
+    sizes = [(1, 8), (8, 16), (16, 32), (32, 64)]
+    layers = [m for a, b in sizes for m in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10)), torch.randn(64, 1, 28, 28)
+
+
+def steps(model: nn.Module, x: torch.Tensor, opt: torch.optim.Optimizer, n: int) -> float:
+    """CPU seconds per training step."""
+    start = time.process_time()
+    for _ in range(n):
+        model(x).pow(2).mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return (time.process_time() - start) / n
+
+
+def measured(make, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    model, x = make()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+    kinds = {
+        "bare loop": None,
+        "watch, no callback": watch(model, opt),
+        "watch, optimizer found by itself": watch(model),
+        "watch, a callback that does nothing": watch(model, opt, Noop()),
+        "watch, and w.loss(loss) told": watch(model, opt, Noop()),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(n_rounds):
+        for kind in random.sample(list(kinds), len(kinds)):
+            w = kinds[kind]
+            if w is None:
+                times[kind].append(steps(model, x, opt, n_steps))
+            elif "told" in kind:
+                with w:
+                    times[kind].append(told(w, model, x, opt, n_steps))
+            else:
+                with w:
+                    times[kind].append(steps(model, x, opt, n_steps))
+    return times
+
+
+def told(w, model: nn.Module, x: torch.Tensor, opt: torch.optim.Optimizer, n: int) -> float:
+    start = time.process_time()
+    for _ in range(n):
+        loss = model(x).pow(2).mean()
+        w.loss(loss)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return (time.process_time() - start) / n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(0)
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread")
+    for name, make, share in ("toy MLP 8-16-3", toy, 1), ("conv net 28×28, batch 64", conv, 20):
+        times = measured(make, args.rounds, max(args.steps // share, 1))
+        bare = times["bare loop"]
+        print(f"\n{name}\n{'':38} µs/step   added   × bare")
+        for kind, mine in times.items():
+            ratio = statistics.median(a / b for a, b in zip(mine, bare, strict=True))
+            added = statistics.median(a - b for a, b in zip(mine, bare, strict=True))
+            median = statistics.median(mine)
+            print(f"{kind:38} {median * 1e6:7.1f} {added * 1e6:7.1f}   {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Which optimizers make a step together, in a loop that has several.
+
+Two on one model (Muon for matrices, AdamW for the rest) step one after the other and make one step;
+a GAN's two players take turns. Told apart by gradients, then by what happened before the last
+forward; a wrong guess costs one record and is not made again.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+
+class Turns:
+    """Says whether a step is over.
+
+    Attributes:
+        stepped: the optimizers that have stepped since the last step was over.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: list[Optimizer] = []
+        self._last: list[Optimizer] = []
+        self._known: set[frozenset[int]] = set()
+
+    def more_to_come(self, opts: list[Optimizer]) -> bool:
+        """Will another of `opts` step before the next forward?"""
+        if len(opts) == len(self.stepped):
+            return False
+        if _ids(self.stepped) not in self._known:
+            elsewhere = _ids(self.stepped).union(*self._known)
+            if any(_has_gradient(o) for o in opts if id(o) not in elsewhere):
+                return True
+            self.learn()
+        return False
+
+    def learn(self) -> None:
+        """Those that have stepped are a turn of their own."""
+        self._known.add(_ids(self.stepped))
+
+    def end(self) -> None:
+        """The step is over."""
+        self._last, self.stepped = self.stepped, []
+
+    def comes_late(self, opt: Optimizer) -> bool:
+        """Is `opt` part of the step that was just thought over? It is then learnt."""
+        if self.stepped or not self._last or opt in self._last:
+            return False
+        self._known.discard(_ids(self._last))
+        self._last.append(opt)
+        return True
+
+
+def _ids(opts: list[Optimizer]) -> frozenset[int]:
+    return frozenset(map(id, opts))
+
+
+def _has_gradient(opt: Optimizer) -> bool:
+    return any(p.grad is not None for group in opt.param_groups for p in group["params"])
