@@ -3,8 +3,12 @@
 import copy
 import io
 import pickle
+import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -405,6 +409,69 @@ def test_a_path_that_is_not_there() -> None:
 def test_an_error_of_the_model_is_its_own(lenet: LeNet) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         feature_extractor(lenet, "fc")(IMAGE[..., :20])
+
+
+# --- against plain hooks
+
+
+class Node(nn.Module):
+    """Runs its children in a random order, some of them twice, with structures in between."""
+
+    def __init__(self, rng: random.Random, depth: int, made: list[nn.Module]) -> None:
+        super().__init__()
+        for i in range(rng.randint(1, 3)):
+            if made and rng.random() < 0.2:
+                child = rng.choice(made)
+            elif depth and rng.random() < 0.6:
+                child = Node(rng, depth - 1, made)
+            else:
+                child = rng.choice([nn.Tanh, nn.Identity, lambda: nn.ReLU(inplace=True)])()
+            made.append(child)
+            self.add_module(f"n{i}", child)
+        self.order = [rng.choice(list(self._modules)) for _ in range(rng.randint(1, 4))]
+        self.shape = rng.choice(["tensor", "tuple", "dict"])
+
+    def forward(self, x: Any) -> Any:
+        for key in self.order:
+            x = self._modules[key](leaves(x)[0] * 1.25)  # type: ignore[misc]
+        x = leaves(x)[0] + 0.5
+        return {"tensor": x, "tuple": (x, None), "dict": {"x": x}}[self.shape]
+
+
+@contextmanager
+def hooked(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
+    """Name → the output tensors of each call, by PyTorch's own hooks and clones."""
+    calls: dict[str, list[Any]] = {}
+
+    def note(m: nn.Module, i: Any, o: Any, name: str) -> None:
+        calls.setdefault(name, []).append([t.clone() for t in leaves(o)])
+
+    handles = [
+        m.register_forward_hook(partial(note, name=name)) for name, m in select(model).items()
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def test_random_trees_give_what_plain_hooks_see() -> None:
+    rng, n_seen = random.Random(0), 0
+    x = torch.linspace(-2, 2, 12).reshape(3, 4)
+
+    for _ in range(200):
+        model, keep = Node(rng, 3, []), rng.choice(["first", "last", "all"])
+        with hooked(model) as calls:
+            out = model(x)
+
+        got = feature_extractor(model, *calls, keep=keep)(x)
+
+        for name, seen in calls.items():
+            values = got[name] if keep == "all" else [got[name]]
+            wanted = {"first": seen[:1], "last": seen[-1:], "all": seen}[keep]
+            torch.testing.assert_close([leaves(v) for v in values], wanted, rtol=0, atol=0)
+            n_seen += 1
+        torch.testing.assert_close(leaves(model(x)), leaves(out), rtol=0, atol=0)
+    assert n_seen > 500
 
 
 # --- the zoo

@@ -1,6 +1,7 @@
 """select, leaf_modules, unwrap: which modules, under which names, and what an error says."""
 
 import gc
+import random
 import re
 import time
 import weakref
@@ -604,6 +605,64 @@ def test_one_new_name_for_several_modules(net: Net) -> None:
 def test_one_name_for_two_things(net: Net) -> None:
     with pytest.raises(OptionError, match='name "stem" is asked for twice, for "head1" and for'):
         select(net, {"head1": "stem"}, "stem")
+
+
+# --- against a plain reference
+
+
+def random_tree(rng: random.Random, depth: int, made: list[nn.Module]) -> nn.Module:
+    """A tree of containers with some modules in several places."""
+    if made and rng.random() < 0.15:
+        return rng.choice(made)
+    keys = rng.sample(["a", "b", "ab", "a1", "b2", "0", "1", "10", "mlp"], rng.randint(1, 4))
+    inner = {key: random_tree(rng, depth - 1, made) for key in keys} if depth else {}
+    module = nn.ModuleDict(inner) if inner else rng.choice([nn.ReLU, nn.Tanh, nn.Identity])()
+    made.append(module)
+    return module
+
+
+def random_glob(rng: random.Random) -> str:
+    words = ["a", "b", "*", "**", "a*", "?", "[ab]", "[!a]*", "{a,b}", "*1", "{0,a?,mlp}", "??"]
+    return ".".join(rng.choice(words) for _ in range(rng.randint(1, 4)))
+
+
+def slowly(names: list[str], pattern: str) -> set[str]:
+    """The names that match, by one regex over each whole name and each way to fill the braces."""
+    found: set[str] = set()
+    braces = re.search(r"\{(.*?)\}", pattern)
+    if braces:
+        for word in braces[1].split(","):
+            found |= slowly(names, pattern.replace(braces[0], word, 1))
+        return found
+    parts = [
+        "(?:[^.]+ )*"
+        if part == "**"
+        else part.replace("[!", "[^").replace("*", "[^. ]*").replace("?", "[^. ]") + " "
+        for part in pattern.split(".")
+    ]
+    return {n for n in names if re.fullmatch("".join(parts), n.replace(".", " ") + " ")}
+
+
+def test_globs_match_as_a_regex_over_every_name_on_random_trees() -> None:
+    rng, n_hits = random.Random(0), 0
+
+    for _ in range(300):
+        model, pattern = random_tree(rng, 3, []), random_glob(rng)
+        places = dict(model.named_modules(remove_duplicate=False))
+        del places[""]
+        wanted = {id(places[name]) for name in slowly(list(places), pattern)}
+        wanted -= {id(model)}
+        try:
+            chosen = select(model, pattern)
+        except SelectionError:
+            assert not wanted, pattern
+            continue
+
+        assert {id(m) for m in chosen.values()} == wanted, pattern
+        assert len(chosen) == len(wanted)
+        assert all(places[name] is m for name, m in chosen.items())
+        n_hits += len(chosen)
+    assert n_hits > 300  # the test does test something
 
 
 # --- the zoo
