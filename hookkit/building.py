@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hookkit import optimizing
 from hookkit.inventory import rows_of
+from hookkit.isolating import is_sharded
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.outline import Summary, View
 from hookkit.tracing import Trace, trace
@@ -42,6 +43,8 @@ def wrappers_of(model: nn.Module) -> tuple[str, ...]:
         model = submodules(model)[key]
     if getattr(model, "_compiled_call_impl", None) is not None:
         found.append("compiled in place")
+    if any(is_sharded(m) for m in model.modules()):
+        found.append("FSDP")
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.isolating import is_sharded
 from hookkit.modelinfo import numel, share
 from hookkit.nested import describe
 from hookkit.outline import Row
@@ -148,7 +149,7 @@ def rows_of(model: nn.Module, trace: Trace | None) -> tuple[Row, ...]:
 
 def _rows_at(place: _Place, trace: Trace | None, ledger: _Ledger) -> Iterator[Row]:
     m, name = place.module, place.name
-    kind = getattr(m, "original_name", type(m).__name__)
+    kind = type_name(m)
     if place.again is not None:
         note = f"same as {place.again or 'the model itself'}"
         yield Row(name, "again", kind, place.depth, notes=(note,), leaf=False)
@@ -167,6 +168,12 @@ def _rows_at(place: _Place, trace: Trace | None, ledger: _Ledger) -> Iterator[Ro
         text = () if lazy else (describe(p.detach()),)
         yield Row(join(name, key), "parameter", "Parameter", place.depth + 1, outputs=text,
                   shape=shape, notes=notes, **entry)  # fmt: skip
+
+
+def type_name(m: nn.Module) -> str:
+    """The class a user wrote, also of scripted modules and of those that `fully_shard` renamed."""
+    name = str(getattr(m, "original_name", type(m).__name__))
+    return name.removeprefix("FSDP") if is_sharded(m) else name
 
 
 def _extra(m: nn.Module) -> str:

@@ -40,11 +40,25 @@ _OTHER_HOOKS = (
 _SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the model
 
 
+def from_fsdp(home: str) -> bool:
+    """True for a name in FSDP's modules, whose hooks gather from all ranks: not on a copy."""
+    return home.startswith("torch.distributed.fsdp")
+
+
+def is_sharded(m: nn.Module) -> bool:
+    """True if `fully_shard` gave `m` a class of its own, such as FSDPLinear."""
+    return from_fsdp(type(m).__module__)
+
+
 def own_hook(hook: Any, owners: set[int]) -> bool:
     """True if `hook` is PyTorch's own or bound to an object that the model itself holds."""
-    home = getattr(hook, "__module__", None) or type(hook).__module__
+    home = _home(hook)
     held = id(getattr(hook, "__self__", hook)) in owners
-    return held or home.split(".")[0] == "torch"
+    return (held or home.split(".")[0] == "torch") and not from_fsdp(home)
+
+
+def _home(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 def owners(model: nn.Module) -> set[int]:
@@ -71,13 +85,15 @@ def copy_memo(model: nn.Module) -> tuple[dict[int, Any], int]:
                 continue
             held = owners(model) if held is None else held
             kept = {k: hook for k, hook in hooks.items() if own_hook(hook, held)}
-            left += len(hooks) - len(kept)
+            left += sum(not from_fsdp(_home(h)) for k, h in hooks.items() if k not in kept)
             if len(kept) < len(hooks):
                 memo[id(hooks)] = type(hooks)(kept)
         for name in _OTHER_HOOKS:
             if hooks := m.__dict__.get(name):
                 memo[id(hooks)] = type(hooks)()
-        for value in m.__dict__.values():
+        for key, value in m.__dict__.items():
+            if key.startswith("__composable_api"):  # streams and process groups of fully_shard
+                memo[id(value)] = type(value)()
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
     return memo, left
@@ -102,12 +118,30 @@ def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
             for t in (*m._parameters.values(), *m._buffers.values()):
                 if t is not None and id(t) not in memo and _is_plain(t):
                     memo[id(t)] = _faked(t, mode)
-        with FakeCopyMode(mode):
+        with FakeCopyMode(mode), _copyable(model):
             return copy.deepcopy(model, memo)
 
 
+@contextmanager
+def _copyable(model: nn.Module) -> Iterator[None]:
+    """Gives sharded modules their own classes back inside: FSDP's refuse to be copied."""
+    sharded = [(m, type(m)) for m in model.modules() if is_sharded(m)]
+    try:
+        for m, kind in sharded:
+            m.__class__ = kind.__mro__[2]  # as FSDP itself finds the class it was derived from
+        yield
+    finally:
+        for m, kind in sharded:
+            m.__class__ = kind
+
+
 def _is_plain(t: Tensor) -> bool:
-    """True for ordinary dense tensors; the others go the long way through torch's converter."""
+    """True for ordinary dense tensors; the others go the long way through torch's converter.
+
+    A DTensor counts as the whole tensor that its ranks hold together.
+    """
+    if type(t).__name__ == "DTensor":
+        return True
     usual = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided
     return usual and not (t.is_quantized or t.is_nested or t.is_inference() or t.is_conj())
 

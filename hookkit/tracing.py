@@ -248,7 +248,8 @@ def trace(
     model = unwrap(model)
     with isolating.undisturbed():
         done = _fake(model, args, kwargs, training)
-        if done is None or done.error is not None:
+        sharded = done is not None and any(map(isolating.is_sharded, model.modules()))
+        if done is None or (done.error is not None and not sharded):  # a real run needs all ranks
             why = "" if done is None else _reason(done)
             done = _real(model, args, kwargs, training)
             done.why = why or done.why
