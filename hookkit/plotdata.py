@@ -288,3 +288,28 @@ def nonfinite(record: Record) -> Any:
     """(n_layers, n) bool: where a NaN or an Inf was counted."""
     shape = (len(record.names), len(record))
     return np.asarray(record.values.get("nonfinite", np.zeros(shape))) > 0
+
+
+def gradient_norms(run: Run) -> tuple[Ints, Floats]:
+    """Steps and global gradient norms: as recorded, else from the norms of all parameters."""
+    if run.grad_norms is not None and np.isfinite(run.grad_norms).any():
+        return np.arange(len(run.grad_norms)), np.asarray(run.grad_norms, dtype=np.float64)
+    if run.params is None or not len(run.params) or "grad_norm" not in run.params.values:
+        return np.zeros(0, np.int64), np.zeros(0)
+    norms = run.params.value("grad_norm")
+    known = ~np.isnan(norms).all(axis=0)
+    total = np.sqrt(np.nansum(np.square(norms), axis=0))
+    return run.params.steps, np.where(known, total, np.nan)
+
+
+def broken_series(values: Floats) -> Any:
+    """(n,) bool: where a loss or norm was Inf, or NaN to the end for longer than ever before.
+
+    NaN alone says only that a step's value is not known (one may be read every tenth step).
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return np.isinf(values)
+    gap = int(np.diff(known, prepend=-1).max())
+    ended = np.arange(len(values)) > known[-1]
+    return np.isinf(values) | (ended & (len(values) - known[-1] > gap))

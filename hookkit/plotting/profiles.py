@@ -83,45 +83,42 @@ def plot_loss(run: Any, *, fig: Any = None) -> Any:
     Triangles mark spikes (6 sigma above the 128 steps before), vermilion bars NaN or Inf.
     """
     run = plotdata.as_run(run)
-    norms = run.grad_norms is not None and np.isfinite(run.grad_norms).any()
-    fig = new_figure(fig, 10, 5 if norms else 3.6)
-    axes = fig.subplots(
-        1 + norms, 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: 1 + norms]
-    )[:, 0]
+    steps, norms = plotdata.gradient_norms(run)
+    there = int(np.isfinite(norms).any())
+    fig = new_figure(fig, 10, 5 if there else 3.6)
+    heights = (2, 1)[: 1 + there]
+    axes = fig.subplots(1 + there, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
     if len(losses) or len(run.valid):
-        _series(axes[0], losses, "training loss")
+        _series(axes[0], np.arange(len(losses)), losses, "training loss")
         _valid_points(axes[0], run, len(losses))
         axes[0].legend(fontsize=8, frameon=False)
     else:
         nothing(axes[0], "no loss was recorded")
     title(axes[0], "Loss")
-    if norms:
-        _series(axes[1], np.asarray(run.grad_norms, dtype=np.float64), "gradient norm")
+    if there:
+        _series(axes[1], steps, norms, "gradient norm")
         title(axes[1], "Global gradient norm")
-        log_y(axes[1], run.grad_norms)
+        log_y(axes[1], norms)
     if run.records and len(run.records[0]):
         mark_epochs(axes[0], run.records[0])
     axes[-1].set_xlabel("optimizer step", fontsize=9)
     return fig
 
 
-def _series(ax: Any, values: Floats, label: str) -> None:
-    steps = np.arange(len(values))
-    ax.plot(
-        steps,
-        values,
-        color=FAINT,
-        lw=0.8,
-        marker="." if len(values) < 30 else "",
-        label=f"{label}, each step",
-    )
-    if len(values) >= 30:
-        ax.plot(steps, plotdata.smoothed(values), color=BLUE, lw=1.8, label=f"{label}, smoothed")
+def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
+    mark_broken(ax, steps, plotdata.broken_series(values))
+    known = np.isfinite(values)
+    steps, values = steps[known], values[known]
+    few = len(values) < 30
+    raw = {"color": FAINT, "lw": 0.8, "marker": "." if few else ""}
+    ax.plot(steps, values, **raw, label=name if few else f"{name}, each step")
+    if not few:
+        ax.plot(steps, plotdata.smoothed(values), color=BLUE, lw=1.8, label=f"{name}, smoothed")
     at = plotdata.spikes(values)
     if len(at):
-        ax.plot(at, values[at], "v", color=INK, ms=5, label=f"{len(at)} spike{'s' * (len(at) > 1)}")
-    mark_broken(ax, steps, ~np.isfinite(values) & (np.cumsum(np.isfinite(values)) > 0))
+        word = f"{len(at)} spike{'s' * (len(at) > 1)}"
+        ax.plot(steps[at], values[at], "v", color=INK, ms=5, label=word)
     low, high = plotdata.span(values)
     if high > 100 * low > 0:
         log_y(ax, values)

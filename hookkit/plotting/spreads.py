@@ -123,7 +123,7 @@ def _tile(table: Floats, broken: Any) -> Floats:
 def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], across: Any, down: Any) -> None:
     """True values and steps at the left and the lower edge of the tiles; no frame around all."""
     assert record.edges is not None
-    (columns, wide), (n_rows, high) = across, down
+    (columns, _), (n_rows, high) = across, down
     places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if n_rows == 1 else 5)
     ys = [place - bins[0] + r * high for r in range(n_rows) for place in places]
     small = 8 if columns * n_rows == 1 else 7 if columns < 5 else 5.5
