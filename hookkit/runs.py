@@ -18,12 +18,14 @@ def run_of(learn: Any) -> Run:
     """
     recorder = learn._cb_named("recorder")
     flight = learn._cb_named("flight_recorder")
+    weights = learn._cb_named("param_stats")
     return Run(
         activations=_record(learn, "activation_stats"),
         gradients=_record(learn, "gradient_stats"),
         params=_record(learn, "param_stats"),
         losses=None if recorder is None else recorder.step_losses(),
         valid=[] if recorder is None else recorder.rows(),
+        grad_norms=None if weights is None else weights.grad_norms(learn.n_steps),
         incidents=tuple(getattr(flight, "incidents", ())),
         info=_info(learn),
     )
@@ -37,14 +39,15 @@ def _record(learn: Any, name: str) -> Any:
 def _info(learn: Any) -> dict[str, Any]:
     opt = learn.opts[0] if learn.opts else None
     scores = getattr(learn._cb_named("recorder") or learn, "scores", None)
+    groups = [] if opt is None else opt.param_groups
+    dtypes = {p.dtype for p in learn.model.parameters() if p.is_floating_point()}
     return {
         "model": type(learn.model).__name__,
         "loss_func": loss_name(learn.loss_func),
         "optimizer": None if opt is None else type(opt).__name__,
-        "lr": [] if opt is None else [float(g["lr"]) for g in opt.param_groups],
-        "weight_decay": []
-        if opt is None
-        else [g.get("weight_decay", 0.0) for g in opt.param_groups],
+        "lr": [float(g["lr"]) for g in groups],
+        "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
+        "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": learn.n_epoch,
         **(scores.read() if scores is not None else {}),
         "torch": torch.__version__,

@@ -122,10 +122,17 @@ class Diagnosis(Sequence[Finding]):
     def __str__(self) -> str:
         parts = [self.headline, *map(str, self.findings)]
         if self.unjudged and not self.healthy:
-            parts.append("not judged: " + "; ".join(f"{r} ({why})" for r, why in self.unjudged))
+            parts += [f"not judged: {', '.join(rules)} ({why})" for why, rules in self._whys()]
         return "\n".join(parts)
 
     __repr__ = __str__
+
+    def _whys(self) -> list[tuple[str, list[str]]]:
+        """What was missing, with the rules that it kept from judging."""
+        whys: dict[str, list[str]] = {}
+        for rule, why in self.unjudged:
+            whys.setdefault(why, []).append(rule)
+        return list(whys.items())
 
     def _repr_html_(self) -> str:
         return html_of(self)
@@ -140,7 +147,7 @@ _CSS = (
     "font:14px/1.45 system-ui,sans-serif;color:inherit;max-width:60em}"
     ".hk-dx p{margin:.3em 0}.hk-dx details{border:1px solid var(--l);border-left-width:4px;"
     "border-radius:4px;margin:.4em 0;padding:.35em .7em}"
-    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;grid-template-columns:6em 1fr;"
+    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;grid-template-columns:minmax(6em,max-content) 1fr;"
     "gap:.15em .8em;margin:.5em 0 .2em}.hk-dx dt{color:var(--m)}.hk-dx dd{margin:0}"
     ".hk-dx b{font-variant:small-caps}"
     + "".join(f".hk-{s}{{border-left-color:var(--{s})!important}}" for s in SEVERITIES)
@@ -155,7 +162,8 @@ def html_of(diagnosis: Diagnosis) -> str:
     items = "".join(_item(f) for f in diagnosis.findings)
     rest = ""
     if diagnosis.unjudged:
-        rows = "".join(f"<dt>{escape(r)}</dt><dd>{escape(w)}</dd>" for r, w in diagnosis.unjudged)
+        whys = [(w, ", ".join(rules)) for w, rules in diagnosis._whys()]
+        rows = "".join(f"<dt>{escape(w)}</dt><dd>{escape(r)}</dd>" for w, r in whys)
         rest = f"<details><summary>not judged ({len(diagnosis.unjudged)})</summary>"
         rest += f"<dl>{rows}</dl></details>"
     head = f"<p>{escape(diagnosis.headline)}</p>"
