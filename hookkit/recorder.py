@@ -181,7 +181,7 @@ class Recorder(Callback):
         self._raw, self._steps, self._rows = Scalars(), array("q"), list[dict[str, Any]]()
         self._fits: list[int] = []  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
-        self._valid_loss = Mean()
+        self._valid_loss, self._cancelled = Mean(), False
         self.scores: Scores | None = None
         self._metrics: dict[bool, list[Any]] = {True: [], False: []}
         self._train_part: list[Any] = []
@@ -198,6 +198,7 @@ class Recorder(Callback):
             return
         self._fits.append(len(self._raw))
         self._begin_epoch()
+        self._cancelled = False
         self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
 
     def _columns(self) -> list[str]:
@@ -226,10 +227,6 @@ class Recorder(Callback):
         for metric in self._metrics[False]:
             metric.reset()
 
-    def before_batch(self) -> None:
-        """Takes it that the batch will not be cancelled."""
-        self._cancelled = False
-
     def after_cancel_batch(self) -> None:
         """Remembers that this batch is not to be recorded."""
         self._cancelled = True
@@ -238,6 +235,7 @@ class Recorder(Callback):
         """Takes the batch's loss and metrics as they are, on their device."""
         learn = self.learn
         if learn.loss is None or self._cancelled:
+            self._cancelled = False
             return
         if learn.training:
             if self.scores is None:
