@@ -232,7 +232,9 @@ def unscale_of(driver: Any) -> Tensor | None:
 
 def inverse_scale(scaler: Any) -> Tensor | None:
     """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use."""
-    scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
-    if scale is None or not scaler.is_enabled():
+    if scaler is None or not scaler.is_enabled():
         return None
-    return torch.as_tensor(scale).detach().double().reciprocal()
+    scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
+    if scale is None:  # nothing was scaled yet
+        scale = torch.tensor(float(getattr(scaler, "_init_scale", 1.0)))
+    return scale.detach().double().reciprocal()

@@ -12,8 +12,10 @@ the same few channels again and again (standard deviations off by 50 %).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ class Bins:
     edges: npt.NDArray[np.float64]
     octaves: tuple[int, int, int] | None = None
     _on: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _table: list[npt.NDArray[np.int64]] = field(default_factory=list, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return Bins, (self.edges, self.octaves)
@@ -57,17 +60,22 @@ class Bins:
         """Columns of a table of counts: the bins, zeros, NaN, Inf, absent."""
         return self.n + 4
 
-    def index(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each value, and which are exact zeros: int64 and bool of the shape of `x`.
+    @property
+    def zero_bin(self) -> int:
+        """The bin that 0 lies in."""
+        return int(np.searchsorted(self.edges, 0.0, side="right")) - 1
+
+    def index(self, x: Tensor) -> Tensor:
+        """Column of each value: int64 of the shape of `x`, zeros apart from their bin.
 
         Args:
             x: float32, any shape and device; `ABSENT` bits mark places without a value.
         """
-        bits = x.view(torch.int32)
-        size = bits & ABSENT
+        size = x.view(torch.int32) & ABSENT
         inner = self._log_index(x, size) if self.octaves else self._edge_index(x)
         special = torch.where(size == ABSENT, self.n + 3, self.n + 1 + (size == _INF_BITS).long())
-        return torch.where(size >= _INF_BITS, special, inner), size == 0
+        inner = torch.where(size >= _INF_BITS, special, inner)
+        return torch.where(size == 0, self.n, inner)
 
     def _log_index(self, x: Tensor, size: Tensor) -> Tensor:
         assert self.octaves
@@ -85,19 +93,40 @@ class Bins:
 
     def count(self, x: Tensor) -> Tensor:
         """Counts of each row of `x`: (rows, k) float32 → (rows, width) int64 on its device."""
-        column, zero = self.index(x)
         rows = len(x)
-        column += torch.arange(rows, device=x.device).unsqueeze(1) * self.width
-        if x.device.type == "cpu":  # twice as fast as scatter_add_; elsewhere it would wait
-            counts = torch.bincount(column.view(-1), minlength=rows * self.width)
+        if x.device.type == "cpu":
+            counts = self._count_cpu(x)
         else:
+            column = self.index(x)
+            column += torch.arange(rows, device=x.device).unsqueeze(1) * self.width
             counts = torch.zeros(rows * self.width, dtype=torch.int64, device=x.device)
             counts.scatter_add_(0, column.view(-1), torch.ones_like(column).view(-1))
         table = counts.view(rows, self.width)
-        table[:, self.n] = zero.sum(1)
+        table[:, self.zero_bin] += table[:, self.n]
         return table
 
+    def _count_cpu(self, x: Tensor) -> Tensor:
+        """A table look-up by the upper 16 bits, which hold all that a logarithmic bin depends on.
 
+        4 ns a value; the arithmetic above takes 36 ns on a CPU.
+        """
+        if self.octaves:
+            top = x.contiguous().numpy().view(np.uint16)[:, _UPPER::2]
+            column = self._lookup()[top]
+        else:
+            column = self.index(x).numpy()
+        column += np.arange(0, len(x) * self.width, self.width)[:, None]
+        return torch.from_numpy(np.bincount(column.ravel(), minlength=len(x) * self.width))
+
+    def _lookup(self) -> npt.NDArray[np.int64]:
+        if not self._table:
+            bits = (torch.arange(1 << 16) << 16).to(torch.int32)
+            bits[[0x7FFF, 0xFFFF]] = ABSENT
+            self._table.append(self.index(bits.view(torch.float32)).numpy())
+        return self._table[0]
+
+
+_UPPER = 1 if sys.byteorder == "little" else 0
 _INF_BITS = 0x7F800000
 
 
@@ -142,6 +171,7 @@ def range_bins(low: float, high: float, n: int = 40) -> Bins:
     return edge_bins(np.linspace(low, high, n + 1))
 
 
+@lru_cache(4096)
 def coprime_stride(n: int, k: int) -> int:
     """The largest stride that takes at least `k` of `n` values and shares no factor with `n`.
 

@@ -111,9 +111,7 @@ class LayerStats(StatsCallback):
         for bank in self.tally.banks.values():
             seen = None if bank.units is None else bank.units.now(row)
             if seen is not None:
-                verdict = seen[which]
-                assert verdict is not None
-                return verdict.nonzero().flatten().tolist()  # sync: one per read-out
+                return seen[which].nonzero().flatten().tolist()  # sync: one per read-out
         return []
 
     def color_dim(

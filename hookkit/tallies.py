@@ -11,6 +11,7 @@ runs this very code: no graph break, no second implementation.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from hookkit.errors import HookError
 from hookkit.histograms import sample_error
 from hookkit.moments import N_FIELDS, empty_rows, flat, merge, plain, statistics, working_dtype
 from hookkit.records import Record
-from hookkit.rings import Axis
+from hookkit.rings import Axis, Ring
 from hookkit.units import Units, shares
 
 
@@ -258,9 +259,10 @@ class Tally:
         if one.hist is not None:
             one.hist.data = counts.to(one.hist.data.dtype)
         if one.units is not None:
-            for bank in self.banks.values():
-                one.units.halves |= bank.units.halves if bank.units else {}
-            one.units.ring.data, one.units.turn = units.float(), self.n_commits
+            seen = [bank.units for bank in self.banks.values() if bank.units is not None]
+            one.units = copy.copy(seen[0]) if seen else one.units
+            one.units.ring = Ring(1, units.shape[2], torch.float32, one.device, counts=True)
+            one.units.ring.data = units.float()
         one.turn = self.n_commits
         return {**self.__dict__, "token": None, "unscale": None, "banks": {one.device: one}}
 

@@ -47,7 +47,10 @@ def channel_dim(kind: str, ndim: int) -> int:
 
 
 class Units:
-    """What a bank knows of the units of its rows.
+    """What a bank knows of the units of its rows, all rows side by side in flat (4, units) tables.
+
+    A table holds of each unit the greatest value, the sum of |x|, how many values, and how many
+    of them are saturated.
 
     Args:
         window: records that a judgement looks back on.
@@ -58,11 +61,33 @@ class Units:
 
     def __init__(self, window: int, device: torch.device) -> None:
         self.window, self.device, self.turn = window, device, 0
-        self.live: dict[int, Tensor] = {}
-        self.kept: dict[int, Tensor] = {}
-        self.halves: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        self.kinds: dict[int, str] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        self.saturable: set[int] = set()
+        self.live, self.kept = self._blank(0), self._blank(0)
+        self.older, self.newer = self._blank(0), self._blank(0)
+        self.row_of = torch.zeros(0, dtype=torch.int64, device=device)
         self.ring = Ring(1, len(self.FIELDS), torch.float32, device, counts=True)
+
+    def _blank(self, n: int) -> Tensor:
+        with torch.inference_mode(False):
+            table = torch.zeros(4, n, device=self.device)
+            table[0] = -math.inf
+        return table
+
+    def _place(self, row: int, n: int) -> Tensor:
+        """The (4, n) part of `live` that is `row`'s; made anew when its number of units changes."""
+        start, size = self.places.get(row, (0, -1))
+        if size != n:
+            if size >= 0:
+                self.row_of[start : start + size] = _NOBODY
+            start = self.live.shape[1]
+            self.places[row] = start, n
+            with torch.inference_mode(False):
+                for name in ("live", "kept", "older", "newer"):
+                    setattr(self, name, torch.cat([getattr(self, name), self._blank(n)], 1))
+                mine = torch.full((n,), row, device=self.device)
+                self.row_of = torch.cat([self.row_of, mine])
+        return self.live[:, start : start + n]
 
     def take(self, row: int, x: Tensor, kind: str) -> None:
         """Add the plain tensor `x` of a module of class `kind`."""
@@ -70,65 +95,78 @@ class Units:
             return
         dim = channel_dim(kind, x.ndim)
         rest = [d for d in range(x.ndim) if d != dim]
-        x = (
-            x.float()
-            if x.dtype in (torch.float16, torch.bfloat16) or not x.is_floating_point()
-            else x
-        )
+        if x.dtype is not torch.float32:
+            x = x.float()
         size = x.abs()
-        parts = [x.amax(rest), size.sum(rest)] if rest else [x, size]
-        parts.append(torch.full_like(parts[1], x.numel() / x.shape[dim]))
+        here = self._place(row, x.shape[dim])
+        torch.maximum(here[0], x.amax(rest) if rest else x, out=here[0])
+        here[1] += size.sum(rest) if rest else size
+        here[2] += x.numel() // x.shape[dim]
         if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
+            self.saturable.add(row)
             full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
-            parts.append(full.sum(rest) if rest else full.float())
-        new = torch.stack([p.float() for p in parts])
-        self.live[row] = _joined(self.live.get(row), new)
-        self.kinds[row] = kind
+            here[3] += full.sum(rest) if rest else full
 
     def drop(self) -> None:
         """Forget the batch at hand."""
-        self.live = {}
+        _clear(self.live)
 
     def fold(self) -> None:
         """Keep the batch at hand for the step it belongs to."""
-        for row, new in self.live.items():
-            self.kept[row] = _joined(self.kept.get(row), new)
-        self.live = {}
+        _join(self.kept, self.live)
+        _clear(self.live)
 
     def forget(self) -> None:
         """Forget everything since the last commit."""
-        self.live, self.kept = {}, {}
+        _clear(self.live)
+        _clear(self.kept)
 
     def commit(self, column: int, into: bool, rows: int) -> None:
         """Close a record: (rows, 5) shares go into the ring."""
         self.fold()
+        _join(self.newer, self.kept)
         self.turn += 1
-        judged = {row: self._judge(row, new) for row, new in self.kept.items()}
-        blank = torch.zeros(len(self.FIELDS), device=self.device)
-        # not table[rows] = …: a list as an index is a copy to the device that has to be waited for
-        table = torch.stack([judged.get(row, blank) for row in range(rows)])
-        self.ring.put(column, table, into)
-        self.kept = {}
+        self.ring.put(column, self._judge(rows), into)
+        _clear(self.kept)
         if self.turn % max(self.window // 2, 1) == 0:
-            self.halves = {row: (newer, None) for row, (_, newer) in self.halves.items()}
+            self.older, self.newer = self.newer, self.older
+            _clear(self.newer)
 
-    def _judge(self, row: int, new: Tensor) -> Tensor:
-        older, newer = self.halves.get(row, (None, None))
-        newer = _joined(newer, new)
-        self.halves[row] = older, newer
-        dead, dormant, saturated = _verdict(_joined(older, newer))
-        one = torch.ones((), device=self.device)
-        shares = [dead.float().mean(), dormant.float().mean()]
-        tail = [torch.zeros_like(one), one, torch.zeros_like(one)]
-        if saturated is not None:
-            tail = [saturated.float().mean(), one, one]
-        return torch.stack([*shares, *tail])
+    def _judge(self, rows: int) -> Tensor:
+        """(rows, 5): the shares of those that ran in this record, and ones that say so."""
+        dead, dormant, saturated = self._verdict(rows)
+        ran = self.kept[2] > 0
+        flags = torch.stack([dead, dormant, saturated, ran, ran], 1).float()
+        table = self._by_row(flags, rows)
+        n = self._by_row(torch.ones_like(flags[:, :1]), rows)
+        table = torch.where(table[:, 3:4] > 0, table / n.clamp(min=1), 0.0)
+        for row in self.places:
+            if row not in self.saturable:
+                table[row, 4] = 0
+        return table
 
-    def now(self, row: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def _verdict(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each unit over the window: is it dead, dormant, saturated? (units,) bool each."""
+        seen = _join(self.older.clone(), self.newer)
+        size = seen[1] / seen[2].clamp(min=1)
+        sums = self._by_row(torch.stack([size, torch.ones_like(size)], 1), rows)
+        mean = (sums[:, 0] / sums[:, 1].clamp(min=1))[self.row_of.clamp(max=rows - 1)]
+        ran = seen[2] > 0
+        return (seen[0] <= 0) & ran, (size <= TAU * mean) & ran, seen[3] > 0.5 * seen[2]
+
+    def _by_row(self, values: Tensor, rows: int) -> Tensor:
+        """Sums over the units of each row: (units, k) → (rows, k)."""
+        total = torch.zeros(rows + 1, values.shape[1], device=self.device)
+        return total.index_add_(0, self.row_of.clamp(max=rows), values)[:rows]
+
+    def now(self, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Which units are dead, dormant, saturated over the window: (units,) bool; None unseen."""
-        older, newer = self.halves.get(row, (None, None))
-        seen = older if newer is None else _joined(older, newer)
-        return None if seen is None else _verdict(seen)
+        if row not in self.places:
+            return None
+        start, n = self.places[row]
+        dead, dormant, saturated = self._verdict(max(self.places) + 1)
+        part = slice(start, start + n)
+        return dead[part], dormant[part], saturated[part]
 
     def read(self, n: int, rows: int) -> Tensor:
         """(n, rows, 5) on the CPU: sums of shares and how many records they are of."""
@@ -138,27 +176,25 @@ class Units:
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        halves = {
-            row: tuple(None if h is None else h.cpu() for h in pair)
-            for row, pair in self.halves.items()
-        }
+        self.forget()
+        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
         self.ring.data = self.ring.data.cpu()
-        device = torch.device("cpu")
-        return {**self.__dict__, "live": {}, "kept": {}, "halves": halves, "device": device}
+        return {**state, "device": torch.device("cpu")}
 
 
-def _joined(a: Tensor | None, b: Tensor) -> Tensor:
-    """Greatest values and sums of both, (3 or 4, units); `b` alone where they do not fit."""
-    if a is None or a.shape != b.shape:
-        return b
-    return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
+_NOBODY = 1 << 40
 
 
-def _verdict(seen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    size = seen[1] / seen[2]
-    dormant = size <= TAU * size.mean()
-    saturated = seen[3] > 0.5 * seen[2] if len(seen) > 3 else None
-    return seen[0] <= 0, dormant, saturated
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    """Puts greatest values and sums of `b` into `a`."""
+    torch.maximum(a[0], b[0], out=a[0])
+    a[1:] += b[1:]
+    return a
+
+
+def _clear(table: Tensor) -> None:
+    table.zero_()
+    table[0] = -math.inf
 
 
 def shares(table: Any) -> dict[str, Any]:

@@ -1,0 +1,241 @@
+"""What watching a training costs: a step with statistics over a bare step, side by side with peers.
+
+Run `python benchmarks/stats.py` (`--rounds 15`, `--nets transformer,conv`, `--only hookkit`,
+`--compile`). Everything is measured in one process: in each round every method trains a block of
+steps of the same net, in shuffled order, over the bare block of the same round (CPU time of this
+thread, so that neighbours on the machine disturb little). A cell is the median ratio over the
+rounds. `bare again` shows the noise. Peers that are not installed are left out.
+
+`reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
+operations that a step has above a bare one: on a GPU, waits and kernel launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookkit.flight import FlightRecorder
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.watching import watch
+
+Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self, n: int, heads: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2, self.heads = nn.LayerNorm(n), nn.LayerNorm(n), heads
+        self.qkv, self.out = nn.Linear(n, 3 * n), nn.Linear(n, n)
+        self.mlp = nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, n = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, n))
+        return x + self.mlp(self.ln2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, depth: int = 6, n: int = 256, vocab: int = 1000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, n)
+        self.blocks = nn.Sequential(*[Block(n, 8) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(n), nn.Linear(n, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x))))
+
+
+def conv_net() -> nn.Module:
+    """miniai's: five convolutions, 28×28."""
+    layers: list[nn.Module] = []
+    for n_in, n_out in ((1, 8), (8, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(n_in, n_out, 3, 2, 1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(64, 10, 3, 2, 1), nn.Flatten())
+
+
+def wide_conv_net() -> nn.Module:
+    """Convolutions that keep 28×28 at 64 channels: activations count, not calls."""
+    layers: list[nn.Module] = [nn.Conv2d(1, 64, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class Net:
+    def __init__(self, name: str, steps: int, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.name, self.steps, self.compiled = name, steps, compiled
+        if name == "transformer":
+            self.model: Any = Transformer()
+            self.x, self.y = torch.randint(1000, (8, 128)), torch.randint(1000, (1024,))
+        elif name == "mlp":
+            self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+            self.x, self.y = torch.randn(64, 64), torch.randint(10, (64,))
+        else:
+            self.model = conv_net() if name == "conv" else wide_conv_net()
+            self.x, self.y = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        if compiled:
+            self.model = torch.compile(self.model, fullgraph=True)
+
+    def step(self) -> None:
+        loss = F.cross_entropy(self.model(self.x).view(len(self.y), -1), self.y)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+def hooked(*make: Callable[[], Any]) -> Watch:
+    return lambda model, opt: watch(model, opt, *[f() for f in make])
+
+
+def everything(every: int | None) -> Watch:
+    return hooked(
+        lambda: ActivationStats(with_hist=True, every=every, units=True),
+        lambda: GradientStats(with_hist=True, every=every),
+        lambda: ParamStats(every=every),
+    )
+
+
+@contextmanager
+def fastai_like(model: nn.Module, with_hist: bool) -> Iterator[None]:
+    """What fastai 2.8's ActivationStats does per batch (cpu=True), without its Learner."""
+
+    def hook(m: nn.Module, i: Any, o: Tensor) -> None:
+        o = o.detach().cpu()
+        _ = [x.detach().cpu() for x in i]
+        _ = o.float().mean().item(), o.float().std().item()
+        _ = (o <= 0.05).long().sum().item() / o.numel()
+        if with_hist:
+            o.float().histc(40, 0, 10)
+
+    leaves = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
+    handles = [m.register_forward_hook(hook) for m in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+METHODS: dict[str, Watch] = {
+    "bare again": lambda model, opt: nullcontext(),
+    "hookkit watch alone": hooked(),
+    "hookkit activations": hooked(ActivationStats),
+    "hookkit activations + hist": hooked(lambda: ActivationStats(with_hist=True)),
+    "hookkit activations + exact hist": hooked(
+        lambda: ActivationStats(with_hist=True, exact_hist=True)
+    ),
+    "hookkit activations + hist, every=10": hooked(lambda: ActivationStats(True, every=10)),
+    "hookkit gradients": hooked(GradientStats),
+    "hookkit params": hooked(ParamStats),
+    "hookkit flight recorder": hooked(lambda: FlightRecorder("report")),
+    "hookkit everything": everything(None),
+    "hookkit everything, every=10": everything(10),
+    "hookkit flag off": everything(1_000_000_000),
+    "fastai's hook": lambda model, opt: fastai_like(model, False),
+    "fastai's hook + hist": lambda model, opt: fastai_like(model, True),
+}
+
+
+def wandb_watch(model: nn.Module, opt: Any) -> AbstractContextManager[Any]:
+    import wandb
+
+    run = wandb.init(mode="offline", reinit=True, settings=wandb.Settings(silent=True))
+    run.watch(model, log="all", log_freq=1)
+    return run
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations; a read-out is `_local_scalar_dense` (item, float, bool, tolist)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def counted(net: Net) -> tuple[int, int]:
+    net.step()
+    with Counter() as counter:
+        net.step()
+    return counter.ops, counter.reads
+
+
+def block(net: Net, watching: Watch | None) -> float:
+    """Seconds of CPU time per step; the first recorded step of a fit is in it."""
+    context = nullcontext() if watching is None else watching(net.model, net.opt)
+    with context:
+        net.step()
+        start = time.process_time()
+        for _ in range(net.steps):
+            net.step()
+        return (time.process_time() - start) / net.steps
+
+
+def measure(net: Net, methods: dict[str, Watch], rounds: int) -> dict[str, list[float]]:
+    ratios: dict[str, list[float]] = {name: [] for name in methods}
+    names = list(methods)
+    for _ in range(rounds):
+        random.shuffle(names)
+        for name in names:
+            bare = block(net, None)
+            ratios[name].append(block(net, methods[name]) / bare)
+    return ratios
+
+
+def found(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--nets", default="transformer,wide conv,conv,mlp")
+    parser.add_argument("--only", default="", help="methods whose names contain one of these")
+    parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
+    o = parser.parse_args()
+    torch.set_num_threads(1)
+    methods = dict(METHODS)
+    if found("wandb"):
+        methods["wandb.watch('all')"] = wandb_watch
+    wanted = [w for w in o.only.split(",") if w]
+    methods = {n: m for n, m in methods.items() if not wanted or any(w in n for w in wanted)}
+    print(platform.machine(), f"torch {torch.__version__}", found("wandb"), f"{o.rounds} rounds")
+    for name in o.nets.split(","):
+        net = Net(name, {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100}[name], o.compile)
+        bare = statistics.median(block(net, None) for _ in range(5))
+        ops = 0 if o.compile else counted(net)[0]
+        print(f"\n{name}: bare step {bare * 1e3:.2f} ms\n{'':38} ratio   added   ops  reads")
+        for method, ratios in measure(net, methods, o.rounds).items():
+            ratio, extra = statistics.median(ratios), ""
+            if not o.compile:
+                with methods[method](net.model, net.opt):
+                    more, reads = counted(net)
+                extra = f" {more - ops:5d}  {reads:5d}"
+            print(f"{method:38} {ratio:5.3f} {(ratio - 1) * bare * 1e3:6.2f} ms{extra}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

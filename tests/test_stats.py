@@ -1,0 +1,660 @@
+"""ActivationStats and its kin: right numbers, on the optimizer's step axis, in any loop."""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.driving import Callback
+from hookkit.errors import OptionError, SelectionError
+from hookkit.events import CancelBatchException, CancelStepException
+from hookkit.histograms import log_bins
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.testing import synth_learner
+from hookkit.watching import watch
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batches(n: int, size: int = 16) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 8, generator=g) for _ in range(n)]
+
+
+def train(model: nn.Module, data: list[Tensor], *cbs: Any, opt: Any = None, every: int = 1) -> Any:
+    opt = opt or torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, *cbs) as w:
+        for i, x in enumerate(data):
+            loss_of(model(x)).backward()
+            if (i + 1) % every == 0:
+                opt.step()
+                opt.zero_grad()
+    return w
+
+
+def loss_of(y: Any) -> Tensor:
+    while not isinstance(y, Tensor):
+        y = next(iter(y.values())) if isinstance(y, dict) else y[0]
+    return y.pow(2).mean()
+
+
+@contextmanager
+def seen(model: nn.Module, name: str) -> Iterator[list[Tensor]]:
+    outputs: list[Tensor] = []
+    hook = lambda m, i, o: outputs.append(o.detach().clone())  # noqa: E731
+    handle = model.get_submodule(name).register_forward_hook(hook)
+    yield outputs
+    handle.remove()
+
+
+# numbers
+
+
+def test_each_statistic_is_that_of_the_output() -> None:
+    model, stats = net(), ActivationStats(include_paramless=True)
+
+    with seen(model, "1") as outputs:
+        train(model, batches(5), stats)
+
+    got = {s: stats.record().value(s, "1") for s in stats.record().values}
+    y = torch.stack(outputs).double().flatten(1)
+    for name, want in {
+        "mean": y.mean(1),
+        "std": y.std(1),
+        "rms": y.square().mean(1).sqrt(),
+        "min": y.amin(1),
+        "max": y.amax(1),
+        "near_zero": (y.abs() <= 0.05).double().mean(1),
+        "zero": (y == 0).double().mean(1),
+        "count": torch.full((5,), 512.0),
+    }.items():
+        np.testing.assert_allclose(got[name], want.numpy(), rtol=1e-5, err_msg=name)
+
+
+def test_near_zero_is_about_the_size() -> None:
+    stats = ActivationStats(hook=lambda m, i, o: torch.tensor([-5.0, -3.0, -1.0, 2.0]))
+
+    train(net(), batches(1), stats)
+
+    assert stats.stats[0][0]["near_zero"] == 0
+
+
+@pytest.mark.parametrize("n", [11, 12, 13])
+@pytest.mark.parametrize("every", [1, 4])
+def test_there_is_a_record_for_every_so_many_steps(n: int, every: int) -> None:
+    learn = synth_learner(n_trn=n, cbs=ActivationStats(every=every, modules=""))
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert len(learn.activation_stats.stats) == math.ceil(n / every)
+    assert learn.activation_stats.record().steps.tolist() == list(range(0, n, every))
+    assert learn.activation_stats.record().iters.tolist() == list(range(0, n, every))
+
+
+# reading
+
+
+@pytest.fixture(scope="module")
+def recorded() -> ActivationStats:
+    stats = ActivationStats(with_hist=True)
+    train(net(), batches(6), stats)
+    return stats
+
+
+def test_stats_read_as_fastais(recorded: ActivationStats) -> None:
+    assert (len(recorded.stats), len(recorded.stats[0])) == (6, 2)
+    assert {"mean", "std", "near_zero", "hist"} <= set(recorded.stats[0][0])
+    means = recorded.stats.itemgot(1).itemgot("mean")
+    assert list(means) == recorded.record().value("mean", 1).tolist()
+
+
+def test_layers_are_read_by_index_or_name(recorded: ActivationStats) -> None:
+    by_index, by_name = recorded.layer_stats(1), recorded.layer_stats("2")
+
+    assert [list(x) for x in by_index] == [list(x) for x in by_name]
+    assert len(by_index) == 3
+    assert [len(x) for x in by_index] == [6, 6, 6]
+    with pytest.raises(SelectionError, match="no recorded layer"):
+        recorded.layer_stats("1")
+
+
+def test_stats_are_fastai_v1s_tensor(recorded: ActivationStats) -> None:
+    table = recorded.stats.tensor()
+
+    assert table.shape == (2, 2, 6)
+    torch.testing.assert_close(table, recorded.tensor())
+    assert table[1][1][3].item() == pytest.approx(recorded.stats[3][1]["std"])
+
+
+def test_a_histogram_is_bins_by_records(recorded: ActivationStats) -> None:
+    record = recorded.record()
+
+    hist = recorded.hist("0")
+
+    assert record.edges is not None
+    assert hist.shape == (len(record.edges) - 1, 6)
+    assert hist.expm1().sum(0).tolist() == pytest.approx([512] * 6, rel=1e-4)
+
+
+def test_a_histogram_that_was_not_recorded_is_told() -> None:
+    stats = ActivationStats()
+    train(net(), batches(1), stats)
+
+    for read in (lambda: stats.hist(0), lambda: stats.color_dim(0)):
+        with pytest.raises(OptionError, match="with_hist=True"):
+            read()
+    with pytest.raises(OptionError, match="units=True"):
+        stats.dead_units(0)
+
+
+def test_pictures_are_drawn(recorded: ActivationStats) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure()
+    ax = figure.subplots()
+
+    assert recorded.color_dim(0, ax=ax) is ax
+    assert recorded.color_dim(0).get_figure().get_size_inches().tolist() == [10, 5]
+    assert recorded.plot_layer_stats("0") is not None
+    plt.close("all")
+
+
+def test_nothing_recorded_reads_as_nothing() -> None:
+    stats = ActivationStats()
+
+    assert len(stats.stats) == 0
+    assert stats.tensor().shape == (2, 0, 0)
+    assert stats.stats.tensor().shape == (2, 0, 0)
+
+
+# time
+
+
+def test_a_second_fit_appends_and_validation_erases_nothing() -> None:
+    learn = synth_learner(n_trn=5, cbs=ActivationStats(modules=""))
+
+    with learn.no_logging():
+        learn.fit(1)
+        learn.validate()
+        learn.get_preds()
+        learn.fit(2)
+
+    assert learn.activation_stats.record().steps.tolist() == list(range(15))
+    assert learn.activation_stats.record().epochs.tolist() == [0] * 10 + [1] * 5
+
+
+def test_validation_is_kept_apart_when_asked_for() -> None:
+    learn = synth_learner(n_trn=4, n_val=3, cbs=ActivationStats(modules="", on_valid=True))
+
+    with learn.no_logging():
+        learn.fit(2)
+
+    valid = learn.activation_stats.record(valid=True)
+    assert len(learn.activation_stats.record()) == 8
+    assert valid.steps.tolist() == [3, 7]
+    assert valid.value("count", 0).tolist() == [48, 48]
+
+
+def test_a_cancelled_batch_leaves_nothing() -> None:
+    class Cancel(Callback):
+        def after_pred(self) -> None:
+            if self.training and self.iter in (0, 3):
+                raise CancelBatchException
+
+    learn = synth_learner(n_trn=6, cbs=[ActivationStats(modules=""), Cancel])
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    record = learn.activation_stats.record()
+    assert record.iters.tolist() == [1, 2, 4, 5]
+    assert record.value("count", 0).tolist() == [16] * 4
+
+
+def test_a_step_left_out_leaves_nothing() -> None:
+    class Skip(Callback):
+        def before_step(self) -> None:
+            if self.iter == 1:
+                raise CancelStepException
+
+    cbs = [ActivationStats(modules=""), GradientStats(modules=""), ParamStats(), Skip]
+    learn = synth_learner(n_trn=4, cbs=cbs)
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    for cb in (learn.activation_stats, learn.gradient_stats, learn.param_stats):
+        assert cb.record().iters.tolist() == [0, 2, 3]
+    assert learn.activation_stats.record().value("count", 0).tolist() == [16] * 3
+
+
+def test_batches_of_one_step_are_merged() -> None:
+    model, stats, grads = net(), ActivationStats(), GradientStats(of="both")
+
+    with seen(model, "2") as outputs:
+        train(model, batches(6), stats, grads, every=3)
+
+    y = torch.stack(outputs).view(2, -1).double()
+    np.testing.assert_allclose(stats.record().value("mean", "2"), y.mean(1), rtol=1e-5)
+    assert stats.record().value("count", "2").tolist() == [192, 192]
+    assert grads.record().value("count", "2").tolist() == [192, 192]
+    assert grads.record().value("count", "2.weight").tolist() == [128, 128]
+
+
+def test_recomputed_activations_are_not_seen_twice() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.inner, self.reentrant = net(), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    for reentrant in (False, True):
+        stats, grads = ActivationStats(), GradientStats()
+
+        train(Checkpointed(reentrant), [x.clone() for x in batches(2)], stats, grads)
+
+        assert stats.record().value("count").tolist() == [[512, 512], [64, 64]]
+        assert grads.record().value("count").tolist() == [[512, 512], [64, 64]]
+
+
+# odd models
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, batch_first=True)
+        self.fc = nn.Linear(4, 4)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out, _ = self.lstm(x.unsqueeze(1))
+        return {"y": self.fc(self.fc(out)), "none": None, "empty": out[:0], "n": 3}
+
+
+def test_structures_never_called_and_reused_modules_are_recorded() -> None:
+    stats, grads = ActivationStats(with_hist=True, units=True), GradientStats(with_hist=True)
+
+    train(Odd(), batches(3), stats, grads)
+
+    record = stats.record()
+    assert record.names == ("lstm", "fc", "never", "lstm[1][0]", "lstm[1][1]")
+    assert stats.names == ["lstm", "fc", "never"]
+    assert record.value("count")[:, 0].tolist()[:2] == [64, 128]
+    assert np.isnan(record.value("mean", "never")).all()
+    assert math.isnan(stats.stats[0][2]["mean"])
+    assert len(stats.layer_stats("never")[0]) == 3
+    assert stats.hist(2).sum() == 0
+    assert (grads.record().value("rms", "fc") > 0).all()
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        7,
+        (),
+        {},
+        torch.empty(0, 3),
+        torch.tensor(2.0),
+        torch.ones(2, dtype=torch.bool),
+        [torch.ones(2), (None, {"a": torch.zeros(1)})],
+        torch.full((2, 2), math.nan),
+        torch.ones(2, 2, device="meta"),
+        torch.complex(torch.ones(3), torch.ones(3)),
+    ],
+    ids=str,
+)
+def test_any_output_is_recorded_or_passed_over(output: Any) -> None:
+    stats = ActivationStats(with_hist=True, units=True, hook=lambda m, i, o: output)
+
+    train(net(), batches(2), stats)
+
+    assert len(stats.stats) == 2
+    assert stats.tensor().shape == (2, 2, 2)
+    stats.hist(0)
+
+
+def test_nonfinite_values_are_counted_and_the_rest_summed_up() -> None:
+    values = torch.tensor([1.0, 3.0, math.nan, math.inf])
+    stats = ActivationStats(True, hook=lambda m, i, o: values)
+
+    train(net(), batches(1), stats)
+
+    layer = stats.stats[0][0]
+    assert (layer["nonfinite"], layer["mean"], layer["max"], layer["count"]) == (2, 2, 3, 4)
+    assert (layer["hist_nan"], layer["hist_inf"], layer["hist"].sum()) == (1, 1, 2)
+
+
+# gradients
+
+
+def test_gradients_of_outputs_are_autograds() -> None:
+    model, (x,), stats = net(), batches(1), GradientStats(include_paramless=True)
+    inner = model[:2](x)
+    (want,) = torch.autograd.grad(loss_of(model[2](inner)), inner)
+
+    train(model, [x], stats)
+
+    record = stats.record()
+    assert record.value("mean", "1")[0] == pytest.approx(want.mean().item(), rel=1e-4)
+    assert record.value("std", "1")[0] == pytest.approx(want.std().item(), rel=1e-5)
+
+
+def test_gradients_of_parameters_are_those_of_the_step() -> None:
+    model, (x,), stats = net(), batches(1), GradientStats(of="params")
+    want = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+
+    train(model, [x], stats)
+
+    assert stats.record().names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    got = stats.record().value("rms")[:, 0]
+    np.testing.assert_allclose(got, [g.square().mean().sqrt().item() for g in want], rtol=1e-5)
+
+
+def test_is_forward_false_records_gradients() -> None:
+    stats = ActivationStats(is_forward=False)
+
+    train(net(), batches(2), stats)
+
+    assert stats.record().kind == "gradient"
+    assert (stats.record().value("rms") > 0).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_unscaled_and_skipped_steps_leave_nothing(fused: bool) -> None:
+    def run(scaler: Any) -> list[np.ndarray]:  # type: ignore[type-arg]
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        grads, params = GradientStats(of="both", scaler=scaler), ParamStats()
+        with watch(model, opt, grads, params):
+            for i, x in enumerate(batches(4)):
+                loss = loss_of(model(x)) * (math.inf if scaler and i == 1 else 1)
+                if scaler and i == 1:
+                    scaler.scale(loss).backward()
+                    if not fused:  # a fused optimizer steps, and leaves the weights
+                        scaler.step(opt)
+                    scaler.update(1024.0)
+                elif scaler:
+                    scaler.scale(loss).backward()
+                    scaler.step(opt)
+                    scaler.update()
+                elif i != 1:
+                    loss.backward()
+                    opt.step()
+                opt.zero_grad()
+        return [grads.record().value("rms"), params.record().value("grad_norm")]
+
+    plain = run(None)
+    scaled = run(torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    for a, b in zip(plain, scaled, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+# parameters
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
+def test_updates_are_what_the_optimizer_did(make: Callable[..., Any]) -> None:
+    model, stats = net(), ParamStats()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    train(model, batches(1), stats, opt=make(model.parameters(), lr=0.1))
+
+    record = stats.record()
+    for i, (old, p) in enumerate(zip(before, model.parameters(), strict=True)):
+        update = (p.detach() - old).norm().item()
+        assert record.value("update_norm", i)[0] == pytest.approx(update, rel=1e-4)
+        assert record.value("update_ratio", i)[0] == pytest.approx(
+            update / old.norm().item(), rel=1e-4
+        )
+        assert record.value("weight_rms", i)[0] == pytest.approx(
+            old.square().mean().sqrt().item(), rel=1e-4
+        )
+
+
+def test_parameters_carry_their_facts() -> None:
+    model, stats = net(), ParamStats()
+    model[0].requires_grad_(False)
+    opt = torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    train(model, batches(2), stats, opt=opt)
+
+    record = stats.record()
+    assert record.types == ("Linear",) * 4
+    assert record.meta["ndim"] == [2, 1, 2, 1]
+    assert record.meta["numel"] == [256, 32, 128, 4]
+    assert record.meta["requires_grad"] == [False, False, True, True]
+    assert record.meta["in_optimizer"] == [False, False, True, True]
+    assert np.isnan(record.value("grad_norm")[:2]).all()
+    assert (record.value("update_norm")[:2] == 0).all()
+
+
+def test_global_gradient_norms_are_by_step() -> None:
+    stats = ParamStats(every=2)
+    train(net(), batches(4), stats)
+
+    norms, record = stats.grad_norms(5), stats.record()
+
+    assert np.isnan(norms[[1, 3, 4]]).all()
+    assert norms[2] == pytest.approx(math.sqrt((record.value("grad_norm")[:, 1] ** 2).sum()))
+
+
+# units
+
+
+def test_dead_units_are_those_that_never_rise_above_zero() -> None:
+    model, stats = net(), ActivationStats(units=True, include_paramless=True, window=4)
+    with torch.no_grad():
+        model[0].weight[[3, 7]] = 0
+        model[0].bias[[3, 7]] = -1
+
+    train(model, batches(6), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
+
+    assert stats.dead_units("1") == [3, 7]
+    assert set(stats.dormant_units("1")) >= {3, 7}
+    np.testing.assert_allclose(stats.record().value("dead", "1"), 2 / 32)
+
+
+def test_a_unit_is_judged_over_the_window() -> None:
+    stats = ActivationStats(modules=nn.ReLU, units=True, window=4)
+    one = iter([1.0, *[0.0] * 9])
+    stats._given_hook = lambda m, i, o: torch.full((2, 1), next(one))
+
+    train(net(), batches(10), stats)
+
+    assert stats.record().value("dead", 0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_only_squashing_layers_saturate() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Sigmoid(), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias += torch.tensor([50.0, 0, 0, 0])
+    stats = ActivationStats(units=True, include_paramless=True)
+
+    train(model, batches(2), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
+
+    saturated = stats.record().value("saturated")[:, -1]
+    assert np.isnan(saturated[[0, 3]]).all()
+    assert saturated[1] >= 0.25
+    assert saturated[2] == 0
+
+
+def test_channels_of_images_are_units() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 5, 1), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        model[1].weight[4], model[1].bias[4] = 0, -1
+    stats = ActivationStats(units=True, include_paramless=True)
+
+    train(model, batches(2), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
+
+    assert stats.dead_units("1") == stats.dead_units("2") == [4]
+
+
+# bins
+
+
+def test_a_users_own_range_is_used() -> None:
+    stats = ActivationStats(True, bins=(0, 10, 40))
+
+    train(net(), batches(1), stats)
+
+    edges = stats.record().edges
+    assert edges is not None
+    assert edges[:3].tolist() == [-math.inf, 0, 0.25]
+    assert stats.hist(0).shape == (42, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bins": (0, 1)}, "with_hist=True"),
+        ({"exact_hist": True}, "with_hist=True"),
+        ({"with_hist": True, "bins": "ten"}, "Give .low, high."),
+        ({"with_hist": True, "bins": (1, 0)}, "low < high"),
+        ({"eps": -1}, "eps=-1"),
+        ({"sample": 0, "with_hist": True}, "sample=0"),
+        ({"window": 0, "units": True}, "window=0"),
+        ({"every": 0}, "every=0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ActivationStats(**options)
+
+
+def test_gradient_and_param_options_are_checked() -> None:
+    with pytest.raises(OptionError, match='"outputs", "params" or "both"'):
+        GradientStats(of="weights")
+    with pytest.raises(OptionError, match="every=0"):
+        ParamStats(every=0)
+
+
+# good guests
+
+
+def test_no_hook_stays_also_after_an_error() -> None:
+    model = net()
+
+    model[2].forward = lambda x: 1 // 0  # type: ignore[method-assign]
+
+    with pytest.raises(ZeroDivisionError):
+        train(model, batches(1), ActivationStats(), GradientStats())
+
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_callbacks_are_picklable_after_a_fit() -> None:
+    cbs = [ActivationStats(True, units=True), GradientStats(True), ParamStats()]
+    train(net(), batches(3), *cbs)
+
+    again = pickle.loads(pickle.dumps(cbs))
+
+    for old, new in zip(cbs, again, strict=True):
+        for name, table in old.record().values.items():
+            np.testing.assert_array_equal(new.record().values[name], table)
+
+
+def test_training_is_the_same_with_and_without() -> None:
+    def weights(*cbs: Any) -> list[Tensor]:
+        model = nn.Sequential(net(), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        torch.manual_seed(3)
+        train(model, batches(4), *cbs)
+        return [p.detach() for p in model.state_dict().values()]
+
+    watched = weights(
+        ActivationStats(True, units=True), GradientStats(True, of="both"), ParamStats()
+    )
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(), watched, strict=True))
+
+
+def test_the_host_reads_nothing_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__"):
+        real = getattr(Tensor, name)
+        note = lambda t, *a, real=real, name=name, **k: (reads.append(name), real(t, *a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(Tensor, name, note)
+    opt = torch.optim.SGD((model := net()).parameters(), lr=0.1)
+    cbs = [ActivationStats(True, units=True), GradientStats(True, of="both"), ParamStats()]
+
+    with watch(model, opt, *cbs):
+        for x in batches(3):
+            loss_of(model(x)).backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert reads == []
+
+
+# compiled
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = net(), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = nn.functional.relu_(self.body(x))
+        return {"a": self.a(x), "rest": (self.b(x), None)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_records_the_same_in_two_graphs(backend: str) -> None:
+    from torch._dynamo.utils import counters
+
+    def run(compiled: bool) -> Any:
+        torch.manual_seed(0)
+        model: Any = TwoHeads()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            model = torch.compile(model, fullgraph=True, backend=backend)
+        options: dict[str, Any] = {"every": 2, "include_paramless": True, "with_hist": True}
+        cbs = ActivationStats(units=True, **options), GradientStats(**options), ParamStats()
+        train(model, batches(6), *cbs, opt=opt)
+        return cbs
+
+    eager = run(False)
+    compiled = run(True)
+
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"]
+    for a, b in zip(eager, compiled, strict=True):
+        x, y = a.record(), b.record()
+        assert x.names == y.names
+        for name in x.values:
+            ran = ~np.isnan(x.values[name])  # a compiled graph gives zeros where none arrive
+            np.testing.assert_allclose(
+                x.values[name][ran], y.values[name][ran], rtol=1e-3, atol=1e-6, err_msg=name
+            )
+
+
+def test_log_bins_of_gradients_reach_down_to_tiny_ones() -> None:
+    stats = GradientStats(True)
+    train(net(), batches(1), stats)
+
+    record = stats.record()
+    assert record.edges is not None
+    assert record.edges.tolist() == log_bins(-40, 8, 1).edges.tolist()

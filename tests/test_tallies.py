@@ -1,0 +1,158 @@
+"""A tally: rows of named tensors, memory that stays bounded, resolution that halves exactly."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hookkit.banks import Options
+from hookkit.histograms import log_bins
+from hookkit.rings import Axis
+from hookkit.tallies import Tally
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(n: int, limit: int = 8, **options: object) -> tuple[Tally, list[torch.Tensor]]:
+    tally = Tally("activation", Options(**options))  # type: ignore[arg-type]
+    (row,) = tally.rows(["fc"], ["Linear"])
+    data = [randn(50 + i, seed=i) + i for i in range(n)]
+    for i, x in enumerate(data):
+        tally.see(row, 0, "", x)
+        tally.commit(i, i // 10, i)
+        tally.axis.limit = limit
+    return tally, data
+
+
+@pytest.mark.parametrize("n", [5, 8, 9, 16, 17, 40, 63])
+def test_a_full_ring_merges_neighbours_exactly(n: int) -> None:
+    tally, data = filled(n)
+
+    record = tally.record()
+
+    assert len(record) <= 8
+    assert record.spans.sum() == n
+    assert len(set(record.spans[:-1].tolist())) <= 1
+    starts = [*record.steps.tolist(), n]
+    for i, (a, b) in enumerate(itertools.pairwise(starts)):
+        x = torch.cat(data[a:b]).double()
+        assert record.value("mean", 0)[i] == pytest.approx(x.mean().item(), rel=1e-6)
+        assert record.value("std", 0)[i] == pytest.approx(x.std().item(), rel=2e-6)
+        assert record.value("count", 0)[i] == len(x)
+
+
+def test_histograms_merge_too() -> None:
+    tally, data = filled(30, bins=log_bins(), sample=64)
+
+    record = tally.record()
+
+    assert record.hist is not None
+    assert record.hist.sum() == sum(min(len(x), 64) for x in data)
+
+
+def test_memory_stays_bounded_over_ten_thousand_steps() -> None:
+    tally = Tally("activation", Options(bins=log_bins(), sample=256))
+    rows = tally.rows([f"layer{i}" for i in range(40)], ["Linear"] * 40)
+    x = randn(8)
+
+    sizes = []
+    for step in range(10_000):
+        if step % 500 == 0:
+            for row in rows:
+                tally.see(row, 0, "", x)
+            sizes.append(tally.n_bytes)
+        tally.commit(step, 0, step)
+
+    assert max(sizes) <= 20e6
+    assert tally.record().spans.sum() == 10_000
+
+
+def test_what_is_kept_for_a_step_merges_into_its_record() -> None:
+    tally = Tally("activation", Options(bins=log_bins(), window=4))
+    (row,) = tally.rows(["fc"], ["Linear"])
+    a, b = randn(4, 8, seed=1), randn(4, 8, seed=2)
+
+    tally.see(row, 0, "", a)
+    tally.fold()
+    tally.see(row, 0, "", torch.full((4, 8), 1e6))
+    tally.drop()
+    tally.see(row, 0, "", b)
+    tally.commit(0, 0, 0)
+
+    record, both = tally.record(), torch.cat([a, b]).double()
+    assert record.value("count", 0).tolist() == [64]
+    assert record.value("mean", 0)[0] == pytest.approx(both.mean().item(), rel=1e-6)
+    assert record.hist is not None
+    assert record.hist.sum() == 64
+
+
+def test_a_row_seen_twice_in_a_batch_merges() -> None:
+    tally = Tally("activation", Options(bins=log_bins(), sample=16))
+    (row,) = tally.rows(["relu"], ["ReLU"])
+
+    tally.see(row, 0, "", randn(100))
+    tally.see(row, 0, "", randn(10) + 50)
+    tally.commit(0, 0, 0)
+
+    record = tally.record()
+    assert record.value("count", 0).tolist() == [110]
+    assert record.hist is not None
+    assert record.hist.sum() == 26
+
+
+def test_exact_histograms_count_everything() -> None:
+    tally, data = filled(3, bins=log_bins(), exact_hist=True, sample=8)
+
+    hist = tally.record().hist
+
+    assert hist is not None
+    assert hist.sum(1)[0].tolist() == [len(x) for x in data]
+
+
+def test_a_row_that_was_not_seen_is_nan() -> None:
+    tally = Tally("activation")
+    seen, _ = tally.rows(["a", "b"], ["Linear", "Linear"])
+
+    tally.see(seen, 0, "", randn(4))
+    tally.commit(0, 0, 0)
+
+    assert np.isnan(tally.record().value("mean", "b")).all()
+    assert np.isnan(tally.record().value("count", "b")).all()
+
+
+def test_rows_may_come_later() -> None:
+    tally, _ = filled(3)
+    (late,) = tally.rows(["late"], ["ReLU"])
+
+    tally.see(late, 1, "[1]", torch.ones(3))
+    tally.commit(3, 0, 3)
+
+    assert tally.record().names == ("fc", "late", "late[1]")
+    assert tally.record().value("mean", "late[1]")[-1] == 1
+
+
+def test_it_continues_after_a_pickle() -> None:
+    tally, _ = filled(5, bins=log_bins(), window=4)
+
+    again = pickle.loads(pickle.dumps(tally))
+    again.see(0, 0, "", randn(6))
+    again.commit(5, 0, 5)
+
+    assert len(again.record()) == 6
+    for name, table in tally.record().values.items():
+        np.testing.assert_array_equal(again.record().values[name][:, :5], table)
+
+
+def test_the_axis_keeps_an_even_resolution() -> None:
+    axis = Axis(limit=4)
+
+    for step in range(13):
+        while axis.full:
+            axis.halve()
+        axis.add(step, 0, step)
+
+    assert (axis.steps, axis.spans) == ([0, 4, 8, 12], [4, 4, 4, 1])
