@@ -98,9 +98,8 @@ def snapshot(t: Tensor) -> Tensor:
     t = t.detach()
     if t.is_cpu and t.layout is torch.strided and not is_compiling() and not is_transformed(t):
         try:
-            if t.untyped_storage().nbytes() <= 4 * t.numel() * t.element_size():
-                return lazy_clone(t)
-        except RuntimeError:  # from_numpy, shared memory, tensors without storage
+            return t.clone() if _is_crumb(t) else lazy_clone(t)
+        except RuntimeError:  # from_numpy, shared memory
             pass
     return t.clone()
 
@@ -140,7 +139,7 @@ class Kept:
             warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
         if self.fresh:
             self.fresh = False
-            self.value = tmap(outside_inference, self.value)
+            self.value = tmap(_settled, self.value)
             if gather:
                 self.value = ranks.gather(self.value)
         return self.value
@@ -155,11 +154,23 @@ def overwritten(who: str, name: str) -> str:
     )
 
 
-def outside_inference(t: Tensor) -> Tensor:
-    """`t`, or a copy that autograd can use if `t` comes from an inference mode that has ended."""
+def _settled(t: Tensor) -> Tensor:
+    """`t` as it can be used and kept: out of torch.func's wrappers, out of an inference mode that
+    has ended, out of a storage much larger than itself."""
+    t = unwrapped(t)
     if t.is_inference() and not torch.is_inference_mode_enabled():
         return t.clone()
+    if not t.requires_grad and _is_crumb(t):
+        return t.clone()
     return t
+
+
+def _is_crumb(t: Tensor) -> bool:
+    """A small view, which keeps the whole of its storage alive."""
+    try:
+        return t.untyped_storage().nbytes() > 4 * t.numel() * t.element_size() + 64
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, nested, fake
+        return False
 
 
 class Storer:

@@ -3,7 +3,7 @@
 PyTorch's module backward hooks fail, stay silent or are wrong on in-place operations, dicts,
 nested tuples and partial graphs; a hook on the tensor itself is right on all of them, as long as
 the tensor is only what the module returned. Where it is more than that (an input passed through,
-a leaf, a view, the same tensor twice), the hook needs a tensor of its own: the *tap*, a copy that
+a leaf, a view, one of several outputs), the hook needs a tensor of its own: the *tap*, a copy that
 is handed on in its place (copy-on-write on the CPU; a view would lose its hook to the next
 in-place operation). Closures in the graph hold nothing strongly, so graphs are freed as ever.
 """
@@ -39,13 +39,14 @@ def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = Non
     """
     found = leaves(output)
     numbers = iter(range(len(found)))
-    repeated = {id(t) for i, t in enumerate(found) if any(t is u for u in found[:i])}
+    # One output may go into another inside the module (an LSTMCell's c into its h).
+    several = sum(t.requires_grad for t in found) > 1
 
     def one(t: Tensor) -> Tensor:
         i = next(numbers)
         if not t.requires_grad:
             return t
-        if is_compiling() or id(t) in repeated or _needs_tap(t, versions):
+        if several or is_compiling() or _needs_tap(t, versions):
             t = tap(t)
         _listen(t, partial(receive, i))
         return t

@@ -72,7 +72,7 @@ class Hook:
     _traced = False
     _block: Block
     _muted: list[Any] | None = None
-    _placed: Sequence[Dispatcher] = ()  # what is on the module
+    _placed: Sequence[ref[Dispatcher]] = ()  # what is on the module
     _module: Callable[[], nn.Module | None]
     _waiting: deque[Grads]
     name: str | None
@@ -113,7 +113,7 @@ class Hook:
             hook._module, hook._options, hook.name, hook.removed = ref(m), options, name, False
             call = Plain.__new__(Plain)
             call.target, call.key = hook, new_key()
-            hook._placed, hook._block = (call,), block
+            hook._placed, hook._block = (ref(call),), block
             m._forward_hooks[call.key] = call
             return hook
         hook._revive(m, options, name, leaf, block)
@@ -131,9 +131,10 @@ class Hook:
             raise HookError(
                 f"{self._options.who}: the module of this hook is gone. Make a new hook."
             )
-        self._placed, self.removed = self._dispatchers(), False
-        for call in self._placed:
+        calls = self._dispatchers()
+        for call in calls:
             call.put_on(module)
+        self._placed, self.removed = [ref(call) for call in calls], False
 
     def _dispatchers(self) -> tuple[Dispatcher, ...]:
         kind = self._options.kind
@@ -153,9 +154,13 @@ class Hook:
         if self.removed:
             return
         self.removed, self._muted, module = True, None, self._module()
-        for call in self._placed:
+        for call in self._on_module():
             call.take_off(module)
         self._placed = ()
+
+    def _on_module(self) -> list[Dispatcher]:
+        """Held weakly, as the dispatchers hold the hook: what it stores must not need the gc."""
+        return [call for weak in self._placed if (call := weak()) is not None]
 
     def listen(self, on: bool) -> None:
         """Has a registered hook answer, or keep still until told otherwise; what is stored stays.
@@ -163,11 +168,11 @@ class Hook:
         Nothing is registered or removed, so a compiled model has two graphs at most.
         """
         if not on and self._muted is None:
-            self._muted = [call.target for call in self._placed]
-            for call in self._placed:
+            self._muted = [call.target for call in self._on_module()]
+            for call in self._on_module():
                 call.target = None
         elif on and self._muted is not None:
-            for call, target in zip(self._placed, self._muted, strict=False):
+            for call, target in zip(self._on_module(), self._muted, strict=False):
                 call.target = target
             self._muted = None
 
@@ -277,12 +282,12 @@ class Hook:
         options = copy.copy(self._options)
         object.__setattr__(options, "hook_func", copy.deepcopy(options.hook_func, memo))
         new._revive(copy.deepcopy(module, memo) if live else None, options, self.name, self.leaf)
-        return new._take_over(tuple(copy.deepcopy(c, memo) for c in self._placed) if live else ())
+        return new._take_over([copy.deepcopy(c, memo) for c in self._on_module()] if live else [])
 
     def __reduce__(self) -> Any:
         """No activations; the module only while the hook is on it, for a module that owns one."""
         module = None if self.removed else self._module()
-        return _unpickled, (module, self._options, self.name, self.leaf, self._placed)
+        return _unpickled, (module, self._options, self.name, self.leaf, self._on_module())
 
     def _revive(
         self,
@@ -304,7 +309,7 @@ class Hook:
         target = self._grad_state() if by_grad else self
         for call in placed:
             call.target = target
-        self._placed, self.removed = placed, not placed
+        self._placed, self.removed = [ref(call) for call in placed], not placed
         return self
 
 
@@ -315,7 +320,7 @@ def _gone() -> None:
 def _unpickled(module: nn.Module | None, o: Options, name: Any, leaf: str, placed: Any) -> Hook:
     hook = Hook.__new__(Hook)
     hook._revive(module, o, name, leaf)
-    return hook._take_over(() if module is None else placed)
+    return hook._take_over([] if module is None else placed)
 
 
 def kind_of(who: str, is_forward: bool, pre: bool) -> Kind:

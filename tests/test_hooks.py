@@ -1,0 +1,912 @@
+"""Hook, Hooks and hook_output(s): what is stored, when it is stored, what is said, what is left."""
+
+import collections
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    NeverFiredWarning,
+    OptionError,
+    OverwrittenWarning,
+    SelectionError,
+)
+from hookkit.hooks import (
+    Hook,
+    StopForward,
+    attach,
+    hook_all,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    hook_tensor,
+    print_sizes,
+)
+from hookkit.selecting import select
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 5)
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
+class Returns(nn.Module):
+    """Gives back what a function makes of its input."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    dicts = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_forward_hooks_with_kwargs",
+    )
+    found = [list(getattr(m, d)) for m in model.modules() for d in dicts]
+    return [key for keys in found for key in keys]
+
+
+# -- what is stored ---------------------------------------------------------------------------
+
+
+def test_output_is_stored_detached(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net) as h:
+        y = net(x)
+
+    assert torch.equal(h.stored, y)
+    assert not h.stored.requires_grad
+
+
+def test_detach_false_keeps_the_graph(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net[0], detach=False) as h:
+        net(x)
+
+    h.stored.sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_outputs_are_stored_in_order(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(net) as h:
+        net(x)
+
+    a = net[0](x)
+    for stored, want in zip(h.stored, [a, a.relu(), net[2](a.relu())], strict=True):
+        assert torch.equal(stored, want)
+
+
+def test_gradients_of_outputs_are_right(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(net, grad=True) as h:
+        y = net(x)
+        y.pow(2).mean().backward()
+
+    g = 2 * y / y.numel()
+    torch.testing.assert_close(h.stored[2][0], g)
+    torch.testing.assert_close(h.stored[1][0], g @ net[2].weight)
+    torch.testing.assert_close(h.stored[0][0], g @ net[2].weight * (net[0](x) > 0))
+
+
+def test_a_printing_hook_prints_exactly_while_it_is_registered(
+    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Hook(net[0], lambda m, i, o: print(tuple(o.shape))):
+        net(x)
+        net(x)
+    net(x)
+
+    assert capsys.readouterr().out == "(4, 10)\n(4, 10)\n"
+
+
+Pair = collections.namedtuple("Pair", ["h", "c"])
+
+
+@dataclass
+class Out:
+    logits: Tensor
+    n: int = 3
+
+
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        return self[name] if name in self else super().__getattribute__(name)
+
+
+STRUCTURES = {
+    "namedtuple": lambda x: Pair(x * 2, (x, None)),
+    "dict": lambda x: {"logits": x * 2, "n": 3},
+    "model output": lambda x: ModelOutput(logits=x * 2),
+    "dataclass": lambda x: Out(x * 2),
+    "packed": lambda x: pack_sequence([x[0] * 2, x[1][:3] * 2]),
+    "return_types": lambda x: x.max(1),
+    "list": lambda x: [x * 2, [x]],
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str, x: Tensor) -> None:
+    model = Returns(STRUCTURES[name])
+    x.requires_grad_()
+
+    with hook_output(model) as h, hook_output(model, clone=True) as c:
+        y = model(x)
+
+    assert type(h.stored) is type(c.stored) is type(y)
+    with hook_outputs([model]) as again:
+        model(x)
+    from hookkit.nested import leaves
+
+    for a, b, c_ in zip(leaves(h.stored), leaves(y), leaves(again.stored[0]), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c_)
+        assert not a.requires_grad
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", ()])
+def test_what_is_no_tensor_is_stored_as_it_is(value: Any, x: Tensor) -> None:
+    model = Returns(lambda x: value)
+
+    with hook_output(model) as h:
+        assert model(x) is value
+
+    assert h.stored is value
+    assert h.n_calls == 1
+
+
+def test_in_place_operations_do_not_reach_what_is_stored(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
+
+    with hook_outputs(net) as h:
+        net(x).add_(100)
+
+    assert torch.equal(h.stored[0], net[0](x))
+    assert torch.equal(h.stored[1], net[0](x).relu())
+
+
+def test_a_snapshot_is_not_written_through_numpy_or_data(x: Tensor) -> None:
+    model = nn.Linear(5, 3).requires_grad_(False)
+    with hook_output(model) as h:
+        y = model(x)
+    want = y.clone()
+
+    y.numpy()[:] = 7
+    y.data.zero_()
+
+    assert torch.equal(h.stored, want)
+
+
+@pytest.mark.parametrize("options", [{"clone": False}, {"detach": False}])
+def test_reading_an_overwritten_live_tensor_warns_with_the_layers_name(
+    options: dict[str, Any], x: Tensor
+) -> None:
+    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
+    with hook_outputs(net, **options) as h:
+        net(x)
+
+    with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten .* clone=True"):
+        _ = h[0].stored
+
+    _ = h[0].stored  # told once
+    _ = h[1].stored
+
+
+def test_clone_true_without_detach_keeps_value_and_graph(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
+    with hook_output(net[0], detach=False, clone=True) as h:
+        net(x)
+
+    assert torch.equal(h.stored, net[0](x))
+    assert h.stored.requires_grad
+
+
+def test_dtype_converts_floating_tensors_only(x: Tensor) -> None:
+    model = Returns(lambda x: (x, x.argmax()))
+    with hook_output(model, dtype=torch.float64) as h:
+        model(x)
+
+    assert h.stored[0].dtype == torch.float64
+    assert h.stored[1].dtype == torch.int64
+
+
+def test_a_small_view_does_not_keep_its_storage() -> None:
+    model = Returns(lambda x: x[:1, :2])
+    with hook_output(model) as h:
+        model(torch.zeros(1000, 1000))
+
+    assert h.stored.untyped_storage().nbytes() < 100
+
+
+# -- inputs, calls, functions -----------------------------------------------------------------
+
+
+def test_inputs_are_stored_positional_and_by_name() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    q, mask = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool)
+
+    with hook_input(attention) as h:
+        attention(q, key=q, value=q, key_padding_mask=mask)
+
+    assert torch.equal(h.stored[0], q)
+    assert torch.equal(h.stored["key_padding_mask"], mask)
+    assert list(h.stored.kwargs) == ["key", "value", "key_padding_mask"]
+
+
+def test_the_input_of_an_in_place_module_is_seen_before_it_is_changed(x: Tensor) -> None:
+    relu = nn.ReLU(inplace=True)
+    want = x.clone()
+
+    with hook_input(relu) as h:
+        relu(x)
+
+    assert torch.equal(h.stored[0], want)
+
+
+def test_hook_func_sees_detached_tensors_and_keyword_inputs(x: Tensor) -> None:
+    m, seen = nn.Linear(5, 3), []
+    with Hook(m, lambda m, i, o: seen.append((i["input"].requires_grad, o.requires_grad))):
+        m(input=x.requires_grad_())
+
+    assert seen == [(False, False)]
+
+
+def test_every_call_of_a_reused_module_is_kept(x: Tensor) -> None:
+    relu = nn.ReLU()
+    with hook_output(relu, keep="all") as h:
+        outs = [relu(x - i) for i in range(3)]
+
+    assert h.n_calls == 3
+    assert all(torch.equal(a, b) for a, b in zip(h.calls, outs, strict=True))
+    assert torch.equal(h.stored, outs[-1])
+
+
+def test_calls_without_keep_all_is_refused(x: Tensor) -> None:
+    relu = nn.ReLU()
+    h = hook_output(relu)
+
+    with pytest.raises(OptionError, match=r'\.calls of ReLU\(\) needs keep="all"'):
+        _ = h.calls
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoints_recomputation_is_not_counted(reentrant: bool, x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    with hook_outputs(net, keep="all") as h, hook_outputs(net, grad=True) as g:
+        y = checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
+        y.pow(2).sum().backward()
+
+    assert [hook.n_calls for hook in h] == [1, 1, 1]
+    torch.testing.assert_close(g.stored[2][0], 2 * y.detach())
+    torch.testing.assert_close(g.stored[1][0], 2 * y.detach() @ net[2].weight)
+
+
+def test_an_exception_of_the_function_names_the_module(net: nn.Sequential, x: Tensor) -> None:
+    def broken(m: nn.Module, i: Any, o: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as e, Hook(net[0], broken):
+        net(x)
+
+    assert "raised by the hook" in e.value.__notes__[0]
+    assert "Linear(in_features=5" in e.value.__notes__[0]
+    assert hooks_of(net) == []
+
+
+def test_edit_replaces_the_output_and_keeps_the_graph(net: nn.Sequential, x: Tensor) -> None:
+    with Hook(net[1], lambda m, i, o: o * 2, edit=True) as h:
+        y = net(x)
+    y.sum().backward()
+
+    torch.testing.assert_close(y, net[2](2 * net[0](x).relu()))
+    assert torch.equal(h.stored, 2 * net[0](x).relu())
+    assert net[0].weight.grad is not None
+
+
+def test_edit_of_inputs_replaces_them(net: nn.Sequential, x: Tensor) -> None:
+    with Hook(net[2], lambda m, i: i[0] * 0, pre=True, edit=True):
+        y = net(x)
+
+    torch.testing.assert_close(y, net[2].bias.expand(4, 3))
+
+
+def test_without_edit_nothing_is_replaced(net: nn.Sequential, x: Tensor) -> None:
+    want = net(x)
+    with Hook(net[1], lambda m, i, o: o * 2), Hook(net[2], lambda m, i: (i[0] * 0,), pre=True):
+        assert torch.equal(net(x), want)
+
+
+def test_capture_and_edit_see_each_other_in_the_order_written(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    with (
+        hook_output(net[0]) as before,
+        Hook(net[0], lambda m, i, o: o + 1, edit=True),
+        hook_output(net[0]) as after,
+    ):
+        net(x)
+
+    torch.testing.assert_close(after.stored, before.stored + 1)
+
+
+# -- Hooks as a collection --------------------------------------------------------------------
+
+
+def test_hooks_are_a_collection_and_an_iterator(net: nn.Sequential) -> None:
+    h = hook_outputs(net)
+
+    assert isinstance(h, collections.abc.Collection)
+    assert isinstance(h, collections.abc.Iterator)
+    assert len(h) == 3
+    assert h[0] is next(h)
+    assert h[1] is next(h)
+    assert list(h) == h.hooks
+    assert h[1:] == h.hooks[1:]
+    assert h[-1] is h["2"]
+    assert net[0] in h
+    assert "2" in h
+    h.remove()
+
+
+def test_names_come_from_select(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(select(net, {"2": "head", "0": "body"})) as h:
+        y = net(x)
+
+    assert h.names == ("head", "body")
+    assert torch.equal(h["head"].stored, y)
+
+
+def test_a_second_name_of_a_shared_module_finds_its_hook(x: Tensor) -> None:
+    model = nn.Module()
+    model.a = model.b = nn.Linear(5, 5)
+    with hook_outputs(select(model, "a")) as h:
+        model.a(x)
+
+    assert h["b"] is h["a"]
+
+
+def test_an_unknown_name_is_told_its_neighbours(net: nn.Sequential) -> None:
+    h = hook_outputs({"encoder": net[0], "decoder": net[2]})
+
+    with pytest.raises(SelectionError, match=r"no hook is called \"encodr\". Nearest: 'encoder'"):
+        _ = h["encodr"]
+    h.remove()
+
+
+def test_a_leaf_path_picks_part_of_the_output() -> None:
+    model = nn.Sequential()
+    model.add_module("attn", nn.MultiheadAttention(8, 2, batch_first=True))
+    q = torch.randn(2, 3, 8)
+
+    with hook_outputs(select(model, "attn[0]", "attn[1]")) as h:
+        out, weights = model.attn(q, q, q)
+
+    assert torch.equal(h["attn[0]"].stored, out)
+    assert torch.equal(h["attn[1]"].stored, weights)
+
+
+def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
+    model = Returns(lambda x: (x, 1))
+
+    with (
+        pytest.raises(HookError, match=r"has nothing at \[7\]; what it gave is \(4×5, 1\)"),
+        Hook(model, None, leaf="[7]"),
+    ):
+        model(x)
+    assert hooks_of(model) == []
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ("fc", r'expected several modules, found the string "fc"\. Pass select'),
+        (nn.Linear(1, 1), "expected several modules, found Linear"),
+        (3, "expected several modules, found int"),
+        ([nn.ReLU(), "fc"], r'found the string "fc"\. select\(model, ...\) finds modules by name'),
+        ([nn.ReLU(), None], "found NoneType"),
+    ],
+)
+def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        hook_outputs(modules)
+
+    if isinstance(modules, list):
+        assert hooks_of(modules[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: hook_output(m, keep="some"), OptionError, "keep='some' is unknown"),
+        (lambda m: hook_output(m, dtype="f2"), OptionError, "dtype='f2' is no torch dtype"),
+        (lambda m: Hook(m, 3), ArgumentError, "hook_func must be a function, found int"),
+        (lambda m: Hook(m, None, False, pre=True), OptionError, "pre=True is for forward hooks"),
+        (lambda m: Hook(m, None, edit=True), OptionError, "edit=True needs a function"),
+        (lambda m: hook_output(m, grad=True, stop=True), OptionError, "gradients need all of it"),
+        (lambda m: hook_output("fc"), ArgumentError, 'found the string "fc"'),
+        (lambda m: Hook(torch.jit.script(m), None), HookError, "scripted or traced"),
+    ],
+)
+def test_bad_options_are_told_at_the_door(make: Any, error: type, message: str) -> None:
+    m = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(error, match=message):
+            make(m)
+
+    assert hooks_of(m) == []
+
+
+# -- life -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_hooks_are_gone_after_an_exception_and_no_warning_is_given(
+    error: type, net: nn.Sequential
+) -> None:
+    with pytest.raises(error), hook_outputs(net), hook_inputs(net), hook_outputs(net, grad=True):
+        raise error
+
+    assert hooks_of(net) == []
+
+
+def test_entering_again_registers_again_and_starts_afresh(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_outputs(net, keep="all")
+    for _ in range(3):
+        with h:
+            net(x)
+        assert h.removed
+        assert h[0].n_calls == 1
+        assert len(h[0].calls) == 1
+
+
+def test_a_hook_that_never_fired_is_told_by_name_with_the_reason(x: Tensor) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(5, 5), "list": nn.ModuleList(), "unused": nn.ReLU()})
+
+    with pytest.warns(NeverFiredWarning) as w, hook_outputs(select(model, "*")):
+        model["used"](x)
+
+    text = str(w[0].message)
+    assert text.startswith("hook_outputs: 2 of 3 hooks never fired: 'list' (ModuleList): a Module")
+    assert "'unused' (ReLU): not called (module.forward(x) runs no hooks" in text
+    assert w[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda net, x: net(x), "no backward pass came by it inside the block"),
+        (lambda net, x: torch.no_grad()(net)(x), "gradients switched off"),
+        (lambda net, x: net.requires_grad_(False)(x), "requires a gradient"),
+    ],
+)
+def test_a_gradient_that_never_came_has_its_reason(
+    run: Any, reason: str, net: nn.Sequential, x: Tensor
+) -> None:
+    with pytest.warns(NeverFiredWarning, match=reason), hook_output(net[0], grad=True) as h:
+        run(net, x)
+
+    assert h.stored is None
+
+
+def test_stop_ends_the_forward_after_the_last_wanted_layer(x: Tensor) -> None:
+    class Swallows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.ran = nn.Linear(5, 5), nn.Linear(5, 5), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(Exception):
+                x = self.a(x)
+            self.ran = True
+            return self.b(x)
+
+    model = Swallows()
+    with hook_outputs([model.a], stop=True) as h:
+        model(x)
+        raise AssertionError("not reached")
+
+    assert torch.equal(h.stored[0], model.a(x))
+    assert not model.ran
+    assert hooks_of(model) == []
+
+
+def test_a_stop_that_is_never_reached_is_reported(net: nn.Sequential, x: Tensor) -> None:
+    text = "stop=True was never reached, so the whole forward"
+    with (
+        pytest.warns(NeverFiredWarning, match=text),
+        hook_outputs([net[0], m := nn.ReLU()], stop=True),
+    ):
+        net(x)
+    assert hooks_of(m) == []
+
+
+def test_a_stop_that_the_model_swallows_is_reported(x: Tensor) -> None:
+    inner = nn.ReLU()
+
+    def bare(x: Tensor) -> Tensor:
+        try:
+            return inner(x)
+        except BaseException:
+            return x
+
+    swallowed = pytest.warns(NeverFiredWarning, match="the model swallowed the stop")
+    with swallowed, hook_output(inner, stop=True):
+        Returns(bare)(x)
+
+
+def test_nested_stops_belong_to_their_own_blocks(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net[2]) as outer:
+        with hook_output(net[0], stop=True):
+            net(x)
+        net(x)
+
+    assert outer.n_calls == 1
+    assert issubclass(StopForward, BaseException)
+    assert not issubclass(StopForward, Exception)
+
+
+def test_other_threads_are_not_recorded(net: nn.Sequential, x: Tensor) -> None:
+    stored = {}
+
+    def work(n: int) -> None:
+        with hook_output(net) as h:
+            for _ in range(20):
+                net(torch.full((n, 5), float(n)))
+        stored[n] = (h.n_calls, len(h.stored))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert stored == {n: (20, n) for n in (1, 2, 3)}
+
+
+def test_a_run_in_another_thread_is_the_reason_told(net: nn.Sequential, x: Tensor) -> None:
+    def elsewhere() -> None:
+        t = threading.Thread(target=net, args=(x,))
+        t.start()
+        t.join()
+
+    told = pytest.warns(NeverFiredWarning, match="called only from another thread")
+    with told, hook_output(net):
+        elsewhere()
+
+
+def test_foreign_hooks_and_attributes_are_left_alone(net: nn.Sequential, x: Tensor) -> None:
+    calls: list[int] = []
+    net[0].register_forward_hook(lambda m, i, o: calls.append(1))
+    before = {n: dict(m.__dict__) for n, m in net.named_modules()}
+
+    with hook_outputs(net), hook_inputs(net), hook_outputs(net, grad=True):
+        net(x).sum().backward()
+    with Hook(net[2], None, is_forward=False):
+        net(x).sum().backward()
+
+    assert calls == [1, 1]
+    for n, m in net.named_modules():
+        assert m.__dict__ == before[n]
+
+
+def test_a_thousand_cycles_leave_nothing(net: nn.Sequential, x: Tensor) -> None:
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    def cycle() -> None:
+        with hook_outputs(net), hook_inputs(net, keep="all"), hook_outputs(net, grad=True):
+            net(x).sum().backward()
+
+    for _ in range(3):
+        cycle()
+    before = objects()
+    for _ in range(1000):
+        cycle()
+
+    assert objects() - before < 50
+    assert hooks_of(net) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"grad": True}, {"detach": False}])
+def test_nothing_is_kept_alive_without_the_garbage_collector(options: Any, x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
+    alive = weakref.ref(net[0])
+    gc.disable()
+    try:
+        h = hook_outputs(net, **options)
+        net(x).sum().backward()
+        value = h.stored[0][0] if options.get("grad") else h.stored[0]
+        stored = weakref.ref(value)
+        del value, net
+        if options.get("detach", True):
+            assert alive() is None
+        del h
+        assert stored() is None
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [hook_outputs, hook_inputs])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_deepcopy_of_a_hooked_model_is_inert(
+    hook: Any, grad: bool, net: nn.Sequential, x: Tensor
+) -> None:
+    h = hook(net[1:], grad=grad)
+    net(x).sum().backward()
+    want = [h[0].n_calls, str(h.stored)]
+
+    twin = copy.deepcopy(net)
+    twin(x + 1).sum().backward()
+
+    assert [h[0].n_calls, str(h.stored)] == want
+    h.remove()
+
+
+class Owner(nn.Module):
+    """As fastai's UnetBlock: it holds a hook on another part of the model and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 5)
+        self.hook = hook_output(self.encoder, detach=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).relu() + self.hook.stored
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_a_module_that_owns_its_hook_works(way: str, x: Tensor) -> None:
+    model = Owner()
+    want = model(x)
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        twin.encoder.weight.zero_()
+
+    torch.testing.assert_close(model(x), want)
+    torch.testing.assert_close(twin(x), twin.encoder.bias.relu().expand(4, 5) + twin.encoder.bias)
+    twin.hook.remove()
+    assert hooks_of(twin) == []
+    assert hooks_of(model) != []
+
+
+def test_saved_models_carry_no_activations(net: nn.Sequential) -> None:
+    def size() -> int:
+        file = io.BytesIO()
+        torch.save(net, file)
+        return file.getbuffer().nbytes
+
+    bare = size()
+    with hook_outputs(net, keep="all"), Hook(net[0], lambda m, i, o: o):
+        net(torch.randn(10000, 5))
+        assert size() < bare + 3000
+
+
+# -- other ways to run a model ----------------------------------------------------------------
+
+
+def test_vmap_stores_the_values_of_all_samples(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net) as h:
+        y = vmap(net)(x)
+
+    torch.testing.assert_close(h.stored, y)
+
+
+def test_grad_transform_stores_plain_values(net: nn.Sequential, x: Tensor) -> None:
+    params = {n: p.detach() for n, p in net.named_parameters()}
+
+    with hook_output(net[0]) as h:
+        grad(lambda p: functional_call(net, p, (x,)).sum())(params)
+
+    torch.testing.assert_close(h.stored, net[0](x).detach())
+    h.stored.sum().item()
+
+
+def test_per_sample_gradients_work_while_captured(net: nn.Sequential, x: Tensor) -> None:
+    params = {n: p.detach() for n, p in net.named_parameters()}
+    loss = grad(lambda p, row: functional_call(net, p, (row[None],)).sum())
+
+    with hook_output(net[0]) as h:
+        got = vmap(loss, in_dims=(None, 0))(params, x)
+
+    torch.testing.assert_close(h.stored[:, 0], net[0](x).detach())
+    assert got["0.weight"].shape == (4, 10, 5)
+
+
+def test_what_inference_mode_stored_can_be_used_by_autograd(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net) as h, torch.inference_mode():
+        net(x)
+
+    net[2](net[0](x).relu() * h.stored.sum()).sum().backward()
+    assert not h.stored.is_inference()
+
+
+def test_autocast_stores_what_the_layer_gave(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net[0]) as h, torch.autocast("cpu", torch.bfloat16):
+        net(x)
+
+    assert h.stored.dtype == torch.bfloat16
+
+
+def test_data_parallel_on_one_device_is_recorded(net: nn.Sequential, x: Tensor) -> None:
+    parallel = nn.DataParallel(net)
+    with hook_output(net[0]) as h:
+        parallel(x)
+
+    assert torch.equal(h.stored, net[0](x))
+
+
+def test_a_fused_transformer_layer_runs_its_parts_while_hooked() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        want = layer(x)
+        with hook_outputs([layer.linear1, layer.self_attn]) as h:
+            got = layer(x)
+
+    torch.testing.assert_close(got, want)
+    assert h.stored[0].shape == (2, 3, 16)
+
+
+def test_meta_and_fake_tensors_are_stored(x: Tensor) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.device("meta"):
+        meta = nn.Linear(5, 3)
+    with hook_output(meta) as h:
+        meta(x.to("meta"))
+    with FakeTensorMode():
+        fake = nn.Linear(5, 3)
+        with hook_output(fake, cpu=True) as f:
+            fake(torch.randn(4, 5))
+
+    assert h.stored.is_meta
+    assert h.stored.shape == f.stored.shape == (4, 3)
+
+
+# -- attach, tensors, everywhere --------------------------------------------------------------
+
+
+def test_attach_ignores_what_the_function_returns_unless_it_edits(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    want = net(x)
+    observer = attach(net[2], lambda m, a, k, o: o * 0)
+    assert torch.equal(net(x), want)
+
+    editor = attach(net[2], lambda m, a, k, o: o * 0, edit=True)
+    assert not net(x).any()
+
+    for handle in (observer, editor, editor):
+        handle.remove()
+    assert hooks_of(net) == []
+
+
+def test_prepended_hooks_run_first(net: nn.Sequential, x: Tensor) -> None:
+    order: list[str] = []
+    a = attach(net, lambda *_: order.append("second"))
+    b = attach(net, lambda *_: order.append("first"), prepend=True)
+    net(x)
+    a.remove()
+    b.remove()
+
+    assert order == ["first", "second"]
+
+
+def test_hook_tensor_stores_the_gradient_of_an_intermediate_tensor() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x + 2
+    h = hook_tensor(y)
+
+    (y**2).mean().backward()
+
+    assert torch.equal(h.stored, torch.full((2, 2), 1.5))
+
+
+def test_hook_tensor_refuses_what_has_no_gradient() -> None:
+    with pytest.raises(HookError, match="this 2×2 tensor requires no gradient"):
+        hook_tensor(torch.ones(2, 2))
+    with pytest.raises(ArgumentError, match="expected a tensor, found Linear"):
+        hook_tensor(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_hook_all_sees_every_module_of_some_types_until_it_is_removed(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    seen: list[Any] = []
+    with hook_all(lambda m, i, o: seen.append((type(m).__name__, o.requires_grad))) as h:
+        net(x)
+        nn.MSELoss()(x, x)
+    net(x)
+
+    names = ["Linear", "ReLU", "Linear", "Sequential", "MSELoss"]
+    assert seen == [(n, False) for n in names]
+    assert h.n_calls == 5
+
+    with hook_all(lambda m, i: seen.append(tuple(i[0].shape)), (nn.ReLU,), pre=True):
+        net(x)
+    assert seen[5:] == [(4, 10)]
+
+
+def test_hook_all_is_not_called_by_its_own_function(net: nn.Sequential, x: Tensor) -> None:
+    with hook_all(lambda m, i, o: net(x)) as h:
+        net(x)
+
+    assert h.n_calls == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [((3,), "hook_func must be a function, found int"), ((print, 3), "must be module classes")],
+)
+def test_hook_all_refuses_bad_arguments(args: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        hook_all(*args)
+
+
+def test_print_sizes_prints_nested_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    lstm = nn.LSTM(4, 5)
+    with print_sizes(lstm):
+        lstm(torch.zeros(2, 1, 4), (torch.zeros(1, 1, 5), torch.zeros(1, 1, 5)))
+
+    line = "(2×1×4, (1×1×5, 1×1×5)) → (2×1×5, (1×1×5, 1×1×5))  (model) (LSTM)\n"
+    assert capsys.readouterr().out == line
+
+
+def test_cuda_outputs_arrive_on_the_cpu_when_they_are_read(net: nn.Sequential, x: Tensor) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    net.cuda()
+    with hook_outputs(net, cpu=True) as h:
+        y = net(x.cuda())
+        y.zero_()
+
+    assert all(t.device.type == "cpu" for t in h.stored)
+    torch.testing.assert_close(h.stored[2], net(x.cuda()).cpu())
+
+
+test_cuda_outputs_arrive_on_the_cpu_when_they_are_read = pytest.mark.gpu(
+    test_cuda_outputs_arrive_on_the_cpu_when_they_are_read
+)

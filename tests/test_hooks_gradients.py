@@ -1,0 +1,322 @@
+"""Gradients of outputs and inputs, each against a truth computed without any hook."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hookkit.errors import HookError
+from hookkit.hooks import Hook, attach_grad, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.nested import leaves, tmap
+
+
+class Calls(nn.Module):
+    """Calls a function of its own and its child."""
+
+    def __init__(self, f: Callable[..., Any], *kids: nn.Module) -> None:
+        super().__init__()
+        self.f, self.kids = f, nn.ModuleList(kids)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.f(*self.kids, *args, **kwargs)
+
+
+def double() -> nn.Linear:
+    return nn.Linear(4, 4).double()
+
+
+def module(f: Callable[..., Any]) -> Calls:
+    return Calls(f)
+
+
+# A hooked module, and a model that uses it: each a way in which module backward hooks go wrong.
+# The truth is the gradient with respect to `eps` in output + eps, handed on in the output's place.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "plain": (double, lambda m, x: m(x).pow(2).sum()),
+    "relu_ after": (double, lambda m, x: m(x).relu_().pow(2).sum()),
+    "+= after": (double, lambda m, x: m(x).add_(x).pow(2).sum()),
+    "slice assignment after": (double, lambda m, x: assigned(m(x)).pow(2).sum()),
+    "in-place module": (lambda: nn.ReLU(inplace=True), lambda m, x: m(x * 1).pow(2).sum()),
+    "in-place on its input": (
+        lambda: module(lambda x: x.mul_(3)),
+        lambda m, x: m(x * 1).exp().sum(),
+    ),
+    "residual on its input": (nn.Tanh, lambda m, x: plus(x * 1, m).pow(2).sum()),
+    "dict": (lambda: module(lambda x: {"a": x * 2, "b": None}), lambda m, x: m(x)["a"].exp().sum()),
+    "nested tuple, inner used": (
+        lambda: module(lambda x: (x * 2, (x * 3, x.exp()))),
+        lambda m, x: m(x)[1][0].pow(2).sum(),
+    ),
+    "one output goes into another": (
+        lambda: module(lambda x: outs(x.exp())),
+        lambda m, x: sum(o.pow(2).sum() for o in m(x)),
+    ),
+    "return_types": (lambda: module(lambda x: x.max(1)), lambda m, x: m(x).values.pow(2).sum()),
+    "identity": (nn.Identity, lambda m, x: (both := x * 1).pow(3).sum() + m(both).exp().sum()),
+    "dropout in eval": (
+        lambda: nn.Dropout().eval(),
+        lambda m, x: (both := x * 1).pow(3).sum() + m(both).exp().sum(),
+    ),
+    "empty Sequential": (nn.Sequential, lambda m, x: x.pow(3).sum() + m(x).exp().sum()),
+    "leaf returned": (lambda: module(lambda x: x), lambda m, x: x.sin().sum() + m(x).exp().sum()),
+    "same tensor twice": (
+        lambda: module(lambda x: pair(x * 2)),
+        lambda m, x: (lambda a, b: a.pow(2).sum() + b.exp().sum())(*m(x)),
+    ),
+    "view": (nn.Flatten, lambda m, x: m((x * 1).view(2, 2, -1)).pow(2).sum()),
+    "view, then in-place": (nn.Flatten, lambda m, x: m((x * 1).view(2, 2, -1)).relu_().exp().sum()),
+    "chunks": (lambda: module(lambda x: (x * 1).chunk(2)), lambda m, x: (m(x)[0] * m(x)[1]).sum()),
+    "expanded gradient": (double, lambda m, x: m(x).sum()),
+    "kwargs only": (lambda: module(lambda *, x: x * 2), lambda m, x: m(x=x).pow(2).sum()),
+    "input without gradient": (double, lambda m, x: m(x.detach()).pow(2).sum()),
+    "complex": (
+        lambda: module(lambda x: torch.complex(x, 2 * x)),
+        lambda m, x: m(x).abs().pow(2).sum(),
+    ),
+    "used twice": (double, lambda m, x: (y := m(x)).pow(2).sum() + y.exp().sum()),
+    "layer norm after": (double, lambda m, x: F.layer_norm(m(x), (4,)).pow(3).sum()),
+}
+
+
+def assigned(y: Tensor) -> Tensor:
+    y[:, 0] = 3
+    return y
+
+
+def plus(x: Tensor, m: nn.Module) -> Tensor:
+    x += m(x)
+    return x
+
+
+def outs(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h, h.tanh()
+
+
+def pair(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, y
+
+
+def truth(m: nn.Module, use: Callable[..., Tensor], x: Tensor) -> list[list[Tensor | None]]:
+    """The gradient with respect to a zero added to each output leaf, for each call."""
+    zeros: list[list[Tensor]] = []
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        mine: list[Tensor] = []
+
+        def one(t: Tensor) -> Tensor:
+            if not (t.is_floating_point() or t.is_complex()):
+                return t
+            mine.append(torch.zeros_like(t, requires_grad=True))
+            return t + mine[-1]
+
+        out = tmap(one, m(*args, **kwargs))
+        zeros.append(mine)
+        return out
+
+    use(shifted, x).backward()
+    return [[z.grad for z in mine] for mine in zeros]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("once_more", [False, True])
+def test_output_gradients_are_those_of_a_zero_added_to_the_output(
+    name: str, once_more: bool
+) -> None:
+    torch.manual_seed(0)
+    build, use = CASES[name]
+    m = build()
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    want = truth(m, use, x)
+    m.zero_grad()
+    x.grad = None
+    use(m, x).backward()
+    plain = [x.grad, *(p.grad for p in m.parameters())]
+    m.zero_grad()
+    x.grad = None
+
+    with hook_output(m, grad=True, keep="all") as h:
+        loss = use(m, x)
+        if once_more:
+            loss.backward(retain_graph=True)
+            m.zero_grad()
+            x.grad = None
+        loss.backward()
+
+    for call, expected in zip(h.calls, want, strict=True):
+        got = [g for g in call if g is not None]
+        torch.testing.assert_close(got, [g for g in expected if g is not None])
+    for a, b in zip([x.grad, *(p.grad for p in m.parameters())], plain, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "m",
+    [
+        nn.Linear(4, 4).double(),
+        nn.ReLU(inplace=True),
+        Calls(lambda a, b: a * b),
+        Calls(lambda a, b=None: a.mul_(2) + b),
+        Calls(lambda a, *, scale: (a * scale, scale)),
+    ],
+    ids=["linear", "in-place relu", "two", "in-place of two", "keyword"],
+)
+def test_input_gradients_are_those_of_the_modules_own_inputs(m: nn.Module) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def use(f: Callable[..., Any], shift: Callable[[Tensor], Tensor]) -> Tensor:
+        a, b = x * 1, w * 1
+        early = a * 5  # another use of the same tensor, which is not the module's
+        i, j = shift(a), shift(b)
+        if isinstance(m, Calls) and "scale" in m.f.__code__.co_varnames:
+            out = f(i, scale=j)
+        elif isinstance(m, Calls):
+            out = f(i, j)
+        else:
+            out = f(i)
+        return sum((o.pow(2).sum() for o in leaves(out)), early.sum())
+
+    zeros: list[Tensor] = []
+
+    def shifted(t: Tensor) -> Tensor:
+        zeros.append(torch.zeros_like(t, requires_grad=True))
+        return t + zeros[-1]
+
+    use(m, shifted).backward()
+    want = [z.grad for z in zeros if z.grad is not None]
+    with hook_input(m, grad=True) as h:
+        use(m, lambda t: t).backward()
+
+    torch.testing.assert_close([g for g in h.stored if g is not None], want)
+
+
+def test_an_in_place_module_still_changes_its_caller_s_tensor() -> None:
+    relu = nn.ReLU(inplace=True)
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    a = x * 1
+
+    with hook_input(relu, grad=True) as h:
+        b = relu(a)
+        (a * 3 + b).sum().backward()
+
+    assert b is a
+    assert a.tolist() == [0.0, 2.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == h.stored[0].tolist() == [0.0, 4.0]
+
+
+def test_one_tensor_passed_three_times_stays_one_tensor() -> None:
+    seen = []
+    m = Calls(lambda q, k, v: seen.append(q is k is v) or q + k + v)
+
+    with hook_input(m, grad=True):
+        x = torch.ones(2, requires_grad=True)
+        m(x, x, x).sum().backward()
+
+    assert seen == [True]
+
+
+def test_stored_gradients_are_not_rewritten_by_the_optimizer() -> None:
+    m = Calls(lambda x: x)
+    p = nn.Parameter(torch.ones(3))
+    with hook_output(m, grad=True) as h:
+        (m(p) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        p.grad.zero_()
+
+    assert h.stored[0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_create_graph_gradients_can_be_kept_live() -> None:
+    m = nn.Tanh()
+    x = torch.randn(3, requires_grad=True)
+    with hook_output(m, grad=True) as h, hook_output(m, grad=True, detach=False) as live:
+        (g,) = torch.autograd.grad(m(x).pow(2).sum(), x, create_graph=True)
+    g.sum().backward()
+
+    assert not h.stored[0].requires_grad
+    assert live.stored[0].requires_grad
+
+
+def test_gradients_of_a_removed_hook_are_not_recorded() -> None:
+    m = nn.Linear(2, 2)
+    h = hook_output(m, grad=True)
+    y = m(torch.ones(1, 2)).sum()
+    h.remove()
+
+    y.backward()
+
+    assert h.stored is None
+
+
+def test_all_gradients_at_once_for_a_model_in_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten())
+    x = torch.randn(2, 1, 5, 5)
+    with hook_outputs(net, grad=True) as o, hook_inputs(net[1:], grad=True) as i:
+        net(x).pow(2).sum().backward()
+
+    for a, b in zip(o.stored[:-1], i.stored, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_attach_grad_can_replace_gradients() -> None:
+    m = nn.Linear(2, 2)
+    handle = attach_grad(m, lambda m, i, g: g * 0, edit=True)
+    m(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+
+    assert not m.weight.grad.any()
+    assert not m._forward_hooks
+    assert not m._forward_pre_hooks
+
+
+# -- PyTorch's full backward hook -------------------------------------------------------------
+
+
+def test_is_forward_false_gives_the_gradients_of_inputs_and_outputs() -> None:
+    m = nn.Linear(3, 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    with Hook(m, lambda m, gi, go: (gi, go), is_forward=False) as h:
+        m(x).pow(2).sum().backward()
+
+    (grad_in,), (grad_out,) = h.stored
+    torch.testing.assert_close(grad_out, 2 * m(x).detach())
+    torch.testing.assert_close(grad_in, x.grad)
+    assert m._is_full_backward_hook is None
+
+
+def test_a_backward_edit_replaces_the_gradient_of_the_input() -> None:
+    m = nn.Linear(3, 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    with Hook(m, lambda m, gi, go: (gi[0] * 0,), is_forward=False, edit=True):
+        m(x).sum().backward()
+
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("f", [lambda x: {"a": x * 2}, lambda x: (x, (x * 2,)), lambda x: x.max(1)])
+def test_a_backward_hook_on_a_structure_is_refused_by_name(f: Any) -> None:
+    m = Calls(f)
+
+    with (
+        pytest.raises(HookError, match=r"on Calls would stay silent .* hook_output\(module, grad"),
+        Hook(m, None, is_forward=False),
+    ):
+        m(torch.randn(2, 2, requires_grad=True))
+
+
+def test_a_backward_hook_before_an_in_place_layer_gets_a_hint() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+
+    with (
+        pytest.raises(RuntimeError, match="modified inplace") as e,
+        Hook(net[0], None, is_forward=False),
+    ):
+        net(torch.randn(2, 3))
+
+    assert "(Linear(in_features=3, out_features=3, bias=True)) was changed" in e.value.__notes__[0]
+    assert "hook_output(module, grad=True)" in e.value.__notes__[0]
