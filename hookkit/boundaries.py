@@ -107,8 +107,9 @@ class Boundaries:
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.root_ran:
-            for child in self.root.children():
-                for module in wrappers(child):
+            inside = [m for child in self.root.children() for m in wrappers(child)]
+            for module in inside:
+                if not isinstance(module, torch.jit.ScriptModule):  # runs no Python hooks
                     hook = _Tell(self._before_head)
                     handle = module.register_forward_pre_hook(hook, prepend=True)
                     self._heads.append(handle.remove)
