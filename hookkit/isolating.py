@@ -12,12 +12,14 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hookkit.nested import Inputs, leaves, tmap
 
 try:  # private in torch 2.11-2.13; without it every summary is a real run
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
@@ -120,6 +122,30 @@ def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
                     memo[id(t)] = _faked(t, mode)
         with FakeCopyMode(mode), _copyable(model):
             return copy.deepcopy(model, memo)
+
+
+def fake_inputs(given: Inputs, mode: Any) -> Inputs:
+    """A deep copy of `given` with fake tensors, so that a cache which the forward fills is ours."""
+
+    def fake(t: Tensor) -> Any:
+        return mode.from_tensor(t.detach().requires_grad_(t.requires_grad) if t.grad_fn else t)
+
+    with FakeCopyMode(mode):
+        return _copied(given, fake)
+
+
+def real_inputs(given: Inputs) -> Inputs:
+    """A deep copy of `given`, tensors cloned and cut from their graph."""
+    return _copied(given, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+
+
+def _copied(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
+    made = {id(t): one(t) for t in leaves(given)}
+    try:
+        copied: Inputs = copy.deepcopy(given, dict(made))
+    except Exception:  # an open file, a generator: it goes in as it is
+        copied = tmap(lambda t: made[id(t)], given)
+    return copied
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit import isolating
+from hookkit import expelling, isolating
 from hookkit.flops import macs_of
-from hookkit.nested import Inputs, describe, leaves, tmap
+from hookkit.nested import Inputs, describe, leaves
 from hookkit.walking import can_run, unwrap, walk
 
 # Private: the number that the next autograd node will get; without it all saved is detached.
@@ -62,6 +62,7 @@ class Trace:
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()  # trainable parameters that the output does not depend on
     left_out: int = 0
+    made: list[weakref.ref[Tensor]] = field(default_factory=list)  # by a run on fake tensors
     error: BaseException | None = None
     failed: tuple[str, ...] = ()
     failed_inputs: str = ""
@@ -114,7 +115,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.free:
-            return func(*args, **kwargs)
+            return self._watched(func(*args, **kwargs))
         if torch.is_inference_mode_enabled() and hasattr(
             func, "decompose"
         ):  # composite operations arrive whole here
@@ -124,6 +125,12 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts
         out = func(*args, **kwargs)
         self.tracer.book(func, args, kwargs, out, self.free)
+        return self._watched(out)
+
+    def _watched(self, out: Any) -> Any:
+        if self.tracer.trace.how == "fake":
+            found = out if isinstance(out, tuple | list) else (out,)
+            self.tracer.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
         return out
 
 
@@ -271,11 +278,17 @@ def _fake(
         return None
     try:
         stand_in = isolating.fake_copy(model, mode)
-        given = tmap(mode.from_tensor, Inputs(args, kwargs))
+        given = isolating.fake_inputs(Inputs(args, kwargs), mode)
         _set_mode(stand_in, training)
     except Exception:  # whatever refuses to be copied without values is run for real
         return None
-    return _run(stand_in, given, "fake", mode)
+    held = expelling.class_attributes(model)
+    done = _run(stand_in, given, "fake", mode)
+    del given
+    if done.error is not None:
+        done.error = done.error.with_traceback(None)  # its frames hold what the run made
+    expelling.expel(done.made, stand_in, held)
+    return done
 
 
 def _real(
@@ -287,8 +300,8 @@ def _real(
     except Exception:  # it holds a lock, a file, a process group: run it in place
         with isolating.put_back(model):
             _set_mode(model, training)
-            return _run(model, _clones(args, kwargs), "real", None)
-    return _run(stand_in, _clones(args, kwargs), "real", None)
+            return _run(model, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
+    return _run(stand_in, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
 
 
 def _unused(model: nn.Module, out: Any) -> tuple[str, ...]:
@@ -312,14 +325,6 @@ def _unused(model: nn.Module, out: Any) -> tuple[str, ...]:
 def _set_mode(model: nn.Module, training: bool | None) -> None:
     for m in model.modules() if training is not None else ():
         m.training = bool(training)
-
-
-def _clones(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    def clone(t: Tensor) -> Tensor:
-        return t.detach().clone().requires_grad_(t.requires_grad)
-
-    given: Inputs = tmap(clone, Inputs(args, kwargs))
-    return given
 
 
 def _run(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:

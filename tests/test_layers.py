@@ -49,6 +49,7 @@ ROWS = [
         "backward",
         "recording",
         "isolating",
+        "expelling",
         "flops",
         "tracing",
         "dummies",

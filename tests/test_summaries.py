@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -277,6 +278,55 @@ def test_a_model_that_hooks_itself_works() -> None:
 
     assert summary(net, torch.ones(2, 3)).run == "fake"
     assert not hasattr(net, "seen")
+
+
+@lru_cache
+def mask(n: int) -> Tensor:
+    return torch.ones(n, n).triu()
+
+
+@cache
+def rotation(n: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(n).cos(), torch.ones(n).sin()
+
+
+CACHE: dict[str, Tensor] = {}
+
+
+class Leaky(nn.Module):
+    latest: Tensor | None = None
+
+    def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:
+        given.append(x)
+        CACHE["x"] = x + 1
+        Leaky.latest = x * 2
+        return x @ mask(len(x)) + rotation(len(x))[0]
+
+
+def test_no_fake_tensor_stays_in_caches_globals_classes_or_inputs() -> None:
+    given: list[Tensor] = []
+
+    assert summary(Leaky(), torch.ones(3, 3), given).run == "fake"
+
+    assert (given, CACHE, Leaky.latest) == ([], {}, None)
+    assert [type(t) for t in (mask(3), *rotation(3))] == [Tensor] * 3
+
+
+def test_inputs_that_autograd_made_and_caches_of_any_class_are_copied() -> None:
+    class Store:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor, store: Store) -> Tensor:
+            store.seen.append(x)
+            return x * 2
+
+    store = Store()
+    x = torch.ones(2, requires_grad=True) * 3
+
+    assert summary(Keeps(), x, store).run == "fake"
+    assert store.seen == []
 
 
 def test_layers_built_on_the_first_call_are_rows_with_calls() -> None:
