@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from hookkit.capturing import is_transformed, lazy_clone
@@ -37,6 +38,8 @@ def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = Non
         What the forward has to hand on: `output` itself, or, where a leaf needed a tap, the same
         structure with that leaf replaced.
     """
+    if not torch.is_grad_enabled():
+        return output  # a tap made here would have no gradient to be hooked for
     found = leaves(output)
     numbers = iter(range(len(found)))
     # One output may go into another inside the module (an LSTMCell's c into its h).
@@ -138,7 +141,7 @@ class _BeforeInputs(Dispatcher):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         state, inputs = self.target, Inputs(args, kwargs)
         receive = None if state is None else state.begin(module, inputs)
-        if receive is None:
+        if receive is None or not torch.is_grad_enabled():
             return None
         memo: dict[int, Tensor] = {}
         numbers = iter(range(len(leaves(inputs))))

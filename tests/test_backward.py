@@ -174,3 +174,14 @@ def test_neither_graph_nor_module_keeps_the_hooks_alive() -> None:
 
     assert weak() is None
     y.backward()
+
+
+def test_passing_a_parameter_through_without_gradients_needs_no_tap() -> None:
+    net = nn.Identity()
+    hooks = BackwardHooks({"": net}, both)
+
+    with torch.no_grad():
+        y = net(nn.Parameter(torch.ones(1)))
+
+    assert y.item() == 1
+    assert hooks.stored == [None]
