@@ -147,8 +147,9 @@ _CSS = (
     "font:14px/1.45 system-ui,sans-serif;color:inherit;max-width:60em}"
     ".hk-dx p{margin:.3em 0}.hk-dx details{border:1px solid var(--l);border-left-width:4px;"
     "border-radius:4px;margin:.4em 0;padding:.35em .7em}"
-    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;grid-template-columns:minmax(6em,max-content) 1fr;"
-    "gap:.15em .8em;margin:.5em 0 .2em}.hk-dx dt{color:var(--m)}.hk-dx dd{margin:0}"
+    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;"
+    "grid-template-columns:minmax(6em,max-content) 1fr;gap:.15em .8em;margin:.5em 0 .2em}"
+    ".hk-dx dt{color:var(--m)}.hk-dx dd{margin:0}"
     ".hk-dx b{font-variant:small-caps}"
     + "".join(f".hk-{s}{{border-left-color:var(--{s})!important}}" for s in SEVERITIES)
     + "".join(f".hk-{s} b{{color:var(--{s})}}" for s in SEVERITIES)

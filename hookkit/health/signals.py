@@ -81,7 +81,7 @@ def dead(run: Run) -> Iterator[Finding]:
     record = read.activations(run)
     relus = read.rows(record, read.RELU_LIKE)
     if not relus:
-        raise read.Missing("no ReLU among the recorded layers: include_paramless=True")
+        raise read.Missing("no ReLU recorded: needs include_paramless=True")
     window = read.last_half(record)
     if "dead" in record.values:
         share = _floor(record.values["dead"][relus][:, window])
@@ -137,7 +137,7 @@ def saturated(run: Run) -> Iterator[Finding]:
     last = len(record.names) - 1
     which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
     if not which:
-        raise read.Missing("no tanh or sigmoid among the recorded layers: include_paramless=True")
+        raise read.Missing("no tanh or sigmoid recorded: needs include_paramless=True")
     window = read.last_half(record)
     share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
@@ -169,13 +169,12 @@ def _saturation(record: Record, row: int) -> Floats:
 
 
 def bad_init(run: Run) -> Iterator[Finding]:
-    """Activations that shrink or grow from layer to layer in the first steps."""
+    """Activations that shrink or grow from layer to layer in the first batch."""
     record = read.activations(run)
     which = read.rows(record, read.PRE_ACTIVATION)
     if len(which) < 4:
         return
-    early = record.steps < record.steps[0] + 10
-    std = np.sqrt(read.median(read.table(record, "std")[which][:, early] ** 2, axis=1))
+    std = read.table(record, "std")[which][:, 0]  # later ones show the steps, not the weights
     body = np.arange(len(which) - 1)  # the head's scale is its own affair
     std = std[:-1]
     if not (std > 0).all():
@@ -189,7 +188,7 @@ def bad_init(run: Run) -> Iterator[Finding]:
             "bad_init",
             "info" if read.improved(run) is not False else "sick" if ratio > 1e6 else "warn",
             read.names(record, [which[i] for i in body]),
-            read.span(record, slice(0, max(int(early.sum()), 1))),
+            read.span(record, slice(0, 1)),
             f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
             f"over {len(which)} layers before training",
             f"over 10 × the number of layers ({line:.0f}), along the depth",
@@ -200,19 +199,20 @@ def bad_init(run: Run) -> Iterator[Finding]:
 
 
 def input_scale(run: Run) -> Iterator[Finding]:
-    """A first layer whose output is huge before training: inputs that nobody standardised."""
+    """A first layer, with no norm behind it, whose output is huge: inputs nobody standardised."""
     record = read.activations(run)
     which = read.rows(record, read.PRE_ACTIVATION)
     if not which:
         return
-    row, early = which[0], record.steps < record.steps[0] + 10
-    rms = float(read.median(read.table(record, "rms")[row, early]))
+    row = which[0]
+    normed = "Norm" in "".join(record.types[row : row + 2])
+    rms = float(read.table(record, "rms")[row, 0])
     if rms > 20:
         yield Finding(
             "input_scale",
-            "warn" if read.improved(run) is False else "info",
+            "info" if normed else "warn",
             (record.names[row],),
-            read.span(record, slice(0, max(int(early.sum()), 1))),
+            read.span(record, slice(0, 1)),
             f"the first layer's output has RMS {rms:.3g} before training",
             "above 20, where standardised inputs give about 1",
             "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
