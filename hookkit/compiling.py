@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookkit.walking import unwrap
+
 _FRAMES = "torch._dynamo.eval_frame"
 
 
@@ -86,7 +88,7 @@ def compiled_around(module: nn.Module) -> nn.Module | None:
         return None
     for compiled in _compiled_modules():
         if any(m is module for m in compiled.modules()):
-            return compiled
+            return unwrap(compiled)
     return None
 
 

@@ -255,9 +255,9 @@ def _packed(x: PackedSequence, data: Tensor) -> PackedSequence:
 
 def _mapping(x: Mapping[Any, Any], new: list[Any]) -> Any:
     """A copy of mapping `x` with new values; those that are attributes too (ModelOutput) follow."""
-    made: Any = copy.copy(x)
-    if not hasattr(made, "__setitem__"):
+    if not hasattr(x, "__setitem__"):
         return type(x)(dict(zip(x, new, strict=True)))  # type: ignore[call-arg]
+    made: Any = copy.copy(x)
     for key, value in zip(list(x), new, strict=True):
         old = x[key]
         made[key] = value

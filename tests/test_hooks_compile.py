@@ -1,0 +1,150 @@
+"""Hooks on compiled models: right in a block, right if there before the first call, or told."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from hookkit.errors import CompiledWarning, HookError
+from hookkit.hooks import Hook, attach, attach_grad, hook_output, hook_outputs
+from hookkit.selecting import select
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+class Net(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for m in self:
+            x = m(x)
+        return x
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    return Net(nn.Linear(5, 10), nn.ReLU(inplace=True), nn.Linear(10, 3))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_block_entered_on_a_compiled_model_captures_and_recompiles_nothing(
+    in_place: bool, net: nn.Sequential, x: Tensor
+) -> None:
+    counter = CompileCounter()
+    if in_place:
+        net.compile(backend=counter)
+        compiled = net
+    else:
+        compiled = torch.compile(net, backend=counter)
+    want = compiled(x)
+
+    with hook_outputs(select(compiled, "*")) as h, hook_outputs(net, grad=True) as g:
+        got = compiled(x)
+        got.sum().backward()
+    compiled(x)
+
+    torch.testing.assert_close(got, want)
+    assert h.names == ("0", "1", "2")
+    torch.testing.assert_close(h[0].stored, net[0](x).detach())
+    assert g.stored[2][0].shape == (4, 3)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_training_step_is_captured_in_a_block(net: nn.Sequential, x: Tensor) -> None:
+    step = torch.compile(lambda x: net(x).pow(2).sum(), backend="eager")
+    step(x)
+
+    with hook_output(net[2]) as h:
+        step(x)
+
+    torch.testing.assert_close(h.stored, net(x).detach())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_hooks_there_before_the_first_call_work_in_a_full_graph(
+    backend: str, net: nn.Sequential, x: Tensor
+) -> None:
+    h = hook_outputs(net)
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+
+    for i in range(3):
+        compiled(x + i)
+
+    torch.testing.assert_close(h[0].stored, net[0](x + 2).detach())
+    torch.testing.assert_close(h[1].stored, net[0](x + 2).relu().detach())
+    with pytest.raises(HookError, match=r"\.n_calls of '0' \(Linear\) is not known, since it ran"):
+        _ = h[0].n_calls
+    h.remove()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at a non-leaf
+def test_a_function_and_a_structure_work_in_a_full_graph(x: Tensor) -> None:
+    lstm = nn.Linear(5, 5)
+
+    class Dict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = lstm
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"y": self.fc(x), "x": x}
+
+    model = Dict()
+    h = hook_output(model)
+    f = Hook(model.fc, lambda m, i, o: o.mean())
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+
+    torch.testing.assert_close(h.stored["y"], model.fc(x).detach())
+    torch.testing.assert_close(f.stored, model.fc(x).mean().detach())
+    h.remove()
+    f.remove()
+
+
+def test_attached_buffers_are_written_in_a_full_graph(net: nn.Sequential, x: Tensor) -> None:
+    out, gradient = torch.zeros(4, 10), torch.zeros(4, 10)
+    attach(net[0], lambda m, a, k, o: out.copy_(o.detach()))
+    attach_grad(net[0], lambda m, i, g: gradient.copy_(g))
+    counter = CompileCounter()
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+
+    for _ in range(3):
+        compiled(x).sum().backward()
+
+    a = net[0](x).detach()
+    torch.testing.assert_close(out, a)
+    torch.testing.assert_close(gradient, net[2].weight.sum(0) * (a > 0))
+    assert counter.frame_count == 1
+
+
+def test_a_hook_left_on_after_compilation_is_told_by_name(net: nn.Sequential, x: Tensor) -> None:
+    compiled = torch.compile(net, backend="eager")
+    compiled(x)
+    h = hook_outputs(net)
+    compiled(x)
+
+    with pytest.warns(
+        CompiledWarning, match=r"'1' \(ReLU\) has seen no call,.*compiled Net: torch"
+    ):
+        assert h[1].stored is None
+    h.remove()
+
+
+def test_exporting_leaves_no_trace_in_a_hook(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_outputs(net)
+    torch.export.export(net, (x,))
+
+    assert h.stored == [None, None, None]
+    h.remove()

@@ -1,0 +1,159 @@
+"""Walking, mapping, naming and describing every structure a module gives or takes."""
+
+import collections
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
+
+A, B = torch.arange(6.0).view(2, 3), torch.ones(4)
+Pair = collections.namedtuple("Pair", ["h", "c"])
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    n: int = 3
+    made: Tensor = field(init=False, default=B)
+
+    def __post_init__(self) -> None:
+        assert self.x.ndim
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: Tensor
+
+
+class Output(collections.OrderedDict):  # type: ignore[type-arg]
+    """As Hugging Face's ModelOutput: keys are attributes too."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(kwargs)
+        self.__dict__.update(kwargs)
+
+
+class MyList(list):  # type: ignore[type-arg]
+    pass
+
+
+class MyTuple(tuple):
+    __slots__ = ()
+
+
+STRUCTURES: dict[str, tuple[Any, list[str], str]] = {
+    "tensor": (A, [""], "2×3"),
+    "scalar": (torch.tensor(1.0), [""], "scalar"),
+    "tuple": ((A, (B, None)), ["[0]", "[1][0]"], "(2×3, (4, None))"),
+    "one": ((A,), ["[0]"], "(2×3,)"),
+    "list": ([A, 3], ["[0]"], "[2×3, 3]"),
+    "dict": ({"a": A, 7: [B]}, ["['a']", "[7][0]"], "{'a': 2×3, 7: [4]}"),
+    "namedtuple": (Pair(A, (B,)), [".h", ".c[0]"], "Pair(h=2×3, c=(4,))"),
+    "return_types": (A.max(1), [".values", ".indices"], "max(values=2, indices=2)"),
+    "dataclass": (Frozen(A), [".x", ".made"], "Frozen(x=2×3, n=3, made=4)"),
+    "slots": (Slotted(A), [".x"], "Slotted(x=2×3)"),
+    "ordered": (collections.OrderedDict(a=A), ["['a']"], "OrderedDict(a=2×3)"),
+    "default": (collections.defaultdict(list, a=[A]), ["['a'][0]"], "defaultdict(a=[2×3])"),
+    "proxy": (MappingProxyType({"a": A}), ["['a']"], "mappingproxy(a=2×3)"),
+    "model output": (Output(y=A, z=(B,)), ["['y']", "['z'][0]"], "Output(y=2×3, z=(4,))"),
+    "list subclass": (MyList([A]), ["[0]"], "MyList(2×3)"),
+    "tuple subclass": (MyTuple([A]), ["[0]"], "MyTuple(2×3)"),
+    "inputs": (Inputs((A,), {"mask": B}), ["[0]", "['mask']"], "(2×3, mask=4)"),
+    "none": (None, [], "None"),
+    "text": ("text", [], "'text'"),
+    "empty": ({"a": (), "b": []}, [], "{'a': (), 'b': []}"),
+    "object": (object(), [], "object"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_walked_mapped_and_described(name: str) -> None:
+    x, paths, text = STRUCTURES[name]
+
+    twice = tmap(lambda t: t * 2, x)
+
+    assert [p for p, _ in named_leaves(x)] == paths
+    assert describe(x) == text
+    assert type(twice) is type(x)
+    assert [p for p, _ in named_leaves(twice)] == paths
+    for path, t in named_leaves(x):
+        assert pick(x, path) is t
+        assert torch.equal(pick(twice, path), t * 2)
+        assert pick(put(x, path, None), path) is None
+    assert all(a is b for a, (_, b) in zip(leaves(x), named_leaves(x), strict=True))
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_what_is_left_alone_is_the_very_same_object(name: str) -> None:
+    x = STRUCTURES[name][0]
+
+    assert tmap(lambda t: t, x) is x
+
+
+def test_attributes_of_a_model_output_follow_its_keys() -> None:
+    out = tmap(lambda t: t + 1, Output(y=A))
+
+    assert out.y is out["y"]
+
+
+def test_a_packed_sequence_is_its_data_and_stays_one() -> None:
+    x = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+
+    y = tmap(lambda t: t * 2, x)
+
+    assert isinstance(y, PackedSequence)
+    assert leaves(x) == [x.data]
+    assert describe(x) == "PackedSequence(data=5)"
+    assert pad_packed_sequence(y)[0].sum() == 10
+    with pytest.raises(TypeError, match="a PackedSequence holds a tensor, not NoneType"):
+        tmap(lambda t: None, x)
+
+
+def test_hugging_face_outputs_keep_their_type() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    x = outputs.BaseModelOutput(last_hidden_state=A, hidden_states=(A, B))
+
+    y = tmap(lambda t: t + 1, x)
+
+    assert type(y) is type(x)
+    assert y.last_hidden_state is y["last_hidden_state"] is y[0]
+    assert [p for p, _ in named_leaves(x)][1:] == [".hidden_states[0]", ".hidden_states[1]"]
+
+
+def test_inputs_are_read_by_position_and_by_name() -> None:
+    x = Inputs((A, 3), {"mask": B})
+
+    assert x[0] is A
+    assert x[-1] == 3
+    assert x["mask"] is B
+    assert x.kwargs == {"mask": B}
+    assert len(x) == 2
+    with pytest.raises(KeyError):
+        x["other"]
+
+
+def test_paths_may_be_written_another_way() -> None:
+    assert put(Pair(A, B), "[1]", 3) == Pair(A, 3)
+    assert pick(Pair(A, B), "[-1]") is B
+    assert put((1, 2), "[-1]", 3) == (1, 3)
+    assert put(Output(y=A), "['y']", 3).y == 3
+
+
+@pytest.mark.parametrize("path", ["0", "a.b", "[x]", "[0", "..a"])
+def test_a_path_that_cannot_be_read_is_told(path: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the path"):
+        pick((A,), path)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_described() -> None:
+    t = torch.nested.nested_tensor([A, A[:1]])
+
+    assert describe(t) == "nested 2×…"

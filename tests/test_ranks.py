@@ -1,0 +1,113 @@
+"""Two gloo processes on the CPU; and alone, where every function is the identity."""
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from hookkit import ranks
+from hookkit.errors import HookError, OptionError
+from hookkit.hooks import hook_output, hook_outputs
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+def test_alone_everything_is_the_identity() -> None:
+    x = {"a": torch.ones(2, 3)}
+
+    assert ranks.gather(x) is x
+    assert ranks.gather_object(3) == [3]
+    assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
+    assert ranks.stacked(torch.ones(2)).shape == (1, 2)
+    assert torch.equal(ranks.all_reduce(x["a"], "max"), x["a"])
+    ranks.barrier()
+
+
+def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
+    m = nn.Linear(2, 3)
+    with hook_output(m, gather=True) as h, hook_output(m, grad=True, gather=True) as g:
+        y = m(torch.ones(4, 2))
+        y.sum().backward()
+
+    assert torch.equal(h.stored, y)
+    assert torch.equal(g.stored[0], torch.ones(4, 3))
+
+
+def test_an_unknown_reduction_is_told() -> None:
+    with pytest.raises(OptionError, match=r'op="mean" is unknown\. Use one of sum, min, max'):
+        ranks.all_reduce(torch.ones(1), "mean")
+
+
+def gathers_structures(r: int) -> None:
+    mine = Pair(torch.full((r + 1, 2), float(r)), [torch.tensor(r), None, "text"])
+    both = ranks.gather(mine)
+
+    assert type(both) is Pair
+    assert both.a.tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert both.b[0].tolist() == [0, 1]
+    assert both.b[1:] == [None, "text"]
+    for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64, torch.complex64):
+        t = ranks.gather(torch.ones(2 - r, 1, 3).to(dtype))
+        assert (t.dtype, tuple(t.shape)) == (dtype, (3, 1, 3))
+        assert bool((t == 1).all())
+    assert ranks.gather(torch.ones(0 if r else 2, 3)).shape == (2, 3)
+
+
+def gathers_what_hooks_stored(r: int) -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    whole = torch.randn(5, 2)
+    part = whole[:3] if r == 0 else whole[3:]
+    with hook_outputs(m, gather=True) as h, hook_outputs(m, grad=True, gather=True) as g:
+        m(part).pow(2).sum().backward()
+
+    stored = h.stored
+    torch.testing.assert_close(stored[1], m(whole).detach())
+    torch.testing.assert_close(g.stored[1][0], 2 * m(whole).detach())
+    assert h.stored[0] is stored[0]  # read again without a collective
+
+
+def refuses_what_does_not_fit(r: int) -> None:
+    with pytest.raises(HookError, match=r"different structures \(rank 0: 2×3; rank 1: 2×4\)"):
+        ranks.gather(torch.ones(2, 3 + r))
+    with pytest.raises(HookError, match="rank 0: 2×3; rank 1: None"):
+        ranks.gather(None if r else torch.ones(2, 3))
+
+
+def reduces(r: int) -> None:
+    t = torch.tensor([1.0, 2.0], dtype=torch.float64) * (r + 1)
+
+    assert ranks.all_reduce(t).tolist() == [3, 6]
+    assert ranks.all_reduce(t, "min").tolist() == [1, 2]
+    assert ranks.all_reduce(t, "max").tolist() == [2, 4]
+    assert t.tolist() == [r + 1, 2 * (r + 1)]
+    assert ranks.stacked(t).tolist() == [[1, 2], [2, 4]]
+    assert ranks.gather_object({"rank": r}) == [{"rank": 0}, {"rank": 1}]
+    assert (ranks.rank(), ranks.world_size()) == (r, 2)
+    ranks.barrier()
+
+
+CHECKS = (gathers_structures, gathers_what_hooks_stored, refuses_what_does_not_fit, reduces)
+
+
+def work(r: int, where: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=r, world_size=2)
+    try:
+        for check in CHECKS:
+            check(r)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+def test_two_ranks_with_unequal_batches_get_the_whole(tmp_path: Path) -> None:
+    context: Any = mp.spawn(work, args=(str(tmp_path / "meet"),), nprocs=2, join=False)
+
+    while not context.join(timeout=60):
+        pass
