@@ -92,7 +92,10 @@ class FlightRecorder(HookCallback):
     # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
-        return super()._select(model) or {"": unwrap(model)}
+        found = super()._select(model) or {"": unwrap(model)}
+        if self.modules is not None:
+            return found
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _register(self, names: list[str], modules: Any) -> None:
         self._clear()
@@ -102,8 +105,9 @@ class FlightRecorder(HookCallback):
         try:
             for row, module in enumerate(modules.values()):
                 self._handles.append(attach(module, norm_hook(tape, row)))
-            inputs = input_hook(tape, len(names) + 1)
-            self._handles.append(attach(unwrap(self.learn.model), inputs, pre=True))
+            root = unwrap(self.learn.model)
+            if not isinstance(root, torch.jit.ScriptModule):
+                self._handles.append(attach(root, input_hook(tape, len(names) + 1), pre=True))
         except BaseException:
             self._remove()
             raise
@@ -255,7 +259,8 @@ class FlightRecorder(HookCallback):
         ]
         if layers := [row for row in bad if row < n]:
             return self._of_layers(at, layers, n + 1 in bad)
-        if grads := [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]:
+        grads = [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]
+        if grads and n not in bad:
             return self._of_gradients(at, grads)
         return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
 

@@ -90,7 +90,11 @@ class StatsCallback(HookCallback):
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
-        return found or leaf_modules(model) or {"": model}
+        if self.modules is not None:
+            return found
+        found = found or leaf_modules(model) or {"": model}
+        # what runs no Python hooks is passed over, unless it was asked for by name
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _remove(self) -> None:
         super()._remove()

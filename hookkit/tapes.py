@@ -53,10 +53,11 @@ class NormTape:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         cell, first = self.cells[self.at][row], self.sizes[self.at, row] == 0
-        if first and x.device == self.device:
-            torch.linalg.vector_norm(x, dtype=torch.float32, out=cell)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if first and x.device == self.device and dtype is cell.dtype:
+            torch.linalg.vector_norm(x, dtype=dtype, out=cell)
         else:
-            norm = torch.linalg.vector_norm(x, dtype=torch.float32).to(self.device)
+            norm = torch.linalg.vector_norm(x, dtype=dtype).to(cell)
             cell.copy_(norm if first else torch.hypot(cell, norm))
         if first:
             self.order[self.at, row], self.seen = self.seen, self.seen + 1

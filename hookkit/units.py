@@ -94,18 +94,17 @@ class Units:
         if x.numel() == 0 or x.ndim == 0:
             return
         dim = channel_dim(kind, x.ndim)
-        rest = [d for d in range(x.ndim) if d != dim]
         if x.dtype is not torch.float32:
             x = x.float()
-        size = x.abs()
-        here = self._place(row, x.shape[dim])
-        torch.maximum(here[0], x.amax(rest) if rest else x, out=here[0])
-        here[1] += size.sum(rest) if rest else size
-        here[2] += x.numel() // x.shape[dim]
+        size, n = x.abs(), x.shape[dim]
+        here = self._place(row, n)
+        torch.maximum(here[0], _reduced(x, dim, torch.amax), out=here[0])
+        here[1] += _reduced(size, dim, torch.sum)
+        here[2] += x.numel() // n
         if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
             self.saturable.add(row)
             full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
-            here[3] += full.sum(rest) if rest else full
+            here[3] += _reduced(full, dim, torch.sum)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -183,6 +182,14 @@ class Units:
 
 
 _NOBODY = 1 << 40
+
+
+def _reduced(x: Tensor, dim: int, by: Any) -> Tensor:
+    """`x` reduced to its dimension `dim`; the batch first: that is vectorized over the rest."""
+    if dim and x.ndim > 2:
+        x, dim = by(x, 0), dim - 1
+    rest = [d for d in range(x.ndim) if d != dim]
+    return by(x, rest) if rest else x
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:

@@ -116,6 +116,8 @@ class ParamStats(Callback):
         if self._n_taken % (self.every or 1):
             return
         parameters = list(named_parameters(self.learn.model))
+        if not parameters:
+            return
         now = {name: local_values(p) for name, _, p in parameters}
         if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
             n: (t.shape, t.device, t.dtype) for n, t in self._before.items()

@@ -1,0 +1,138 @@
+"""Records leave hookkit without loss: frames, CSV, npz, TensorBoard, two runs compared."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hookkit.errors import ArgumentError, MissingExtraError, OptionError
+from hookkit.exports import compare, load, log_to, save, to_csv, to_df
+from hookkit.histograms import log_bins
+from hookkit.records import Record, Run
+
+
+def record(scale: float = 1.0, n: int = 3, kind: str = "activation") -> Record:
+    bins = log_bins(-2, 2, 1)
+    hist = np.zeros((2, bins.n, n), np.int64)
+    hist[:, 3:6] = 4
+    hist[1, -1] = 1
+    statistics = ("mean", "std", "rms", "min", "max")
+    rng = np.random.default_rng(0)
+    values = {s: rng.random((2, n)) * scale for s in statistics}
+    values["mean"][1, 0] = math.nan
+    steps = np.arange(n) * 10
+    places = steps, steps * 0, steps, np.ones(n, np.int64)
+    names, types = ("body.conv", "fc"), ("Conv2d", "Linear")
+    return Record(kind, names, types, *places, values, hist, bins.edges, {"eps": 0.05})
+
+
+def test_a_frame_is_tidy() -> None:
+    pytest.importorskip("pandas")
+
+    frame = to_df(Run(record(), params=record(kind="param")))
+
+    assert list(frame.columns) == ["step", "epoch", "layer", "kind", "statistic", "value"]
+    assert len(frame) == 2 * 5 * 2 * 3
+    one = frame.query("layer == 'fc' and statistic == 'std' and step == 20 and kind == 'param'")
+    assert one["value"].item() == record().value("std", "fc")[2]
+
+
+def test_pandas_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+
+    with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
+        to_df(record())
+
+
+def test_csv_has_every_value_in_full(tmp_path: Path) -> None:
+    with to_csv(record(), tmp_path / "run.csv").open() as file:
+        rows = list(csv.DictReader(file))
+
+    assert len(rows) == 30
+    assert float(rows[1]["value"]) == record().value("mean", 0)[1]
+    assert [r["value"] for r in rows].count("") == 1
+
+
+def test_npz_gives_everything_back(tmp_path: Path) -> None:
+    run = Run(record(), gradients=record(2.0, kind="gradient"))
+
+    again = load(save(run, tmp_path / "run.npz"))
+
+    for old, new in zip(run.records, again, strict=True):
+        assert (old.kind, old.names, old.types, old.meta) == (
+            new.kind,
+            new.names,
+            new.types,
+            new.meta,
+        )
+        for name in ("steps", "epochs", "iters", "spans", "hist", "edges"):
+            np.testing.assert_array_equal(getattr(old, name), getattr(new, name))
+        for name, table in old.values.items():
+            np.testing.assert_array_equal(table, new.values[name])
+
+
+def test_another_file_is_not_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", x=np.ones(2))
+
+    with pytest.raises(OptionError, match="did not write it"):
+        load(tmp_path / "other.npz")
+
+
+def test_runs_are_compared_by_layer() -> None:
+    rows = compare(record(), record(3.0), "std")
+
+    assert {row["layer"] for row in rows} == {"body.conv", "fc"}
+    assert all(row["ratio"] == pytest.approx(3) for row in rows)
+
+
+def test_runs_without_a_common_layer_are_not_compared() -> None:
+    with pytest.raises(OptionError, match='"dead" of two runs'):
+        compare(record(), record(), "dead")
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[Any] = []
+        self.histograms: list[dict[str, Any]] = []
+
+    def add_scalar(self, *args: Any) -> None:
+        self.scalars.append(args)
+
+    def add_histogram_raw(self, tag: str, **values: Any) -> None:
+        self.histograms.append({"tag": tag, **values})
+
+
+def test_a_writer_gets_scalars_and_the_recorded_bins() -> None:
+    writer = Writer()
+
+    log_to(writer, record())
+
+    tag, value, step = writer.scalars[0]
+    assert (tag, step) == ("activation/mean/body/conv", 0)
+    assert value == record().value("mean", 0)[0]
+    assert len(writer.scalars) == 3 * 2 * 3 - 1  # mean, std, rms; one is NaN
+    open_ended = writer.histograms[-1]
+    assert open_ended["num"] == sum(open_ended["bucket_counts"]) == 13
+    assert len(open_ended["bucket_limits"]) == len(open_ended["bucket_counts"])
+    assert (np.diff(open_ended["bucket_limits"]) > 0).all()
+    assert np.isfinite(open_ended["bucket_limits"]).all()
+
+
+def test_tensorboard_takes_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        log_to(writer, record())
+
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
+
+
+def test_what_is_no_record_or_writer_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="int was given"):
+        to_csv(3, "nowhere.csv")
+    with pytest.raises(ArgumentError, match="SummaryWriter"):
+        log_to(object(), record())

@@ -1,0 +1,219 @@
+"""The flight recorder names the module that made the first NaN or Inf, in any loop."""
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import NonFiniteError, OptionError
+from hookkit.flight import FlightRecorder
+from hookkit.records import Incident
+from hookkit.testing import synth_learner
+from hookkit.watching import watch
+
+
+class Breaks(nn.Module):
+    """Passes its input on, but makes it NaN at one call."""
+
+    def __init__(self, at: int, value: float = math.nan) -> None:
+        super().__init__()
+        self.at, self.value, self.calls = at, value, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.value if self.calls == self.at + 1 else x
+
+
+class SqrtOfZero(nn.Module):
+    """Finite forward, not finite backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).abs().sqrt() + x
+
+
+def train(model: nn.Module, recorder: FlightRecorder, n: int = 10, **options: Any) -> None:
+    torch.manual_seed(0)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, recorder):
+        for i in range(n):
+            x = torch.randn(4, 8) * (math.inf if i == options.get("bad_input") else 1)
+            model(x).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+
+def broken(middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), middle, nn.Linear(6, 2))
+
+
+def test_the_first_module_is_named_with_its_past() -> None:
+    recorder = FlightRecorder("report")
+
+    train(broken(Breaks(5)), recorder)
+
+    (incident,) = recorder.incidents
+    assert (incident.kind, incident.name, incident.type) == ("activation", "2", "Breaks")
+    assert (incident.step, incident.iter, incident.others) == (5, 5, ("3",))
+    assert incident.steps.tolist() == [0, 1, 2, 3, 4]
+    assert (incident.history["2"] > 0).all()
+    assert set(incident.history) == {"0", "1", "2", "3"}
+
+
+def test_it_raises_before_the_weights_are_spoiled() -> None:
+    model = broken(Breaks(3))
+
+    with pytest.raises(NonFiniteError, match=r"step 3 .*non-finite activation of 2 \(Breaks\)"):
+        train(model, FlightRecorder())
+
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_it_skips_the_step() -> None:
+    model, recorder = broken(Breaks(3, math.inf)), FlightRecorder("skip")
+
+    train(model, recorder)
+
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert [i.step for i in recorder.incidents] == [3]
+
+
+def test_it_skips_in_a_learner_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.breaks = nn.Linear(1, 1), Breaks(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.breaks(self.fc(x))  # type: ignore[no-any-return]
+
+    learn = synth_learner(n_trn=5, model=Model(), cbs=FlightRecorder("skip"))
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert learn.n_steps == 4
+    assert [i.name for i in learn.flight_recorder.incidents] == ["breaks"]
+    assert learn.run_record().incidents == learn.flight_recorder.incidents
+
+
+def test_a_gradient_names_the_module_nearest_to_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), SqrtOfZero(), nn.Linear(6, 6), SqrtOfZero())
+    model.append(nn.Linear(6, 2))
+    recorder = FlightRecorder("report")
+
+    train(model, recorder, n=2)
+
+    first = recorder.incidents[0]
+    assert (first.kind, first.name, first.others) == ("gradient", "2", ("0",))
+
+
+def test_a_bad_input_is_told() -> None:
+    recorder = FlightRecorder("report")
+
+    train(broken(nn.Identity()), recorder, bad_input=2)
+
+    assert "look at the data" in recorder.incidents[0].note
+    assert recorder.incidents[0].step == 2
+
+
+def test_spoiled_weights_are_told() -> None:
+    model, recorder = broken(nn.Identity()), FlightRecorder("report")
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.nan
+
+    train(model, recorder, n=1)
+
+    assert recorder.incidents[0].name == "3"
+    assert "weights were not finite" in recorder.incidents[0].note
+
+
+def test_a_loss_alone_is_told() -> None:
+    learn = synth_learner(n_trn=3, cbs=FlightRecorder("report"))
+    learn.loss_func = lambda pred, y: (pred - y).pow(2).mean() * math.inf
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert learn.flight_recorder.incidents[0].kind == "loss"
+
+
+def test_of_bad_batches_in_a_row_the_first_is_told() -> None:
+    recorder = FlightRecorder("report")
+
+    train(broken(Breaks(2)), recorder, n=8)  # from the third on the weights are NaN
+
+    assert [i.step for i in recorder.incidents] == [2]
+
+
+def test_a_healthy_run_tells_nothing() -> None:
+    recorder = FlightRecorder()
+
+    train(broken(nn.Identity()), recorder, n=100)
+
+    assert recorder.incidents == ()
+
+
+def test_overflow_under_a_scaler_is_no_incident() -> None:
+    model, recorder = broken(nn.Identity()), FlightRecorder("report")
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+
+    with watch(model, opt, recorder):
+        for _ in range(3):
+            scaler.scale(model(torch.randn(4, 8)).pow(2).mean() * 1e10).backward()
+            scaler.step(opt)
+            scaler.update(2.0)
+            opt.zero_grad()
+
+    assert recorder.incidents == ()
+
+
+def test_structures_and_reused_modules_are_watched() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(8, 4), nn.Linear(4, 4)
+            self.breaks = Breaks(3)  # the second call of the second batch
+
+        def forward(self, x: Tensor) -> Tensor:
+            out, _ = self.lstm(x)
+            return self.breaks(self.fc(self.breaks(self.fc(out))))  # type: ignore[no-any-return]
+
+    recorder = FlightRecorder("report")
+
+    train(Odd(), recorder, n=3)
+
+    assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("breaks", 1)
+
+
+def test_a_compiled_model_is_watched() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    recorder = FlightRecorder("report")
+
+    train(torch.compile(model, fullgraph=True, backend="aot_eager"), recorder, bad_input=1)
+
+    assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("0", 1)
+
+
+def test_it_is_picklable_after_a_fit() -> None:
+    recorder = FlightRecorder("report")
+    train(broken(Breaks(1)), recorder)
+
+    again = pickle.loads(pickle.dumps(recorder))
+
+    assert isinstance(again.incidents[0], Incident)
+    assert str(again.incidents[0]) == str(recorder.incidents[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"on_nonfinite": "stop"}, "raise, skip, report"), ({"keep": 1}, "2 batches or more")],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        FlightRecorder(**options)

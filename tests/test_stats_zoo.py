@@ -1,0 +1,29 @@
+"""The recorders on every odd model of the zoo: training goes on as without them, reading works."""
+
+import pytest
+import torch
+from test_recording_zoo import trained
+from zoo import ZOO, Entry
+
+from hookkit.flight import FlightRecorder
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
+def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
+    stats = ActivationStats(with_hist=True, units=True, include_paramless=True)
+    guests = [stats, GradientStats(True, of="both"), ParamStats(), FlightRecorder("report")]
+
+    plain = trained(entry, [])
+    watched = trained(entry, guests)
+
+    assert watched[:2] == plain[:2]
+    for name, value in plain[2].items():
+        torch.testing.assert_close(watched[2][name], value, rtol=0, atol=0, equal_nan=True)
+    for guest in guests[:3]:
+        assert len(guest.record()) == len(guest.record().spans)
+    assert len(stats.stats) == len(stats.record())
+    for i in range(len(stats.names)):
+        stats.layer_stats(i)
+        stats.hist(i)
+        stats.dead_units(i)
