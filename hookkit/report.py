@@ -23,7 +23,7 @@ from hookkit.records import Record, Run
 from hookkit.webpage import GENERATOR, figure, note, page, table, terms
 
 DPI = 130
-"""Of the pictures: sharp on dense screens and on paper, about 60 KB each."""
+"""Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
 
 SHOWN = 100
 """Rows of the table of layers that stand open; the others are folded."""
@@ -197,21 +197,21 @@ def _layers(run: Run) -> Iterator[str]:
 def _pictures_of(record: Record) -> Iterator[str]:
     kind, told = f"{record.kind}s", _told(record)
     yield f"<h3>{kind.capitalize()}</h3>"
+    alike, each = "a line a layer", "a panel a layer"
     drawn: list[tuple[Callable[[Any], Any], str, str]] = [
-        (lambda p: p.plot_stats(record), "Means and standard deviations", "a line a layer"),
-        (lambda p: p.color_dim(record), "How values are spread, step by step", "a panel a layer"),
-        (
-            lambda p: p.plot_density(record),
-            "How values are spread at the last step",
-            "a line a layer",
-        ),
+        (lambda p: p.plot_stats(record), "Means and standard deviations", alike)
     ]
     if record.kind == "activation":
-        drawn.append(
-            (lambda p: p.plot_dead(record), "Dead units, or values near zero", "a line a layer")
-        )
+        drawn += [(lambda p: p.plot_dead(record), "Dead units, or values near zero", alike)]
+    if record.hist is not None:
+        drawn += [
+            (lambda p: p.color_dim(record), "How values are spread, step by step", each),
+            (lambda p: p.plot_density(record), "How values are spread at the last step", alike),
+        ]
     for draw, what, how in drawn:
         yield _picture(draw, f"{what} of {kind}, {how}. {told}.", f"{what} of {kind}, {how}.")
+    if record.hist is None:
+        yield note(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
 
 
 def _layer_table(run: Run) -> Iterator[str]:

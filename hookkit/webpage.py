@@ -1,7 +1,8 @@
 """The frame of a page that stands alone: style sheet, sections, tables, pictures inside the file.
 
 No network, no script: a content security policy in the page forbids both. Light and dark follow the
-reader's system; printing is always light.
+reader's system, but pictures stay on white, dimmed: inverted colour maps would say something else.
+Printing is always light.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CSS = """
 --sick:#b3261e;--warn:#8a5a00;--info:#0b57a4;--well:#1b6e3c}
 @media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#a3adba;--line:#3b424c;
 --paper:#16191d;--card:#1f2329;--sick:#ff8a80;--warn:#ffca6b;--info:#8ab8ff;--well:#7fd6a0}
-figure img{filter:invert(.9) hue-rotate(180deg)}}
+figure img{filter:brightness(.88)}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:68rem;padding:1rem 1.2rem 4rem;
 background:var(--paper);color:var(--ink);

@@ -126,11 +126,11 @@ def run(layers: list[tuple[str, str]] | None = None, n: int = 300, **options: An
     epoch = options.get("epoch", 100)
     losses = 0.1 + 2.2 * np.exp(-np.arange(n) / (n / 4 + 1)) * np.exp(0.1 * rng.normal(size=n))
     epochs = -(-n // epoch)
+    ends = [min(n, (e + 1) * epoch) - 1 for e in range(epochs)]
     valid = [
-        {"epoch": e, "train_loss": float(losses[min(n - 1, e * epoch)]), "accuracy": 0.5 + 0.4 * e / epochs,
-         "valid_loss": float(losses[min(n, (e + 1) * epoch) - 1]) + 0.05}
-        for e in range(epochs)
-    ]  # fmt: skip
+        {"epoch": e, "train_loss": losses[end], "valid_loss": losses[end] + 0.05, "accuracy": 0.9}
+        for e, end in enumerate(ends)
+    ]
     return Run(
         record(layers, n, **options),
         record(layers, n, "gradient", seed=3, **options),

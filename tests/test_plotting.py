@@ -1,0 +1,310 @@
+"""Every picture, for every kind of record: small, huge, empty, broken, without histograms."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+
+from hookkit import plotdata
+from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.records import Record, Run
+
+mpl = pytest.importorskip("matplotlib")
+plt = pytest.importorskip("matplotlib.pyplot")
+plotting = pytest.importorskip("hookkit.plotting")
+Figure = pytest.importorskip("matplotlib.figure").Figure
+
+PICTURES: dict[str, Callable[..., Any]] = {
+    "plot_run": plotting.plot_run,
+    "color_dim": plotting.color_dim,
+    "color_dim one layer": lambda r, **k: plotting.color_dim(r, 0, **k),
+    "plot_stats": plotting.plot_stats,
+    "plot_depth": plotting.plot_depth,
+    "plot_updates": plotting.plot_updates,
+    "plot_dead": plotting.plot_dead,
+    "plot_density": plotting.plot_density,
+    "plot_loss": plotting.plot_loss,
+    "plot_layer_stats": lambda r, **k: plotting.plot_layer_stats(r, 0, **k),
+}
+ON_AXES = {"color_dim one layer", "plot_updates", "plot_dead", "plot_density"}
+
+
+@pytest.fixture(autouse=True)
+def _no_figure_left() -> Iterator[None]:
+    plt.close("all")
+    with plotting.offscreen():
+        yield
+    assert plt.get_fignums() == []
+
+
+def nans(run: Run) -> Run:
+    """Nothing ever ran."""
+
+    def emptied(r: Record | None) -> Record | None:
+        assert r is not None
+        values = {k: np.full_like(v, np.nan) for k, v in r.values.items()}
+        return replace(r, values=values, hist=None if r.hist is None else r.hist * 0)
+
+    return replace(
+        run,
+        activations=emptied(run.activations),
+        gradients=emptied(run.gradients),
+        params=emptied(run.params),
+        losses=np.full(run.n_steps, np.nan),
+    )
+
+
+def zeros(run: Run) -> Run:
+    r = run.activations
+    assert r is not None
+    return replace(run, activations=replace(r, values={k: v * 0 for k, v in r.values.items()}))
+
+
+def big(n: int) -> Run:
+    return made.run(made.transformer_names(), n, epoch=max(1, n // 3))
+
+
+RUNS: dict[str, Callable[[], Run]] = {
+    "small": lambda: made.run(n=40, epoch=10),
+    "no steps": lambda: made.run(n=0),
+    "one step": lambda: made.run(n=1),
+    "300 layers": lambda: big(4),
+    "2,000 steps": lambda: made.run(n=2000),
+    "never ran": lambda: nans(made.run(n=20)),
+    "all zero": lambda: zeros(made.run(n=20)),
+    "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),
+    "dead": lambda: made.dead(made.run(made.resnet_names(), 40)),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("state", RUNS)
+def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
+    picture = PICTURES[name](RUNS[state]())
+
+    assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [n for n in PICTURES if not n.startswith("color")])
+def test_a_given_figure_or_axes_is_drawn_on_and_returned(name: str) -> None:
+    figure = Figure()
+    given = figure.subplots() if name in ON_AXES else figure
+
+    drawn = PICTURES[name](made.run(n=40), **{"ax" if name in ON_AXES else "fig": given})
+
+    assert drawn is given
+    assert figure.axes
+
+
+def test_color_dim_honours_ax_for_one_layer_and_fig_for_all() -> None:
+    run, figure = made.run(n=20), Figure()
+    ax = Figure().subplots()
+
+    assert plotting.color_dim(run, "act", ax=ax) is ax
+    assert plotting.color_dim(run, fig=figure) is figure
+
+
+def test_color_dim_of_all_layers_on_one_axes_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"one Axes was given for 3 layers\. Name a layer"):
+        plotting.color_dim(made.run(n=20), ax=Figure().subplots())
+
+
+@pytest.mark.parametrize("picture", [plotting.color_dim, plotting.plot_density])
+def test_without_histograms_the_error_says_how_to_record_them(picture: Any) -> None:
+    with pytest.raises(OptionError, match=r"none was recorded\. Record with `with_hist=True`"):
+        picture(made.run(n=20, hist=False))
+
+
+def test_an_unknown_layer_is_an_error_with_the_nearest_names() -> None:
+    with pytest.raises(SelectionError, match='no recorded layer is called "fc3"'):
+        plotting.plot_layer_stats(made.run(n=20), "fc3")
+
+
+def test_what_holds_no_record_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="a run was asked for, int was given"):
+        plotting.plot_run(3)
+
+
+def test_a_missing_kind_names_its_recorder() -> None:
+    with pytest.raises(OptionError, match=r"kind param is needed, .*Train with ParamStats\(\)"):
+        plotting.plot_updates(made.record(made.small_names(), 5))
+
+
+@pytest.mark.parametrize("n_layers", [1, 5, 7, 13, 25, 73, 292])
+def test_color_dim_drops_no_layer(n_layers: int) -> None:
+    layers = [(f"block.{i}", "Linear") for i in range(n_layers)]
+
+    figure = plotting.color_dim(made.record(layers, 3))
+
+    names = {text.get_text().split(" ")[0] for text in figure.axes[0].texts}
+    assert n_layers == 1 or names == {name for name, _ in layers}
+
+
+def test_plot_run_has_a_panel_and_a_bar_for_each_record_and_steps_in_optimizer_steps() -> None:
+    figure = plotting.plot_run(made.run(n=30, every=10))
+
+    panels = figure.axes[:3]
+    assert len([ax for ax in figure.axes if ax.get_ylabel().startswith("log10")]) == 3
+    assert panels[-1].get_xlabel() == "optimizer step"
+    assert panels[0].get_xlim() == (0, 300)
+    assert [t.get_text() for t in panels[0].get_yticklabels()] == ["fc1", "act", "fc2"]
+    assert panels[0].yaxis_inverted()  # the input on top
+
+
+def test_plot_run_marks_findings_by_number_and_says_what_they_are() -> None:
+    finding = SimpleNamespace(rule="dead", severity="sick", layers=("act",), steps=(10, 19))
+
+    figure = plotting.plot_run(made.run(n=30), findings=[finding])
+
+    assert "1" in [text.get_text() for text in figure.axes[0].texts]
+    assert figure.legends[0].get_texts()[0].get_text() == "1  sick: dead · act"
+
+
+def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
+    figure = plotting.plot_run(made.exploding(made.run(n=300)))
+
+    shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert any("non_finite" in text for text in shown)
+    assert "NaN or Inf" in shown
+
+
+def test_a_spike_survives_the_merging_of_columns() -> None:
+    table = np.zeros((2, 2000))
+    table[1, 777] = 9.0
+    table[0, :3] = np.nan
+
+    pooled, edges, merged = plotdata.pool(table, np.arange(2001.0), 800)
+
+    assert merged == 3
+    assert pooled.shape == (2, 667)
+    assert len(edges) == 668
+    assert pooled[1].max() == 9.0
+    assert np.isnan(pooled[0, 0])
+
+
+def test_plot_updates_leaves_vectors_out_and_names_matrices_that_never_moved() -> None:
+    record = made.with_values(made.params(made.small_names(), 50), "update_ratio", 0, 0.0)
+
+    ax = plotting.plot_updates(record)
+
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fc2.weight"]
+    assert [text.get_text() for text in ax.texts] == ["never moved: fc1.weight"]
+    assert -3.0 in [line.get_ydata()[0] for line in ax.lines]
+
+
+def test_plot_dead_falls_back_to_near_zero_and_says_so() -> None:
+    healthy, dead = made.run(n=20), made.dead(made.run(n=20))
+
+    assert "units were not recorded" in plotting.plot_dead(healthy).get_title(loc="left")
+    assert "dead" in plotting.plot_dead(dead).get_title(loc="left")
+    assert plotting.plot_dead(dead).get_ylim() == (-2, 102)
+
+
+def test_the_depth_profile_draws_chosen_steps() -> None:
+    figure = plotting.plot_depth(made.run(n=300), [0, 150])
+
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "150"]
+    assert figure.axes[0].get_yscale() == "log"
+
+
+def test_density_takes_the_nearest_record_and_says_which() -> None:
+    ax = plotting.plot_density(made.run(n=30, every=10), 104)
+
+    assert ax.get_title(loc="left").endswith("at step 100")
+
+
+def test_loss_shows_validation_at_the_ends_of_epochs() -> None:
+    figure = plotting.plot_loss(made.run(n=300, epoch=100))
+
+    valid = next(x for x in figure.axes[0].lines if x.get_label() == "validation loss")
+    assert list(valid.get_xdata()) == [99, 199, 299]
+
+
+def test_losses_known_every_tenth_step_only_are_not_called_nan() -> None:
+    losses = np.where(np.arange(300) % 10 == 0, 1.0, np.nan)
+
+    assert not plotdata.broken_series(losses).any()
+    losses[200:] = np.nan
+    assert plotdata.broken_series(losses)[200:].all()
+
+
+def test_the_global_gradient_norm_comes_from_the_parameters_where_it_was_not_recorded() -> None:
+    run = replace(made.run(n=10), grad_norms=None)
+
+    steps, norms = plotdata.gradient_norms(run)
+
+    assert list(steps) == list(range(10))
+    assert norms == pytest.approx(np.full(10, 0.1 * 2))  # four parameters of norm 0.1
+
+
+def test_no_global_state_of_matplotlib_changes() -> None:
+    before = dict(mpl.rcParams)
+
+    for picture in PICTURES.values():
+        picture(made.run(n=40))
+
+    assert dict(mpl.rcParams) == before
+    assert plt.get_fignums() == []
+
+
+def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hookkit.plotting.canvas._offscreen", SimpleNamespace(get=lambda: False))
+    ax = plotting.plot_dead(made.run(n=20))
+    assert plt.get_fignums() == [ax.figure.number]
+
+    path = plotting.save(ax, tmp_path / "dead.png")
+
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("most", [4, 8, 16])
+@pytest.mark.parametrize("names", [made.small_names, made.resnet_names, made.transformer_names])
+def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None:
+    layers = [name for name, _ in names()]
+
+    ticks = plotdata.layer_ticks(layers, most)
+
+    places = [i for i, _ in ticks]
+    assert 1 < len(ticks) <= max(most, 3) + 1
+    assert all(len(text) <= 24 for _, text in ticks)
+    assert len(layers) <= most or min(np.diff(places)) >= len(layers) / most
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [
+        (np.linspace(0, 10, 41), ["0", "2", "4", "6", "8", "10"]),
+        (made.EDGES, ["−1e4", "−1", "−1e−4", "0", "1e−4", "1", "1e4"]),
+    ],
+)
+def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str]) -> None:
+    places, labels = plotdata.bin_ticks(edges, 0, len(edges) - 2)
+
+    assert labels == expected
+    assert (np.diff(places) > 0).all()
+
+
+def test_spikes_are_found_by_six_sigma_and_never_in_the_first_steps() -> None:
+    rng = np.random.default_rng(0)
+    values = 1 + 0.1 * rng.normal(size=500)
+    values[[5, 300]] = 10.0
+
+    assert list(plotdata.spikes(values)) == [300]
+
+
+def test_smoothing_does_not_lag_and_steps_over_nan() -> None:
+    ramp = np.arange(100.0)
+    ramp[50] = np.nan
+
+    smooth = plotdata.smoothed(ramp, 5)
+
+    assert smooth[20] == pytest.approx(20.0)
+    assert np.isnan(smooth[50])
+    assert smooth[51] == pytest.approx(np.nanmean(ramp[49:54]))

@@ -1,0 +1,221 @@
+"""The page of a run: whole, valid, self-contained, and honest about what is missing."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+
+from hookkit.errors import OptionError, missing_extra
+from hookkit.records import Incident, Run
+from hookkit.report import report
+
+plotting = pytest.importorskip("hookkit.plotting")
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Outline(HTMLParser):
+    """Tags must balance; collects ids, attributes and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def html_of(run: Any, tmp_path: Path, **options: Any) -> str:
+    return report(run, tmp_path / "run.html", **options).read_text()
+
+
+@pytest.fixture(autouse=True)
+def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookkit.report.DPI", 20)  # quick: what is on them is not read here
+
+
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = made.exploding(made.run(n=300))
+    return html_of(run, tmp_path_factory.mktemp("sick"))
+
+
+def test_the_page_has_every_part_in_order_and_its_tags_balance(sick: str) -> None:
+    page = Outline(sick)
+
+    ids = [attrs["id"] for attrs in page.all("section")]
+    assert ids == ["findings", "run", "loss", "layers", "model", "environment"]
+    assert [a["href"] for a in page.all("a")] == ["#main", *(f"#{i}" for i in ids)]
+    assert len(page.all("h1")) == len(page.all("main")) == len(page.all("nav")) == 1
+    assert "sick 1. " in page.text
+
+
+def test_every_picture_says_what_it_shows_and_its_size(sick: str) -> None:
+    pictures = Outline(sick).all("img")
+
+    assert len(pictures) >= 8
+    assert all(len(p["alt"] or "") > 60 and p["width"] and p["height"] for p in pictures)
+    assert "NaN or Inf in 2 rows" in str(pictures[0]["alt"])
+
+
+def test_nothing_is_loaded_from_elsewhere(sick: str) -> None:
+    outside = re.compile(r"""(?:src|href|url)\s*[=(]\s*["']?+(?!data:|#)""")
+    assert not outside.search(re.sub(r"base64,[^\"]*", "", sick))
+    assert "<script" not in sick
+    assert "default-src 'none'" in sick
+
+
+def test_tables_have_captions_and_scopes(sick: str) -> None:
+    page = Outline(sick)
+
+    assert len(page.all("caption")) == len(page.all("table")) == 4
+    assert {attrs.get("scope") for attrs in page.all("th")} == {"row", "col"}
+
+
+def test_a_healthy_run_gets_one_calm_line(tmp_path: Path) -> None:
+    page = Outline(html_of(Run(losses=2.3 * np.exp(-np.arange(300) / 80)), tmp_path))
+
+    assert "healthy" in page.text
+    assert not page.all("article")
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    text = Outline(html_of(Run(), tmp_path)).text
+
+    assert "Not recorded: activations (ActivationStats()), gradients (GradientStats())" in text
+    assert "No loss was recorded." in text
+    assert "No layer was recorded: train with ActivationStats()." in text
+    assert "No summary was given: report(…, summary=summary(model, x))." in text
+
+
+def test_without_histograms_the_page_says_how_to_have_them(tmp_path: Path) -> None:
+    text = Outline(html_of(Run(made.record(made.small_names(), 3, hist=False)), tmp_path)).text
+
+    assert "No histograms of activations were recorded: use with_hist=True" in text
+
+
+def test_a_picture_that_fails_does_not_cost_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(plotting, "plot_stats", fails)
+
+    assert "Could not be drawn: ZeroDivisionError: oh" in html_of(
+        Run(made.record(made.small_names(), 3)), tmp_path
+    )
+
+
+def test_without_matplotlib_the_page_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> Any:
+        raise missing_extra("matplotlib", "plot", "draw")
+
+    monkeypatch.setattr(plotting, "offscreen", absent)
+
+    assert "pip install &quot;hookkit[plot]&quot;" in html_of(
+        Run(made.record(made.small_names(), 3)), tmp_path
+    )
+
+
+def test_names_and_facts_are_escaped_and_paths_are_left_out(tmp_path: Path) -> None:
+    run = Run(made.record([("<b>fc", "Linear"), ("act", "ReLU")], 3, hist=False))
+    info = {"model": "<Net>", "data_from": "/home/somebody/data", "lr": [0.1, 0.01]}
+
+    html = html_of(replace(run, info=info), tmp_path)
+
+    assert "<b>fc" not in html
+    assert "Training of &lt;Net&gt;" in html
+    assert "somebody" not in html
+    assert "0.1, 0.01" in html
+
+
+def test_the_summary_is_shown_as_html_or_as_text(tmp_path: Path) -> None:
+    rich = SimpleNamespace(_repr_html_=lambda: "<p id='mine'>table</p>")
+
+    assert "<p id='mine'>table</p>" in html_of(Run(), tmp_path, summary=rich)
+    assert '<pre tabindex="0">a &lt; b</pre>' in html_of(Run(), tmp_path, summary="a < b")
+
+
+def test_incidents_of_the_flight_recorder_are_told(tmp_path: Path) -> None:
+    run = replace(Run(), incidents=(Incident("activation", "act", "ReLU", 41),))
+
+    assert "step 41 (epoch 0): first non-finite activation of act (ReLU)" in html_of(run, tmp_path)
+
+
+def test_the_table_of_many_layers_is_folded(tmp_path: Path) -> None:
+    run = Run(made.record(made.transformer_names(), 3, hist=False))
+
+    assert "<summary>Activations: the numbers of 292 rows</summary>" in html_of(run, tmp_path)
+
+
+def test_an_earlier_report_is_replaced_and_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a" / "run.html"
+
+    report(Run(), path, title="first")
+    report(Run(), path, title="second")
+
+    assert "<h1>second</h1>" in path.read_text()
+    assert [p.name for p in path.parent.iterdir()] == ["run.html"]
+
+
+def test_a_file_that_is_not_a_report_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "index.html"
+    path.write_text("my page")
+
+    with pytest.raises(OptionError, match="is not a report of hookkit's: it is left alone"):
+        report(Run(), path)
+    assert path.read_text() == "my page"
+
+
+def test_a_folder_is_refused_with_a_name_to_use(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"is a folder\. Name a file in it"):
+        report(Run(), tmp_path)
+
+
+def test_a_failure_while_writing_leaves_the_earlier_page_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = report(Run(), tmp_path / "run.html", title="first")
+
+    def full(*_: Any) -> Any:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        report(Run(), path, title="second")
+
+    assert "<h1>first</h1>" in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["run.html"]
+
+
+def test_without_a_path_it_is_report_html_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert report(Run()).resolve() == (tmp_path / "report.html").resolve()
