@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.isolating import is_sharded
+from hookkit.keeping import storage_of
 from hookkit.modelinfo import numel, share
 from hookkit.nested import describe
 from hookkit.outline import Row
-from hookkit.tracing import Call, Trace, storage_of
+from hookkit.tracing import Call, Trace
 from hookkit.walking import can_run, children, join, opens, submodules, unwrap
 
 

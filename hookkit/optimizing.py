@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookkit.keeping import storage_of
 from hookkit.nested import leaves
-from hookkit.tracing import storage_of
 
 # Copies of a parameter that the state of each class holds, after its options.
 _COPIES: dict[str, Callable[[dict[str, Any]], int]] = {

@@ -27,11 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit import expelling, isolating
 from hookkit.flops import macs_of
+from hookkit.keeping import Saved, made_last, storage_of, unused
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.walking import can_run, unwrap, walk
-
-# Private: the number that the next autograd node will get; without it all saved is detached.
-_newest = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 _MAX_SHAPES = 64  # a cell called in a loop would keep thousands
 
@@ -77,25 +75,6 @@ def shape_of(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [shape_of(v) for v in x] if isinstance(x, list) else tuple(shape_of(v) for v in x)
     return None
-
-
-class _Saved:
-    """A tensor that autograd keeps for the backward pass; alive as long as autograd keeps it."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _made_last(t: Tensor) -> bool:
-    """True if `t` is the result of the newest autograd node.
-
-    A node that keeps its own result keeps itself alive through it, for ever: it must be given a
-    detached one. Detaching all that is saved would cost half a run on fake tensors.
-    """
-    node: Any = t.grad_fn
-    return node is not None and (_newest is None or node._sequence_nr() + 1 == _newest())
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,7 +124,7 @@ class Tracer:
             if first and can_run(m) and not isinstance(m, torch.jit.ScriptModule)
         }
         self.stack: list[str] = []
-        self.saved: list[tuple[str, weakref.ref[_Saved]]] = []
+        self.saved: list[tuple[str, weakref.ref[Saved]]] = []
         self.outer = sys.exception()  # the caller may stand in an `except` block
         self.clock = 0
 
@@ -206,9 +185,9 @@ class Tracer:
         else:
             free.add(func)
 
-    def pack(self, t: Tensor) -> _Saved:
+    def pack(self, t: Tensor) -> Saved:
         """Called by autograd with each tensor that it keeps for the backward pass."""
-        saved = _Saved(t.detach() if _made_last(t) else t)
+        saved = Saved(t.detach() if made_last(t) else t)
         self.saved.append((self.here(), weakref.ref(saved)))
         return saved
 
@@ -227,21 +206,6 @@ class Tracer:
             if key not in seen:
                 seen.add(key)
                 self.trace.kept[name] += size
-
-
-def storage_of(t: Tensor) -> tuple[Any, int]:
-    """Identity and bytes of the memory behind `t`."""
-    try:
-        storage = t.untyped_storage()
-        return storage._cdata, storage.nbytes()
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, uninitialised
-        return id(t), 0 if nn.parameter.is_lazy(t) else _stored(t)
-
-
-def _stored(t: Tensor) -> int:
-    if t.layout in (torch.sparse_coo,):
-        return sum(p.numel() * p.element_size() for p in (t._indices(), t._values()))
-    return int(t.numel() * t.element_size())
 
 
 def trace(
@@ -304,24 +268,6 @@ def _real(
     return _run(stand_in, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
 
 
-def _unused(model: nn.Module, out: Any) -> tuple[str, ...]:
-    """Trainable parameters that no gradient of `out` reaches; none if that cannot be told."""
-    stack = [t.grad_fn for t in leaves(out) if t.grad_fn is not None]
-    reached = {id(t) for t in leaves(out)}
-    seen: set[Any] = set(stack)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        elif "Checkpoint" in node.name():
-            return ()  # what it recomputes is not in the graph yet
-        new = {f for f, _ in node.next_functions if f is not None} - seen
-        seen |= new
-        stack += new
-    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
-    return tuple(names) if seen else ()
-
-
 def _set_mode(model: nn.Module, training: bool | None) -> None:
     for m in model.modules() if training is not None else ():
         m.training = bool(training)
@@ -357,7 +303,7 @@ def _once(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:
             if isinstance(out, GeneratorType):
                 out = list(out)
             tracer.settle()  # while `out` holds the graph
-            tracer.trace.unused = _unused(model, out)
+            tracer.trace.unused = unused(model, out)
             tracer.trace.error, tracer.trace.failed = None, ()
         except Exception as e:
             tracer.trace.error = e
