@@ -18,7 +18,8 @@ from torch import nn
 from .callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
 from .data import DataLoaders
 from .distributing import distributed
-from .errors import ArgumentError, ModelRunError, OptionError, nearest
+from .doors import as_loaders, check_function, checked_model, several
+from .errors import ModelRunError, OptionError, nearest
 from .events import CancelFitException
 from .groups import (
     freeze_groups,
@@ -32,6 +33,7 @@ from .groups import (
 from .loop import Loop
 from .predicting import GatherPreds
 from .records import Run
+from .saving import load_state, save_state
 
 
 class Learner(Loop):
@@ -96,9 +98,9 @@ class Learner(Loop):
         train_bn: bool = True,
         default_cbs: bool = True,
     ) -> None:
-        self.model, self.dls = _checked_model(model), _as_loaders(dls)
+        self.model, self.dls = checked_model(model), as_loaders(dls)
         for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
-            _check_function(what, f)
+            check_function(what, f)
         if loss_func is None and dls is not None:
             loss_func = getattr(self.dls.train_ds, "loss_func", None)
         self.loss_func, self.opt_func, self.splitter = loss_func, opt_func, splitter
@@ -183,7 +185,7 @@ class Learner(Loop):
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
-        self.fit(n_epoch, lr, wd, [schedule, *_several(cbs)], reset_opt, start_epoch)
+        self.fit(n_epoch, lr, wd, [schedule, *several(cbs)], reset_opt, start_epoch)
 
     def create_opt(self) -> None:
         """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups."""
@@ -263,7 +265,7 @@ class Learner(Loop):
         """
         dl = self._loader(ds_idx, dl, "get_preds")
         gather = GatherPreds(with_input, with_loss, act)
-        with self._untouched([gather, *_several(cbs)], inner):
+        with self._untouched([gather, *several(cbs)], inner):
             self._do_epoch_validate(dl)
         self._past.pop(gather.name, None)  # or its tensors would live on
         return gather.result(concat_dim)
@@ -272,13 +274,7 @@ class Learner(Loop):
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes weights (and the optimizer's state) to `path/model_dir/file.pth`; that path."""
-        where = self._file(file)
-        where.parent.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {"model": self.model.state_dict()}
-        if with_opt and self.opt is not None:
-            state["opt"] = self.opt.state_dict()
-        torch.save(state, where)
-        return where
+        return save_state(self._file(file), self.model, self.opt if with_opt else None)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
         """Reads what `save` wrote, to where the model is; the Learner.
@@ -286,14 +282,7 @@ class Learner(Loop):
         Raises:
             OptionError: there is no such file.
         """
-        where = self._file(file)
-        if not where.exists():
-            there = sorted(p.stem for p in where.parent.glob("*.pth"))
-            raise OptionError(
-                f"load({str(file)!r}) was asked for; {where} does not exist. "
-                f"There: {', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
-            )
-        state = torch.load(where, map_location=self.device, weights_only=True)
+        state = load_state(self._file(file), self.device)
         self.model.load_state_dict(state["model"], strict=strict)
         if with_opt and "opt" in state:
             if self.opt is None:
@@ -397,38 +386,3 @@ class Learner(Loop):
             self._needs_data(verb)
             return self.dls[ds_idx]
         return DataLoaders(dl).train  # the same check at the same door
-
-
-def _checked_model(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        is_class = isinstance(model, type)
-        raise ArgumentError(
-            f"Learner(model=…) was given {model.__name__ if is_class else type(model).__name__}"
-            f"{', a class' if is_class else ''}: a model is an nn.Module. "
-            f"The order is Learner(dls, model, loss_func){'; call the class' if is_class else ''}."
-        )
-    return model
-
-
-def _check_function(what: str, f: Any) -> None:
-    if f is not None and not callable(f):
-        raise ArgumentError(
-            f"Learner({what}={f!r}) was asked for; {type(f).__name__} cannot be called. "
-            f"Give a function, or an object such as nn.CrossEntropyLoss()."
-        )
-
-
-def _as_loaders(dls: Any) -> Any:
-    """`DataLoaders`, from those or a pair; an object with `train` and `valid` stays as it is."""
-    if dls is None or hasattr(dls, "train"):
-        return dls
-    if isinstance(dls, (tuple, list)) and len(dls) == 2:
-        return DataLoaders(*dls)
-    raise ArgumentError(
-        f"Learner(dls=…) was given {type(dls).__name__}: it has no training data to name. "
-        f"Give DataLoaders(train, valid), or the pair (train, valid)."
-    )
-
-
-def _several(cbs: Any) -> list[Any]:
-    return [] if cbs is None else list(cbs) if isinstance(cbs, (list, tuple, L)) else [cbs]

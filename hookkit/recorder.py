@@ -12,7 +12,6 @@ import copy
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from .data import batch_size
 from .driving import Callback
-from .errors import ArgumentError
+from .metrics import Mean, as_metric, item
 from .outputs import Scores
 
 Floats = npt.NDArray[np.float64]
@@ -70,76 +69,10 @@ class Scalars:
         return self._n
 
 
-class Mean:
-    """A mean over samples of what a function gives per batch.
-
-    Args:
-        f: `f(pred, *targets)` gives the batch's mean, a number or a tensor of one element; None
-            for the loss itself.
-
-    >>> m = Mean(lambda pred, y: (pred == y).float().mean())
-    >>> m.update(torch.tensor([1, 1]), torch.tensor([1, 0]))
-    >>> m.update(torch.tensor([1, 1, 1, 1]), torch.tensor([1, 1, 1, 1]))
-    >>> round(m.compute(), 3)
-    0.833
-    """
-
-    def __init__(self, f: Callable[..., Any] | None = None) -> None:
-        self.f = f
-        self.name = metric_name(f)
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts again."""
-        self.total: Any = 0.0
-        self.n = 0
-
-    def update(self, pred: Any, *targets: Any) -> None:
-        """Adds one batch."""
-        assert self.f is not None
-        self.add(self.f(pred, *targets), batch_size(targets))
-
-    def add(self, value: Any, n: int) -> None:
-        """Adds a value that stands for `n` samples."""
-        # out of place: what the function returned may be a tensor of the user's
-        self.total = self.total + (value.detach() if isinstance(value, Tensor) else value) * n
-        self.n += n
-
-    def compute(self) -> Any:
-        """The mean over samples, a float (an array if a metric gives several); None of none."""
-        return _item(self.total / self.n) if self.n else None  # sync: one per read-out
-
-
-def metric_name(metric: Any) -> str:
-    """A metric's `name`, else its function's or class's name."""
-    while hasattr(metric, "func"):  # functools.partial
-        metric = metric.func
-    name = getattr(metric, "name", None) or getattr(metric, "__name__", None)
-    return name if isinstance(name, str) else type(metric).__name__.lower()
-
-
-def as_metric(metric: Any) -> Any:
-    """What a user gives, as an object with `reset`, `update(pred, *targets)` and `compute`.
-
-    A function of `(pred, *targets)` is averaged over samples. An object with the three methods, as
-    torchmetrics' are, is used as it is; a class is made into one.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    made = metric() if isinstance(metric, type) else metric
-    if all(hasattr(made, verb) for verb in ("reset", "update", "compute")):
-        return made
-    if not callable(made):
-        raise ArgumentError(
-            f"metrics={metric!r} was asked for, {type(metric).__name__} cannot be called. Give a "
-            f"function of (pred, target), or an object with reset, update and compute."
-        )
-    return Mean(made)
-
-
 class Recorder(Callback):
     """Losses, learning rates, metrics. Fits add to it; `validate` and `get_preds` leave it alone.
+
+    Under `distrib_ctx` validation is over all ranks' batches, the training loss is this rank's own.
 
     Args:
         add_time: whether the log has the epoch's duration.
@@ -192,6 +125,9 @@ class Recorder(Callback):
     def before_fit(self) -> None:
         """Names the columns; a fit starts a new smoothing."""
         metrics = [as_metric(m) for m in self.learn.metrics]
+        for metric in metrics:
+            if hasattr(metric, "to"):
+                metric.to(self.learn.device)
         self._metrics[False] = metrics if self.valid_metrics else []
         self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
         if not self.learn.fitting:
@@ -254,7 +190,8 @@ class Recorder(Callback):
 
     def after_validate(self) -> None:
         """Gives the learner its `final_record`; inside a fit, notes it for the epoch."""
-        part = [self._valid_loss.compute(), *self._computed(False)]
+        across = self.learn.accelerator is not None  # each rank has its share of the batches
+        part = [self._valid_loss.compute(across), *self._computed(False)]
         self.learn.final_record = part
         if not self.learn.aside:
             self._valid_part = part
@@ -277,7 +214,11 @@ class Recorder(Callback):
         self._begin_epoch()
 
     def _computed(self, training: bool) -> list[Any]:
-        return [_item(metric.compute()) for metric in self._metrics[training]]
+        across = self.learn.accelerator is not None
+        return [
+            metric.compute(across) if isinstance(metric, Mean) else item(metric.compute())
+            for metric in self._metrics[training]
+        ]
 
     # --- reading
 
@@ -324,11 +265,11 @@ class Recorder(Callback):
         """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
         return [dict(row) for row in self._rows]
 
-    def plot_loss(self, **kwargs: Any) -> Any:
-        """Draws the training and validation loss: `hookkit.plotting.plot_loss` of this run."""
+    def plot_loss(self, *, fig: Any = None) -> Any:
+        """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure."""
         from .plotting import plot_loss
 
-        return plot_loss(self.learn.run_record(), **kwargs)
+        return plot_loss(self.learn.run_record(), fig=fig)
 
 
 def format_time(seconds: float) -> str:
@@ -340,9 +281,3 @@ def format_time(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     h, m = divmod(minutes, 60)
     return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"
-
-
-def _item(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.numel() == 1 else value.cpu().numpy()

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .backward import BackwardHooks
+from .compiling import forget_graphs
 from .driving import Callback
 from .errors import ArgumentError, OptionError
 from .hooks import Hooks
@@ -109,6 +110,7 @@ class HookCallback(Callback):
         found = self._select(self.learn.model)
         self.names = list(found)
         self._register(self.names, found)
+        forget_graphs(self.learn.model)  # a compiled model that has run would not see the hooks
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded. A subclass with its own calls this one."""
@@ -144,6 +146,9 @@ class HookCallback(Callback):
         if self.include_paramless:
             return found
         return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hooks": None}  # a pickle needs neither hooks nor activations
 
     def _register(self, names: list[str], modules: Any) -> None:
         """Hooks `modules`, a mapping by name in the order of `names`."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder
 from hookkit.errors import ArgumentError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
-from hookkit.recorder import Mean, Scalars, format_time
+from hookkit.metrics import Mean
+from hookkit.recorder import Scalars, format_time
 from hookkit.testing import synth_learner
 
 
