@@ -16,8 +16,7 @@ from hookkit.outline import Row, Summary, Totals, View
 from hookkit.texttable import footer_parts
 
 BARS = {"params": "n_params", "macs": "macs", "kept": "kept_bytes"}
-_OPEN_LEVELS = 3
-_OPEN_ROWS = 24  # a container with more rows than this starts closed, below the first level
+_OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
 
 _STYLE = """<style>
 .hk{font:13px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
@@ -58,7 +57,7 @@ def render(s: Summary, view: View, by: str = "params") -> str:
     title = f'<p><b>{escape(s.rows[0].type)}</b>{flow}</p><div class="g h">{heads}</div>'
     facts = "".join(f"<p>{escape(' · '.join(part))}</p>" for part in footer_parts(s))
     told = "".join(f'<p class="x">⚠ {escape(w)}</p>' for w in s.warnings)
-    drawing = _Drawing(s, by, view.depth)
+    drawing = _Drawing(s, root, by, view.depth)
     empty = (
         not any(vars(root.row.own).values()) and root.children and not s.failed and view.depth != 0
     )
@@ -66,12 +65,26 @@ def render(s: Summary, view: View, by: str = "params") -> str:
     return f'{_STYLE}<div class="hk">{title}{table}<div class="s">{facts}</div>{told}</div>'
 
 
+def _open_first(root: Node) -> set[int]:
+    """Ids of the containers that start open: level by level, folded ones never."""
+    found, level, rows = {id(root)}, root.children, len(root.children)
+    while level:
+        able = [n for n in level if n.children and n.fold == 1]
+        rows += sum(len(n.children) for n in able)
+        if rows > _OPEN_ROWS:
+            break
+        found |= {id(n) for n in able}
+        level = [child for n in able for child in n.children]
+    return found
+
+
 class _Drawing:
     """One rendering; `times` of folded rows only matter to a person, who sees the badge."""
 
-    def __init__(self, s: Summary, by: str, depth: int | None) -> None:
+    def __init__(self, s: Summary, root: Node, by: str, depth: int | None) -> None:
         self.s, self.by, self.depth = s, BARS[by], depth
         self.whole = getattr(s.total, self.by)
+        self.open = _open_first(root)
 
     def node(self, node: Node, depth: int) -> str:
         """A row, or a container with the rows inside it."""
@@ -79,8 +92,8 @@ class _Drawing:
         if not inside or (self.depth is not None and depth >= self.depth):
             shown = row.total if inside else row.own
             return f'<div class="g r">{self.cells(node, depth, shown)}</div>'
-        few = depth == 0 or (depth < _OPEN_LEVELS and node.size <= _OPEN_ROWS and node.fold == 1)
-        state = " open" if few or (self.s.failed and row.name in self.s.failed) else ""
+        failed = self.s.failed and row.name in self.s.failed
+        state = " open" if failed or id(node) in self.open else ""
         below = "".join(self.node(child, depth + 1) for child in inside)
         head = self.cells(node, depth, row.own, row.total)
         return f'<details{state}><summary class="g">{head}</summary>{below}</details>'
