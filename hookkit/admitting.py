@@ -1,18 +1,19 @@
 """What `watch` is given, checked and unwrapped; and what it says when nothing comes of it.
 
-Builds on `errors`. Every message tells what was given, what was found, and what to do.
+Builds on `driving`. Every message tells what was given, what was found, and what to do.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import ArgumentError, CompiledWarning, HookkitWarning, NeverFiredWarning
+from .driving import Callback
+from .errors import ArgumentError, CompiledWarning, HookError, HookkitWarning, NeverFiredWarning
 
 
 def one_model(model: Any) -> nn.Module:
@@ -85,6 +86,21 @@ def _not_an_optimizer(opt: Any) -> str:
         f"watch needs a torch optimizer, a list of them, or None (any optimizer that steps the "
         f"model's parameters), and was given {kind}. Write watch(model, opt, *callbacks)."
     )
+
+
+def check_free(callbacks: Iterable[Any]) -> None:
+    """Raises if one of `callbacks` is at work in a fit that is under way.
+
+    Raises:
+        HookError: it is.
+    """
+    for cb in callbacks:
+        driver = cb.learn if isinstance(cb, Callback) else None
+        if getattr(driver, "fitting", False):
+            raise HookError(
+                f"watch was given {cb!r}, which records a run that is under way. "
+                f"Give each run its own: {type(cb).__name__}()."
+            )
 
 
 def tell_foreign(opt: Optimizer, model: nn.Module) -> None:

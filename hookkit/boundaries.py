@@ -97,13 +97,14 @@ class Boundaries:
         self._undo: list[Callable[[], None]] = []
         self._heads: list[Callable[[], None]] = []
         self._depth, self._telling = 0, False
+        self._steps: list[Optimizer] = []  # under way: a step may call another's, or super().step
         self._error: BaseException | None = None
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]]
         self._owned = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         """Sets the hooks; `detach` removes all of them, also when this was cut short."""
-        self._depth, self._telling = 0, False
+        self._depth, self._telling, self._steps = 0, False, []
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.root_ran:
@@ -206,11 +207,18 @@ class Boundaries:
         if torch.compiler.is_compiling():
             self.compiled_step = True
         elif self._ours(opt):
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            self.listener.step_began(opt, closure is not None)
+            if self._steps and not _is_stepping(self._steps[0], 1 + (self._steps[0] is opt)):
+                self._steps = []  # it raised
+            self._steps.append(opt)
+            if len(self._steps) == 1:
+                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                self.listener.step_began(opt, closure is not None)
 
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._ours(opt):
+        if torch.compiler.is_compiling() or not self._ours(opt) or not self._steps:
+            return
+        self._steps.pop()
+        if not self._steps:
             self._depth = 0  # a forward cut short by Ctrl-C that the user caught ends here
             self.listener.step_ended(opt)
 
@@ -229,3 +237,13 @@ class Boundaries:
 
 def _learns(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
+
+
+def _is_stepping(opt: Optimizer, times: int) -> bool:
+    """Is `opt.step` under way, so many times, on this thread's stack? Else it has raised."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and times:
+        mine = frame.f_code.co_name == "wrapper" and frame.f_globals is vars(global_hooks)
+        times -= mine and frame.f_locals.get("self") is opt
+        frame = frame.f_back
+    return not times

@@ -77,7 +77,6 @@ class FollowedLoop(Asides):
         self.train_iter, self.stepped, self.training = 0, False, False
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
         self._left_out = False
-        self._running: list[Optimizer] = []  # whose step is under way, outermost first
         self.turns.stepped = []
         self._no_asides()
 
@@ -232,11 +231,6 @@ class FollowedLoop(Asides):
 
     def step_began(self, opt: Optimizer, closure: bool) -> None:
         """The weights are about to change."""
-        if opt in self._running:  # its last step raised
-            del self._running[self._running.index(opt) :]
-        self._running.append(opt)
-        if len(self._running) > 1:
-            return  # a step within a step (SAM and its base) is one step
         if opt not in self.opts:
             self.opts.append(opt)
         if self._skip or self.each_forward:
@@ -254,10 +248,7 @@ class FollowedLoop(Asides):
 
     def step_ended(self, opt: Optimizer) -> None:
         """The weights have changed."""
-        outer = bool(self._running) and self._running[0] is opt
-        if opt in self._running:
-            del self._running[self._running.index(opt) :]
-        if not outer or self.each_forward:
+        if self.each_forward:
             return
         if self._skip:
             self._skip, self.n_steps = False, self.n_steps + 1

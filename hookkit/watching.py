@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .admitting import one_model, optimizers, tell_foreign, tell_unseen, tell_unstepped
+from .admitting import check_free, one_model, optimizers, tell_foreign, tell_unseen, tell_unstepped
 from .boundaries import Boundaries
 from .compiling import forget_graphs
 from .dispatching import attach
@@ -116,6 +116,7 @@ class Watcher:
         self.model, self.loss_func = model, loss_func
         self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen)
         self.loop.loss_func = loss_func
+        check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
         self.boundaries = Boundaries(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
@@ -131,13 +132,14 @@ class Watcher:
         """Begins to follow: the callbacks' `before_fit`, then the hooks.
 
         Raises:
-            HookError: it follows already.
+            HookError: it follows already, or one of its callbacks records another run just now.
         """
         if self.loop.fitting:
             raise HookError(
                 "watch was started again while it is running. Stop it first, or use a second "
                 "watch(…) with other callbacks."
             )
+        check_free(self.cbs)
         try:
             self.loop.begin()
             self.boundaries.attach()

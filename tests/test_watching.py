@@ -423,6 +423,107 @@ def test_two_players_take_turns():
     assert grads == [True] * 4
 
 
+class Fancy(torch.optim.SGD):
+    """An optimizer whose step is its base's and more: PyTorch runs the hooks of both."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.fails:
+            raise RuntimeError("no step")
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_base_s_is_one_step():
+    model, log = net(), Log()
+    opt = Fancy(model.parameters(), lr=0.1)
+
+    with watch(model, opt, log):
+        train(model, opt, 2)
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+
+
+def test_after_a_step_that_raised_the_loop_may_go_on():
+    model, log = net(), Log()
+    opt = Fancy(model.parameters(), lr=0.1)
+
+    with watch(model, opt, log) as w:
+        opt.fails = True
+        with pytest.raises(RuntimeError, match="no step"):
+            train(model, opt, 1)
+        opt.fails = False
+        train(model, opt, 2)
+
+    broken = ["before_batch", "after_pred", "before_step", "after_batch"]
+    assert log.events == OPEN + broken + BATCH * 2 + CLOSE
+    assert w.n_steps == 2
+
+
+def test_a_step_within_another_optimizer_s_step_is_one_step():
+    class Around(torch.optim.Optimizer):  # as SAM
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure=None):
+            return self.base.step()
+
+    model, log = net(), Log()
+    opt = Around(sgd(model))
+
+    with watch(model, None, log):
+        train(model, opt, 2)
+
+    assert log.events == OPEN + BATCH * 2 + CLOSE
+
+
+def test_optimizers_that_step_within_the_backward_make_one_step():
+    model, log = net(), Log()
+    opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        opts[p].step()
+        opts[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with watch(model, None, log) as w:
+        for x in batches(3):
+            model(x).sum().backward()
+
+    assert log.events == OPEN + BATCH * 3 + CLOSE
+    assert w.n_steps == 3
+
+
+def test_two_watchers_see_the_same_loop():
+    model, mine, theirs = net(), Log(), Log()
+    opt = sgd(model)
+
+    with watch(model, opt, mine), watch(model, None, theirs):
+        train(model, opt, 2)
+
+    assert mine.events == theirs.events == OPEN + BATCH * 2 + CLOSE
+    assert n_hooks(model, opt) == 0
+
+
+def test_a_callback_in_two_running_watchers_is_refused():
+    model, log = net(), Log()
+    opt = sgd(model)
+    other = watch(model, opt, log)
+
+    with watch(model, opt, log):
+        with pytest.raises(HookError, match="its own: Log"):
+            other.start()
+        with pytest.raises(HookError, match="its own: Log"):
+            watch(model, opt, log)
+        train(model, opt, 1)
+
+    assert log.events == OPEN + BATCH + CLOSE
+    assert log.cleaned == 1
+
+
 def test_an_optimizer_made_later_is_found():
     model, seen = net(), Seen()
 
