@@ -1,12 +1,11 @@
-"""The ready-made callbacks: what every run needs, a progress bar, and a few that people expect.
+"""The ready-made callbacks: what every run needs, and a few that people expect.
 
-`Callback` itself, to inherit from, and its firing are in `driving`; `Recorder` has its own file.
+`Callback` itself, to inherit from, is in `driving`; `Recorder` and `ProgressCallback` have files of
+their own.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from math import ceil
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from .driving import Callback
-from .errors import OptionError, missing_extra
+from .errors import OptionError
+from .progress import ProgressCallback
 from .recorder import Recorder, Scalars
 
 __all__ = [
@@ -196,110 +196,6 @@ class SchedulerCallback(Callback):
             for key in [k for k in group if k not in before and k != "params"]:
                 del group[key]
             group.update({k: v for k, v in before.items() if k != "lr"})
-
-
-class ProgressCallback(Callback):
-    """A tqdm bar over the batches, and a table with a row per epoch in place of the plain log.
-
-    The bar shows in terminals and notebooks, not in files and pipes; the table shows everywhere.
-
-    Raises:
-        MissingExtraError: tqdm is not installed.
-    """
-
-    order = 60
-    _bar: Any = None
-    _logger: Any = None
-    _shown = 0.0
-    _header = False
-
-    def __init__(self) -> None:
-        try:
-            import tqdm  # noqa: F401
-        except ImportError:
-            raise missing_extra("tqdm", "progress", "show a progress bar") from None
-
-    def before_fit(self) -> None:
-        """Takes the log over."""
-        if self.learn.fitting and self._logger is None and self.learn.logger is print:
-            self._logger, self._header = self.learn.logger, False
-            self.learn.logger = self._write
-
-    def before_train(self) -> None:
-        """Opens the bar."""
-        self._open("train")
-
-    def before_validate(self) -> None:
-        """Opens the bar."""
-        self._open("valid")
-
-    def after_batch(self) -> None:
-        """Moves the bar on; the loss beside it is read four times a second at most."""
-        if self._bar is None:
-            return
-        if self.learn.training and time.monotonic() - self._shown > 0.25:
-            self._shown = time.monotonic()
-            loss = self.learn.smooth_loss  # sync: by the clock, not by the batch
-            self._bar.set_postfix_str("" if loss is None else f"loss {loss:.4f}", refresh=False)
-        self._bar.update()
-
-    def after_train(self) -> None:
-        """Closes the bar."""
-        self._close()
-
-    def after_validate(self) -> None:
-        """Closes the bar."""
-        self._close()
-
-    def cleanup_fit(self) -> None:
-        """Closes the bar, gives the log back."""
-        self._close()
-        if self._logger is not None:
-            self.learn.logger, self._logger = self._logger, None
-
-    def _open(self, what: str) -> None:
-        self._close()
-        tqdm, shown = _tqdm()
-        learn, self._shown = self.learn, 0.0
-        total = len(learn.dl) if hasattr(learn.dl, "__len__") else None
-        epoch = f"epoch {learn.epoch + 1}/{learn.n_epoch} " if learn.fitting else ""
-        self._bar = tqdm(desc=epoch + what, total=total, leave=False, disable=not shown)
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _write(self, log: list[Any]) -> None:
-        names = self.learn.recorder.metric_names
-        widths = [max(len(name), 8) for name in names]
-        rows = [] if self._header else [names]
-        self._header = True
-        tqdm, _ = _tqdm()
-        for row in [*rows, log]:
-            cells = [f"{_cell(v):>{w}}" for v, w in zip(row, widths, strict=False)]
-            tqdm.write("  ".join(cells), file=sys.stdout)
-
-
-def _tqdm() -> tuple[Any, bool]:
-    """The bar that suits this place, and whether it can be seen there."""
-    from tqdm import tqdm
-
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    if shell is not None and "IPKernelApp" in shell.config:
-        try:
-            import ipywidgets  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-            from tqdm.notebook import tqdm as notebook
-        except ImportError:
-            return tqdm, True
-        return notebook, True
-    return tqdm, sys.stderr is not None and sys.stderr.isatty()
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
 DEFAULT_CALLBACKS: tuple[type[Callback], ...] = (TrainEvalCallback, Recorder)

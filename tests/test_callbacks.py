@@ -262,7 +262,7 @@ def test_the_bar_shows_in_a_terminal_and_is_closed(capsys: Any, monkeypatch: Any
     err = capsys.readouterr().err
     assert "epoch 1/1 train" in err
     assert "0/2" in err
-    assert learn.progress._bar is None
+    assert learn.progress._screen is None
 
 
 def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:
@@ -273,7 +273,7 @@ def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:
         learn.fit(1)
 
     assert learn.logger is print
-    assert learn.progress._bar is None
+    assert learn.progress._screen is None
 
 
 def test_no_bar_and_no_logging_are_for_the_with_alone(capsys: Any) -> None:
@@ -309,3 +309,47 @@ def test_the_progress_reads_no_loss_by_the_batch(monkeypatch: Any) -> None:
 
     assert len(reads) < 10
     assert isinstance(learn.cbs[0], TrainEvalCallback)
+
+
+def test_in_a_notebook_bar_and_table_are_one_output(monkeypatch: Any) -> None:
+    pytest.importorskip("tqdm")
+    display = pytest.importorskip("IPython.display")
+    drawn: list[Any] = []
+
+    class Handle:
+        def update(self, data: Any, raw: bool) -> None:
+            drawn.append(data)
+
+    def first(data: Any, raw: bool, display_id: bool) -> Handle:
+        drawn.append(data)
+        return Handle()
+
+    monkeypatch.setattr(display, "display", first)
+    monkeypatch.setattr("hookkit.progress.in_notebook", lambda: True)
+    learn = synth_learner(n_trn=2, metrics=[_near], cbs=ProgressCallback)
+
+    learn.fit(2)
+
+    assert "epoch 1/2 train <progress" in drawn[0]["text/html"]
+    assert "<progress" not in drawn[-1]["text/html"]
+    assert drawn[-1]["text/html"].count("<tr>") == 3
+    assert drawn[-1]["text/plain"].split("\n")[0].split() == learn.recorder.metric_names
+    assert "&lt;" not in drawn[-1]["text/html"]
+
+
+def _near(pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (pred - y).abs().mean()
+
+
+def test_a_validation_in_mid_fit_leaves_the_bar_alone(monkeypatch: Any) -> None:
+    pytest.importorskip("tqdm")
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "hookkit.progress._Terminal.open", lambda self, what, n: opened.append(what)
+    )
+    look = Callback(after_batch=lambda cb: cb.training and cb.learn.validate())
+    learn = quiet(n_trn=2, cbs=[look, ProgressCallback])
+
+    learn.fit(1)
+
+    assert opened == ["epoch 1/1 train", "epoch 1/1 valid"]

@@ -1,6 +1,7 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -667,3 +668,20 @@ def test_on_cuda_no_batch_waits_for_the_device() -> None:
     learn.fit(1, cbs=[before, after])
 
     assert len(learn.recorder.losses) == 6
+
+
+# --- copies
+
+
+def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
+    learn = synth_learner(n_trn=3)
+    with learn.no_logging():
+        learn.fit(1)
+
+    for other in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))):
+        with other.no_logging():
+            other.fit(1)
+        assert len(other.recorder.losses) == 6
+        assert other.recorder.learn is other
+
+    assert len(learn.recorder.losses) == 3

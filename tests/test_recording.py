@@ -1,6 +1,7 @@
 """HookCallback: hooked once per fit, recording by a flag, always taken off."""
 
 import math
+import pickle
 from contextlib import suppress
 from typing import Any
 
@@ -487,3 +488,32 @@ def test_on_cuda_what_is_stored_goes_where_it_is_asked(cpu: bool, is_forward: bo
     stored = cb.hooks.stored[0]
     stored = stored if is_forward else stored[0]
     assert stored.is_cuda != cpu
+
+
+def test_a_pickled_callback_holds_neither_hooks_nor_activations() -> None:
+    cb = HookCallback(every=2, hook=torch.numel)  # type: ignore[arg-type]
+    cb.hooks = object()
+
+    again = pickle.loads(pickle.dumps(cb))
+
+    assert (again.hooks, again.every) == (None, 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_that_has_run_sees_the_hooks_and_is_not_compiled_for_each_batch() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    cb = HookCallback(every=3, hook=lambda m, i, o: o)
+    learn = quiet(n_trn=12, model=torch.compile(mlp(1, 4, 1), backend=backend))
+    learn.fit(1)
+    before = len(graphs)
+
+    learn.fit(1, cbs=cb)
+
+    assert cb.names == ["0", "2"]
+    assert [s.shape for s in cb.hooks.stored] == [(16, 4), (16, 1)]
+    assert len(graphs) - before <= 3  # training on and off, validation
