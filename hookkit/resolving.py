@@ -74,6 +74,11 @@ def _tensors(module: nn.Module) -> set[str]:
     return {*module.__dict__.get("_parameters", ()), *module.__dict__.get("_buffers", ())}
 
 
+def running(picks: list[Pick]) -> list[Pick]:
+    """Those whose module can run; all if none can (somebody asks for the containers)."""
+    return [pick for pick in picks if can_run(pick.module)] or picks
+
+
 class Asked:
     """What one call of `select` needs to know of its model, each walk made once and if needed."""
 
@@ -93,13 +98,12 @@ class Asked:
     @property
     def n_names(self) -> int:
         """How many modules `select(model)` lists."""
-        return max(len(self.names) - 1, 1)
+        return sum(1 for _ in self.everything())
 
     def everything(self) -> Iterator[tuple[str | None, Pick]]:
-        """Each module but the root, which counts only if it is alone."""
-        for name, module, first in self.places:
-            if first and (name or len(self.places) == 1):
-                yield None, Pick(name, module)
+        """Each module that runs, but the root, which counts only if there is no other."""
+        below = [Pick(n, m) for n, m, first in self.places if first and n]
+        yield from ((None, pick) for pick in running(below) or [Pick("", self.root)])
 
     def of(self, what: Any) -> Iterator[tuple[str | None, Pick]]:
         """`(new name or None, pick)` of whatever one selector asks for."""
@@ -173,7 +177,7 @@ class Asked:
                 f'no name has a match of the regex "{pattern.pattern}" (tried with search). '
                 f"{self.listing()}"
             )
-        return hits
+        return running(hits)
 
     def by_type(self, kind: type) -> list[Pick]:
         """The modules of a class, each once, the root included."""
@@ -186,7 +190,7 @@ class Asked:
                 f"no module is a {kind.__name__}. There are {found}{rest}. Ask for one of these, "
                 f"or by name: select(model) lists all {self.n_names}."
             )
-        return hits
+        return running(hits)
 
     def by_predicate(self, wanted: Callable[[str, nn.Module], bool]) -> list[Pick]:
         """The modules for which the predicate is true, each asked once, the root included."""
@@ -201,7 +205,7 @@ class Asked:
                 f"the predicate {name} is true for none of the {self.n_names} modules. It is "
                 f"called with (name, module). {self.listing()}"
             )
-        return hits
+        return running(hits)
 
     def listing(self) -> str:
         """The last resort of a message: what names look like here."""
@@ -215,9 +219,9 @@ class Asked:
         ways = list(splits(text))
         for name, leaf in ways:
             if leaf[0] == "[" and (modules := self.named(name)):
-                return [Pick(n, m, leaf) for n, m in modules]
+                return running([Pick(n, m, leaf) for n, m in modules])
         if modules := self.named(text):
-            return [Pick(n, m) for n, m in modules]
+            return running([Pick(n, m) for n, m in modules])
         for name, leaf in ways:
             if leaf[0] == "." and (modules := self.named(name)):
                 picks = [Pick(n, m, leaf) for n, m in modules if not name or may_return(m, leaf)]

@@ -95,11 +95,14 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     - a list, or any iterable, of all these (a ModuleList is its entries, since it never runs);
     - a dict that renames, `{"layer2": "h"}`: what is asked for, and its name in the result.
 
-    Nothing at all gives every named module (the root only if it has no children). Names are
-    canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers. A shared
-    module appears once, under the first name asked for (`Selection.aliases` has them all), and
-    modules of `torch.nn.utils.parametrize` only when spelt out. Names and globs cost one look-up
-    per part; the others one walk through the model.
+    Nothing at all gives every module below the root that runs. So do globs, regexes, classes and
+    predicates: what PyTorch never calls (a ModuleList, attention's output projection) they give
+    only if they match nothing else; by its name it can always be had.
+
+    Names are canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers. A
+    shared module appears once, under the first name asked for (`Selection.aliases` has them all),
+    and modules of `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per
+    part, globs the part of the model that they can reach, the others one walk through the model.
 
     Raises:
         SelectionError: nothing matches; the message has the nearest names.

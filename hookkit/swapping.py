@@ -17,12 +17,13 @@ from torch import nn
 from hookkit.compiling import enter_eager, leave_eager
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.selecting import select
-from hookkit.walking import can_run, edges, inner_key, unwrap
+from hookkit.walking import edges, inner_key, unwrap
 from hookkit.wrapping import Catcher, GramWrapper, Wrapper
 
 __all__ = ["Catcher", "GramWrapper", "Wrapper", "swap"]
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
 
 
@@ -135,7 +136,7 @@ def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module
             f'swap: for "{name}" {getattr(replacement, "__name__", replacement)} made '
             f"{type(made).__name__}, not a module. Return an nn.Module from it."
         )
-    if isinstance(made, Wrapper) and not can_run(unwrap(original)):
+    if isinstance(made, Wrapper) and isinstance(unwrap(original), _CONTAINERS):
         raise HookError(
             f'swap: "{name}" is a {type(original).__name__}, which the model never calls, so a '
             f'{type(made).__name__} around it sees nothing. Swap its entries: "{name}.*".'

@@ -14,6 +14,7 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.swa_utils import AveragedModel
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -147,9 +148,12 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 def can_run(module: nn.Module) -> bool:
     """True if PyTorch calls the module as a module, so that a hook on it can fire.
 
-    False for containers without a forward (ModuleList, ParameterDict and their like) and for
-    scripted modules, which refuse hooks.
+    False for containers without a forward (ModuleList, ParameterDict and their like), for scripted
+    modules, which refuse hooks, and for the output projection of `nn.MultiheadAttention`, which
+    reads its weights and never calls it.
     """
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
     if isinstance(module, torch.jit.ScriptModule):
         return type(module).__name__ == "TopLevelTracedModule"
     if "forward" in module.__dict__:
