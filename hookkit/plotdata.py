@@ -216,12 +216,12 @@ def _power(tick: float) -> str:
     return f"{'-' if tick < 0 else ''}1e{round(np.log10(abs(tick)))}"
 
 
-def used_bins(table: Floats) -> tuple[int, int]:
-    """First and last row of `table` (bins, …) that holds anything, with one bin to spare."""
-    rows = np.flatnonzero((np.nan_to_num(table) > 0).reshape(len(table), -1).any(axis=1))
+def used_bins(used: Any) -> tuple[int, int]:
+    """First and last of the bins that hold anything, (n_bins,) bool, with one to spare."""
+    rows = np.flatnonzero(used)
     if not len(rows):
-        return 0, len(table) - 1
-    return max(0, int(rows[0]) - 1), min(len(table) - 1, int(rows[-1]) + 1)
+        return 0, len(used) - 1
+    return max(0, int(rows[0]) - 1), min(len(used) - 1, int(rows[-1]) + 1)
 
 
 def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int]:

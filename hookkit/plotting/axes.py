@@ -118,9 +118,10 @@ def _number(value: float) -> str:
 def signed_log_if_wide(ax: Any, values: Any) -> None:
     """A signed-log y axis, where a few values would press all others flat."""
     size = np.abs(values[np.isfinite(values) & (values != 0)])
-    if not size.size or size.max() <= 100 * np.median(size):
+    usual = float(np.percentile(size, 75)) if size.size else 0.0
+    if not size.size or size.max() <= 100 * usual:
         return
-    ax.set_yscale("symlog", linthresh=float(np.median(size)))
+    ax.set_yscale("symlog", linthresh=usual)
     ax.yaxis.get_major_locator().set_params(numticks=7)
     ax.yaxis.set_major_formatter(lambda value, _: _number(value))
     ax.minorticks_off()

@@ -9,6 +9,7 @@ import numpy as np
 from hookkit import plotdata
 from hookkit.plotting.axes import (
     BLUE,
+    FAINT,
     INK,
     KINDS,
     log_y,
@@ -78,7 +79,10 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
         head = "Units that are dead (solid) or dormant (dashed)"
         _lines(ax, record, 100 * record.value("dead"), head, key=True, ylabel="% of units")
         if "dormant" in record.values:
-            _lines(ax, record, 100 * record.value("dormant"), head, ls="--", ylabel="% of units")
+            dormant = 100 * record.value("dormant")
+            curves(ax, record, record.steps, dormant, key=False, ls="--")
+        if not np.nan_to_num(record.value("dead")).any():
+            ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
     else:
         eps = f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
         head = f"Values near zero{eps}; units were not recorded"
@@ -120,7 +124,6 @@ def _lines(
     head: str,
     *,
     key: bool = False,
-    ls: str = "-",
     ylabel: str = "",
 ) -> None:
     """One line a layer over steps, with the axis in order."""
@@ -128,7 +131,7 @@ def _lines(
     if width > 1 and len(table) > 12:  # or the noise of one layer hides all others
         table = np.stack([plotdata.smoothed(row, width) for row in table])
         head += f", mean over {width | 1} records"
-    curves(ax, record, record.steps, table, key=key, ls=ls)
+    curves(ax, record, record.steps, table, key=key)
     title(ax, head)
     ax.set_ylabel(ylabel, fontsize=9)
     _step_axis(ax, record, None)

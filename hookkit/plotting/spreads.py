@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,64 +53,84 @@ def color_dim(
         raise OptionError(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."
         )
+    _check_hist(record)
     rows = list(range(len(record.names))) if layer is None else [record.layer(layer)]
-    tables = [plotdata.shares(record, row) for row in rows]
+    grid = Grid.of(len(rows))
     if layer is None:
-        columns = min(len(rows), 4 if len(rows) <= 24 else 6 if len(rows) <= 72 else 10) or 1
-        height = next(
-            h for n, h in ((4, 2.4), (24, 1.5), (72, 1.1), (1 << 30, 0.75)) if len(rows) <= n
-        )
-        fig = new_figure(fig, 10, max(2.0, -(-len(rows) // columns) * height) + 0.7)
+        fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
         alarm = f"; {BROKEN} in vermilion" if plotdata.nonfinite(record).any() else ""
-        title(ax, f"Spread of {KINDS[record.kind]}, {len(rows)} layers in order{alarm}", pad=18)
+        layers = f"{len(rows)} layer{'s' * (len(rows) != 1)}"
+        title(ax, f"Spread of {KINDS[record.kind]}, {layers} in order{alarm}", pad=18)
     else:
-        columns, height, ax = 1, 4.0, new_axes(ax, 10, 4)
+        ax = new_axes(ax, 10, 4)
         title(ax, f"Spread of {KINDS[record.kind]}: {plotdata.label(record, rows[0])}")
-    if not rows or not len(record):
-        nothing(ax, "nothing was recorded")
+    if rows and len(record):
+        _tiles(ax, record, rows, grid)
     else:
-        _tiles(ax, record, rows, tables, columns, height)
+        nothing(ax, "nothing was recorded")
     return fig if layer is None else ax
 
 
-def _tiles(
-    ax: Any, record: Record, rows: list[int], tables: list[Floats], columns: int, height: float
-) -> None:
+@dataclass(frozen=True)
+class Grid:
+    """How many tiles stand side by side, how high they are (inches), and what fits over one."""
+
+    rows: int
+    columns: int
+    height: float
+    size: float
+    room: int
+
+    @classmethod
+    def of(cls, n: int) -> Grid:
+        """For `n` tiles, none dropped."""
+        for most, columns, height, size, room in (
+            (1, 1, 4.0, 8, 80),
+            (4, 4, 2.4, 8, 31),
+            (24, 4, 1.5, 8, 31),
+            (72, 6, 1.1, 6, 26),
+        ):
+            if n <= most:
+                return cls(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
+        return cls(-(-n // 10), 10, 0.75, 5, 18)
+
+    def name(self, record: Record, row: int) -> str:
+        """What fits over a tile; of long names the end, which tells neighbours apart."""
+        whole = plotdata.label(record, row)
+        name = whole if len(whole) <= self.room else record.names[row] or record.types[row]
+        return name if len(name) <= self.room else "…" + name[1 - self.room :]
+
+
+def _check_hist(record: Record) -> None:
+    if record.names:
+        plotdata.shares(record, 0)
+
+
+def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
     """Every layer a tile, all in one mesh: 300 Axes would take two minutes to lay out."""
-    alone = len(rows) == 1
-    first, last = plotdata.used_bins(np.concatenate(tables, axis=1))
-    broken = plotdata.nonfinite(record)
-    edges = plotdata.step_edges(record.steps)
-    tiles = [_tile(t[first : last + 1], broken[i]) for t, i in zip(tables, rows, strict=True)]
-    pooled = [plotdata.pool(tile, edges, 800 // columns) for tile in tiles]
-    xs, high, n_rows = pooled[0][1], last + 1 - first, -(-len(rows) // columns)
-    wide = xs[-1] - xs[0]
-    right, up = (0.0, 0.0) if alone else (0.06 * wide, 0.19 / (height - 0.19) * high)
-    image = np.full((n_rows * (high + 1), columns * len(xs)), np.nan)
-    for k, (tile, _, _) in enumerate(pooled):
-        r, c = n_rows - 1 - k // columns, k % columns
+    assert record.hist is not None
+    bins = plotdata.used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
+    broken, edges = plotdata.nonfinite(record), plotdata.step_edges(record.steps)
+    high, xs = bins[1] + 1 - bins[0], plotdata.pool(edges[None, :-1], edges, 800 // grid.columns)[1]
+    gap = (0.0, 0.0) if grid.columns == 1 else (0.06, 0.19 / (grid.height - 0.19))
+    right, up = (1 + gap[0]) * (xs[-1] - xs[0]), (1 + gap[1]) * high
+    image = np.full((grid.rows * (high + 1), grid.columns * len(xs)), np.nan)
+    for k, row in enumerate(rows):
+        r, c = grid.rows - 1 - k // grid.columns, k % grid.columns
+        tile = _tile(plotdata.shares(record, row)[bins[0] : bins[1] + 1], broken[row])
+        tile = plotdata.pool(tile, edges, 800 // grid.columns)[0]
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
-        if not alone:
-            at = (c * (wide + right) + xs[0], r * (high + up) + high)
-            name = _tile_name(record, rows[k], columns)
-            size = 8 if columns < 5 else 6
-            ax.annotate(name, at, (0, 2), textcoords="offset points", fontsize=size)
-    x = np.concatenate([xs + c * (wide + right) for c in range(columns)])
-    y = np.concatenate([np.arange(high + 1) + r * (high + up) for r in range(n_rows)])
+        if grid.columns > 1:
+            at, text = (c * right + xs[0], r * up + high), {"textcoords": "offset points"}
+            ax.annotate(grid.name(record, row), at, (0, 2), fontsize=grid.size, **text)
+    x = np.concatenate([xs + c * right for c in range(grid.columns)])
+    y = np.concatenate([np.arange(high + 1) + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
-    mesh = ax.pcolormesh(
-        x, y, image[:-1, :-1], cmap=colours, vmin=np.log10(FLOOR), vmax=0, rasterized=True
-    )
-    _tile_axes(ax, record, (first, last), (columns, wide + right), (n_rows, high + up))
+    limits = {"vmin": np.log10(FLOOR), "vmax": 0, "rasterized": True}
+    mesh = ax.pcolormesh(x, y, image[:-1, :-1], cmap=colours, **limits)
+    _tile_axes(ax, record, bins, grid, up)
     _share_bar(ax, mesh)
-
-
-def _tile_name(record: Record, row: int, columns: int) -> str:
-    """What fits over a tile; of long names the end, which tells neighbours apart."""
-    whole, room = plotdata.label(record, row), 130 // columns
-    name = whole if len(whole) <= room else record.names[row] or record.types[row]
-    return name if len(name) <= room else "…" + name[1 - room :]
 
 
 def _tile(table: Floats, broken: Any) -> Floats:
@@ -120,20 +141,19 @@ def _tile(table: Floats, broken: Any) -> Floats:
     return shown
 
 
-def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], across: Any, down: Any) -> None:
-    """True values and steps at the left and the lower edge of the tiles; no frame around all."""
+def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: float) -> None:
+    """True values at the left, steps below the first column (alike in all), and no frame."""
     assert record.edges is not None
-    (columns, _), (n_rows, high) = across, down
-    places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if n_rows == 1 else 5)
-    ys = [place - bins[0] + r * high for r in range(n_rows) for place in places]
-    small = 8 if columns * n_rows == 1 else 7 if columns < 5 else 5.5
-    ax.set_yticks(ys, labels * n_rows, fontsize=small)
-    if columns == 1:
+    places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if grid.rows == 1 else 5)
+    ys = [place - bins[0] + r * up for r in range(grid.rows) for place in places]
+    size = min(8, grid.size + 0.5)
+    ax.set_yticks(ys, labels * grid.rows, fontsize=size)
+    if grid.columns == 1:
         mark_epochs(ax, record)
-        ax.tick_params(labelsize=small)
+        ax.tick_params(labelsize=size)
     else:
         ends = [int(record.steps[0]), int(record.steps[-1])]
-        ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=small)  # alike in all columns
+        ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=size)
     ax.tick_params(length=2)
     ax.set_xlabel("optimizer step", fontsize=9)
     ax.spines[:].set_visible(False)
@@ -153,13 +173,14 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     """
     record = plotdata.as_record(record, "activation", "gradient")
     ax = new_axes(ax, 10, 4.5)
-    shares = [plotdata.shares(record, i) for i in range(len(record.names))]
-    if not shares or not len(record):
+    _check_hist(record)
+    if not record.names or not len(record):
         return nothing(ax, "nothing was recorded")
     wanted = int(record.steps[-1]) if step is None else step
     (column,) = plotdata.chosen_columns(record.steps, [wanted])
-    tables = np.stack([table[:, column] for table in shares])
-    first, last = plotdata.used_bins(tables.T)
+    rows = range(len(record.names))
+    tables = np.stack([plotdata.shares(record, row)[:, column] for row in rows])
+    first, last = plotdata.used_bins((tables > 0).any(axis=0))
     x = np.arange(len(tables[0])) + 0.5
     curves(ax, record, x[first : last + 1], 100 * tables[:, first : last + 1], key=True)
     assert record.edges is not None
