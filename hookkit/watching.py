@@ -11,11 +11,9 @@ forward and step (loss, backward) has no event here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,12 +27,8 @@ from .errors import ArgumentError, HookError, nearest
 from .events import CancelFitException
 from .following import FollowedLoop
 from .outputs import Scores
-from .records import Floats, Run
-from .runs import run_of
+from .readout import ReadOut
 from .walking import unwrap
-
-if TYPE_CHECKING:
-    from .health import Diagnosis
 
 
 def watch(
@@ -88,7 +82,7 @@ def watch(
     return Watcher(one_model(model), optimizers(opt), callbacks, loss_func, each_forward)
 
 
-class Watcher:
+class Watcher(ReadOut):
     """What `watch` returns: follows a loop while it is entered, and reads out what was recorded.
 
     Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do what entering and
@@ -251,43 +245,7 @@ class Watcher:
             if self.loop.scores is None and args:
                 self.loop.scores = Scores(module, args[0])
 
-    # --- reading
-
-    @property
-    def losses(self) -> Floats:
-        """(n_steps,) float64: the training loss by optimizer step, NaN where it was not told."""
-        return self.loop.losses.read(self.loop.n_steps)
-
-    def run(self) -> Run:
-        """All that was recorded, as plain numpy values: for `diagnose`, pictures, your own use.
-
-        Sync: one per recorder.
-        """
-        run, losses = run_of(self.loop), self.losses
-        known = losses if np.isfinite(losses).any() else None
-        rows = [self._row(i, losses) for i in range(len(self.loop.spans))]
-        return replace(run, losses=known, valid=rows, info={**run.info, **self.info})
-
-    def _row(self, i: int, losses: Floats) -> dict[str, Any]:
-        """Epoch `i` as Run wants it: its number, mean training loss, and what was told of it."""
-        told = dict(self.loop.spans[i])
-        start = told.pop("step")
-        end = self.loop.spans[i + 1]["step"] if i + 1 < len(self.loop.spans) else len(losses)
-        mine = losses[start:end][~np.isnan(losses[start:end])]
-        row = {"epoch": told.pop("epoch"), "train_loss": float(mine.mean()) if len(mine) else None}
-        return row | {k: v.item() if isinstance(v, Tensor) else v for k, v in told.items()}
-
-    def diagnose(self, **options: Any) -> Diagnosis:
-        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
-        from .health import diagnose
-
-        return diagnose(self.run(), **options)
-
-    def report(self, path: Any = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.report`."""
-        from .report import report
-
-        return report(self, path, **options)
+    # --- looking
 
     @property
     def opt(self) -> Optimizer | None:

@@ -894,6 +894,17 @@ def test_a_run_has_what_the_epochs_were_told():
     assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
 
 
+def test_a_run_without_losses_says_so():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        train(model, opt)
+
+    assert w.run().losses is None
+    assert w.run().valid == [{"epoch": 0}]
+
+
 # --- at the door
 
 
@@ -978,6 +989,15 @@ def test_training_without_a_step_is_told_at_the_end():
     model(batches()[0]).sum().backward()
 
     with pytest.warns(NeverFiredWarning, match="no torch optimizer stepped a parameter"):
+        w.stop()
+
+
+def test_steps_of_another_optimizer_than_the_given_one_are_told_at_the_end():
+    model = net()
+    w = watch(model, sgd(model)).start()
+    train(model, sgd(model), 2)
+
+    with pytest.warns(NeverFiredWarning, match=r"2 training batches.*SGD is not what steps"):
         w.stop()
 
 
