@@ -22,6 +22,7 @@ from .data import no_batches, split_batch, to_device
 from .driving import Driver
 from .errors import ModelRunError, OptionError
 from .events import (
+    CANCEL_EXCEPTIONS,
     CancelBackwardException,
     CancelBatchException,
     CancelEpochException,
@@ -30,6 +31,7 @@ from .events import (
     CancelValidException,
 )
 from .groups import plain_optimizer
+from .nested import describe
 
 T = TypeVar("T", bound="Loop")
 
@@ -115,7 +117,7 @@ class Loop(Driver):
         self._with_events(self._do_one_batch, "batch", CancelBatchException)
 
     def _do_one_batch(self) -> None:
-        self.pred = self.model(**self.xb[0]) if self._by_keyword else self.model(*self.xb)
+        self.pred = self._predict()
         self("after_pred")
         self._get_loss()
         self("after_loss")
@@ -133,6 +135,20 @@ class Loop(Driver):
     def _split(self, b: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         self._by_keyword = isinstance(b, Mapping)
         return split_batch(b, getattr(self.dls, "n_inp", None))
+
+    def _predict(self) -> Any:
+        try:
+            return self.model(**self.xb[0]) if self._by_keyword else self.model(*self.xb)
+        except CANCEL_EXCEPTIONS:
+            raise
+        except Exception as error:
+            given = describe(self.xb[0] if len(self.xb) == 1 else self.xb)
+            how = "by keyword" if self._by_keyword else "as its inputs"
+            error.add_note(
+                f"the model ({type(self.model).__name__}) was given {given} {how}"
+                f"{self._where()}; DataLoaders(…, n_inp=…) says how many items of a batch it takes"
+            )
+            raise
 
     def _get_loss(self) -> None:
         if self.loss_func is None:

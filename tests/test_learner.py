@@ -586,13 +586,15 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
         learn.fit(1)
 
 
-def test_a_batch_the_model_cannot_take_keeps_pytorchs_error() -> None:
+def test_a_batch_the_model_cannot_take_keeps_pytorchs_error_and_says_what_it_was() -> None:
     learn = plain(([(torch.ones(2, 5), torch.ones(2, 1))], None), mlp(1, 1), loss_func=nn.MSELoss())
 
-    with pytest.raises(RuntimeError, match=r"mat1 and mat2"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2") as caught:
         learn.fit(1)
 
     assert not learn.fitting
+    said = "the model (Sequential) was given 2×5 as its inputs, epoch 0, batch 0 (training)"
+    assert caught.value.__notes__[0].startswith(said)
 
 
 @pytest.mark.parametrize("fails", ["model", "loss_func", "opt.step"])
