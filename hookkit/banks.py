@@ -190,13 +190,13 @@ class Bank:
             counts[: len(kept)] += kept
         return counts
 
-    def commit(self, column: int, into: bool) -> None:
-        """Put everything seen since the last commit into the ring."""
-        self.ring.put(column, self._rows(), into)
+    def commit(self, column: int, into: bool, most: int) -> None:
+        """Put everything seen since the last commit into the ring, of `most` columns in the end."""
+        self.ring.put(column, self._rows(), into, most)
         if self.hist is not None:
-            self.hist.put(column, self._counts()[:, :-1], into)
+            self.hist.put(column, self._counts()[:, :-1], into, most)
         if self.units is not None:
-            self.units.commit(column, into, self.rows)
+            self.units.commit(column, into, self.rows, most)
         self.forget()
 
     def halve(self, n: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookkit.moments import empty_rows, merge
 
-BUDGET_BYTES = 16 * 2**20
+BUDGET_BYTES = 10 * 2**20
 MAX_COLUMNS = 4096
 MIN_COLUMNS = 64
 
@@ -101,11 +101,16 @@ class Ring:
         keep = min(n, len(old))
         self.data[:keep, : old.shape[1]] = old[:keep]
 
-    def put(self, column: int, values: Tensor, into: bool) -> None:
-        """Write (rows, fields) `values` as `column`, or merge them into it."""
-        rows = max(self.data.shape[1], len(values))
-        if column >= len(self.data) or rows > self.data.shape[1]:
-            self._resize(max(len(self.data), 2 * column if column >= len(self.data) else 0), rows)
+    def put(self, column: int, values: Tensor, into: bool, most: int = MAX_COLUMNS) -> None:
+        """Write (rows, fields) `values` as `column`, or merge them into it.
+
+        Args:
+            most: columns that will ever be needed; room grows by halves up to it.
+        """
+        n, rows = len(self.data), max(self.data.shape[1], len(values))
+        if column >= n or rows > self.data.shape[1]:
+            wanted = n if column < n else min(column * 3 // 2, most)
+            self._resize(max(n, wanted, column + 1), rows)
         here = self.data[column, : len(values)]
         if not into:
             here.copy_(values)
@@ -115,13 +120,18 @@ class Ring:
             here.copy_(merge(here, values))
 
     def halve(self, n: int) -> None:
-        """Merge the first `n` columns pairwise; an odd one out stays alone."""
+        """Merge the first `n` columns pairwise, in place; an odd one out stays alone."""
         pairs = n // 2
-        first, second = self.data[0 : 2 * pairs : 2], self.data[1 : 2 * pairs : 2]
-        merged = first + second if self.counts else merge(first, second)
+        for start in range(0, pairs, 32):
+            end = min(start + 32, pairs)
+            first, second = (
+                self.data[2 * start : 2 * end : 2],
+                self.data[2 * start + 1 : 2 * end : 2],
+            )
+            merged = first + second if self.counts else merge(first, second)
+            self.data[start:end] = merged
         if n % 2:
             self.data[pairs] = self.data[n - 1]
-        self.data[:pairs] = merged
 
     def read(self, n: int) -> Tensor:
         """The first `n` columns on the CPU: (n, rows, fields). One copy, one wait."""

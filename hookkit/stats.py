@@ -33,7 +33,7 @@ class ActivationStats(LayerStats):
     cancelled batches and skipped steps leave nothing, recomputation under activation checkpointing
     is not seen twice. A second fit appends; validation is not recorded unless asked.
 
-    Memory is bounded (about 16 MB): when full, neighbouring records merge exactly, and
+    Memory is bounded (about 10 MB): when full, neighbouring records merge exactly, and
     `record().spans` tells how many steps each holds.
 
     Args:

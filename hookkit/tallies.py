@@ -141,13 +141,14 @@ class Tally:
         into = self.axis.add(step, epoch, iteration)
         self.n_commits += 1
         for bank in self.banks.values():
-            bank.commit(len(self.axis) - 1, into)
+            bank.commit(len(self.axis) - 1, into, self.axis.limit)
             bank.turn = self.n_commits
 
     def _fit_axis(self) -> None:
         bins = self.options.bins
         hist = (8 if self.options.exact_hist else 4) * (bins.width - 1) if bins else 0
-        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist))
+        units = 4 * len(Units.FIELDS) if self.options.window else 0
+        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist + units))
 
     @property
     def n_bytes(self) -> int:

@@ -120,12 +120,12 @@ class Units:
         _clear(self.live)
         _clear(self.kept)
 
-    def commit(self, column: int, into: bool, rows: int) -> None:
+    def commit(self, column: int, into: bool, rows: int, most: int) -> None:
         """Close a record: (rows, 5) shares go into the ring."""
         self.fold()
         _join(self.newer, self.kept)
         self.turn += 1
-        self.ring.put(column, self._judge(rows), into)
+        self.ring.put(column, self._judge(rows), into, most)
         _clear(self.kept)
         if self.turn % max(self.window // 2, 1) == 0:
             self.older, self.newer = self.newer, self.older

@@ -65,7 +65,7 @@ class ParamStats(Callback):
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used.
-    One record per recorded optimizer step, merged to means when the memory (16 MB) is full.
+    One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
 
     Costs a copy of the weights, and about three reads of them in each recorded step.
 
@@ -169,7 +169,7 @@ class ParamStats(Callback):
             if device not in self._rings:
                 shape = len(self.names), len(FIELDS)
                 self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
-            self._rings[device].put(len(self.axis) - 1, table, into)
+            self._rings[device].put(len(self.axis) - 1, table, into, self.axis.limit)
 
     def _tables(self, row: dict[str, int]) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
