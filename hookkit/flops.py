@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 MacFormula = Callable[..., int]
 
@@ -52,8 +52,8 @@ def _numel(*tensors: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    flops = sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
-    return int(flops) // 2
+    """Scores and their product with the values; all heads of the queries, however few the keys'."""
+    return int(prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
 def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> int:
@@ -101,6 +101,9 @@ def _sparse_mm(a: Tensor, b: Tensor) -> int:
 
 _OURS: dict[str, MacFormula] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
     "aten::_scaled_dot_product_attention_math_for_mps": _attention,
     "aten::mkldnn_rnn_layer": _mkldnn_rnn,

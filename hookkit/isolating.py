@@ -110,16 +110,20 @@ def real_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
-    """A deep copy of `model` whose tensors are fake: shapes, types and ties without values."""
+def fake_copy(model: nn.Module, mode: Any, home: torch.device | None = None) -> nn.Module:
+    """A deep copy of `model` whose tensors are fake: shapes, types and ties without values.
+
+    What stands on `meta` is taken to be on `home`, the device of the inputs.
+    """
     with torch.no_grad():
         memo, _ = copy_memo(model)
         for m in model.modules():
             if isinstance(m, torch.jit.ScriptModule):
                 continue
-            for t in (*m._parameters.values(), *m._buffers.values()):
+            loose = [v for v in vars(m).values() if isinstance(v, Tensor) and v.is_meta]
+            for t in (*m._parameters.values(), *m._buffers.values(), *loose):
                 if t is not None and id(t) not in memo and _is_plain(t):
-                    memo[id(t)] = _faked(t, mode)
+                    memo[id(t)] = _faked(t, mode, home)
         with FakeCopyMode(mode), _copyable(model):
             return copy.deepcopy(model, memo)
 
@@ -172,10 +176,10 @@ def _is_plain(t: Tensor) -> bool:
     return usual and not (t.is_quantized or t.is_nested or t.is_inference() or t.is_conj())
 
 
-def _faked(t: Tensor, mode: Any) -> Tensor:
+def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
     """What torch's converter makes of a plain tensor, ten times as fast: it keeps no aliases."""
     elem = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    fake: Tensor = FakeTensor(mode, elem, t.device)
+    fake: Tensor = FakeTensor(mode, elem, home if home and t.is_meta else t.device)
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
@@ -193,6 +197,7 @@ def undisturbed() -> Iterator[None]:
         fused = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
         torch.backends.mha.set_fastpath_enabled(False)
         log = logging.getLogger("torch._subclasses.fake_tensor")  # prints what we handle
         stack.callback(setattr, log, "disabled", log.disabled)

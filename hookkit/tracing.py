@@ -241,7 +241,8 @@ def _fake(
     if mode is None:
         return None
     try:
-        stand_in = isolating.fake_copy(model, mode)
+        home = next((t.device for t in leaves((args, kwargs)) if not t.is_meta), None)
+        stand_in = isolating.fake_copy(model, mode, home)
         given = isolating.fake_inputs(Inputs(args, kwargs), mode)
         _set_mode(stand_in, training)
     except Exception:  # whatever refuses to be copied without values is run for real

@@ -337,10 +337,11 @@ def test_layers_built_on_the_first_call_are_rows_with_calls() -> None:
 
 
 def test_the_callers_grad_mode_does_not_matter() -> None:
-    with torch.no_grad():
-        quiet = summary(Net(), ids())
+    net, expected = Net(), summary(Net(), ids()).kept_bytes
 
-    assert quiet.kept_bytes == summary(Net(), ids()).kept_bytes > 0
+    for quiet in (torch.no_grad, torch.inference_mode):
+        with quiet():
+            assert summary(net, ids()).kept_bytes == expected > 0
 
 
 def test_a_size_stands_for_one_float_image_batch() -> None:
@@ -365,6 +366,14 @@ def test_a_model_on_meta_is_summarised_without_memory() -> None:
 
     assert s.n_params > 10**8
     assert s["blocks.1.fc.0"].outputs == ("2×5×16384",)
+
+
+def test_a_model_on_meta_takes_inputs_from_the_cpu_or_meta() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+    assert summary(net, (3, 8, 8)).run == "fake"
+    assert summary(net, torch.ones(2, 3, 8, 8, device="meta")).run == "fake"
 
 
 @pytest.mark.parametrize(
