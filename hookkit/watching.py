@@ -235,7 +235,7 @@ class Watcher(ReadOut):
                 f"{tuple(value.shape)}. Reduce it first, as in w.loss(loss.mean())."
             )
         if self.loop.fitting:
-            self.loop.tell_loss(value.reshape(()))
+            self.loop.tell_loss(value if value.dim() == 0 else value.reshape(()))
 
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self.loop.training:
