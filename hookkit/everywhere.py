@@ -27,6 +27,11 @@ from hookkit.errors import ArgumentError, HookError
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
+# PyTorch's own removal leaves its entry here, and torch.compile then warns of a global hook.
+_with_kwargs: dict[int, bool] = getattr(
+    torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
+)
+
 
 class _Removable:
     """A context manager that removes itself, whatever happens in its block."""
@@ -145,6 +150,7 @@ class GlobalHook(_Removable):
         """Takes the hook off all modules. Nothing if it is off."""
         if not self.removed:
             self._handle.remove()
+            _with_kwargs.pop(self._handle.id, None)
             torch.backends.mha.set_fastpath_enabled(self._fast)
             self.removed = True
 

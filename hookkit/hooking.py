@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 from fastcore.foundation import L
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.capturing import Kept, Kind, Options
@@ -212,7 +212,9 @@ class Hook:
         if last is None:
             warn_if_compiled(self)
             return ranks.gather(None) if self._options.gather else None
-        if not isinstance(last, (Kept, Grads)):  # the fast path and compiled code store it bare
+        if type(last) is Tensor and not (self._options.gather or last.is_inference()):
+            return last  # the fast path and compiled code store it bare
+        if not isinstance(last, (Kept, Grads)):
             last = self._last = Kept(last)
         return self._read(last)
 

@@ -48,7 +48,7 @@ class Plain(Dispatcher):
             observe(hook, module, _same, output)
             return
         hook._count += 1
-        if output.is_cpu:
+        if output.is_cpu and not output._is_view():
             try:
                 hook._last = lazy_clone(output.detach() if output.requires_grad else output)
                 return

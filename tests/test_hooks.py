@@ -861,6 +861,7 @@ def test_hook_all_sees_every_module_of_some_types_until_it_is_removed(
         nn.MSELoss()(x, x)
     net(x)
 
+    assert not nn.modules.module._has_any_global_hook()
     names = ["Linear", "ReLU", "Linear", "Sequential", "MSELoss"]
     assert seen == [(n, False) for n in names]
     assert h.n_calls == 5
