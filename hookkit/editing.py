@@ -165,7 +165,7 @@ class Edits:
             )
         for _, module, _ in modules:
             check_hookable(module, who)
-        self._who, self._stance = who, None
+        self._who, self._stance = who, False
         self._edits = [Edit(who, name, module, leaf, f, kind) for name, module, leaf in modules]
         self.register()
 
