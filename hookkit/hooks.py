@@ -17,6 +17,7 @@ imported from here; the parts are
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -53,6 +54,9 @@ __all__ = [
     "print_sizes",
     "recomputing",
 ]
+
+# Options are values; making the same ones for each `with` block would cost 2 µs.
+_options = lru_cache(maxsize=64)(Options)
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -242,7 +246,7 @@ def hook_output(
     (True, False)
     """
     kind: Kind = "grad" if grad else "forward"
-    o = Options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     check_hookable(module, o.who)
     return Hook.made(module, o, Block())
 
@@ -268,7 +272,7 @@ def hook_outputs(
     [(4, 10), (4, 10), (4, 3)]
     """
     kind: Kind = "grad" if grad else "forward"
-    o = Options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
 
 
@@ -296,7 +300,7 @@ def hook_input(
     torch.Size([4, 5])
     """
     kind: Kind = "pre_grad" if grad else "pre"
-    o = Options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     check_hookable(module, o.who)
     return Hook.made(module, o, Block())
 
@@ -322,5 +326,5 @@ def hook_inputs(
     [(4, 5), (4, 10)]
     """
     kind: Kind = "pre_grad" if grad else "pre"
-    o = Options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
