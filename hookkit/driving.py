@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -145,6 +146,12 @@ def _method(cb: Callback, event: str) -> Callable[[], object] | None:
         f: Callable[[], object] = object.__getattribute__(cb, event)
         return f
     return None
+
+
+def _heard_by(cb: Callback, event: str) -> Callable[[], object] | None:
+    """What to call at `event`: the method, or at every one the class's own `__call__`."""
+    own = type(cb).__call__ is not Callback.__call__
+    return partial(cb, event) if own else _method(cb, event)
 
 
 def _in_phase(cb: Callback, event: str, training: bool) -> bool:
@@ -298,7 +305,7 @@ class Driver:
         if event not in self._listeners:
             if event not in EVENTS:
                 raise OptionError(f"An event was to be fired: {_not_an_event(event)}")
-            found = [(cb, _method(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)]
+            found = [(cb, _heard_by(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)]
             self._listeners[event] = [(cb, f) for cb, f in found if f is not None]
         return self._listeners[event]
 

@@ -523,3 +523,23 @@ def test_every_event_reaches_a_method_of_its_name() -> None:
     assert seen == list(EVENTS[1:4])
     assert isinstance(learn.model, nn.Module)
     assert isinstance(learn.cbs[0], TrainEvalCallback)
+
+
+def test_a_callback_with_a_call_of_its_own_hears_every_event() -> None:
+    heard = []
+
+    class Log(Callback):
+        def __call__(self, event: str) -> None:
+            heard.append(event)
+            super().__call__(event)
+
+        def after_fit(self) -> None:
+            heard.append("its own method")
+
+    learn = synth_learner(n_trn=1, n_val=1, cbs=Log())
+    heard.clear()
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert heard[:4] == ["before_fit", "before_epoch", "before_train", "before_batch"]
+    assert heard[-2:] == ["after_fit", "its own method"]
