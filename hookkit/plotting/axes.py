@@ -123,5 +123,6 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
         return
     ax.set_yscale("symlog", linthresh=usual)
     ax.yaxis.get_major_locator().set_params(numticks=7)
-    ax.yaxis.set_major_formatter(lambda value, _: _number(value))
+    # the ticks next to 0 would be written over it
+    ax.yaxis.set_major_formatter(lambda v, _: _number(v) if not v or abs(v) > 3 * usual else "")
     ax.minorticks_off()

@@ -23,6 +23,9 @@ from hookkit.records import Record, Run
 
 WORDS = {"did not run": NEVER, "all zero": "black", BROKEN: ALARM}
 
+MOST_BOXES = 12
+"""Of one finding: more would hide what they mark."""
+
 
 def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
@@ -102,8 +105,9 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
     for number, finding in enumerate(list(findings)[:6], 1):
         named = [str(layer) for layer in finding.layers or ()]
         for ax, record in _panels_of(finding, axes, panels):
-            at = [i for i, name in enumerate(record.names) if name in named]
-            _box(ax, record, min(at), max(at), finding.steps, f"{number}")
+            at = np.flatnonzero([name in named for name in record.names])
+            for block in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)[:MOST_BOXES]:
+                _box(ax, record, block[0], block[-1], finding.steps, f"{number}")
         where = plotdata.shorten(", ".join(named), 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
