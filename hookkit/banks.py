@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit import kernels
 from hookkit.histograms import ABSENT, Bins, coprime_stride
 from hookkit.moments import N_FIELDS, Scratch, cpu_row, empty_rows, merge, merge_row, moments
 from hookkit.rings import Ring
@@ -46,11 +47,17 @@ class Bank:
         rows: how many to begin with.
 
     Attributes:
-        live: (rows, 9) moments of the batch at hand.
+        live: (rows, 9) moments of the batch at hand (on CUDA in `sums`, see `kernels`).
         kept: the same of earlier batches of this optimizer step (gradient accumulation), or None.
         samples: (rows, sample) float32 of the last call of each row in this batch.
         counts: (rows, width) int64 of earlier calls, and of everything with `exact_hist`.
     """
+
+    live: Tensor
+    sums: Tensor
+    samples: Tensor
+    counts: Tensor
+    sample_rows: tuple[Tensor, ...]
 
     def __init__(self, options: Options, device: torch.device, rows: int) -> None:
         self.options, self.device = options, device
@@ -61,6 +68,7 @@ class Bank:
         self.sampled: dict[int, int] = {}
         self.hist: Ring | None = None
         self.scratch = Scratch()
+        self.fused = kernels.serves(device)
         self.units = Units(options.window, device) if options.window else None
         with torch.inference_mode(False):
             self._grow(max(rows, 1))
@@ -75,7 +83,13 @@ class Bank:
         if self.rows:
             live[: self.rows] = self.live
         self.live, self.fresh = live, empty_rows(rows, self.device, self.dtype)
-        self.live_np: Any = live.numpy() if self.device.type == "cpu" else None
+        cpu = self.device.type == "cpu" and not self.fused
+        self.live_np: Any = live.numpy() if cpu else None
+        if self.fused:
+            sums = kernels.blank(rows, self.device)
+            if self.rows:
+                sums[: self.rows] = self.sums
+            self.sums = sums
         if self.options.bins:
             shape = rows, self.options.sample
             blank = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
@@ -111,6 +125,9 @@ class Bank:
         here[:] = (calls + 1, *(merge_row(old, new) if calls else new))
 
     def _take_device(self, row: int, x: Tensor, times: int) -> None:
+        if self.fused:
+            kernels.add(x, self.sums[row], self.options.eps, times)
+            return
         new = moments(x, self.options.eps, self.dtype)
         if times > 1:
             for field in (1, 3, 6, 7, 8):
@@ -119,7 +136,7 @@ class Bank:
 
     def _count_all(self, row: int, x: Tensor, times: int) -> None:
         assert self.options.bins is not None
-        for part in x.split(1 << 20):
+        for part in torch.split(x, 1 << 20):
             self.counts[row] += self.options.bins.count(part.float().unsqueeze(0))[0] * times
 
     def _sample(self, row: int, x: Tensor) -> None:
@@ -148,6 +165,8 @@ class Bank:
     def drop(self) -> None:
         """Forget the batch at hand."""
         self.live.copy_(self.fresh)
+        if self.fused:
+            kernels.clear(self.sums)
         if self.units is not None:
             self.units.drop()
         if self.options.bins:
@@ -157,14 +176,15 @@ class Bank:
 
     def fold(self, finite_only: bool = False) -> None:
         """Keep the batch at hand (if it is finite throughout) for the step it belongs to."""
+        live = self._live()
         if finite_only:
-            fine = self.live[:, -1].sum() == 0
-            self.live.copy_(torch.where(fine, self.live, self.fresh))
+            fine = live[:, -1].sum() == 0
+            live = torch.where(fine, live, self.fresh)
             if self.options.bins:
                 self.counts *= fine
                 bits = self.samples.view(torch.int32)
                 bits.copy_(torch.where(fine, bits, ABSENT))
-        self.kept = self._rows()
+        self.kept = self._with_kept(live)
         if self.options.bins:
             self.kept_counts = self._counts()
         if self.units is not None:
@@ -178,10 +198,15 @@ class Bank:
             self.units.forget()
         self.drop()
 
-    def _rows(self) -> Tensor:
-        rows, kept = self.live.clone(), self.kept
-        if kept is not None:
-            rows[: len(kept)] = merge(kept, rows[: len(kept)])
+    def _live(self) -> Tensor:
+        """(rows, 9) moments of the batch at hand."""
+        return kernels.collapse(self.sums) if self.fused else self.live.clone()
+
+    def _with_kept(self, rows: Tensor) -> Tensor:
+        """`rows` merged with what earlier batches of this step gave."""
+        if self.kept is not None:
+            n = len(self.kept)
+            rows[:n] = merge(self.kept, rows[:n])
         return rows
 
     def _counts(self) -> Tensor:
@@ -192,7 +217,7 @@ class Bank:
 
     def commit(self, column: int, into: bool, most: int) -> None:
         """Put everything seen since the last commit into the ring, of `most` columns in the end."""
-        self.ring.put(column, self._rows(), into, most)
+        self.ring.put(column, self._with_kept(self._live()), into, most)
         if self.hist is not None:
             self.hist.put(column, self._counts()[:, :-1], into, most)
         if self.units is not None:
