@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit.moments import CHUNK
 from hookkit.rings import Ring
 
 TAU = 0.025
@@ -94,15 +95,19 @@ class Units:
         if x.numel() == 0 or x.ndim == 0:
             return
         dim = channel_dim(kind, x.ndim)
-        if x.dtype is not torch.float32:
-            x = x.float()
-        size, n = x.abs(), x.shape[dim]
+        n = x.shape[dim]
         here = self._place(row, n)
-        torch.maximum(here[0], _reduced(x, dim, torch.amax), out=here[0])
-        here[1] += _reduced(size, dim, torch.sum)
         here[2] += x.numel() // n
         if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
             self.saturable.add(row)
+        for part in _parts(x, dim):
+            self._add(here, part.float(), dim, kind)
+
+    def _add(self, here: Tensor, x: Tensor, dim: int, kind: str) -> None:
+        size = x.abs()
+        torch.maximum(here[0], _reduced(x, dim, torch.amax), out=here[0])
+        here[1] += _reduced(size, dim, torch.sum)
+        if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
             full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
             here[3] += _reduced(full, dim, torch.sum)
 
@@ -182,6 +187,15 @@ class Units:
 
 
 _NOBODY = 1 << 40
+
+
+def _parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """`x` in parts that stay in the cache of a CPU; whole elsewhere, where calls are dear."""
+    if not x.is_cpu or not dim or x.numel() <= CHUNK:
+        return (x,)
+    if x.is_contiguous() and dim == x.ndim - 1:
+        x = x.view(-1, x.shape[-1]).view(-1, *[1] * (x.ndim - 2), x.shape[-1])
+    return torch.split(x, max(CHUNK * len(x) // x.numel(), 1))
 
 
 def _reduced(x: Tensor, dim: int, by: Any) -> Tensor:

@@ -54,10 +54,10 @@ def local_values(t: Tensor) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms, 0-d float64 on each tensor's device; float32 arithmetic for 16-bit tensors."""
+    """2-norms, 0-d on each tensor's device; float32 arithmetic for 16-bit tensors."""
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    return [n.real.double() for n in torch._foreach_norm(wide, 2)]
+    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
 
 
 class ParamStats(Callback):
@@ -156,7 +156,7 @@ class ParamStats(Callback):
                 self._measure()
 
     def _measure(self) -> None:
-        step, row = self.learn.n_steps - 1, {name: i for i, name in enumerate(self.names)}
+        step = self.learn.n_steps - 1
         if not self._n_records:
             self.axis.fit(8 * len(FIELDS) * len(self.names))
         while self.axis.full:
@@ -165,30 +165,26 @@ class ParamStats(Callback):
             self.axis.halve()
         into = self.axis.add(step, self.learn.epoch, self._iter)
         self._n_records += 1
-        for device, table in self._tables(row).items():
+        for device, table in self._tables().items():
             if device not in self._rings:
                 shape = len(self.names), len(FIELDS)
                 self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
             self._rings[device].put(len(self.axis) - 1, table, into, self.axis.limit)
 
-    def _tables(self, row: dict[str, int]) -> dict[torch.device, Tensor]:
+    def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
-        live = {
-            name: p for name, _, p in named_parameters(self.learn.model) if name in self._before
-        }
-        names = list(live)
-        before, after = [self._before[n] for n in names], [local_values(live[n]) for n in names]
-        weight = _norms(before)
-        torch._foreach_sub_(before, after)
-        update = _norms(before)
-        with_grad = [n for n in names if live[n].grad is not None]
-        grads = [local_values(g) for g in (live[n].grad for n in with_grad) if g is not None]
-        grad = dict(zip(with_grad, _norms(grads) if grads else [], strict=True))
-        tables: dict[torch.device, list[Any]] = {}
-        for name, w, u in zip(names, weight, update, strict=True):
-            rows = tables.setdefault(w.device, [None] * len(row))
-            rows[row[name]] = _row(w, u, grad.get(name))
-        return {device: _stacked(rows) for device, rows in tables.items()}
+        known = named_parameters(self.learn.model)
+        live = {name: p for name, _, p in known if name in self._before}
+        tables = {}
+        for device in {t.device for t in self._before.values()}:
+            names = [name for name in live if self._before[name].device == device]
+            before = [self._before[name] for name in names]
+            weights = _norms(before)
+            torch._foreach_sub_(before, [local_values(live[name]) for name in names])
+            grads = [None if (g := live[n].grad) is None else local_values(g) for n in names]
+            table = _table(weights, _norms(before), grads)
+            tables[device] = table if names == self.names else _spread(table, names, self.names)
+        return tables
 
     def record(self, *, local: bool = False) -> Record:
         """Everything recorded so far, as plain numbers. The host reads the device here.
@@ -251,20 +247,23 @@ class ParamStats(Callback):
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer")
 
 
-def _row(weight: Tensor, update: Tensor, grad: Tensor | None) -> Tensor:
-    one = torch.ones_like(weight)
+def _table(weights: list[Tensor], updates: list[Tensor], grads: list[Tensor | None]) -> Tensor:
+    """(parameters, fields) float64 of one device, in a few operations for all of them."""
+    weight, update = torch.stack(weights).double(), torch.stack(updates).double()
+    zero, one = torch.zeros_like(weight[0]), torch.ones_like(weight[0])
+    norms = iter(_norms([g for g in grads if g is not None]))
+    grad = torch.stack([zero if g is None else next(norms).double() for g in grads])
+    has_grad = torch.stack([zero if g is None else one for g in grads])
     ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
-    fine = torch.isfinite(weight) & torch.isfinite(update)
-    if grad is not None:
-        fine = fine & torch.isfinite(grad)
-    has_grad = one if grad is not None else torch.zeros_like(one)
-    size = has_grad if grad is None else grad
-    return torch.stack([weight, size, update, ratio, 1 - fine.double(), one, has_grad])
+    bad = (~torch.isfinite(weight + update + grad)).double()
+    return torch.stack([weight, grad, update, ratio, bad, torch.ones_like(weight), has_grad], dim=1)
 
 
-def _stacked(rows: list[Any]) -> Tensor:
-    blank = torch.zeros_like(next(r for r in rows if r is not None))
-    return torch.stack([blank if r is None else r for r in rows])
+def _spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
+    """The rows of `names` at their places among `rows`, zeros elsewhere."""
+    found = dict(zip(names, table.unbind(), strict=True))
+    blank = torch.zeros_like(table[0])
+    return torch.stack([found.get(name, blank) for name in rows])
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
