@@ -75,11 +75,11 @@ def to_df(source: Any) -> Any:
 
 def to_csv(source: Any, path: str | Path) -> Path:
     """Writes the tidy table as CSV (numbers to full precision, nothing for NaN); the path."""
-    path = Path(path)
+    path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for record in records_of(source):
+        for record in records:
             for *place, value in record.rows():
                 writer.writerow([*place, "" if np.isnan(value) else repr(value)])
     return path

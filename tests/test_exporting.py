@@ -131,8 +131,9 @@ def test_tensorboard_takes_them(tmp_path: Path) -> None:
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
 
 
-def test_what_is_no_record_or_writer_is_refused() -> None:
+def test_what_is_no_record_or_writer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="int was given"):
-        to_csv(3, "nowhere.csv")
+        to_csv(3, tmp_path / "nowhere.csv")
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ArgumentError, match="SummaryWriter"):
         log_to(object(), record())
