@@ -15,6 +15,7 @@ from hookkit.errors import OptionError, missing_extra
 from hookkit.records import Incident, Run
 from hookkit.report import report
 
+pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
