@@ -70,7 +70,7 @@ def _odd(t: Tensor) -> Tensor | None:
     if t.layout is torch.sparse_coo:
         return plain(t._values() if not t.is_coalesced() else t.values())
     if t.layout is not torch.strided:
-        return plain(t.to_dense() if t.layout is torch._mkldnn else t.values())
+        return plain(t.to_dense() if t.is_mkldnn else t.values())
     if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
         return plain(t.as_subclass(Tensor)) if _has_storage(t) else None
     return t.abs() if t.is_complex() else t
@@ -269,7 +269,7 @@ def _with_nonfinite(x: Tensor, eps: float, s: Scratch) -> Row:
     finite = x[torch.isfinite(x)].double()
     bad = float(x.numel() - finite.numel())
     if finite.numel() == 0:
-        return (*EMPTY[1:-1], bad)  # type: ignore[return-value]
+        return (*EMPTY[1:-1], bad)
     row = moments(finite, eps).numpy().tolist()
     return (*row[1:-1], bad)
 
