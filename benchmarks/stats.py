@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.flight import FlightRecorder
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
 
 Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]

@@ -1,28 +1,28 @@
 """See inside any PyTorch model, while it runs and while it trains.
 
-Two stems that meet once. Model stem: `selecting → hooks → modelinfo → summaries`. Training stem:
-`events → callbacks`. They join in `recording` (HookCallback), which feeds `stats → health →
-report`. On top stand the two drivers of the same callbacks, `learner` (our loop) and `watching`
-(anybody's); bridges and the demo stand on those, and nothing imports them. A row imports only from
-rows above it; `tests/test_layers.py` holds this.
-
-    errors                                          what goes wrong, and how it is told
-    events · nested · layout                        names in order; structures; text
-    selecting · ranks · data                        which modules, process, batches
-    hooks · moments · records · callbacks           capture; statistics; records
-    editing · swapping · features · modelinfo        change; wrap; extract; count
-    recording                                       HookCallback: where the stems join
-    summaries · stats · flight                      a model; layers over time; the NaN
-    health · plotting · exports                     diagnosis; pictures; tables and files
-    report                                          one page of a run
-    learner · watching                              our loop; anybody's
-    bridges · testing · demo                        other loops; small nets; a real run
-
 Three doors:
 
     with hook_outputs(select(model, "blocks.*")) as h: model(x)             # look inside one pass
     with watch(model, opt, ActivationStats(every=10)) as w: train(model)    # … a whole training
     print(summary(model, x))                                                # … the architecture
+
+The house has two stems that meet once. Model stem: `selecting → hooks → modelinfo → summaries`.
+Training stem: `events → callbacks`. They join in `recording`, which feeds `stats → health →
+report`. On top stand the two drivers of the same callbacks. A room imports only from rows above
+its own; `tests/test_layers.py` holds this. A room with several files is a folder whose docstring
+names them.
+
+    errors                                       what goes wrong, and how it is told
+    events · nested · layout · walking           events; any structure; text widths; module names
+    selecting · ranks · data                     which modules; which process; which batches
+    hooks · moments · records · callbacks        capture; statistics; what was recorded; Callback
+    editing · swapping · features · modelinfo    change; wrap; extract; count
+    recording                                    HookCallback: where hooks meet a loop
+    summaries · stats                            a model at a glance; its layers over time
+    health · plotting · exports · summarize      diagnosis; pictures; tables and files; the shell
+    report                                       one page of a run
+    learner · watching                           our loop; anybody's
+    bridges · testing · demo                     other loops; small nets; a real run
 """
 
 from .callbacks import (
@@ -72,9 +72,19 @@ from .events import (
     CancelValidException,
 )
 from .features import FeatureExtractor, feature_extractor
-from .flight import FlightRecorder
 from .health import Diagnosis, Finding, diagnose
-from .hooks import Hook, Hooks, StopForward, hook_input, hook_inputs, hook_output, hook_outputs
+from .hooks import (
+    Hook,
+    Hooks,
+    StopForward,
+    hook_all,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    hook_tensor,
+    print_sizes,
+)
 from .learner import Learner
 from .modelinfo import (
     dummy_eval,
@@ -88,7 +98,7 @@ from .modelinfo import (
 from .recording import HookCallback
 from .records import Record, Run
 from .selecting import Selection, leaf_modules, select, unwrap
-from .stats import ActivationStats, GradientStats, ParamStats
+from .stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from .summaries import Summary, layer_info, module_summary, summary
 from .swapping import Catcher, GramWrapper, Wrapper, swap
 from .watching import Watcher, watch
@@ -156,10 +166,12 @@ __all__ = [
     "feature_extractor",
     "flatten_model",
     "has_params",
+    "hook_all",
     "hook_input",
     "hook_inputs",
     "hook_output",
     "hook_outputs",
+    "hook_tensor",
     "in_channels",
     "layer_info",
     "leaf_modules",
@@ -167,6 +179,7 @@ __all__ = [
     "module_summary",
     "num_features_model",
     "patch_from",
+    "print_sizes",
     "replace",
     "scale",
     "select",

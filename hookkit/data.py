@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ModelRunError, OptionError, SelectionError
-from .nested import leaves, tmap
+from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
+from hookkit.nested import leaves, tmap
 
 
 class DataLoaders:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .callbacks import ProgressCallback
-from .data import DataLoaders
-from .errors import missing_extra
-from .learner import Learner
-from .stats import ActivationStats, GradientStats, ParamStats
+from hookkit.callbacks import ProgressCallback
+from hookkit.data import DataLoaders
+from hookkit.errors import missing_extra
+from hookkit.learner import Learner
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
 
 
 def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoaders:
@@ -95,7 +95,7 @@ def layer_table(learn: Any) -> str:
 
 def draw(learn: Any, out: Path) -> list[Path]:
     """Writes the pictures of the run into `out`; their paths."""
-    from . import plotting  # matplotlib: only when somebody wants pictures
+    from hookkit import plotting  # matplotlib: only when somebody wants pictures
 
     run, stats = learn.run_record(), learn.activation_stats
     record = stats.record()

@@ -19,16 +19,16 @@ from warnings import warn
 import torch
 from torch import nn
 
-from hookkit.capturing import snapshot
-from hookkit.compiling import enter_eager, leave_eager
-from hookkit.dispatching import attach, check_hookable
 from hookkit.errors import HookError, NeverFiredWarning, OptionError
-from hookkit.gradients import tap
+from hookkit.hooks.capturing import snapshot
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.dispatching import attach, check_hookable
+from hookkit.hooks.gradients import tap
 from hookkit.nested import describe, named_leaves, pick, tmap
-from hookkit.resolving import Selector
 from hookkit.selecting import select
+from hookkit.selecting.resolving import Selector
+from hookkit.swapping.wrapping import Wrapper
 from hookkit.walking import can_run, find
-from hookkit.wrapping import Wrapper
 
 
 def feature_extractor(

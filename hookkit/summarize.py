@@ -17,7 +17,7 @@ from torch import nn
 
 from hookkit.errors import HookkitError, nearest
 from hookkit.summaries import Summary, summary
-from hookkit.texttable import COLUMNS
+from hookkit.summaries.texttable import COLUMNS
 
 
 class _Parser(argparse.ArgumentParser):

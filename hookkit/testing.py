@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .callbacks import Callback
-from .data import DataLoaders
-from .events import EVENTS
-from .learner import Learner
+from hookkit.callbacks import Callback
+from hookkit.data import DataLoaders
+from hookkit.events import EVENTS
+from hookkit.learner import Learner
 
 
 def synth_dbunch(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.backward import BackwardHooks
 from hookkit.errors import ArgumentError, SelectionError
+from hookkit.recording.backward import BackwardHooks
 from hookkit.selecting import select
 
 

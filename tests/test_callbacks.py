@@ -325,7 +325,7 @@ def test_in_a_notebook_bar_and_table_are_one_output(monkeypatch: Any) -> None:
         return Handle()
 
     monkeypatch.setattr(display, "display", first)
-    monkeypatch.setattr("hookkit.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("hookkit.callbacks.progress.in_notebook", lambda: True)
     learn = synth_learner(n_trn=2, metrics=[_near], cbs=ProgressCallback)
 
     learn.fit(2)
@@ -345,7 +345,7 @@ def test_a_validation_in_mid_fit_leaves_the_bar_alone(monkeypatch: Any) -> None:
     pytest.importorskip("tqdm")
     opened: list[str] = []
     monkeypatch.setattr(
-        "hookkit.progress._Terminal.open", lambda self, what, n: opened.append(what)
+        "hookkit.callbacks.progress._Terminal.open", lambda self, what, n: opened.append(what)
     )
     look = Callback(after_batch=lambda cb: cb.training and cb.learn.validate())
     learn = quiet(n_trn=2, cbs=[look, ProgressCallback])

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from hookkit.callbacks import Callback, TrainEvalCallback
-from hookkit.driving import Driver
+from hookkit.callbacks.driving import Driver
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
 from hookkit.testing import synth_learner

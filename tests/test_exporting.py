@@ -10,7 +10,7 @@ import pytest
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.exports import compare, load, log_to, save, to_csv, to_df
-from hookkit.histograms import log_bins
+from hookkit.moments.histograms import log_bins
 from hookkit.records import Record, Run
 
 

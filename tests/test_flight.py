@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import NonFiniteError, OptionError
-from hookkit.flight import FlightRecorder
 from hookkit.records import Incident
+from hookkit.stats.flight import FlightRecorder
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 

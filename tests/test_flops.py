@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookkit.flops import is_unknown
+from hookkit.modelinfo.flops import is_unknown
 from hookkit.summaries import summary
 
 

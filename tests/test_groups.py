@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.groups import (
+from hookkit.learner.groups import (
     make_optimizer,
     param_groups,
     plain_optimizer,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hookkit.errors import OptionError
-from hookkit.histograms import (
+from hookkit.moments.histograms import (
     Bins,
     coprime_stride,
     edge_bins,

@@ -54,8 +54,8 @@ def _sequences() -> Any:
 
 
 def stats_callbacks() -> list[Any]:
-    from hookkit.flight import FlightRecorder
     from hookkit.stats import ActivationStats, GradientStats, ParamStats
+    from hookkit.stats.flight import FlightRecorder
 
     return [
         ActivationStats(with_hist=True, include_paramless=True, units=True),

@@ -5,13 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit import kernels
-from hookkit.banks import Options
-from hookkit.flight import FlightRecorder
-from hookkit.histograms import log_bins
-from hookkit.moments import flat, moments, plain
+from hookkit.moments import flat, kernels, moments, plain
+from hookkit.moments.banks import Options
+from hookkit.moments.histograms import log_bins
+from hookkit.moments.tallies import Tally
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.tallies import Tally
+from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
 
 pytest.importorskip("triton")

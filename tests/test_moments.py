@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookkit.moments import (
+from hookkit.moments.moments import (
     EMPTY,
     FIELDS,
     Scratch,

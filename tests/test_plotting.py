@@ -9,8 +9,8 @@ import made
 import numpy as np
 import pytest
 
-from hookkit import plotdata
 from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.plotting import plotdata
 from hookkit.records import Record, Run
 
 mpl = pytest.importorskip("matplotlib")

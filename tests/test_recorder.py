@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder
+from hookkit.callbacks.metrics import Mean
+from hookkit.callbacks.recorder import Scalars, format_time
 from hookkit.errors import ArgumentError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
-from hookkit.metrics import Mean
-from hookkit.recorder import Scalars, format_time
 from hookkit.testing import synth_learner
 
 

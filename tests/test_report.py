@@ -54,7 +54,7 @@ def html_of(run: Any, tmp_path: Path, **options: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hookkit.report.DPI", 20)  # quick: what is on them is not read here
+    monkeypatch.setattr("hookkit.report.pages.DPI", 20)  # quick: what is on them is not read here
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.driving import Callback
+from hookkit.callbacks.driving import Callback
 from hookkit.errors import OptionError, SelectionError
 from hookkit.events import CancelBatchException, CancelStepException
-from hookkit.histograms import log_bins
+from hookkit.moments.histograms import log_bins
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.testing import synth_learner
 from hookkit.watching import watch

@@ -5,8 +5,8 @@ import torch
 from test_recording_zoo import trained
 from zoo import ZOO, Entry
 
-from hookkit.flight import FlightRecorder
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)

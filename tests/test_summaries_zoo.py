@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from zoo import ZOO, Entry, entry
 
-from hookkit.folding import lines
 from hookkit.modelinfo import total_params
 from hookkit.nested import leaves
-from hookkit.outline import NUMBERS
 from hookkit.summaries import Summary, summary
+from hookkit.summaries.folding import lines
+from hookkit.summaries.outline import NUMBERS
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 

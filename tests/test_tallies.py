@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.banks import Options
-from hookkit.histograms import log_bins
-from hookkit.rings import Axis
-from hookkit.tallies import Tally
+from hookkit.moments.banks import Options
+from hookkit.moments.histograms import log_bins
+from hookkit.moments.rings import Axis
+from hookkit.moments.tallies import Tally
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,10 +6,10 @@ import torch
 from test_watching import batches, n_hooks, net, sgd, train
 from torch import nn
 
-from hookkit.flight import FlightRecorder
 from hookkit.learner import Learner
 from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
 
 

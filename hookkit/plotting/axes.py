@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.plotdata import epoch_starts, layer_ticks, step_edges
+from hookkit.plotting.plotdata import epoch_starts, layer_ticks, step_edges
 from hookkit.records import Record
 
 INK = "#222222"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit import plotdata
+from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     BLUE,
     FAINT,

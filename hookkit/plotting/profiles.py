@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit import plotdata
+from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BLUE,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hookkit import plotdata
 from hookkit.errors import OptionError
+from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BROKEN,

@@ -1,0 +1,34 @@
+"""The ready-made callbacks: what every run needs, and a few that people expect.
+
+driving    `Callback`, and `Driver`: whatever owns callbacks and tells them what happens.
+recorder   `Recorder`: losses, learning rates and metrics of a run, read from the device only
+           when asked.
+outputs    What a classifier's scores look like: how many classes, and whether they are
+           probabilities.
+metrics    Metrics: functions averaged over samples, or objects that update and compute; read
+           late.
+progress   `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
+runs       From a Learner to a `Run`: what its recorders hold, gathered as plain values.
+"""
+
+from hookkit.callbacks.callbacks import (
+    DEFAULT_CALLBACKS,
+    Callback,
+    GradientAccumulation,
+    GradientClip,
+    ProgressCallback,
+    Recorder,
+    SchedulerCallback,
+    TrainEvalCallback,
+)
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "Callback",
+    "GradientAccumulation",
+    "GradientClip",
+    "ProgressCallback",
+    "Recorder",
+    "SchedulerCallback",
+    "TrainEvalCallback",
+]

@@ -1,0 +1,202 @@
+"""The ready-made callbacks: what every run needs, and a few that people expect.
+
+`Callback` itself, to inherit from, is in `driving`; `Recorder` and `ProgressCallback` have files of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+from torch import nn
+
+from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.progress import ProgressCallback
+from hookkit.callbacks.recorder import Recorder, Scalars
+from hookkit.errors import OptionError
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "Callback",
+    "GradientAccumulation",
+    "GradientClip",
+    "ProgressCallback",
+    "Recorder",
+    "SchedulerCallback",
+    "TrainEvalCallback",
+]
+
+
+class TrainEvalCallback(Callback):
+    """Puts the model on the data's device and in the right mode, and counts training batches."""
+
+    order = -10
+    run_valid = False
+
+    def before_fit(self) -> None:
+        """Starts the counts of a fit; moves model and loss to the DataLoaders' device, if any."""
+        learn = self.learn
+        device = getattr(learn.dls, "device", None)
+        if device is not None:
+            for module in (learn.model, learn.loss_func):
+                if isinstance(module, nn.Module):
+                    module.to(device)
+        if not learn.fitting:
+            return
+        learn.train_iter, learn.pct_train = 0, 0.0
+        if callable(reset := getattr(learn.model, "reset", None)):
+            reset()  # a recurrent model's word for "forget the state of the last sequence"
+
+    def before_train(self) -> None:
+        """Training mode."""
+        self.learn.training = True
+        self.learn.model.train()
+
+    def before_validate(self) -> None:
+        """Evaluation mode."""
+        self.learn.training = False
+        self.learn.model.eval()
+
+    def after_batch(self) -> None:
+        """One more training batch."""
+        learn = self.learn
+        learn.train_iter += 1
+        if learn.n_iter:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+
+
+class GradientAccumulation(Callback):
+    """One optimizer step for every `n_acc` batches, with the mean of their gradients.
+
+    What is left at the end of an epoch is stepped with too.
+
+    Args:
+        n_acc: batches per step.
+
+    Raises:
+        OptionError: `n_acc` is below 1.
+    """
+
+    order = -5
+    run_valid = False
+
+    def __init__(self, n_acc: int = 32) -> None:
+        if n_acc < 1:
+            raise OptionError(
+                f"GradientAccumulation(n_acc={n_acc}) was asked for: a step needs a batch. "
+                f"Use 1 (no accumulation) or more."
+            )
+        self.n_acc = n_acc
+
+    def before_batch(self) -> None:
+        """Decides whether a step follows this batch."""
+        learn = self.learn
+        last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
+        learn.steps_now = (learn.iter + 1) % self.n_acc == 0 or last
+
+    def after_loss(self) -> None:
+        """Scales the loss that is differentiated; `learn.loss` stays as it is."""
+        if self.learn.loss_grad is not None:
+            self.learn.loss_grad = self.learn.loss_grad / self.n_acc
+
+    def cleanup_fit(self) -> None:
+        """Back to a step for each batch."""
+        self.learn.steps_now = True
+
+
+class GradientClip(Callback):
+    """Scales the gradients of each step so that their joint norm is at most `max_norm`.
+
+    Args:
+        max_norm: the largest norm a step may have.
+        norm_type: 2.0, `float("inf")`, …, as in `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        norms: per step the norm before clipping, kept on the device; `norms.read()` gives them.
+    """
+
+    run_valid = False
+
+    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
+        if not max_norm > 0:
+            raise OptionError(
+                f"GradientClip(max_norm={max_norm}) was asked for: no gradient would be left. "
+                f"Give a positive norm, 1.0 is common."
+            )
+        self.max_norm, self.norm_type, self.norms = max_norm, norm_type, Scalars()
+
+    def before_step(self) -> None:
+        """Clips."""
+        learn = self.learn
+        clip = getattr(learn.accelerator, "clip_grad_norm_", nn.utils.clip_grad_norm_)
+        norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
+        if norm is not None:
+            self.norms.append(norm)
+
+
+class SchedulerCallback(Callback):
+    """Runs a torch learning-rate scheduler: one step of it for each optimizer step really made.
+
+    What it changed besides the learning rate (momentum, entries of its own) is put back at the end.
+
+    Args:
+        make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
+            fit will make.
+        by_epoch: one scheduler step per epoch instead; `n_steps` is then the number of epochs.
+
+    >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+    >>> cosine = SchedulerCallback(CosineAnnealingLR)
+    """
+
+    order = 60
+    run_valid = False
+
+    def __init__(self, make: Callable[[Any, int], Any], by_epoch: bool = False) -> None:
+        self.make, self.by_epoch = make, by_epoch
+        self._kept: list[dict[str, Any]] | None = None
+
+    def before_fit(self) -> None:
+        """Makes the scheduler for this fit."""
+        learn = self.learn
+        if not learn.fitting:
+            return
+        opt = learn.opts[0]
+        self._kept = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+        self.scheduler = self.make(opt, learn.n_epoch if self.by_epoch else self._n_steps())
+
+    def _n_steps(self) -> int:
+        learn = self.learn
+        try:
+            n = len(learn.dls.train)
+        except TypeError:
+            raise OptionError(
+                "A schedule by optimizer step was asked for; the training loader does not tell "
+                "its length. Give a loader with __len__, or SchedulerCallback(…, by_epoch=True)."
+            ) from None
+        n_acc = max([cb.n_acc for cb in learn._grab_cbs(GradientAccumulation)], default=1)
+        return int(learn.n_epoch * ceil(n / n_acc))
+
+    def after_batch(self) -> None:
+        """Steps, if the optimizer did."""
+        if not self.by_epoch and self.learn.stepped:
+            self.scheduler.step()
+
+    def after_epoch(self) -> None:
+        """Steps, if it goes by the epoch."""
+        if self.by_epoch and self.learn.fitting:
+            self.scheduler.step()
+
+    def cleanup_fit(self) -> None:
+        """Puts the optimizer's other hyperparameters back."""
+        kept, self._kept = self._kept, None
+        groups = self.learn.opts[0].param_groups if kept else []
+        for before, group in zip(kept or [], groups, strict=True):
+            for key in [k for k in group if k not in before and k != "params"]:
+                del group[key]
+            group.update({k: v for k, v in before.items() if k != "lr"})
+
+
+DEFAULT_CALLBACKS: tuple[type[Callback], ...] = (TrainEvalCallback, Recorder)
+"""What a Learner has unless `default_cbs=False`."""

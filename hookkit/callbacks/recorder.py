@@ -1,0 +1,283 @@
+"""`Recorder`: losses, learning rates and metrics of a run, read from the device only when asked.
+
+The idea: a loss is appended as the 0-d tensor it is and packed with its neighbours on its own
+device. Smoothing, averaging by optimizer step and the move to the host wait for somebody to read,
+which at the latest is the end of the epoch. So recording costs about a microsecond a batch and no
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from array import array
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.metrics import Mean, as_metric, item
+from hookkit.callbacks.outputs import Scores
+from hookkit.data import batch_size
+
+Floats = npt.NDArray[np.float64]
+
+_PACK = 1024  # scalars kept apart before they are packed: a 0-d tensor holds 512 bytes on a GPU
+
+
+class Scalars:
+    """Numbers as they come, kept on their device until read.
+
+    >>> s = Scalars()
+    >>> s.append(torch.tensor(2.0)); s.append(3.0)
+    >>> len(s), s.read()
+    (2, array([2., 3.]))
+    """
+
+    def __init__(self) -> None:
+        self._host = array("d")
+        self._packed: list[Tensor] = []
+        self._loose: list[Tensor] = []
+        self._n = 0
+
+    def append(self, value: Tensor | float) -> None:
+        """Adds one number, or the mean of a tensor of several."""
+        t = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        self._loose.append(t.mean() if t.ndim else t)
+        self._n += 1
+        if len(self._loose) >= _PACK:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._packed.append(torch.stack(self._loose).double())
+        self._loose = []
+
+    def read(self, start: int = 0) -> Floats:
+        """(n − start,) float64 on the host: all numbers from `start` on."""
+        if self._loose:
+            self._pack()
+        for t in self._packed:
+            self._host.extend(t.cpu().tolist())  # sync: one per read-out
+        self._packed = []
+        return np.array(self._host[start:], dtype=np.float64)
+
+    def __len__(self) -> int:
+        return self._n
+
+
+class Recorder(Callback):
+    """Losses, learning rates, metrics. Fits add to it; `validate` and `get_preds` leave it alone.
+
+    Under `distrib_ctx` validation is over all ranks' batches, the training loss is this rank's own.
+
+    Args:
+        add_time: whether the log has the epoch's duration.
+        train_metrics: whether metrics are computed on training batches too.
+        valid_metrics: whether metrics are computed on validation batches.
+        beta: of the exponential moving average that smooths the training loss.
+
+    Attributes:
+        values: per epoch `[train_loss, valid_loss, *metrics]`, floats; None where nothing ran.
+            `train_loss` is the smoothed loss at the end of the epoch.
+        metric_names: the log's columns: `epoch`, `train_loss`, `valid_loss`, the metrics, `time`.
+        log: the last epoch's row: `[0, 6.58, 5.40, '00:00']`.
+        lrs: per training batch, the last parameter group's learning rate.
+        iters: per epoch, how many training batches there had been at its end.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(n_trn=3)
+    >>> with learn.no_logging(): learn.fit(2)
+    >>> len(learn.recorder.losses), len(learn.recorder.values), learn.recorder.iters
+    (6, 2, [3, 6])
+    """
+
+    order = 50
+
+    def __init__(
+        self,
+        add_time: bool = True,
+        train_metrics: bool = False,
+        valid_metrics: bool = True,
+        beta: float = 0.98,
+    ) -> None:
+        self.add_time, self.beta = add_time, beta
+        self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
+        self.metric_names: list[str] = []
+        self.values: list[list[Any]] = []
+        self.log: list[Any] = []
+        self.lrs: list[float] = []
+        self.iters: list[int] = []
+        self._raw, self._steps, self._rows = Scalars(), array("q"), list[dict[str, Any]]()
+        self._fits: list[int] = []  # the batch each fit began with: smoothing starts again there
+        self._smooth, self._average = array("d"), 0.0
+        self._valid_loss, self._cancelled = Mean(), False
+        self.scores: Scores | None = None
+        self._metrics: dict[bool, list[Any]] = {True: [], False: []}
+        self._train_part: list[Any] = []
+        self._valid_part: list[Any] = []
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Names the columns; a fit starts a new smoothing."""
+        metrics = [as_metric(m) for m in self.learn.metrics]
+        for metric in metrics:
+            if hasattr(metric, "to"):
+                metric.to(self.learn.device)
+        self._metrics[False] = metrics if self.valid_metrics else []
+        self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
+        if not self.learn.fitting:
+            return
+        self._fits.append(len(self._raw))
+        self._begin_epoch()
+        self._cancelled = False
+        self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
+
+    def _columns(self) -> list[str]:
+        both = self.train_metrics and self.valid_metrics
+        train = ["train_loss"] + [("train_" if both else "") + m.name for m in self._metrics[True]]
+        valid = ["valid_loss"] + [("valid_" if both else "") + m.name for m in self._metrics[False]]
+        return train + (valid if self.learn.dls.valid is not None else [])
+
+    def before_epoch(self) -> None:
+        """Starts the clock."""
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        # also at the end of one: `before_epoch` may be cancelled before it comes here
+        self._started = time.perf_counter()
+        self._train_part, self._valid_part = [], []
+
+    def before_train(self) -> None:
+        """Starts the training metrics again."""
+        for metric in self._metrics[True]:
+            metric.reset()
+
+    def before_validate(self) -> None:
+        """Starts the validation loss and metrics again."""
+        self._valid_loss.reset()
+        for metric in self._metrics[False]:
+            metric.reset()
+
+    def after_cancel_batch(self) -> None:
+        """Remembers that this batch is not to be recorded."""
+        self._cancelled = True
+
+    def after_batch(self) -> None:
+        """Takes the batch's loss and metrics as they are, on their device."""
+        learn = self.learn
+        if learn.loss is None or self._cancelled:
+            self._cancelled = False
+            return
+        if learn.training:
+            if self.scores is None:
+                self.scores = Scores(learn.loss_func, learn.pred)
+            self._raw.append(learn.loss)
+            self._steps.append(learn.n_steps - learn.stepped)
+            self.lrs.append(learn.opt.param_groups[-1]["lr"])
+        else:
+            self._valid_loss.add(learn.loss.mean(), batch_size(learn.yb or learn.xb))
+        for metric in self._metrics[learn.training]:
+            metric.update(learn.pred, *learn.yb)
+
+    def after_train(self) -> None:
+        """Notes the smoothed loss and the training metrics."""
+        self._train_part = [self.smooth_loss, *self._computed(True)]
+
+    def after_validate(self) -> None:
+        """Gives the learner its `final_record`; inside a fit, notes it for the epoch."""
+        across = self.learn.accelerator is not None  # each rank has its share of the batches
+        part = [self._valid_loss.compute(across), *self._computed(False)]
+        self.learn.final_record = part
+        if not self.learn.aside:
+            self._valid_part = part
+
+    def after_epoch(self) -> None:
+        """Adds the epoch to `values` and hands the row to the learner's logger."""
+        if not self.learn.fitting:
+            return
+        names = self._columns()
+        record = self._train_part + self._valid_part
+        record += [None] * (len(names) - len(record))  # a part that was cancelled as it began
+        self.learn.final_record = record
+        self.values.append(record)
+        self.iters.append(len(self._raw))
+        self._rows.append({"epoch": self.learn.epoch, **dict(zip(names, record, strict=True))})
+        self.log = [self.learn.epoch, *record]
+        if self.add_time:
+            self.log.append(format_time(time.perf_counter() - self._started))
+        self.learn.logger(self.log)
+        self._begin_epoch()
+
+    def _computed(self, training: bool) -> list[Any]:
+        across = self.learn.accelerator is not None
+        return [
+            metric.compute(across) if isinstance(metric, Mean) else item(metric.compute())
+            for metric in self._metrics[training]
+        ]
+
+    # --- reading
+
+    @property
+    def losses(self) -> list[float]:
+        """The smoothed training loss after each training batch."""
+        self._smoothen()
+        return self._smooth.tolist()
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The smoothed training loss as it stands; None before the first batch of a fit."""
+        self._smoothen()
+        return self._smooth[-1] if len(self._smooth) > (self._fits or [0])[-1] else None
+
+    def _smoothen(self) -> None:
+        """Carries the debiased exponential average on over the losses that came since."""
+        n = len(self._smooth)
+        for i, loss in enumerate(self._raw.read(n).tolist(), n):
+            start = self._fits[bisect_right(self._fits, i) - 1]
+            self._average = (
+                self.beta * (self._average if i > start else 0.0) + (1 - self.beta) * loss
+            )
+            self._smooth.append(self._average / (1 - self.beta ** (i - start + 1)))
+
+    def raw_losses(self) -> Floats:
+        """(n_batches,) float64: the training loss of each batch, as it was."""
+        return self._raw.read()
+
+    def step_losses(self) -> Floats:
+        """(n_steps,) float64: the mean training loss of the batches behind each optimizer step.
+
+        NaN for steps of which no loss is known, such as steps made outside a fit.
+        """
+        steps, losses = np.array(self._steps, np.int64), self._raw.read()
+        n = int(getattr(self.learn, "n_steps", 0) or (steps.max(initial=-1) + 1))
+        taken = steps < n  # batches at the end that no step followed
+        totals = np.bincount(steps[taken], losses[taken], n)
+        counts = np.bincount(steps[taken], minlength=n)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(totals / counts, np.float64)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
+        return [dict(row) for row in self._rows]
+
+    def plot_loss(self, *, fig: Any = None) -> Any:
+        """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure."""
+        from hookkit.plotting import plot_loss
+
+        return plot_loss(self.learn.run_record(), fig=fig)
+
+
+def format_time(seconds: float) -> str:
+    """A duration as `MM:SS`, with hours when there are any.
+
+    >>> format_time(75), format_time(3675)
+    ('01:15', '1:01:15')
+    """
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"

@@ -1,0 +1,295 @@
+"""Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or a part.
+
+Each makes a `Change`: what to do with one tensor, done to every tensor of what a layer gives (or
+takes, or gets as gradient), with the containers' types kept. The tensors of the run are read only:
+a changed tensor is a new one, through which gradients flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import ArgumentError, HookError
+from hookkit.hooks import Hook, Hooks
+from hookkit.hooks.dispatching import brief, recomputing
+from hookkit.hooks.gradients import tap
+from hookkit.nested import describe, leaves, named_leaves, pick, tmap
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a change is asked for: the layer's name if known, its leaf path, and which call."""
+
+    module: nn.Module
+    name: str | None = None
+    leaf: str = ""
+    n_call: int = 0
+
+    @property
+    def label(self) -> str:
+        """The layer in words, for messages."""
+        if self.name is None:
+            return brief(self.module)
+        return f'"{self.name}" ({type(self.module).__name__})'
+
+
+class Change:
+    """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
+
+    Called as `change(module, …, value)`; `on(value, where)` is the same with a place for messages.
+    """
+
+    def __init__(self, text: str, new: Callable[[Any, Where], Any]):
+        self._text, self._new = text, new
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """The changed last argument: the output, the inputs, or a gradient."""
+        return self.on(seen[-1], Where(module))
+
+    def on(self, value: Any, where: Where) -> Any:
+        """`value` changed; containers keep their types.
+
+        Raises:
+            HookError: the change does not fit the value; names the layer.
+        """
+        return self._new(value, where)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def zero(*, at: Any = None) -> Change:
+    """Sets to zero: the ablation of a layer, a channel (`at=(slice(None), 3)`), a position.
+
+    Args:
+        at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
+            all. Of a structured output every tensor, unless a leaf was selected (`"lstm[0]"`).
+
+    >>> zero(at=(..., 0))(nn.Identity(), torch.ones(2, 2))
+    tensor([[0., 1.],
+            [0., 1.]])
+    """
+    return _each("zero()", at, lambda x: 0)
+
+
+def scale(k: float | Tensor, *, at: Any = None) -> Change:
+    """Multiplies by `k`, a number or a tensor that broadcasts; `at` as in `zero`.
+
+    >>> scale(3)(nn.Identity(), torch.ones(2))
+    tensor([3., 3.])
+    """
+    return _each(f"scale({_short(k)})", at, lambda x: x * _like(k, x))
+
+
+def add(v: float | Tensor, *, at: Any = None) -> Change:
+    """Adds `v`, a number or a tensor that broadcasts, such as a steering vector; `at` as in `zero`.
+
+    A tensor is cast to the dtype and device of what it is added to, and can be trained.
+
+    >>> add(torch.tensor([1.0, 2.0]), at=0)(nn.Identity(), torch.zeros(2, 2))
+    tensor([[1., 2.],
+            [0., 0.]])
+    """
+    return _each(f"add({_short(v)})", at, lambda x: x + _like(v, x))
+
+
+def replace(t: Any, *, at: Any = None) -> Change:
+    """Puts `t` in the place of the value, or of the part `at`.
+
+    Args:
+        t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
+            of the same containers, whose tensors take the places of its tensors.
+        at: as in `zero`; from a `t` of the full shape the same part is taken.
+
+    >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
+    tensor([0., 7., 7.])
+    """
+    return Change(f"replace({_short(t)})", lambda value, w: _replaced(value, t, at, "replace", w))
+
+
+def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Change:
+    """Puts in what another run had at the same layer: activation patching.
+
+    Args:
+        run: the hooks of that run (they have to live, not to be registered), or a dict of its
+            values by layer name. A layer is found by its name, else as the same module. With
+            `keep="all"`, call by call; else each call gets the last call's value.
+        at: as in `zero`, to patch a position or a head only.
+
+    >>> from hookkit.hooks import hook_outputs
+    >>> from hookkit.editing import edit_outputs
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    >>> with hook_outputs(net) as clean: y = net(torch.ones(1, 2))
+    >>> with edit_outputs([net[0]], patch_from(clean)): patched = net(torch.zeros(1, 2))
+    >>> torch.equal(y, patched)
+    True
+    """
+    if not isinstance(run, Hook | Hooks | Mapping):
+        raise ArgumentError(
+            f"patch_from needs the hooks of another run, found {type(run).__name__}. Give what "
+            f"hook_outputs(…) returned, or a dict of values by layer name."
+        )
+
+    def new(value: Any, where: Where) -> Any:
+        return _replaced(value, _stored(run, where), at, "patch_from", where)
+
+    return Change("patch_from(…)", new)
+
+
+def _each(text: str, at: Any, part: Callable[[Tensor], Any]) -> Change:
+    """The change that puts `part(x[at])` into each tensor `x`."""
+    word = text.split("(")[0]
+
+    def one(x: Tensor, where: Where) -> Tensor:
+        there = _part(x, at, word, where)
+        try:
+            value = part(there)
+        except RuntimeError as e:
+            raise HookError(
+                f"{word} on {where.label}: {e}. There is {describe(there)}: give a number, or a "
+                f"tensor that broadcasts to that shape."
+            ) from e
+        return _set(x, at, value, word, where)
+
+    return Change(text, lambda value, where: tmap(lambda x: one(x, where), value))
+
+
+def _part(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
+    if at is None:
+        return x
+    try:
+        return x[at]
+    except (IndexError, TypeError) as e:
+        raise HookError(
+            f"{word} at {_index(at)} of {where.label}: it is {describe(x)}, and {e}. Give an index "
+            f'that it has, or select the tensor that you mean (as "lstm[0]").'
+        ) from e
+
+
+def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
+    """A new tensor: `x` with `value`, broadcast, at `at`; of its shape, dtype and device."""
+    target = x.shape if at is None else x[at].shape
+    shape = value.shape if isinstance(value, Tensor) else torch.Size()
+    try:
+        fits = torch.empty(shape, device="meta").expand(target).shape == target
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise HookError(
+            f"{word} on {where.label}: {describe(value)} does not fit what is there, "
+            f"{'scalar' if not target else '×'.join(map(str, target))}. Give a number, or a tensor "
+            f"that broadcasts to that shape."
+        )
+    if _fraction(value) and not (x.is_floating_point() or x.is_complex()):
+        raise HookError(
+            f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold "
+            f'{describe(value)} of fractions. Select the tensor that you mean (as "lstm[0]").'
+        )
+    if at is None and isinstance(value, Tensor) and (shape, value.dtype) == (x.shape, x.dtype):
+        return value
+    new = x.clone()
+    new[... if at is None else at] = value
+    return new
+
+
+def _replaced(value: Any, t: Any, at: Any, word: str, where: Where) -> Any:
+    """`value` with the tensors of `t` in the place of its own, one to one."""
+    old, new = named_leaves(value), named_leaves(t)
+    if isinstance(t, int | float | complex):
+        new = [(path, t) for path, _ in old]  # type: ignore[misc]
+    if isinstance(value, Tensor) and isinstance(t, Tensor):
+        pass
+    elif [path for path, _ in old] != [path for path, _ in new]:
+        raise HookError(
+            f"{word} on {where.label}: {describe(t)} is of another structure than what is there, "
+            f"{describe(value)}. Give the same structure, or select one tensor of it (as "
+            f'"lstm[0]").'
+        )
+    values = iter(new)
+
+    def one(x: Tensor) -> Tensor:
+        v = next(values)[1]
+        if isinstance(v, Tensor):
+            v = v[at] if at is not None and v.shape == x.shape else v
+            v = tap(_like(v, x))  # what follows may write into it
+        _part(x, at, word, where)
+        return _set(x, at, v, word, where)
+
+    return tmap(one, value)
+
+
+def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
+    """What the other run had at this layer."""
+    if isinstance(run, Mapping):
+        if where.name is not None and where.name in run:
+            return run[where.name]
+        raise HookError(_absent(where, [str(name) for name in run]))
+    hooks = [run] if isinstance(run, Hook) else list(run)
+    named = [h for h in hooks if h.name is not None and h.name == where.name]
+    same = [h for h in hooks if h.module is where.module]
+    for h in named + [h for h in same if h.leaf == where.leaf]:
+        return _value(h, where)
+    for h in same:
+        if not h.leaf:
+            return pick(_value(h, where), where.leaf)
+    raise HookError(_absent(where, [h.label for h in hooks]))
+
+
+def _value(hook: Hook, where: Where) -> Any:
+    if hook._options.keep == "all":
+        calls = hook.calls
+        if recomputing() and len(calls) > 1:
+            raise HookError(
+                f"patch_from on {where.label}: a checkpoint runs this layer again, and which of "
+                f'its {len(calls)} calls that is cannot be known. Capture with keep="last".'
+            )
+        n_call = 0 if recomputing() else where.n_call
+        if n_call >= len(calls):
+            raise HookError(
+                f"patch_from on {where.label}: call {n_call + 1} has no counterpart, the other "
+                f'run called it {len(calls)} times. Capture with keep="last" to patch each call '
+                f"with the last one's value."
+            )
+        return calls[n_call]
+    if hook.stored is None:
+        raise HookError(
+            f"patch_from on {where.label}: the other run stored nothing there. Run the model "
+            f"inside its `with` block first."
+        )
+    return hook.stored
+
+
+def _absent(where: Where, names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    return (
+        f"patch_from on {where.label}: the other run has no value of that layer, only of "
+        f"{shown or 'none'} ({len(names)}). Capture it there, with the same select(model, …)."
+    )
+
+
+def _like(v: Any, x: Tensor) -> Any:
+    """A tensor on the device of `x`, and in its dtype if that has fractions."""
+    if not isinstance(v, Tensor):
+        return v
+    dtype = x.dtype if x.is_floating_point() or x.is_complex() else v.dtype
+    return v.to(device=x.device, dtype=dtype)
+
+
+def _fraction(v: Any) -> bool:
+    """True if `v` would lose something in an integer tensor."""
+    if isinstance(v, Tensor):
+        return v.is_floating_point() or v.is_complex()
+    return isinstance(v, float) and not v.is_integer()
+
+
+def _short(v: Any) -> str:
+    return repr(v) if isinstance(v, int | float | complex) else describe(v)
+
+
+def _index(at: Any) -> str:
+    return describe(at) if leaves(at) else repr(at)

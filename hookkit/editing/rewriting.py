@@ -1,0 +1,192 @@
+"""One edit on one module: calls the user's function, checks what it gives, puts it in place.
+
+Built on `attach(edit=True)` for outputs and inputs, on tensor hooks (`gradients`) for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Literal
+from weakref import ref
+
+from torch import Tensor, nn
+
+from hookkit.editing.changing import Change, Where
+from hookkit.errors import HookError
+from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
+from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
+from hookkit.nested import Inputs, describe, named_leaves, pick, put
+
+Kind = Literal["output", "input", "grad"]
+Function = Callable[..., Any]
+
+
+class Edit:
+    """One edit on one module. The module holds it; it holds the module weakly."""
+
+    def __init__(
+        self, who: str, name: str | None, module: nn.Module, leaf: str, f: Function, kind: Kind
+    ):
+        self.who, self.name, self.module, self.leaf = who, name, ref(module), leaf
+        self.f, self.kind = f, kind
+        self.handle: Attached | None = None
+        self.thread: int | None = None
+        self.n_calls, self.elsewhere, self.traced = 0, False, False
+
+    def register(self) -> None:
+        """Puts the edit on its module; nothing if it is there."""
+        module = self.module()
+        if self.handle is not None:
+            return
+        if module is None:
+            raise HookError(f"{self.who}: the module of this edit is gone. Make a new edit.")
+        if self.kind == "output":
+            self.handle = attach(module, self.on_output, edit=True)
+        elif self.kind == "input":
+            self.handle = attach(module, self.on_input, pre=True, edit=True)
+        else:
+            state = GradState(self.on_forward, self.leaf)
+            self.handle = Attached(module, *grad_dispatchers(state, inputs=False))
+
+    def remove(self) -> None:
+        """Takes it off; nothing if it is off."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    # -- what the hooks call
+
+    def on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Forward hook: the output to hand on, or None."""
+        if not self.ours():
+            return None
+        value = self.picked(output) if self.leaf else output
+        new = self.changed(module, value, Inputs(args, kwargs), value)
+        if new is None:
+            return None
+        self.check(value, new)
+        return put(output, self.leaf, new) if self.leaf else new
+
+    def on_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward-pre hook: the `(args, kwargs)` to call with, or None."""
+        if not self.ours():
+            return None
+        inputs = Inputs(args, kwargs)
+        value = self.picked(inputs) if self.leaf else inputs
+        new = self.changed(module, value, value)
+        if new is None:
+            return None
+        if self.leaf:
+            self.check(value, new)
+            new = put(inputs, self.leaf, new)
+        elif not isinstance(new, Inputs):
+            new = Inputs(self.positional(inputs, new), kwargs)
+        return tuple(new), new.kwargs
+
+    def on_forward(self, module: nn.Module, output: Any) -> Receive | None:
+        """Forward hook: what receives the gradients of this call's output."""
+        if not self.ours():
+            return None
+        if self.leaf:
+            self.picked(output)
+        return _receiver(ref(self), ref(module))
+
+    def on_grad(self, module: nn.Module, grad: Tensor) -> Tensor | None:
+        """Tensor hook: the gradient to hand on, or None."""
+        if self.handle is None:  # the graph has outlived the block
+            return None
+        new = self.changed(module, grad, grad)
+        if new is not None and (not isinstance(new, Tensor) or new.shape != grad.shape):
+            raise HookError(
+                f"{self.who} on {self.label()}: the replacement is {describe(new)}, the gradient "
+                f"is {describe(grad)}. Return a tensor of that shape, or None."
+            )
+        return new
+
+    def changed(self, module: nn.Module, value: Any, *seen: Any) -> Any:
+        """What the user's function makes of `value`; counted unless this is a recomputation."""
+        if is_compiling():
+            self.traced = True
+            return self.f(module, *seen)
+        if isinstance(self.f, Change):
+            where = Where(module, self.name, self.leaf, self.n_calls)
+            new = self.f.on(value, where)
+        else:
+            new = called(self.f, module, *seen)
+        if self.kind == "grad" or not recomputing():
+            self.n_calls += 1
+        return new
+
+    # -- checks and words
+
+    def ours(self) -> bool:
+        """True unless this call is another thread's and the edit belongs to a `with` block."""
+        if is_compiling() or self.thread is None or self.thread == get_ident():
+            return True
+        self.elsewhere = True
+        return False
+
+    def picked(self, x: Any) -> Any:
+        """What is at the leaf path; else an error with the paths that there are."""
+        try:
+            return pick(x, self.leaf)
+        except (KeyError, IndexError, AttributeError, TypeError) as e:
+            paths = [path for path, _ in named_leaves(x)]
+            raise HookError(
+                f"{self.who}: {self.label()} has nothing at {self.leaf}; there is {describe(x)}. "
+                f"Select a path that is there: {', '.join(paths[:6]) or 'it has no tensors'}."
+            ) from e
+
+    def check(self, old: Any, new: Any) -> None:
+        """Raises unless `new` has the containers of `old`, with tensors in the same places."""
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            return
+        same = type(old) is type(new) and _paths(old) == _paths(new)
+        if not same and _paths(old):
+            raise HookError(
+                f"{self.who} on {self.label()}: the replacement is {_told(new)}, the layer gave "
+                f"{_told(old)}. Return the same structure, or None to leave it."
+            )
+
+    def positional(self, inputs: Inputs, new: Any) -> tuple[Any, ...]:
+        """The positional inputs that `new` stands for."""
+        values = new if isinstance(new, tuple) else (new,)
+        if len(values) != len(inputs):
+            raise HookError(
+                f"{self.who} on {self.label()}: {len(values)} positional inputs were returned, the "
+                f"layer was called with {describe(inputs)}. Return as many, or "
+                f"Inputs(args, kwargs) for all."
+            )
+        return values
+
+    def label(self) -> str:
+        """The layer in words, for messages."""
+        module = self.module()
+        if module is None:
+            return f'"{self.name}"' if self.name else "a module that is gone"
+        return Where(module, self.name).label
+
+    def why(self) -> str:
+        """Why it was never reached, as far as it is known."""
+        if self.elsewhere:
+            return "called only from another thread"
+        return "no gradient arrived" if self.kind == "grad" else "not called"
+
+
+def _receiver(edit: ref[Edit], module: ref[nn.Module]) -> Receive:
+    """Held by the autograd graph, so it holds nothing: see `gradients`."""
+
+    def receive(i: int, grad: Tensor) -> Tensor | None:
+        e, m = edit(), module()
+        return None if e is None or m is None else e.on_grad(m, grad)
+
+    return receive
+
+
+def _paths(x: Any) -> list[str]:
+    return [path for path, _ in named_leaves(x)]
+
+
+def _told(x: Any) -> str:
+    return describe(x) if isinstance(x, Tensor) else f"{type(x).__name__} {describe(x)}"

@@ -1,0 +1,56 @@
+"""Hooks that remember: `Hook` for one module, `Hooks` for many, and the functions that make them.
+
+hooking      `Hook`: one module, one function, and what it stored.
+capturing    What is stored of what a module returned: detached, copied, moved, and read back
+             safely.
+dispatching  The callable that a module holds for us, and the low-level way to put one there.
+gradients    Gradients of what modules return and take, by tensor hooks that are set while the
+             forward runs.
+compiling    What torch.compile does to hooks, and how a capture is right all the same.
+observing    What happens at a call of a hooked module: the dispatchers of `Hook`, one for each
+             of its kinds.
+silence      What is said when a block ends: stops, hooks that never fired and why, hints for
+             errors.
+everywhere   Hooks that are not on chosen modules: on one tensor, on every module there is, on a
+             whole model.
+"""
+
+from hookkit.hooks.hooks import (
+    GlobalHook,
+    Hook,
+    Hooks,
+    Inputs,
+    StopForward,
+    TensorHook,
+    attach,
+    attach_grad,
+    hook_all,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    hook_tensor,
+    on_grad,
+    print_sizes,
+    recomputing,
+)
+
+__all__ = [
+    "GlobalHook",
+    "Hook",
+    "Hooks",
+    "Inputs",
+    "StopForward",
+    "TensorHook",
+    "attach",
+    "attach_grad",
+    "hook_all",
+    "hook_input",
+    "hook_inputs",
+    "hook_output",
+    "hook_outputs",
+    "hook_tensor",
+    "on_grad",
+    "print_sizes",
+    "recomputing",
+]

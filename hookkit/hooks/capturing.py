@@ -1,0 +1,217 @@
+"""What is stored of what a module returned: detached, copied, moved, and read back safely.
+
+A stored tensor is a snapshot: a later in-place operation cannot change it. On the CPU that is
+torch's lazy clone (copy-on-write, 0.5 µs whatever the size), elsewhere a clone. What is stored
+live instead is watched by its version counter, and told when it is read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hookkit import ranks
+from hookkit.errors import ArgumentError, OptionError, OverwrittenWarning
+from hookkit.hooks.dispatching import is_compiling
+from hookkit.nested import leaves, tmap
+
+Kind = Literal["forward", "pre", "grad", "pre_grad", "backward"]
+
+# Private names, probed once.
+lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
+_functorch = getattr(torch._C, "_functorch", None)
+is_transformed: Callable[[Tensor], bool] = getattr(
+    _functorch, "is_functorch_wrapped_tensor", lambda t: False
+)
+
+
+is_transforming: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+_USUAL = ("forward", None, "last", None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a hook captures: what `Hook` was asked for, checked once for all modules."""
+
+    who: str = "Hook"
+    kind: Kind = "forward"
+    hook_func: Callable[..., Any] | None = None
+    detach: bool = True
+    cpu: bool = False
+    gather: bool = False
+    edit: bool = False
+    keep: str = "last"
+    clone: bool | None = None
+    dtype: torch.dtype | None = None
+    stop: bool = False
+    plain: bool = field(init=False)  # nothing but the last output's snapshot: the fast path
+
+    def __post_init__(self) -> None:
+        if self.hook_func is not None and not callable(self.hook_func):
+            raise ArgumentError(
+                f"{self.who}: hook_func must be a function, found {type(self.hook_func).__name__}."
+                " Pass f(module, input, output), or use hook_output(module) to store the output."
+            )
+        if self.keep not in ("last", "all"):
+            raise OptionError(
+                f'{self.who}: keep={self.keep!r} is unknown. Use keep="last" or keep="all".'
+            )
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise OptionError(
+                f"{self.who}: dtype={self.dtype!r} is no torch dtype. Use one, as torch.float32."
+            )
+        if self.stop and self.kind not in ("forward", "pre"):
+            raise OptionError(
+                f"{self.who}: stop=True ends the forward pass, but gradients need all of it. "
+                "Drop stop=True, or capture values instead."
+            )
+        if self.edit and self.hook_func is None:
+            raise OptionError(
+                f"{self.who}: edit=True needs a function whose result replaces what it sees. "
+                "Use Hook(module, hook_func, edit=True), or edit_output(module, f)."
+            )
+
+        # a whole tuple at once: this runs at each `with hook_outputs(…)`
+        usual = (self.kind, self.hook_func, self.keep, self.clone, self.dtype) == _USUAL
+        plain = usual and self.detach and not (self.cpu or self.stop)
+        object.__setattr__(self, "plain", plain)
+
+    @property
+    def live(self) -> bool:
+        """Tensors are stored as they are, and a later in-place operation changes them."""
+        return self.clone is False or (self.clone is None and not self.detach)
+
+
+def snapshot(t: Tensor) -> Tensor:
+    """A detached copy of `t` that no later in-place operation on `t` can change.
+
+    A lazy clone on the CPU where torch can make one, else a clone: also of a small view, which
+    would keep the whole of its storage alive.
+    """
+    t = t.detach()
+    if t.is_cpu and t.layout is torch.strided and not is_compiling() and not is_transformed(t):
+        try:
+            return t.clone() if _is_crumb(t) else lazy_clone(t)
+        except RuntimeError:  # from_numpy, shared memory
+            pass
+    return t.clone()
+
+
+def unwrapped(t: Tensor) -> Tensor:
+    """The values behind a tensor that torch.func has wrapped, vmap's dimension first; else `t`.
+
+    The wrapper is dead once its transform ends, the values are not.
+    """
+    while not is_compiling() and is_transformed(t):
+        assert _functorch is not None
+        with torch._C._DisableFuncTorch():
+            dim = _functorch.maybe_get_bdim(t) if _functorch.is_batchedtensor(t) else -1
+            t = _functorch.get_unwrapped(t)
+            t = t.movedim(dim, 0) if dim > 0 else t
+    return t
+
+
+Versions = list[tuple[Tensor, int]]
+
+
+class Kept:
+    """One stored value with what is needed to read it: versions of live tensors, a CUDA event."""
+
+    __slots__ = ("event", "fresh", "value", "versions")
+
+    def __init__(self, value: Any, versions: Versions | None = None, event: Any = None) -> None:
+        self.value, self.versions, self.event, self.fresh = value, versions, event, True
+
+    def read(self, who: str, hook: Any, gather: bool) -> Any:
+        """The value: arrived, not overwritten (else a warning, once), whole over the ranks."""
+        if self.event is not None:
+            self.event.synchronize()  # sync: once per value, at its first read
+            self.event = None
+        if self.versions and any(t._version != v for t, v in self.versions):
+            self.versions = None
+            warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
+        if self.fresh:
+            self.fresh = False
+            self.value = tmap(_settled, self.value)
+            if gather:
+                self.value = ranks.gather(self.value)
+        return self.value
+
+
+def overwritten(who: str, name: str) -> str:
+    """The text of the warning that what is stored of `name` has been changed since."""
+    return (
+        f"{who}: what is stored of {name} was overwritten in place after it was stored (a layer "
+        "with inplace=True, or an operation such as `+=`), so this is not what the layer gave. "
+        "Pass clone=True to keep a copy."
+    )
+
+
+def _settled(t: Tensor) -> Tensor:
+    """`t` as it can be used and kept: out of torch.func's wrappers, out of an inference mode that
+    has ended, out of a storage much larger than itself."""
+    t = unwrapped(t)
+    if t.is_inference() and not torch.is_inference_mode_enabled():
+        return t.clone()
+    if not t.requires_grad and _is_crumb(t):
+        return t.clone()
+    return t
+
+
+def _is_crumb(t: Tensor) -> bool:
+    """A small view, which keeps the whole of its storage alive."""
+    try:
+        return t.untyped_storage().nbytes() > 4 * t.numel() * t.element_size() + 64
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, nested, fake
+        return False
+
+
+class Storer:
+    """Turns what a hook saw into what it stores, one tensor at a time, as `Options` ask."""
+
+    __slots__ = ("event", "options")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.event: Any = None
+
+    def keep(self, x: Any) -> Kept:
+        """`x` as it is stored: tensors inside are treated, everything else is by reference."""
+        value = tmap(self.tensor, x)
+        event, self.event = self.event, None
+        versions = None
+        if self.options.live and not is_compiling():
+            versions = [(t, t._version) for t in leaves(value) if not t.is_inference()]
+        return Kept(value, versions, event)
+
+    def tensor(self, t: Tensor) -> Tensor:
+        """One tensor as it is stored."""
+        o = self.options
+        t = unwrapped(t)
+        before = t = t.detach() if o.detach else t
+        if o.dtype is not None and t.is_floating_point() and t.dtype != o.dtype:
+            t = t.to(o.dtype)
+        if o.cpu and t.device.type not in ("cpu", "meta"):
+            t = self._offloaded(t)
+        if t is not before or o.live:
+            return t
+        return t.clone() if o.clone else snapshot(t)
+
+    def _offloaded(self, t: Tensor) -> Tensor:
+        if t.is_cuda and not t.requires_grad and not is_compiling():
+            return self._offloaded_async(t)
+        return t.cpu()
+
+    def _offloaded_async(self, t: Tensor) -> Tensor:
+        host = torch.empty_like(t, device="cpu", pin_memory=True)
+        host.copy_(t, non_blocking=True)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(torch.cuda.current_stream(t.device))
+        return host

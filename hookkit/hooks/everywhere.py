@@ -1,0 +1,284 @@
+"""Hooks that are not on chosen modules: on one tensor, on every module there is, on a whole model.
+
+`hook_all` uses PyTorch's global hooks, which cost every module of the process about 1 µs a call
+while they are on: a tool for looking, not for leaving in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident, local
+from types import TracebackType
+from typing import Any, Self, TextIO
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from hookkit.errors import ArgumentError, HookError
+from hookkit.hooks.capturing import Kept, Options, Storer
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.dispatching import attach, called, is_compiling, recomputing
+from hookkit.nested import Inputs, describe, tmap
+from hookkit.selecting import select, unwrap
+
+# PyTorch's own removal leaves its entry here, and torch.compile then warns of a global hook.
+_with_kwargs: dict[int, bool] = getattr(
+    torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
+)
+
+
+class _Removable:
+    """A context manager that removes itself, whatever happens in its block."""
+
+    def remove(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class TensorHook(_Removable):
+    """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
+
+    def __init__(self, t: Tensor, options: Options) -> None:
+        self._options, self._kept = options, None
+        self.shape = t.shape
+        self._handle = t.register_hook(_weakly(ref(self)))  # type: ignore[no-untyped-call]
+
+    _kept: Kept | None
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The gradient of the last backward pass, detached; None if none has come."""
+        if self._kept is None:
+            return None
+        gradient: Tensor = self._kept.read("hook_tensor", self, self._options.gather)
+        return gradient
+
+    @property
+    def label(self) -> str:
+        """The tensor in words."""
+        return f"the gradient of a {'×'.join(map(str, self.shape)) or 'scalar'} tensor"
+
+    def remove(self) -> None:
+        """Takes the hook off; what is stored stays."""
+        self._handle.remove()
+
+    def __repr__(self) -> str:
+        return f"TensorHook({self.label}, {'empty' if self._kept is None else 'stored'})"
+
+
+def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
+    """The graph holds this, and must not hold what has been stored."""
+
+    def receive(grad: Tensor) -> None:
+        if (h := hook()) is not None:
+            h._kept = Storer(h._options).keep(grad)
+
+    return receive
+
+
+def hook_tensor(
+    t: Tensor, detach: bool = True, cpu: bool = False, gather: bool = False
+) -> TensorHook:
+    """The gradient of any intermediate tensor, which PyTorch does not keep: in `.stored`.
+
+    Set before the backward pass; each pass replaces what the last one stored. Options as for
+    `hook_output`. Also a context manager, which removes the hook at its end.
+
+    Raises:
+        ArgumentError: `t` is no tensor.
+        HookError: `t` requires no gradient, so none will come.
+
+    >>> x = torch.ones(2, 2, requires_grad=True)
+    >>> y = x + 2
+    >>> h = hook_tensor(y)
+    >>> (y**2).mean().backward()
+    >>> h.stored
+    tensor([[1.5000, 1.5000],
+            [1.5000, 1.5000]])
+    """
+    if not isinstance(t, Tensor):
+        raise ArgumentError(
+            f"hook_tensor: expected a tensor, found {type(t).__name__}. For what a module returns "
+            "use hook_output(module, grad=True)."
+        )
+    if not t.requires_grad:
+        raise HookError(
+            f"hook_tensor: this {describe(t)} tensor requires no gradient, so none will come. "
+            "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
+        )
+    return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
+
+
+class GlobalHook(_Removable):
+    """A function called at each call of every module of the process. See `hook_all`."""
+
+    def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
+        self._func, self._types, self._pre = func, types, pre
+        self._thread: int | None = None
+        self._busy, self.removed = local(), True
+        self._stance: Any = None
+        self.n_calls = 0
+        self.register()
+
+    def register(self) -> None:
+        """Puts the hook in PyTorch's global dicts; nothing if it is there."""
+        if not self.removed:
+            return
+        # The fused TransformerEncoder path looks for hooks on its modules, not for global ones.
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        if self._pre:
+            self._handle = register_module_forward_pre_hook(self._before)
+        else:
+            self._handle = register_module_forward_hook(self._after, with_kwargs=True)
+        self.removed = False
+
+    def remove(self) -> None:
+        """Takes the hook off all modules. Nothing if it is off."""
+        if not self.removed:
+            self._handle.remove()
+            _with_kwargs.pop(self._handle.id, None)
+            torch.backends.mha.set_fastpath_enabled(self._fast)
+            self.removed = True
+
+    def __enter__(self) -> Self:
+        self.register()
+        self._thread, self._stance = get_ident(), enter_eager()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        leave_eager(self._stance)
+        self._thread = self._stance = None
+        self.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._call(module, args, {})
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._call(module, args, kwargs, output)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if is_compiling() or self.removed or recomputing() or not isinstance(module, self._types):
+            return
+        if getattr(self._busy, "now", False):  # hook_func calls a module itself
+            return
+        if self._thread is not None and self._thread != get_ident():
+            return
+        self._busy.now = True
+        try:
+            self.n_calls += 1
+            seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
+            called(self._func, module, *seen)
+        finally:
+            self._busy.now = False
+
+    def __repr__(self) -> str:
+        return f"GlobalHook({self.n_calls} calls{', removed' if self.removed else ''})"
+
+
+def hook_all(
+    hook_func: Callable[..., Any],
+    types: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    pre: bool = False,
+) -> GlobalHook:
+    """Calls `hook_func(module, input, output)` at each call of every module of the process.
+
+    Also of modules made later, of losses, of models nobody holds. Use it in a `with` block, which
+    records its own thread only, or `remove()` it. Tensors come detached; what the function returns
+    is ignored, and modules that it calls are not seen. TorchScript runs no hooks.
+
+    Args:
+        hook_func: `input` is an `Inputs`, a tuple that has keyword inputs by name.
+        types: only modules of these classes.
+        pre: before the forward: `hook_func(module, input)`, of which PyTorch's global hooks give
+            positional inputs only.
+
+    Raises:
+        ArgumentError: `hook_func` is no function, or `types` no module classes.
+
+    >>> seen = []
+    >>> with hook_all(lambda m, i, o: seen.append(tuple(o.shape)), nn.Linear):
+    ...     y = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))(torch.randn(4, 5))
+    >>> seen
+    [(4, 10), (4, 3)]
+    """
+    wanted = (nn.Module,) if types is None else types if isinstance(types, tuple) else (types,)
+    if not callable(hook_func) or isinstance(hook_func, nn.Module):
+        raise ArgumentError(
+            f"hook_all: hook_func must be a function, found {type(hook_func).__name__}. "
+            "Pass f(module, input, output); for one model use Hooks or print_sizes."
+        )
+    if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
+        raise ArgumentError(
+            f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
+        )
+    return GlobalHook(hook_func, wanted, pre)
+
+
+class _Printed(_Removable):
+    """The hooks of `print_sizes`."""
+
+    def __init__(self, model: nn.Module, file: TextIO | None) -> None:
+        modules = {"": unwrap(model), **select(model)}
+        self._handles = []
+        for name, module in modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(attach(module, self._printer(name, file)))
+        self._stance: Any = None
+
+    def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
+        def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if is_compiling() or recomputing():
+                return
+            alone = len(args) == 1 and not kwargs
+            given = describe(args[0] if alone else Inputs(args, kwargs))
+            line = f"{given} → {describe(output)}  {name or '(model)'} ({type(module).__name__})"
+            (file or sys.stdout).write(line + "\n")
+
+        return write
+
+    def __enter__(self) -> Self:
+        self._stance = enter_eager()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        leave_eager(self._stance)
+        self.remove()
+
+    def remove(self) -> None:
+        """Prints no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
+    """Prints `input shape → output shape`, name and class of each module of `model` as it runs.
+
+    From inside to outside, as the calls end. Use it in a `with` block, or `remove()` it.
+
+    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
+    >>> with print_sizes(net):
+    ...     y = net(torch.randn(4, 5))
+    4×5 → 4×10  0 (Linear)
+    4×10 → 4×10  1 (ReLU)
+    4×5 → 4×10  (model) (Sequential)
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"print_sizes: expected a model (nn.Module), found {type(model).__name__}. "
+            "Pass the model, then run it."
+        )
+    return _Printed(model, file)

@@ -1,0 +1,267 @@
+"""What happens at a call of a hooked module: the dispatchers of `Hook`, one for each of its kinds.
+
+Each gets what PyTorch passes to such a hook, decides whether this call is to be recorded, runs
+the user's function on what it may see, and stores its result in the hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import HookError
+from hookkit.hooks.capturing import Kept, Storer, is_transforming, lazy_clone, snapshot
+from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling
+from hookkit.hooks.gradients import Receive
+from hookkit.nested import Inputs, describe, leaves, pick, put, tmap
+
+if TYPE_CHECKING:
+    from hookkit.hooks.hooking import Hook
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
+
+
+class Plain(Dispatcher):
+    """Forward hook that stores a snapshot of the last output: the path that has to be fast."""
+
+    __slots__ = ()
+
+    with_kwargs = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the forward."""
+        hook = self.target
+        if hook is None:
+            return
+        if (
+            type(output) is not Tensor
+            or is_dynamo_compiling()
+            or graph_task() != -1
+            or is_transforming()
+            or (hook._block.thread is not None and hook._block.thread != get_ident())
+        ):
+            observe(hook, module, _same, output)
+            return
+        hook._count += 1
+        if output.is_cpu and not output._is_view():
+            try:
+                hook._last = lazy_clone(output.detach() if output.requires_grad else output)
+                return
+            except RuntimeError:  # from_numpy, shared memory, sparse
+                pass
+        hook._last = snapshot(output)
+
+
+class Forward(Dispatcher):
+    """Forward hook: `hook_func(module, input, output)`."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the forward."""
+        hook = self.target
+        if hook is None:
+            return None
+        o, leaf = hook._options, hook.leaf
+        x = picked(hook, output) if leaf else output
+        if o.hook_func is None:
+            return observe(hook, module, _same, x)
+        inputs = Inputs(args, kwargs)
+        if o.detach and not o.edit:
+            inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
+        new = observe(hook, module, called, o.hook_func, module, inputs, x)
+        return put(output, leaf, new) if leaf and new is not None else new
+
+
+class Pre(Dispatcher):
+    """Forward-pre hook: `hook_func(module, input)`."""
+
+    __slots__ = ()
+
+    is_pre = True
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the forward."""
+        hook = self.target
+        if hook is None:
+            return None
+        o, leaf, inputs = hook._options, hook.leaf, Inputs(args, kwargs)
+        x = picked(hook, inputs) if leaf else inputs
+        if o.hook_func is None:
+            return observe(hook, module, _same, x)
+        if o.detach and not o.edit:
+            x = tmap(Tensor.detach, x)
+        new = observe(hook, module, called, o.hook_func, module, x)
+        if new is None:
+            return None
+        new = put(inputs, leaf, new) if leaf else new
+        if isinstance(new, Inputs):
+            return tuple(new), new.kwargs
+        return (new if isinstance(new, tuple) else (new,)), kwargs
+
+
+class Backward(Dispatcher):
+    """PyTorch's full backward hook: `hook_func(module, grad_input, grad_output)`."""
+
+    __slots__ = ()
+
+    def put_on(self, module: nn.Module) -> None:
+        """Registered as PyTorch does it; the key is its handle."""
+        self.key = module.register_full_backward_hook(self)
+
+    def take_off(self, module: nn.Module | None) -> None:
+        """Also forgets that there was one, so that a hook of the other sort can follow."""
+        self.target = None
+        self.key.remove()
+        if module is not None and not module._backward_hooks:
+            module._is_full_backward_hook = None
+
+    def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        """In the backward pass."""
+        hook = self.target
+        if hook is None:
+            return None
+        o = hook._options
+        if o.detach and not o.edit:
+            grad_input = tmap(Tensor.detach, grad_input)
+            grad_output = tmap(Tensor.detach, grad_output)
+        func = o.hook_func
+        new = grad_output if func is None else called(func, module, grad_input, grad_output)
+        hook._keep(Storer(o).keep(new))
+        return new if o.edit else None
+
+
+class BackwardCheck(Dispatcher):
+    """Forward hook that refuses, by name, outputs on which a full backward hook stays silent."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After the forward."""
+        hook = self.target
+        if hook is None or _flat(output) or not any(t.requires_grad for t in leaves(output)):
+            return
+        raise HookError(
+            f"{hook._options.who}: a full backward hook on {hook.label} would stay silent or be "
+            f"wrong, since it returns {describe(output)} and PyTorch hooks only a tensor or a "
+            "flat tuple. Use hook_output(module, grad=True), which takes any structure."
+        )
+
+
+def _flat(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return True
+    if not isinstance(output, tuple) or type(output).__module__ == "torch.return_types":
+        return False
+    return all(isinstance(t, Tensor) or not leaves(t) for t in output)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def observe(hook: Hook, module: nn.Module, f: Callable[..., Any], *seen: Any) -> Any:
+    """Stores `f(*seen)` if this call is to be recorded; what an edit hands on, else None."""
+    o = hook._options
+    if is_compiling():
+        return _observe_traced(hook, f, *seen)
+    if not ours(hook, module):
+        return None
+    if graph_task() != -1:  # a checkpoint runs again: edits have to be there, records have not
+        hook._missed = hook._missed or "recomputed"
+        return f(*seen) if o.edit else None
+    new = f(*seen)
+    hook._keep(Storer(o).keep(new))
+    if hook._block.stop is not None:
+        hook._block.stop.fired(hook)
+    return new if o.edit else None
+
+
+def _observe_traced(hook: Hook, f: Callable[..., Any], *seen: Any) -> Any:
+    """As `observe`, with nothing in it that breaks a graph: no count, no list, no version."""
+    edit = hook._options.edit
+    if torch.compiler.is_exporting():
+        return f(*seen) if edit else None
+    new = f(*seen)
+    hook._last = tmap(Storer(hook._options).tensor, new)
+    hook._traced = True
+    return new if edit else None
+
+
+def ours(hook: Hook, module: nn.Module) -> bool:
+    """Is this call made by the thread that the hook records? (A hook left in place records all.)"""
+    if hook._block.thread is None or hook._block.thread == get_ident():
+        return True
+    hook._missed = "replica" if getattr(module, "_is_replica", False) else "thread"
+    return False
+
+
+def picked(hook: Hook, x: Any) -> Any:
+    """The leaf of `x` that the hook is for."""
+    try:
+        return pick(x, hook.leaf)
+    except (KeyError, IndexError, AttributeError, TypeError) as e:
+        raise HookError(
+            f"{hook._options.who}: {hook.label} has nothing at {hook.leaf}; what it gave is "
+            f"{describe(x)}. Select a path that is there."
+        ) from e
+
+
+class Grads:
+    """The gradients of one forward call, filled in leaf by leaf; emptied by each new backward."""
+
+    __slots__ = ("index", "kept", "task", "whole")
+
+    def __init__(self, index: int, n: int) -> None:
+        self.index, self.task = index, -1
+        self.whole: tuple[Any, ...] | None = None
+        self.kept: list[Kept | None] = [None] * n
+
+
+def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
+    """A forward call whose gradients are wanted: the function that receives them.
+
+    Under a reentrant checkpoint the counted call runs without gradients, and the recomputed one
+    has them: it takes the place that the counted call has left waiting.
+    """
+    x = picked(hook, x) if hook.leaf else x
+    if is_compiling():
+        hook._traced = True
+        return receiver(ref(hook), Grads(0, len(leaves(x))))
+    again = graph_task() != -1
+    if not again and not ours(hook, module):
+        return None
+    found = leaves(x)
+    if again:
+        grads = hook._waiting.pop() if hook._waiting else None
+        return None if grads is None else receiver(ref(hook), grads)
+    hook._count += 1
+    grads = Grads(hook._count, len(found))
+    if hook._all is not None:
+        hook._all.append(grads)
+    if not any(t.requires_grad for t in found):
+        hook._missed = "frozen" if torch.is_grad_enabled() else "no_grad"
+        hook._waiting.append(grads)
+        return None
+    return receiver(ref(hook), grads)
+
+
+def receiver(hook: ref[Hook], grads: Grads) -> Receive:
+    """Held by the autograd graph, which Python's garbage collector cannot see into: weak."""
+
+    def receive(i: int, grad: Tensor) -> None:
+        h = hook()
+        if h is None or h.removed:
+            return
+        if grads.task != graph_task():
+            grads.task, grads.kept, grads.whole = graph_task(), [None] * len(grads.kept), None
+        grads.kept[i] = Storer(h._options).keep(grad)
+        if not isinstance(h._last, Grads) or h._last.index <= grads.index:
+            h._last = grads
+
+    return receive

@@ -1,0 +1,161 @@
+"""What is said when a block ends: stops, hooks that never fired and why, hints for errors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hookkit.errors import CompiledWarning, NeverFiredWarning
+from hookkit.hooks.compiling import compiled_around, enter_eager, leave_eager
+
+if TYPE_CHECKING:
+    from hookkit.hooks.hooking import Hook
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_MISSED = {
+    "thread": "called only from another thread; enter the block in the thread that runs the model",
+    "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
+    "the DataParallel module itself, or use DistributedDataParallel",
+    "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
+    "frozen": "nothing that it returns requires a gradient (its parameters and inputs are frozen)",
+    "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
+}
+
+
+class StopForward(BaseException):
+    """Ends a forward pass once every hook of a `with … stop=True` block has fired.
+
+    No `Exception`, so a model's own `except Exception` lets it through; the block swallows it.
+    """
+
+    def __init__(self, owner: Stop) -> None:
+        super().__init__(
+            "stop=True: the last wanted layer has fired. Run the model inside the `with` block "
+            "of the hooks, which ends here."
+        )
+        self.owner = owner
+
+
+class Stop:
+    """Which hooks a stop still waits for."""
+
+    def __init__(self, hooks: Iterable[Hook]) -> None:
+        self.waiting = {id(h): h for h in hooks}
+
+    def fired(self, hook: Hook) -> None:
+        """Notes that `hook` has fired, and ends the forward pass if it was the last."""
+        self.waiting.pop(id(hook), None)
+        if not self.waiting:
+            raise StopForward(self)
+
+
+class Block:
+    """What the hooks of one `with` block share: its thread, its stop, the compiler's stance."""
+
+    __slots__ = ("stance", "stop", "thread")
+
+    def __init__(self) -> None:
+        self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
+        self.stop: Stop | None = None
+        self.stance: Any = None
+
+    def enter(self, hooks: list[Hook]) -> None:
+        """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
+        self.thread = get_ident()
+        if hooks and hooks[0]._options.stop:
+            self.stop = Stop(hooks)
+        self.stance = enter_eager()
+
+    def leave(self, hooks: list[Hook], e: BaseException | None) -> bool:
+        """Undoes that and reports; True swallows `e`, which was the block's own stop."""
+        leave_eager(self.stance)
+        stop, self.thread, self.stop, self.stance = self.stop, None, None, None
+        if isinstance(e, StopForward):
+            return e.owner is stop
+        if e is None:
+            _report(hooks, stop)
+        elif isinstance(e, RuntimeError) and "BackwardHookFunction" in str(e):
+            _hint(hooks, e)
+        return False
+
+
+def _hint(hooks: list[Hook], e: RuntimeError) -> None:
+    names = ", ".join(h.label for h in hooks if h._options.kind == "backward")
+    if names:
+        e.add_note(
+            f"hookkit: the input or output of a layer with a full backward hook ({names}) was "
+            "changed in place. Use hook_output(module, grad=True), which allows that."
+        )
+
+
+def reasons(hooks: Iterable[Hook]) -> dict[str, str]:
+    """The hooks that have nothing, by label, each with the reason as far as it can be known."""
+    return {h.label: _reason(h) for h in hooks if h._last is None and _is_silent(h)}
+
+
+def _is_silent(h: Hook) -> bool:
+    return not h._traced and (not h._count or h._options.kind in ("grad", "pre_grad"))
+
+
+def _reason(h: Hook) -> str:
+    module = h.module
+    if module is None:
+        return "the module is gone"
+    if isinstance(module, _CONTAINERS):
+        return f"a {type(module).__name__} is never called itself; hook what it holds"
+    if h._missed == "frozen" and h._options.kind == "pre_grad":
+        return "none of its inputs requires a gradient"
+    if h._missed in _MISSED:
+        return _MISSED[h._missed]
+    if h._count:
+        return "no backward pass came by it inside the block"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "MultiheadAttention uses its weights without calling it; hook the attention"
+    return "not called (module.forward(x) runs no hooks, module(x) does)"
+
+
+def _report(hooks: list[Hook], stop: Stop | None) -> None:
+    """Warns of a stop that was not reached and of hooks that never fired."""
+    silent = reasons(hooks)
+    if not silent and stop is None:
+        return
+    who = hooks[0]._options.who if hooks else "Hooks"
+    texts = [f"{label}: {why}" for label, why in silent.items()]
+    few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
+    if stop is None:
+        text = (
+            f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
+            "What they store is None: run the model inside the block, or leave them out."
+        )
+    elif stop.waiting:
+        text = (
+            f"{who}: stop=True was never reached, so the whole forward ran. Never fired: {few}. "
+            "Leave them out, or run the model inside the block."
+        )
+    else:
+        text = (
+            f"{who}: the model swallowed the stop (a bare `except:` or `except BaseException`), "
+            "and the forward ran on. What was stored is right; let StopForward through."
+        )
+    warnings.warn(text, NeverFiredWarning, stacklevel=4)
+
+
+def warn_if_compiled(h: Hook) -> None:
+    """Tells of a hook left in place that compiled code ignores, once it is seen to be empty."""
+    module = h.module
+    if h.removed or h._count or h._block.thread is not None or module is None:
+        return
+    compiled = compiled_around(module)
+    if compiled is not None:
+        warnings.warn(
+            f"{h._options.who}: the hook on {h.label} has seen no call, and the module is part of "
+            f"a compiled {type(compiled).__name__}: torch.compile ignores hooks that are added "
+            "after its first call. Add the hook before that call, use it in a `with` block, or "
+            "call torch.compiler.reset().",
+            CompiledWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,21 @@
+"""`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
+
+loop          The loop: `fit`, and the parts it is made of.
+groups        From a splitter's parameter groups to a torch optimizer: groups, learning rates,
+              freezing.
+predicting    `GatherPreds`: the callback behind `Learner.get_preds`, and the joining of batches
+              it needs.
+distributing  Training over several processes, on accelerate's engine: what
+              `Learner.distrib_ctx` does.
+doors         What a Learner is given, checked at its door.
+saving        Weights and optimizer state, to a file and back: what `Learner.save` and
+              `Learner.load` do.
+"""
+
+from hookkit.learner.learner import (
+    Learner,
+)
+
+__all__ = [
+    "Learner",
+]

@@ -1,0 +1,49 @@
+"""What a Learner is given, checked at its door."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastcore.foundation import L
+from torch import nn
+
+from hookkit.data import DataLoaders
+from hookkit.errors import ArgumentError
+
+
+def checked_model(model: Any) -> nn.Module:
+    """`model`, which is an nn.Module; else an ArgumentError."""
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type)
+        raise ArgumentError(
+            f"Learner(model=…) was given {model.__name__ if is_class else type(model).__name__}"
+            f"{', a class' if is_class else ''}: a model is an nn.Module. "
+            f"The order is Learner(dls, model, loss_func){'; call the class' if is_class else ''}."
+        )
+    return model
+
+
+def check_function(what: str, f: Any) -> None:
+    """An ArgumentError unless `f` is None or can be called."""
+    if f is not None and not callable(f):
+        raise ArgumentError(
+            f"Learner({what}={f!r}) was asked for; {type(f).__name__} cannot be called. "
+            f"Give a function, or an object such as nn.CrossEntropyLoss()."
+        )
+
+
+def as_loaders(dls: Any) -> Any:
+    """`DataLoaders`, from those or a pair; an object with `train` and `valid` stays as it is."""
+    if dls is None or hasattr(dls, "train"):
+        return dls
+    if isinstance(dls, (tuple, list)) and len(dls) == 2:
+        return DataLoaders(*dls)
+    raise ArgumentError(
+        f"Learner(dls=…) was given {type(dls).__name__}: it has no training data to name. "
+        f"Give DataLoaders(train, valid), or the pair (train, valid)."
+    )
+
+
+def several(cbs: Any) -> list[Any]:
+    """`cbs` as a list: one, several or None."""
+    return [] if cbs is None else list(cbs) if isinstance(cbs, (list, tuple, L)) else [cbs]

@@ -1,0 +1,177 @@
+"""From a splitter's parameter groups to a torch optimizer: groups, learning rates, freezing.
+
+Plain functions over `torch.optim.Optimizer.param_groups`; the `Learner` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import ArgumentError, OptionError
+
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def trainable_params(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that require a gradient: one group. The default splitter.
+
+    >>> len(trainable_params(nn.Linear(2, 3)))
+    2
+    """
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def param_groups(split: Any) -> list[dict[str, Any]]:
+    """What a splitter gives, as torch's parameter groups.
+
+    Args:
+        split: parameters (one group), lists of parameters or modules (a group each), or torch's
+            own dicts.
+
+    Raises:
+        ArgumentError: there is no parameter in it.
+    """
+    items = list(split) if isinstance(split, Iterable) else [split]
+    if all(isinstance(x, Tensor) for x in items):
+        items = [items]
+    groups = [_group(x) for x in items]
+    if not any(g["params"] for g in groups):
+        raise ArgumentError(
+            "An optimizer was to be made; the splitter gave no parameter. Does the model have "
+            "any that require a gradient? If they are frozen: `p.requires_grad_(True)`."
+        )
+    return groups
+
+
+def _group(x: Any) -> dict[str, Any]:
+    if not isinstance(x, dict):
+        return {"params": _params(x)}
+    params = x["params"]
+    return {**x, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _params(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, nn.Module):
+        return list(x.parameters())
+    return [p for item in x for p in _params(item)]
+
+
+def spread(lr: Any, n: int) -> list[float]:
+    """`lr` for each of `n` groups.
+
+    A number is for all; a sequence has one for each; `slice(lo, hi)` grows geometrically from the
+    first group to the last, `slice(hi)` is `hi` for the last and a tenth of it before (fastai's).
+
+    Raises:
+        OptionError: a learning rate is negative or NaN, or their number is not that of the groups.
+
+    >>> spread(0.1, 2), spread(slice(0.01), 2), spread([1, 2], 2)
+    ([0.1, 0.1], [0.001, 0.01], [1.0, 2.0])
+    """
+    if isinstance(lr, slice) and lr.start:
+        steps = [i / max(n - 1, 1) for i in range(n)]
+        rates = [lr.start * (lr.stop / lr.start) ** s for s in steps[:-1]] + [lr.stop]
+    elif isinstance(lr, slice):
+        rates = [lr.stop / 10] * (n - 1) + [lr.stop]
+    else:
+        rates = list(lr) if isinstance(lr, Sequence) else [lr] * n
+    if len(rates) != n or not all(float(rate) >= 0 for rate in rates):
+        raise OptionError(
+            f"lr={lr!r} was asked for; the optimizer has {n} parameter group{'s' * (n != 1)}. "
+            f"Give one number, {n} of them, or slice(lowest, highest); none negative or NaN."
+        )
+    return [float(rate) for rate in rates]
+
+
+def make_optimizer(opt_func: Callable[..., Any], groups: list[dict[str, Any]], lr: Any) -> Any:
+    """`opt_func(groups, lr=…)`, each group with its own learning rate."""
+    rates = spread(lr, len(groups))
+    for group, rate in zip(groups, rates, strict=True):
+        group.setdefault("lr", rate)
+    return opt_func(groups, lr=rates[-1])
+
+
+def set_hyper(opt: Any, key: str, values: Sequence[float]) -> None:
+    """Sets `param_groups[i][key]` to `values[i]`; a tensor there is filled in place.
+
+    Raises:
+        OptionError: the optimizer has no such hyperparameter.
+    """
+    for group, value in zip(opt.param_groups, values, strict=True):
+        if key not in group:
+            known = ", ".join(k for k in group if k != "params")
+            raise OptionError(
+                f"{key} was asked for; {type(opt).__name__} has {known}. "
+                f"Leave it out, or choose an optimizer that has it."
+            )
+        if isinstance(group[key], Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def freeze_groups(opt: Any, model: nn.Module, n: int, train_bn: bool) -> int:
+    """Makes groups from `n` on trainable and those before it not; the index of the first trainable.
+
+    Args:
+        opt: a torch optimizer.
+        model: whose batch norms stay trainable if `train_bn`.
+        n: negative ones count from the end.
+        train_bn: whether batch norms in frozen groups still learn, as in fastai.
+
+    Raises:
+        OptionError: there is no group `n`.
+    """
+    size = len(opt.param_groups)
+    if not -size <= n <= size:
+        raise OptionError(
+            f"freeze_to({n}) was asked for; the optimizer has {size} parameter "
+            f"group{'s' * (size != 1)}. Use {-size} to {size}, or a splitter that makes more."
+        )
+    first = n + size if n < 0 else n
+    norms = [m for m in model.modules() if isinstance(m, _NORMS)] if train_bn else []
+    kept = {id(p) for m in norms for p in m.parameters()}
+    for i, group in enumerate(opt.param_groups):
+        for p in group["params"]:
+            p.requires_grad_(i >= first or id(p) in kept)
+    return first
+
+
+def plain_optimizer(opt: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside `opt`: accelerate's wrapper has no step hooks of its own."""
+    while isinstance(inner := getattr(opt, "optimizer", None), torch.optim.Optimizer):
+        opt = inner
+    plain: torch.optim.Optimizer = opt
+    return plain
+
+
+def one_cycle(
+    lr: Any, div: float, div_final: float, pct_start: float, moms: tuple[float, float]
+) -> Callable[[Any, int], Any]:
+    """`make(opt, n_steps)` of torch's OneCycleLR, with fastai's parameters.
+
+    Momentum is cycled where there is one: setting it would turn plain SGD into another optimizer.
+    """
+
+    def make(opt: Any, n_steps: int) -> Any:
+        groups = opt.param_groups
+        has = all(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups)
+        return torch.optim.lr_scheduler.OneCycleLR(
+            opt,
+            spread(lr, len(groups)),
+            total_steps=max(n_steps, 1),
+            pct_start=pct_start,
+            div_factor=div,
+            final_div_factor=div_final / div,
+            cycle_momentum=bool(has),
+            base_momentum=moms[0],
+            max_momentum=moms[1],
+        )
+
+    return make

@@ -1,0 +1,388 @@
+"""`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
+
+The loop itself is in `loop`. Optimizers, schedulers, loaders and distribution are torch's and
+accelerate's own; nothing here wraps them. Names, order and defaults are fastai's (2.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastcore.foundation import L
+from torch import nn
+
+from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
+from hookkit.data import DataLoaders
+from hookkit.errors import ModelRunError, OptionError, nearest
+from hookkit.events import CancelFitException
+from hookkit.learner.distributing import distributed
+from hookkit.learner.doors import as_loaders, check_function, checked_model, several
+from hookkit.learner.groups import (
+    freeze_groups,
+    make_optimizer,
+    one_cycle,
+    param_groups,
+    set_hyper,
+    spread,
+    trainable_params,
+)
+from hookkit.learner.loop import Loop
+from hookkit.learner.predicting import GatherPreds
+from hookkit.learner.saving import load_state, save_state
+from hookkit.records import Run
+
+
+class Learner(Loop):
+    """Trains a model, and tells callbacks what happens.
+
+    Args:
+        dls: `DataLoaders`, or a pair of loaders `(train, valid)`; None for a Learner that only
+            summarises, or validates and predicts on batches it is given.
+        model: any `nn.Module`. A tuple or list batch is called as `model(*inputs)`, a mapping as
+            `model(**batch)`.
+        loss_func: `loss_func(pred, *targets)`; None takes `dls.train_ds.loss_func`, else the `loss`
+            in what the model returns.
+        opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
+        lr: of fits that name none: a number, one per group, or `slice(lowest, highest)`.
+        splitter: `splitter(model)` gives the parameters, or a list of them for each group.
+        cbs: callbacks, instances or classes.
+        metrics: functions `f(pred, *targets)` averaged over samples, or objects with `reset`,
+            `update` and `compute`; instances or classes.
+        path: folder of `model_dir`; None for the current one.
+        model_dir: where `save` writes.
+        wd: weight decay; None leaves the optimizer's own.
+        train_bn: whether batch norms in frozen groups still learn.
+        default_cbs: whether to begin with TrainEvalCallback and Recorder.
+
+    Attributes:
+        epoch, n_epoch, iter, n_iter: where the run stands (`n_iter` None: unknown).
+        train_iter, pct_train: training batches done in this fit, and their share of it.
+        n_steps: optimizer steps really made, over all fits.
+        stepped: whether the batch at hand has made one.
+        steps_now: whether the batch at hand is to be followed by a step.
+        xb, yb, x, y: the batch as tuples, and its only item where there is but one.
+        pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
+            differentiated, `loss` a copy that callbacks may keep.
+        frozen_idx: the first parameter group that is trained.
+        final_record: losses and metrics of the last epoch or validation.
+        logger: takes a row per epoch; `print` by default.
+
+    Raises:
+        ArgumentError: an argument is of a kind that cannot work.
+
+    >>> from hookkit.testing import RegModel, synth_dbunch
+    >>> learn = Learner(synth_dbunch(), RegModel(), nn.MSELoss(), torch.optim.SGD, lr=0.01)
+    >>> with learn.no_logging(): learn.fit(3)
+    >>> len(learn.recorder.values), learn.n_steps
+    (3, 30)
+    """
+
+    def __init__(
+        self,
+        dls: Any,
+        model: nn.Module,
+        loss_func: Callable[..., Any] | None = None,
+        opt_func: Callable[..., Any] = torch.optim.Adam,
+        lr: Any = 1e-3,
+        splitter: Callable[[nn.Module], Any] = trainable_params,
+        cbs: Any = None,
+        metrics: Any = None,
+        path: str | Path | None = None,
+        model_dir: str | Path = "models",
+        wd: float | None = None,
+        *,
+        train_bn: bool = True,
+        default_cbs: bool = True,
+    ) -> None:
+        self.model, self.dls = checked_model(model), as_loaders(dls)
+        for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
+            check_function(what, f)
+        if loss_func is None and dls is not None:
+            loss_func = getattr(self.dls.train_ds, "loss_func", None)
+        self.loss_func, self.opt_func, self.splitter = loss_func, opt_func, splitter
+        self.lr, self.wd, self.train_bn, self.frozen_idx = lr, wd, train_bn, 0
+        self.metrics = L([metrics] if callable(metrics) or hasattr(metrics, "update") else metrics)
+        self.path, self.model_dir = Path(path or "."), Path(model_dir)
+        self.logger: Callable[[list[Any]], Any] = print
+        self._at_start()
+        self._own(None)
+        self.add_cbs(DEFAULT_CALLBACKS if default_cbs else None)
+        self.add_cbs(cbs)
+        self("after_create")
+
+    # --- learning
+
+    def fit(
+        self,
+        n_epoch: int,
+        lr: Any = None,
+        wd: float | None = None,
+        cbs: Any = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """Trains for `n_epoch` epochs, validating after each if there is validation data.
+
+        However it ends, by an exception or Ctrl-C too, every callback's `cleanup_fit()` has run.
+
+        Args:
+            n_epoch: the number of epochs in all.
+            lr: learning rate, as the Learner's; None takes the Learner's.
+            wd: weight decay; None takes the Learner's.
+            cbs: further callbacks for this fit; they stay readable by name afterwards.
+            reset_opt: whether to begin with a new optimizer.
+            start_epoch: the first epoch's number, to go on where a run was interrupted.
+
+        Raises:
+            ModelRunError: there is no training data, or no loss.
+            OptionError: an option cannot work.
+        """
+        if n_epoch < 0 or start_epoch < 0:
+            raise OptionError(
+                f"fit({n_epoch}, start_epoch={start_epoch}) was asked for: epochs are counted "
+                f"from 0. Give numbers that are not negative."
+            )
+        self._needs_data("fit")
+        with self.added_cbs(cbs), self._fit_under_way():
+            if reset_opt or self.opt is None:
+                self.create_opt()
+            self._set_hypers(lr, wd)
+            self.n_epoch, self.epoch = n_epoch, start_epoch
+            self._epochs = range(start_epoch, n_epoch)
+            self._with_events(self._do_fit, "fit", CancelFitException)
+
+    def fit_one_cycle(
+        self,
+        n_epoch: int,
+        lr_max: Any = None,
+        div: float = 25.0,
+        div_final: float = 1e5,
+        pct_start: float = 0.25,
+        wd: float | None = None,
+        moms: tuple[float, float] = (0.85, 0.95),
+        cbs: Any = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """`fit` with torch's OneCycleLR: warm up to `lr_max`, anneal to almost nothing.
+
+        Args:
+            n_epoch: the number of epochs in all.
+            lr_max: the highest learning rate, as the Learner's `lr`; None takes that.
+            div: the first learning rate is `lr_max / div`.
+            div_final: the last one is `lr_max / div_final`.
+            pct_start: the share of the steps that warm up.
+            wd: weight decay, as in `fit`.
+            moms: lowest and highest momentum (Adam: first beta), cycled against the learning
+                rate, and put back afterwards. Left alone in an SGD without momentum.
+            cbs: as in `fit`.
+            reset_opt: as in `fit`.
+            start_epoch: as in `fit`.
+        """
+        lr = self.lr if lr_max is None else lr_max
+        schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
+        self.fit(n_epoch, lr, wd, [schedule, *several(cbs)], reset_opt, start_epoch)
+
+    def create_opt(self) -> None:
+        """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups."""
+        self.opt = make_optimizer(self.opt_func, param_groups(self.splitter(self.model)), self.lr)
+        self.frozen_idx = 0
+
+    def _set_hypers(self, lr: Any, wd: float | None) -> None:
+        n = len(self.opt.param_groups)
+        set_hyper(self.opt, "lr", spread(self.lr if lr is None else lr, n))
+        if (wd := self.wd if wd is None else wd) is not None:
+            set_hyper(self.opt, "weight_decay", [wd] * n)
+
+    def freeze_to(self, n: int) -> None:
+        """Trains only the parameter groups from `n` on; negative ones count from the end."""
+        if self.opt is None:
+            self.create_opt()
+        self.frozen_idx = freeze_groups(self.opt, self.model, n, self.train_bn)
+
+    def freeze(self) -> None:
+        """Trains only the last parameter group."""
+        self.freeze_to(-1)
+
+    def unfreeze(self) -> None:
+        """Trains every parameter group."""
+        self.freeze_to(0)
+
+    # --- without learning
+
+    def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
+        """The mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
+
+        What was recorded, the modules' modes and the state of a fit that calls this stay as they
+        are. Inside a fit only the events of validation fire.
+
+        Args:
+            ds_idx: which loader of `dls`.
+            dl: batches to use instead: a loader or a list.
+            cbs: further callbacks.
+        """
+        dl = self._loader(ds_idx, dl, "validate")
+        with self._untouched(cbs, inner=False):
+            self._do_epoch_validate(dl)
+            record = list(self.final_record or [])
+        self.final_record = record
+        return record
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,
+        dl: Any = None,
+        *,
+        with_input: bool = False,
+        with_loss: bool = False,
+        act: Callable[[Any], Any] | None = None,
+        inner: bool = False,
+        cbs: Any = None,
+        concat_dim: int | None = 0,
+    ) -> tuple[Any, ...]:
+        """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
+
+        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
+        Nothing that was recorded is changed.
+
+        Args:
+            ds_idx: which loader of `dls`.
+            dl: batches to use instead: a loader or a list.
+            with_input: whether to return the inputs too.
+            with_loss: whether to return the loss of each sample too, (n,), or of each batch where
+                the loss function cannot be told not to reduce.
+            act: applied to each prediction.
+            inner: whether to fire the events of validation only, not those of fit and epoch.
+            cbs: further callbacks.
+            concat_dim: the dimension batches are joined along; None gives lists of them.
+
+        Raises:
+            ModelRunError: there is no data, or the batches' shapes do not join.
+        """
+        dl = self._loader(ds_idx, dl, "get_preds")
+        gather = GatherPreds(with_input, with_loss, act)
+        with self._untouched([gather, *several(cbs)], inner):
+            self._do_epoch_validate(dl)
+        self._past.pop(gather.name, None)  # or its tensors would live on
+        return gather.result(concat_dim)
+
+    # --- keeping
+
+    def save(self, file: str | Path, with_opt: bool = True) -> Path:
+        """Writes weights (and the optimizer's state) to `path/model_dir/file.pth`; that path."""
+        return save_state(self._file(file), self.model, self.opt if with_opt else None)
+
+    def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
+        """Reads what `save` wrote, to where the model is; the Learner.
+
+        Raises:
+            OptionError: there is no such file.
+        """
+        state = load_state(self._file(file), self.device)
+        self.model.load_state_dict(state["model"], strict=strict)
+        if with_opt and "opt" in state:
+            if self.opt is None:
+                self.create_opt()
+            self.opt.load_state_dict(state["opt"])
+        return self
+
+    def _file(self, file: str | Path) -> Path:
+        name = Path(file)
+        return self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
+
+    # --- around
+
+    @contextmanager
+    def no_logging(self) -> Iterator[Learner]:
+        """The Learner without its log, until the end of the `with`."""
+        kept, self.logger = self.logger, lambda row: None
+        try:
+            yield self
+        finally:
+            self.logger = kept
+
+    @contextmanager
+    def no_bar(self) -> Iterator[Learner]:
+        """The Learner without its progress bar, until the end of the `with`."""
+        with self.removed_cbs(ProgressCallback):
+            yield self
+
+    def distrib_ctx(self, accelerator: Any = None, **options: Any) -> Any:
+        """The Learner over all processes that `accelerate launch` or `torchrun` started.
+
+        Inside the `with`, model, optimizer and loaders are accelerate's: DDP or FSDP, mixed
+        precision, gradient accumulation, each as `accelerate.Accelerator(**options)` says.
+        Afterwards they are the plain ones again. In a single process it works just as well.
+
+        Raises:
+            MissingExtraError: accelerate is not installed.
+        """
+        return distributed(self, accelerator, options)
+
+    # --- looking
+
+    def summary(self) -> Any:
+        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
+        from hookkit.summaries import learner_summary
+
+        return learner_summary(self)
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read."""
+        from hookkit.callbacks.runs import run_of
+
+        return run_of(self)
+
+    def diagnose(self, **options: Any) -> Any:
+        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
+        from hookkit.health import diagnose
+
+        return diagnose(self.run_record(), **options)
+
+    def report(self, path: str | Path | None = None, **options: Any) -> Any:
+        """A page of the run so far: see `hookkit.report.pages`."""
+        from hookkit.report import report
+
+        return report(self, path, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that failed with AttributeError: its own error
+            return object.__getattribute__(self, name)
+        cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
+        if cb is not None:
+            return cb
+        if not name.startswith("__") and "model" in vars(self):
+            try:
+                return getattr(self.model, name)
+            except AttributeError:
+                pass
+        raise AttributeError(self._no_attribute(name), name=name, obj=self)
+
+    def _no_attribute(self, name: str) -> str:
+        near = nearest(name, [n for n in {*dir(type(self)), *vars(self)} if n[0] != "_"])
+        near += [cb.name for cb in vars(self).get("cbs", ()) if nearest(name, [cb.name])]
+        hint = f" Nearest: {', '.join(near)}." if near else ""
+        model = type(vars(self).get("model")).__name__
+        return f"Neither the Learner, its callbacks nor its model ({model}) has {name!r}.{hint}"
+
+    def __repr__(self) -> str:
+        return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"
+
+    # --- at the door
+
+    def _needs_data(self, verb: str) -> None:
+        if self.dls is None:
+            raise ModelRunError(
+                f"{verb} was called; this Learner has no data. Make it with DataLoaders(train, "
+                f"valid), set `learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
+            )
+
+    def _loader(self, ds_idx: int, dl: Any, verb: str) -> Any:
+        if dl is None:
+            self._needs_data(verb)
+            return self.dls[ds_idx]
+        return DataLoaders(dl).train  # the same check at the same door

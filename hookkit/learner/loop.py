@@ -1,0 +1,332 @@
+"""The loop: `fit`, and the parts it is made of.
+
+It reads from top to bottom as it runs: `_do_fit`, `_do_epoch`, `_do_epoch_train`,
+`_do_epoch_validate`, `all_batches`, `one_batch`, `_do_one_batch`, `_do_grad_opt`. Each part runs
+inside `_with_events`, which fires its events and takes its `Cancel…Exception`. What learns, counts,
+records, shows or schedules is a callback; `Learner` adds data, options and everything around. After
+fastai's Learner, 2.8, with these repairs: whatever a fit set up is taken down in a `finally`, a
+batch begins without the last one's `pred` and `loss`, a pass without learning leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from fastcore.basics import PrettyString
+from torch import nn
+
+from hookkit.callbacks.driving import Driver
+from hookkit.data import no_batches, split_batch, to_device
+from hookkit.errors import ModelRunError, OptionError
+from hookkit.events import (
+    CANCEL_EXCEPTIONS,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+)
+from hookkit.learner.groups import plain_optimizer
+from hookkit.nested import describe
+
+T = TypeVar("T", bound="Loop")
+
+_BATCH = {"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None}
+_PLACE = (
+    "iter",
+    "n_iter",
+    "training",
+    "stepped",
+    "aside",
+    "final_record",
+    "_by_keyword",
+    "_device",
+)
+
+
+class Loop(Driver):
+    """Runs epochs and batches over `model`, `dls`, `loss_func`, `opt`, and fires their events."""
+
+    model: nn.Module
+    dls: Any
+    loss_func: Any
+    accelerator: Any
+    n_epoch: int
+    epoch: int
+    n_iter: int | None
+    loss_grad: Any
+    _device: torch.device | None
+    _epochs: range
+
+    def _at_start(self) -> None:
+        """The state before the first fit."""
+        self._opt: Any = None
+        self._step_hooks: list[Any] = []
+        self.accelerator = None
+        self.epoch, self.n_epoch, self.train_iter, self.pct_train = 0, 1, 0, 0.0
+        self.n_steps, self.stepped, self.steps_now = 0, False, True
+        self.iter, self.n_iter, self.aside = 0, None, False
+        self.final_record: list[Any] | None = None
+        self._by_keyword, self._device = False, None
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        for name, value in _BATCH.items():
+            setattr(self, name, value)
+
+    # --- the loop, from the outside in
+
+    def _do_fit(self) -> None:
+        for epoch in self._epochs:
+            self.epoch = epoch
+            self._with_events(self._do_epoch, "epoch", CancelEpochException)
+
+    def _do_epoch(self) -> None:
+        self._do_epoch_train()
+        if self.dls.valid is not None:
+            self._do_epoch_validate(self.dls.valid)
+
+    def _do_epoch_train(self) -> None:
+        self.dl = self.dls.train
+        self._with_events(self.all_batches, "train", CancelTrainException)
+
+    def _do_epoch_validate(self, dl: Any) -> None:
+        self.dl = dl
+        with torch.no_grad():
+            self._with_events(self.all_batches, "validate", CancelValidException)
+
+    def all_batches(self) -> None:
+        """Runs every batch of `dl`."""
+        self.n_iter = len(self.dl) if hasattr(self.dl, "__len__") else None
+        self._device = self.device
+        i = -1
+        for i, b in enumerate(self.dl):
+            self.one_batch(i, b)
+        if i < 0 and self.training:
+            raise ModelRunError(no_batches("the training loader"))
+
+    def one_batch(self, i: int, b: Any) -> None:
+        """Runs batch `b`, the `i`-th: prediction, loss and, in training, backward and step."""
+        self.iter, self.stepped = i, False
+        self.pred = self.loss = self.loss_grad = None
+        self.xb, self.yb = self._split(b if self._device is None else to_device(b, self._device))
+        self._with_events(self._do_one_batch, "batch", CancelBatchException)
+
+    def _do_one_batch(self) -> None:
+        self.pred = self._predict()
+        self("after_pred")
+        self._get_loss()
+        self("after_loss")
+        if self.training and self.loss_grad is not None:
+            self._do_grad_opt()
+
+    def _do_grad_opt(self) -> None:
+        self._with_events(self._backward, "backward", CancelBackwardException)
+        if self.steps_now:
+            self._with_events(self._step, "step", CancelStepException)
+            self.opt.zero_grad()
+
+    # --- its smallest parts
+
+    def _split(self, b: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        self._by_keyword = isinstance(b, Mapping)
+        return split_batch(b, getattr(self.dls, "n_inp", None))
+
+    def _predict(self) -> Any:
+        try:
+            return self.model(**self.xb[0]) if self._by_keyword else self.model(*self.xb)
+        except CANCEL_EXCEPTIONS:
+            raise
+        except Exception as error:
+            given = describe(self.xb[0] if len(self.xb) == 1 else self.xb)
+            how = "by keyword" if self._by_keyword else "as its inputs"
+            error.add_note(
+                f"the model ({type(self.model).__name__}) was given {given} {how}"
+                f"{self._where()}; DataLoaders(…, n_inp=…) says how many items of a batch it takes"
+            )
+            raise
+
+    def _get_loss(self) -> None:
+        if self.loss_func is None:
+            self.loss_grad = _loss_in(self.pred)
+            if self.loss_grad is None and self.training:
+                raise ModelRunError(
+                    "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
+                    "and the model returns none. Give Learner(…, loss_func=…)."
+                )
+        elif self.yb:
+            self.loss_grad = self.loss_func(self.pred, *self.yb)
+        if self.loss_grad is not None:
+            self.loss = self.loss_grad.clone()
+
+    def _backward(self) -> None:
+        if self.accelerator is None:
+            self.loss_grad.backward()
+        else:
+            self.accelerator.backward(self.loss_grad)
+
+    def _step(self) -> None:
+        self.opt.step()
+        if not self._step_hooks:  # an optimizer of the user's own, without torch's hooks
+            self._on_step()
+
+    def _on_step(self, *_: Any) -> None:
+        if not self.stepped:
+            self.stepped = True
+            self.n_steps += 1
+
+    def _with_events(self, f: Callable[[], None], part: str, cancel: type[Exception]) -> None:
+        """Runs a part between its events; `cancel` ends the part, other exceptions end the fit."""
+        try:
+            self(f"before_{part}")
+            f()
+        except cancel:
+            self(f"after_cancel_{part}")
+        self(f"after_{part}")
+
+    # --- what surrounds it
+
+    @contextmanager
+    def _fit_under_way(self) -> Iterator[None]:
+        """Marks a fit and counts its optimizer steps; takes everything down, however it ends."""
+        if self.fitting:
+            raise OptionError(
+                "fit was called inside a fit of the same Learner. End that one first "
+                "(CancelFitException), or train a second Learner."
+            )
+        self._claim()
+        self.fitting = self.steps_now = True
+        self.opt = self._opt
+        try:
+            yield
+        finally:
+            try:
+                self._clean_up()
+            finally:
+                self.fitting = self.training = False
+                self.opt = self._opt
+                self._forget_batch()
+
+    def __enter__(self: T) -> T:
+        """`with learn:` fires `before_fit`, `before_epoch`, and in the end their `after_`."""
+        self._claim()
+        try:
+            self("before_fit", "before_epoch")
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self("after_epoch", "after_fit")
+        finally:
+            self._clean_up()
+
+    @contextmanager
+    def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
+        """Surrounds a pass without learning: afterwards state and modes are as they were.
+
+        Outside a fit the events of a fit and an epoch are fired around it, unless `inner`.
+        """
+        kept = {name: getattr(self, name) for name in (*_BATCH, *_PLACE)}
+        modes = [(m, m.training) for m in self.model.modules()]
+        self.aside = True
+        try:
+            with self.added_cbs(cbs):
+                if inner or self.fitting:
+                    yield
+                else:
+                    with self:
+                        yield
+        finally:
+            for name, value in kept.items():
+                setattr(self, name, value)
+            for module, mode in modes:
+                module.training = mode
+
+    # --- what callbacks read
+
+    @property
+    def opt(self) -> Any:
+        """The optimizer, or None before the first fit."""
+        return self._opt
+
+    @opt.setter
+    def opt(self, opt: Any) -> None:
+        self._opt = opt
+        for handle in self._step_hooks:
+            handle.remove()
+        # torch's own hook fires when a step really happens: not when GradScaler leaves it out
+        able = [o for o in self.opts if hasattr(o, "register_step_post_hook") and self.fitting]
+        self._step_hooks = [o.register_step_post_hook(self._on_step) for o in able]
+
+    @property
+    def opts(self) -> list[Any]:
+        """The plain torch optimizers: none before the first fit, then one."""
+        return [] if self._opt is None else [plain_optimizer(self._opt)]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches go: the DataLoaders' device, else that of the first parameter, if any."""
+        given = getattr(self.dls, "device", None)
+        first = next(self.model.parameters(), None)
+        return given if given is not None or first is None else first.device
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        recorder: Any = self._cb_named("recorder")
+        return None if recorder is None else recorder.smooth_loss
+
+    @property
+    def x(self) -> Any:
+        """The batch's input, or the tuple of them if there are several."""
+        return self.xb[0] if len(self.xb) == 1 else self.xb
+
+    @property
+    def y(self) -> Any:
+        """The batch's target, or the tuple of them unless there is exactly one."""
+        return self.yb[0] if len(self.yb) == 1 else self.yb
+
+    def _where(self) -> str:
+        batch = "" if self.dl is None else f", batch {self.iter}"
+        return f", epoch {self.epoch}{batch} ({'training' if self.training else 'not training'})"
+
+    def show_training_loop(self) -> PrettyString:
+        """The loop as text: every event in its place, with the callbacks that listen to it."""
+        depth, lines = 0, []
+        for line in _LOOP.split():
+            if line.startswith("end:"):
+                depth -= 1
+            heard = f": {list(self.ordered_cbs(line))}" if "_" in line and ":" not in line else ""
+            words = line.replace("start:", "Start ").replace("end:", "End ").replace("+", " ")
+            lines.append(f"{'  ' * depth}{'- ' if heard else ''}{words}{heard}")
+            if line.startswith("start:"):
+                depth += 1
+        return PrettyString("\n".join(lines))
+
+
+def _loss_in(pred: Any) -> Any:
+    """The loss that a model returned, as Hugging Face's do; None if there is none."""
+    return pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
+
+
+_LOOP = """
+before_fit start:Fit
+ before_epoch start:Epoch
+  before_train start:Training
+   before_batch start:Batch after_pred after_loss
+    before_backward after_cancel_backward after_backward
+    before_step after_cancel_step after_step
+   end:Batch after_cancel_batch after_batch
+  end:Training after_cancel_train after_train
+  before_validate start:Validation+(batches+as+above,+without+backward+and+step)
+  end:Validation after_cancel_validate after_validate
+ end:Epoch after_cancel_epoch after_epoch
+end:Fit after_cancel_fit after_fit
+"""

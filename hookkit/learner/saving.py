@@ -1,0 +1,37 @@
+"""Weights and optimizer state, to a file and back: what `Learner.save` and `Learner.load` do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookkit.errors import OptionError, nearest
+
+
+def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
+    """Writes the state of `model`, and of `opt` unless it is None; `where`."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if opt is not None:
+        state["opt"] = opt.state_dict()
+    torch.save(state, where)
+    return where
+
+
+def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
+    """What `save_state` wrote, its tensors on `device`; nothing but tensors and numbers is read.
+
+    Raises:
+        OptionError: there is no such file; the message has those that are there.
+    """
+    if not where.exists():
+        there = sorted(p.stem for p in where.parent.glob("*.pth"))
+        raise OptionError(
+            f"load({where.stem!r}) was asked for; {where} does not exist. "
+            f"There: {', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
+        )
+    state: dict[str, Any] = torch.load(where, map_location=device, weights_only=True)
+    return state

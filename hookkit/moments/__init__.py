@@ -1,0 +1,40 @@
+"""The numbers that sum up a tensor: exact, in one read, merged without loss.
+
+histograms  Histograms that need no range in advance: signed logarithmic bins, from a bounded
+            sample.
+rings       Memory that never grows past a bound: a ring of records that halves its resolution
+            when full.
+units       Dead, dormant and saturated units (channels): judged over a window of steps, not one
+            batch.
+banks       The tables of one device: what hooks handed in since the last step, and the ring of
+            the past.
+tallies     The tally: what hooks hand in, kept on the data's device until somebody reads.
+kernels     Moments on CUDA in one read: a Triton kernel, where Triton is (PyTorch for CUDA
+            brings it).
+"""
+
+from hookkit.moments.moments import (
+    Scratch,
+    cpu_row,
+    empty_rows,
+    flat,
+    merge,
+    merge_row,
+    moments,
+    plain,
+    statistics,
+    working_dtype,
+)
+
+__all__ = [
+    "Scratch",
+    "cpu_row",
+    "empty_rows",
+    "flat",
+    "merge",
+    "merge_row",
+    "moments",
+    "plain",
+    "statistics",
+    "working_dtype",
+]

@@ -1,0 +1,259 @@
+"""The tables of one device: what hooks handed in since the last step, and the ring of the past.
+
+Everything is allocated before it is needed and stays on the data's device; nothing here reads a
+value of a tensor that could still be on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookkit.moments import kernels
+from hookkit.moments.histograms import ABSENT, Bins, coprime_stride
+from hookkit.moments.moments import (
+    N_FIELDS,
+    Scratch,
+    cpu_row,
+    empty_rows,
+    merge,
+    merge_row,
+    moments,
+)
+from hookkit.moments.rings import Ring
+from hookkit.moments.units import Units
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is counted, and how.
+
+    Args:
+        eps: values of at most this size are near zero.
+        bins: of the histogram, None for none.
+        sample: values per layer and call that go into the histogram.
+        exact_hist: count every value instead of a sample.
+        window: records over which units are judged; 0 not to look at units.
+    """
+
+    eps: float = 0.05
+    bins: Bins | None = None
+    sample: int = 4096
+    exact_hist: bool = False
+    window: int = 0
+
+
+class Bank:
+    """The tables of one device; a row per layer.
+
+    Args:
+        options: what is counted.
+        device: where.
+        rows: how many to begin with.
+
+    Attributes:
+        live: (rows, 9) moments of the batch at hand (on CUDA in `sums`, see `kernels`).
+        kept: the same of earlier batches of this optimizer step (gradient accumulation), or None.
+        samples: (rows, sample) float32 of the last call of each row in this batch.
+        counts: (rows, width) int64 of earlier calls, and of everything with `exact_hist`.
+    """
+
+    live: Tensor
+    sums: Tensor
+    samples: Tensor
+    counts: Tensor
+    sample_rows: tuple[Tensor, ...]
+
+    def __init__(self, options: Options, device: torch.device, rows: int) -> None:
+        self.options, self.device = options, device
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.turn = self.rows = 0
+        self.kept: Tensor | None = None
+        self.kept_counts: Tensor | None = None
+        self.sampled: dict[int, int] = {}
+        self.hist: Ring | None = None
+        self.scratch = Scratch()
+        self.fused = kernels.serves(device)
+        self.units = Units(options.window, device) if options.window else None
+        with torch.inference_mode(False):
+            self._grow(max(rows, 1))
+            self.ring = Ring(self.rows, N_FIELDS, self.dtype, device, counts=False)
+            if options.bins:
+                dtype = torch.int64 if options.exact_hist else torch.int32
+                self.hist = Ring(self.rows, options.bins.width - 1, dtype, device, counts=True)
+
+    def _grow(self, rows: int) -> None:
+        """Room for `rows`, keeping what is there."""
+        live = empty_rows(rows, self.device, self.dtype)
+        if self.rows:
+            live[: self.rows] = self.live
+        self.live, self.fresh = live, empty_rows(rows, self.device, self.dtype)
+        cpu = self.device.type == "cpu" and not self.fused
+        self.live_np: Any = live.numpy() if cpu else None
+        if self.fused:
+            sums = kernels.blank(rows, self.device)
+            if self.rows:
+                sums[: self.rows] = self.sums
+            self.sums = sums
+        if self.options.bins:
+            shape = rows, self.options.sample
+            blank = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
+            samples = blank.view(torch.float32)
+            width = self.options.bins.width
+            counts = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            if self.rows:
+                samples[: self.rows], counts[: self.rows] = self.samples, self.counts
+            self.samples, self.counts, self.sample_rows = samples, counts, samples.unbind()
+        self.rows = rows
+
+    def take(self, row: int, x: Tensor, times: int) -> None:
+        """Add the flat tensor `x`, each value `times` times, to `row`."""
+        if row >= self.rows:
+            with torch.inference_mode(False):
+                self._grow(max(2 * self.rows, row + 1))
+        if self.live_np is not None:
+            self._take_cpu(row, x, times)
+        else:
+            self._take_device(row, x, times)
+        if self.options.exact_hist:
+            self._count_all(row, x, times)
+        elif self.options.bins:
+            self._sample(row, x)
+
+    def _take_cpu(self, row: int, x: Tensor, times: int) -> None:
+        new: Any = cpu_row(x, self.options.eps, self.scratch)
+        if times > 1:
+            n, mean, m2, lo, hi, near, zero, bad = new
+            new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
+        here = self.live_np[row]
+        calls, *old = here.tolist()
+        here[:] = (calls + 1, *(merge_row(old, new) if calls else new))
+
+    def _take_device(self, row: int, x: Tensor, times: int) -> None:
+        if self.fused:
+            kernels.add(x, self.sums[row], self.options.eps, times)
+            return
+        new = moments(x, self.options.eps, self.dtype)
+        if times > 1:
+            for field in (1, 3, 6, 7, 8):
+                new[field] *= times
+        self.live[row] = merge(self.live[row], new)
+
+    def _count_all(self, row: int, x: Tensor, times: int) -> None:
+        assert self.options.bins is not None
+        for part in torch.split(x, 1 << 20):
+            self.counts[row] += self.options.bins.count(part.float().unsqueeze(0))[0] * times
+
+    def _sample(self, row: int, x: Tensor) -> None:
+        assert self.options.bins is not None
+        size, n = self.options.sample, x.numel()
+        if row in self.sampled:  # a module that runs twice: count its first sample now
+            self.counts[row] += self.options.bins.count(self.samples[row : row + 1])[0]
+            if n < self.sampled[row]:
+                self.sample_rows[row].view(torch.int32)[n:] = ABSENT
+        here = self.sample_rows[row]
+        if n > size:
+            stride = coprime_stride(n, size)
+            start = self.turn % stride  # another part of the tensor at each step
+            here.copy_(x[start : start + stride * (size - 1) + 1 : stride])
+        else:
+            here[:n].copy_(x)
+        self.sampled[row] = min(n, size)
+
+    def _all_counts(self) -> Tensor:
+        """(rows, width) int64 of everything seen in this batch."""
+        assert self.options.bins is not None
+        if self.options.exact_hist:
+            return self.counts.clone()
+        return self.counts + self.options.bins.count(self.samples)
+
+    def drop(self) -> None:
+        """Forget the batch at hand."""
+        self.live.copy_(self.fresh)
+        if self.fused:
+            kernels.clear(self.sums)
+        if self.units is not None:
+            self.units.drop()
+        if self.options.bins:
+            self.counts.zero_()
+            self.samples.view(torch.int32).fill_(ABSENT)
+            self.sampled.clear()
+
+    def fold(self, finite_only: bool = False) -> None:
+        """Keep the batch at hand (if it is finite throughout) for the step it belongs to."""
+        live = self._live()
+        if finite_only:
+            fine = live[:, -1].sum() == 0
+            live = torch.where(fine, live, self.fresh)
+            if self.options.bins:
+                self.counts *= fine
+                bits = self.samples.view(torch.int32)
+                bits.copy_(torch.where(fine, bits, ABSENT))
+        self.kept = self._with_kept(live)
+        if self.options.bins:
+            self.kept_counts = self._counts()
+        if self.units is not None:
+            self.units.fold()
+        self.drop()
+
+    def forget(self) -> None:
+        """Forget the batch at hand and those kept for this step."""
+        self.kept = self.kept_counts = None
+        if self.units is not None:
+            self.units.forget()
+        self.drop()
+
+    def _live(self) -> Tensor:
+        """(rows, 9) moments of the batch at hand."""
+        return kernels.collapse(self.sums) if self.fused else self.live.clone()
+
+    def _with_kept(self, rows: Tensor) -> Tensor:
+        """`rows` merged with what earlier batches of this step gave."""
+        if self.kept is not None:
+            n = len(self.kept)
+            rows[:n] = merge(self.kept, rows[:n])
+        return rows
+
+    def _counts(self) -> Tensor:
+        counts, kept = self._all_counts(), self.kept_counts
+        if kept is not None:
+            counts[: len(kept)] += kept
+        return counts
+
+    def commit(self, column: int, into: bool, most: int) -> None:
+        """Put everything seen since the last commit into the ring, of `most` columns in the end."""
+        self.ring.put(column, self._with_kept(self._live()), into, most)
+        if self.hist is not None:
+            self.hist.put(column, self._counts()[:, :-1], into, most)
+        if self.units is not None:
+            self.units.commit(column, into, self.rows, most)
+        self.forget()
+
+    def halve(self, n: int) -> None:
+        """Halve the resolution of the first `n` columns."""
+        for ring in self._rings():
+            ring.halve(n)
+
+    def _rings(self) -> list[Ring]:
+        units = None if self.units is None else self.units.ring
+        return [ring for ring in (self.ring, self.hist, units) if ring is not None]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all tables and rings."""
+        tables = [self.live, self.fresh, *(ring.data for ring in self._rings())]
+        if self.options.bins:
+            tables += [self.samples, self.counts]
+        return sum(t.numel() * t.element_size() for t in tables)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: the past only (a `Tally` has put it on the CPU before)."""
+        names = ("options", "rows", "turn", "ring", "hist", "units")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"], torch.device("cpu"), state["rows"])  # type: ignore[misc]
+        self.__dict__.update(state)

@@ -1,0 +1,306 @@
+"""The tally: what hooks hand in, kept on the data's device until somebody reads.
+
+A hook calls `see` for each tensor: its exact moments go into one row of a preallocated table,
+and a bounded sample of it into one row of another (`moments.py`, `histograms.py`). At the step
+`commit` does the rest for all rows at once, and puts the result into a ring (`banks.py`,
+`rings.py`). No value is read by the host before `record()`.
+
+Inside `torch.compile` the hook's call becomes one opaque operation of the graph, `observe`, which
+runs this very code: no graph break, no second implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit import ranks
+from hookkit.errors import HookError
+from hookkit.moments.banks import Bank, Options
+from hookkit.moments.histograms import sample_error
+from hookkit.moments.moments import (
+    N_FIELDS,
+    empty_rows,
+    flat,
+    merge,
+    plain,
+    statistics,
+    working_dtype,
+)
+from hookkit.moments.rings import Axis, Ring
+from hookkit.moments.units import Units, shares
+from hookkit.records import Record
+
+
+class Tally:
+    """Moments and histograms of named tensors over steps, in bounded memory.
+
+    Args:
+        kind: of the `Record` it gives, `"activation"` or `"gradient"`.
+        options: what is counted.
+
+    >>> t = Tally("activation")
+    >>> (row,) = t.rows(["fc"], ["Linear"])
+    >>> for step in range(3):
+    ...     t.see(row, 0, "", torch.full((4, 2), float(step)))
+    ...     t.commit(step, epoch=0, iteration=step)
+    >>> t.record().value("mean", "fc")
+    array([0., 1., 2.])
+    """
+
+    def __init__(self, kind: str, options: Options | None = None) -> None:
+        self.kind, self.options = kind, options or Options()
+        self.axis = Axis()
+        self.names: list[str] = []
+        self.types: list[str] = []
+        self.banks: dict[torch.device, Bank] = {}
+        self.unscale: Tensor | None = None
+        self.skipped: dict[str, str] = {}
+        self.n_commits = 0
+        self._by_name: dict[str, int] = {}
+        self._leaves: dict[tuple[int, str], int] = {}
+        self._cache: tuple[int, bool, Record] | None = None
+        self._enlist()
+
+    def _enlist(self) -> None:
+        self.id, self.token = enlist(self), torch.zeros(1)
+
+    def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
+        """The row of each name; known ones are continued, others added."""
+        found = []
+        for name, kind in zip(names, types, strict=True):
+            if name not in self._by_name:
+                self._by_name[name] = len(self.names)
+                self.names.append(name)
+                self.types.append(kind)
+            found.append(self._by_name[name])
+            self.types[found[-1]] = kind
+        return found
+
+    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
+        """Record `t`, leaf number `leaf` (called `path`) of what module `row` gave.
+
+        Costs one read of `t` and a copy of its sample; returns at once on a GPU. Inside
+        `torch.compile` it is one operation of the graph.
+        """
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
+            return
+        values = plain(t)
+        if values is None:
+            self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
+            return
+        if leaf:
+            row = self._leaf_row(row, path)
+        if self.unscale is not None:
+            values = values.to(working_dtype(values)) * self.unscale
+        bank = self._bank(values.device)
+        if bank.units is not None:
+            bank.units.take(row, values, self.types[row])
+        bank.take(row, *flat(values))
+
+    def _leaf_row(self, row: int, path: str) -> int:
+        key = row, path
+        if key not in self._leaves:
+            (self._leaves[key],) = self.rows([self.names[row] + path], [self.types[row]])
+        return self._leaves[key]
+
+    def _bank(self, device: torch.device) -> Bank:
+        bank = self.banks.get(device)
+        if bank is None:
+            bank = self.banks[device] = Bank(self.options, device, len(self.names))
+            bank.turn = self.n_commits
+        return bank
+
+    def drop(self) -> None:
+        """Forget what was seen since the last `fold` or `commit` (a cancelled batch)."""
+        for bank in self.banks.values():
+            bank.drop()
+
+    def fold(self, *, finite_only: bool = False) -> None:
+        """Count what was seen towards the record of a step that is still to come.
+
+        With `finite_only` nothing is kept if any of it was not finite.
+        """
+        for bank in self.banks.values():
+            bank.fold(finite_only)
+
+    def forget(self) -> None:
+        """Forget everything since the last `commit`."""
+        for bank in self.banks.values():
+            bank.forget()
+
+    def commit(self, step: int, epoch: int, iteration: int) -> None:
+        """Close the record of one step: everything seen since the last commit."""
+        if not self.axis.steps:
+            self._fit_axis()
+        while self.axis.full:
+            for bank in self.banks.values():
+                bank.halve(len(self.axis))
+            self.axis.halve()
+        into = self.axis.add(step, epoch, iteration)
+        self.n_commits += 1
+        for bank in self.banks.values():
+            bank.commit(len(self.axis) - 1, into, self.axis.limit)
+            bank.turn = self.n_commits
+
+    def _fit_axis(self) -> None:
+        bins = self.options.bins
+        hist = (8 if self.options.exact_hist else 4) * (bins.width - 1) if bins else 0
+        units = 4 * len(Units.FIELDS) if self.options.window else 0
+        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist + units))
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory it holds now, on all devices."""
+        return sum(bank.n_bytes for bank in self.banks.values())
+
+    def record(self, *, local: bool = False) -> Record:
+        """Everything recorded, as plain numbers; the one place where the host reads the device.
+
+        Ranks of a process group are merged exactly, unless `local`: then every rank has to call
+        it. Read again without a new record in between, it costs nothing.
+
+        Raises:
+            HookError: the ranks recorded different steps.
+        """
+        if self._cache is None or self._cache[:2] != (self.n_commits, local):
+            self._cache = self.n_commits, local, self._read(local)
+        return self._cache[2]
+
+    def _read(self, local: bool) -> Record:
+        names, types = self.names, self.types
+        table, counts, units = self._tables(len(self.axis), len(names))
+        if not local and ranks.is_distributed():
+            names, types, table, counts, units = self._over_ranks(table, counts, units)
+        values = statistics(table.transpose(0, 1).numpy())
+        if self.options.window:
+            values |= shares(units.transpose(0, 1).numpy())
+        hist = self._hist(counts, values) if self.options.bins else None
+        axis = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
+        steps, epochs, iters, spans = (np.array(column, dtype=np.int64) for column in axis)
+        return Record(
+            self.kind,
+            tuple(names),
+            tuple(types),
+            steps,
+            epochs,
+            iters,
+            spans,
+            values,
+            hist,
+            self.options.bins.edges if self.options.bins else None,
+            self._meta(),
+        )
+
+    def _hist(self, counts: Tensor, values: dict[str, Any]) -> Any:
+        """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
+        assert self.options.bins is not None
+        n, table = self.options.bins.n, counts.permute(1, 2, 0).numpy()
+        ran = ~np.isnan(values["count"])
+        for i, name in enumerate(("hist_zero", "hist_nan", "hist_inf")):
+            values[name] = np.where(ran, table[:, n + i], np.nan)
+        return table[:, :n].copy()
+
+    def _tables(self, n: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(n, rows, …) moments, counts and units of all devices, on the CPU."""
+        width = self.options.bins.width - 1 if self.options.bins else 0
+        table = empty_rows(n * rows).view(n, rows, N_FIELDS)
+        counts = torch.zeros(n, rows, width, dtype=torch.int64)
+        units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64)
+        for bank in self.banks.values():
+            mine = bank.ring.read(n).double()[:, :rows]
+            here = slice(mine.shape[1])
+            table[:, here] = merge(table[:, here], mine)
+            if bank.hist is not None:
+                counts[:, here] += bank.hist.read(n)[:, :rows]
+            if bank.units is not None:
+                units += bank.units.read(n, rows)
+        return table, counts, units
+
+    def _over_ranks(self, table: Tensor, counts: Tensor, units: Tensor) -> Any:
+        """Names, types and tables of all ranks together, in one fixed order on each of them."""
+        everyone = ranks.gather_object((self.names, self.types, self.axis.steps))
+        if any(steps != self.axis.steps for _, _, steps in everyone):
+            found = ", ".join(f"rank {r}: {len(steps)}" for r, (_, _, steps) in enumerate(everyone))
+            raise HookError(
+                f"the {self.kind}s of all ranks were asked for, which recorded different steps "
+                f"({found}). Use record(local=True) for this rank's own."
+            )
+        types: dict[str, str] = {}
+        for names, kinds, _ in everyone:
+            types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
+        order = [list(types).index(name) for name in self.names]
+        n, width = len(table), counts.shape[2]
+        whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
+        sums = torch.zeros(n, len(types), width + units.shape[2], dtype=torch.float64)
+        whole[:, order], sums[:, order] = table, torch.cat([counts.double(), units], -1)
+        merged, *rest = ranks.stacked(whole)
+        for part in rest:
+            merged = merge(merged, part)
+        sums = ranks.all_reduce(sums)
+        kinds = list(types.values())
+        return list(types), kinds, merged, sums[..., :width].long(), sums[..., width:]
+
+    def _meta(self) -> dict[str, Any]:
+        o = self.options
+        meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(self.skipped)}
+        if o.window:
+            meta["window"] = o.window
+        if o.bins is not None:
+            meta["exact_hist"] = o.exact_hist
+            meta["sample"] = None if o.exact_hist else o.sample
+            meta["sample_error"] = 0.0 if o.exact_hist else sample_error(o.sample)
+        return meta
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
+        one = Bank(self.options, torch.device("cpu"), len(self.names))
+        one.ring.data, counts, units = self._tables(len(self.axis), len(self.names))
+        if one.hist is not None:
+            one.hist.data = counts.to(one.hist.data.dtype)
+        if one.units is not None:
+            seen = [bank.units for bank in self.banks.values() if bank.units is not None]
+            one.units = copy.copy(seen[0]) if seen else one.units
+            one.units.ring = Ring(1, units.shape[2], torch.float32, one.device, counts=True)
+            one.units.ring.data = units.float()
+        one.turn = self.n_commits
+        return {**self.__dict__, "token": None, "unscale": None, "banks": {one.device: one}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._enlist()
+
+
+_ids = itertools.count()
+_seers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def enlist(seer: Any) -> int:
+    """A number under which compiled graphs find `seer`, whose `see` they call; held weakly."""
+    number = next(_ids)
+    _seers[number] = seer
+    return number
+
+
+# `token` is written, so no compiler pass drops the call or moves it past another one.
+_library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
+_library.define("observe(Tensor t, Tensor(a!) token, int seer, int row, int leaf, str path) -> ()")
+
+
+def _observe(t: Tensor, token: Tensor, seer: int, row: int, leaf: int, path: str) -> None:
+    known = _seers.get(seer)
+    if known is not None:
+        known.see(row, leaf, path, t)
+
+
+_library.impl("observe", _observe, "CompositeExplicitAutograd")
+torch.library.register_fake("hookkit::observe", lambda *args: None, lib=_library)

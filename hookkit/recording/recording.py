@@ -1,0 +1,198 @@
+"""`HookCallback`: where hooks meet a training loop. Subclass it with `def hook(self, m, i, o)`.
+
+It builds on `Callback` and `Hooks`. The idea: hooks are put on the model once per fit and taken off
+when the fit is over, whatever ended it; which batches they record is a flag, `recording`, set as
+each batch begins. So `every` works at any `order`, and a compiled model is traced twice at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from hookkit.callbacks.driving import Callback
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.hooks import Hooks
+from hookkit.hooks.compiling import forget_graphs
+from hookkit.recording.backward import BackwardHooks
+from hookkit.selecting import leaf_modules, select
+
+
+class HookCallback(Callback):
+    """Hooks on the modules of the model while it trains: `self.hooks`, taken off at the end.
+
+    What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
+    stays readable after the fit. Modules are looked up anew for each fit, so the model may have
+    changed. Training batches alone are recorded unless asked otherwise; a cancelled one is not
+    counted by `every`.
+
+    Args:
+        modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
+            `select`; None takes every module without children that has parameters.
+        every: records one training batch in so many, beginning with the first of each fit; None
+            records all.
+        remove_end: takes the hooks off at the end of the fit; after an error they go in any case.
+        is_forward: calls `hook(m, inputs, outputs)` after each forward; False calls
+            `hook(m, grad_inputs, grad_outputs)` in each backward, with tuples of gradients.
+        detach: gives `hook` detached tensors.
+        cpu: moves what `hook` returns to the CPU.
+        include_paramless: with `modules=None`, takes modules without parameters too.
+        hook: the function to call, `f(m, i, o)`, instead of a subclass's method.
+        on_train: whether training batches are recorded.
+        on_valid: whether validation batches are.
+
+    Attributes:
+        names: the hooked modules' names, parallel to `hooks`.
+        hooks: the `Hooks` (`BackwardHooks`) of this fit, or of the last; None before the first.
+        recording: whether the batch at hand is recorded.
+
+    Raises:
+        OptionError: `every` is below 1.
+        ArgumentError: `modules` or `hook` is of a kind that cannot work.
+        SelectionError: as the fit begins: `modules` names what the model has not.
+
+    >>> from hookkit.testing import synth_learner
+    >>> shapes = HookCallback(hook=lambda m, i, o: tuple(o.shape))
+    >>> with synth_learner(cbs=shapes).no_logging() as learn: learn.fit(1)
+    >>> dict(zip(shapes.names, shapes.hooks.stored))
+    {'': (16, 1)}
+    """
+
+    hooks: Any = None
+    recording: bool = False
+
+    def __init__(
+        self,
+        modules: Any = None,
+        every: int | None = None,
+        remove_end: bool = True,
+        is_forward: bool = True,
+        detach: bool = True,
+        cpu: bool = True,
+        include_paramless: bool = False,
+        *,
+        hook: Callable[[nn.Module, Any, Any], Any] | None = None,
+        on_train: bool = True,
+        on_valid: bool = False,
+    ) -> None:
+        who = type(self).__name__
+        self.modules, self.every = _checked_modules(who, modules), _checked_every(who, every)
+        self.remove_end, self.is_forward, self.detach, self.cpu = (
+            remove_end,
+            is_forward,
+            detach,
+            cpu,
+        )
+        self.include_paramless, self.on_train, self.on_valid = include_paramless, on_train, on_valid
+        if hook is not None and not callable(hook):
+            raise ArgumentError(
+                f"{who}(hook={hook!r}) was asked for, {type(hook).__name__} cannot be called. "
+                f"Give a function of (module, input, output)."
+            )
+        self._given_hook = hook
+        self.names: list[str] = []
+        self._turn, self._last_iter, self._ended = 0, -1, False
+
+    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+        """What to keep of one call of module `m` with inputs `i` and outputs `o`; override it."""
+        return None if self._given_hook is None else self._given_hook(m, i, o)
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Looks the modules up and hooks them."""
+        if not (self.learn.fitting or self.on_valid):
+            return  # a validation that nobody records must not cost what was recorded before
+        self._remove()
+        self._turn, self._last_iter, self._ended = 0, -1, False
+        found = self._select(self.learn.model)
+        self.names = list(found)
+        self._register(self.names, found)
+        forget_graphs(self.learn.model)  # a compiled model that has run would not see the hooks
+
+    def before_batch(self) -> None:
+        """Decides whether this batch is recorded. A subclass with its own calls this one."""
+        if self.learn.training:
+            self._record(self.on_train and self._turn % (self.every or 1) == 0)
+            self._turn, self._last_iter = self._turn + 1, self.learn.train_iter
+        else:
+            self._record(self.on_valid)
+
+    def after_cancel_batch(self) -> None:
+        """Gives a cancelled training batch's turn back."""
+        if self.learn.training and self._last_iter == self.learn.train_iter:
+            self._turn -= 1
+
+    def after_fit(self) -> None:
+        """Notes that the fit came to its end: without `remove_end` the hooks then stay."""
+        self._ended = True
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off."""
+        if self.remove_end or not self._ended:
+            self._remove()
+        else:
+            self._record(True)
+
+    # --- for subclasses that hook in their own way
+
+    def _select(self, model: nn.Module) -> Any:
+        """The modules to hook, by name."""
+        if self.modules is not None:
+            return select(model, *self.modules)
+        found = leaf_modules(model)
+        if self.include_paramless:
+            return found
+        return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hooks": None}  # a pickle needs neither hooks nor activations
+
+    def _register(self, names: list[str], modules: Any) -> None:
+        """Hooks `modules`, a mapping by name in the order of `names`."""
+        if self.is_forward:
+            self.hooks = Hooks(modules, self.hook, True, self.detach, self.cpu)
+        else:
+            self.hooks = BackwardHooks(modules, self.hook, self.detach, self.cpu)
+        self.recording = True  # as hooks are when they are made
+        self._record(False)
+
+    def _remove(self) -> None:
+        """Takes off whatever `_register` put on; called often, so nothing may be there."""
+        self.recording = False
+        if self.hooks is not None:
+            self.hooks.remove()
+
+    def _record(self, on: bool) -> None:
+        """Switches recording on or off for the batch that begins; what is stored stays."""
+        if on != self.recording:
+            self.recording = on
+            for h in () if self.hooks is None else self.hooks:
+                h.listen(on)
+
+
+def _checked_every(who: str, every: Any) -> int | None:
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise OptionError(
+            f"{who}(every={every!r}) was asked for: it is a whole number of batches. "
+            f"Use 1 or None for every batch, 10 for one in ten."
+        )
+    return every
+
+
+def _checked_modules(who: str, modules: Any) -> list[Any] | None:
+    """`modules` as a list; a generator is read now, since each fit needs it again."""
+    if modules is None:
+        return None
+    if isinstance(modules, (bool, int, float)):
+        raise ArgumentError(
+            f"{who}(modules={modules!r}) was asked for, a {type(modules).__name__} is no selector. "
+            f"Give a module, a name, a glob, a type, a predicate, or a list of these."
+        )
+    if isinstance(modules, nn.ModuleList):
+        return list(modules)
+    if isinstance(modules, Iterator) or type(modules) in (list, tuple):
+        return list(modules)
+    return [modules]

@@ -1,0 +1,292 @@
+"""`report(run, "run.html")`: one self-contained page of a run, the findings first.
+
+What was not recorded is told, with the recorder that brings it; a picture that cannot be drawn does
+not cost the page. Nothing of the machine's or the user's name, and no path, goes into it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hookkit import health
+from hookkit.errors import HookkitError, OptionError
+from hookkit.plotting import plotdata
+from hookkit.records import Record, Run
+from hookkit.report.webpage import GENERATOR, figure, note, page, table, terms
+
+DPI = 130
+"""Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
+
+SHOWN = 100
+"""Rows of the table of layers that stand open; the others are folded."""
+
+
+def report(
+    run: Any, path: str | Path | None = None, *, summary: Any = None, title: str | None = None
+) -> Path:
+    """Writes one HTML page of a run: findings, pictures, loss, layers, model, environment.
+
+    The page needs no network and no script. It is written whole or not at all; missing parent
+    folders are made; an earlier report at `path` is replaced, any other file is not.
+
+    Args:
+        run: a `Run`, a `Record`, a recorder, a Watcher or a Learner.
+        path: where to; default `report.html` in the current folder.
+        summary: a `Summary` (or a text) of the model; a Learner's own is taken by default.
+        title: heading of the page.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        OptionError: `path` is a folder, or a file that is not a report of hookkit's.
+
+    Example:
+        >>> import tempfile
+        >>> falling = 2.3 * np.exp(-np.arange(300) / 80)
+        >>> page = report(Run(losses=falling), Path(tempfile.mkdtemp()) / "run.html")
+        >>> page.name
+        'run.html'
+    """
+    target = _writable(Path("report.html" if path is None else path))
+    record = plotdata.as_run(run)
+    model = str(record.info.get("model") or "")
+    title = title or (f"Training of {model}" if model else "A training run")
+    diagnosis = health.diagnose(record)
+    summary = _summary_of(run) if summary is None else summary
+    top = f'<p class="verdict {diagnosis.worst}">{escape(diagnosis.headline)}</p>'
+    sections = [
+        ("findings", "Findings", _findings(diagnosis, record)),
+        ("run", "The whole run", "".join(_whole(record, diagnosis))),
+        ("loss", "Loss and metrics", "".join(_loss(record))),
+        ("layers", "Layers", "".join(_layers(record))),
+        ("model", "Model", _model(summary)),
+        ("environment", "Environment", _environment(record)),
+    ]
+    _write(target, page(title, top, sections))
+    return target
+
+
+def _writable(path: Path) -> Path:
+    if path.is_dir():
+        raise OptionError(f'"{path}" is a folder. Name a file in it, such as "{path}/report.html".')
+    if path.exists() and GENERATOR.encode() not in path.read_bytes()[:1000]:
+        raise OptionError(
+            f'"{path}" is there already and is not a report of hookkit\'s: it is left alone. '
+            "Choose another name, or remove the file."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: into a file beside it first, then put in place in one move."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
+    parts = [_finding(i, finding) for i, finding in enumerate(diagnosis, 1)]
+    if not parts:
+        parts = [f"<p>No rule found anything: {escape(diagnosis.headline)}.</p>"]
+    if run.incidents:
+        texts = "\n\n".join(str(incident) for incident in run.incidents)
+        parts.append(f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>")
+    if diagnosis.unjudged:
+        what = f"{len(diagnosis.unjudged)} rules could not judge, for want of data"
+        parts.append(f"<details><summary>{what}</summary>{terms(diagnosis.unjudged)}</details>")
+    return "".join(parts)
+
+
+def _finding(number: int, f: health.Finding) -> str:
+    said = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
+    said += [("Line", f.threshold), ("Source", f.source)]
+    head = f'<span class="badge">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
+    layers = ""
+    if len(f.layers) > 3:
+        names = escape(", ".join(f.layers))
+        layers = f"<details><summary>All {len(f.layers)} layers</summary><p>{names}</p></details>"
+    return (
+        f'<article class="{escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
+        f"{terms(said)}{layers}</article>"
+    )
+
+
+def _whole(run: Run, findings: Any) -> Iterator[str]:
+    names = {"activations": "ActivationStats", "gradients": "GradientStats", "params": "ParamStats"}
+    missing = [f"{k} ({r}())" for k, r in names.items() if getattr(run, k) is None]
+    if run.records:
+        told = "; ".join(_told(record) for record in run.records)
+        alt = f"Layer by step heat-maps. {told}."
+        caption = "Layers from top to bottom, steps from left to right; numbers mark the findings."
+        yield _picture(lambda p: p.plot_run(run, findings=findings), alt, caption)
+    if missing:
+        yield note(f"Not recorded: {', '.join(missing)}.")
+
+
+def _told(record: Record) -> str:
+    """What a heat-map of `record` shows, in words and numbers."""
+    param = record.kind == "param"
+    name = "update:weight" if param else f"RMS of {record.kind}s"
+    table = record.value("update_ratio" if param else "rms")
+    fine = np.isfinite(table)
+    if not fine.any():
+        return f"{name}: no finite value"
+    row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
+    bad = plotdata.nonfinite(record).any(axis=1).sum()
+    return (
+        f"{name} of {len(record.names)} rows over {len(record)} records: median "
+        f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {record.names[row]} at "
+        f"step {record.steps[column]}" + (f", NaN or Inf in {bad} rows" if bad else "")
+    )
+
+
+def _loss(run: Run) -> Iterator[str]:
+    losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
+    fine = losses[np.isfinite(losses)]
+    if len(fine) or run.valid:
+        told = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
+        least = min(fine, default=float("nan"))
+        alt = f"Training loss over {len(losses)} steps, {told}, least {least:.3g}."
+        yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes (6 sigma).")
+    else:
+        yield note("No loss was recorded.")
+    if rows := list(run.valid):
+        head = list(dict.fromkeys(key for row in rows for key in row))
+        cells = ([_cell(row.get(key)) for key in head] for row in rows)
+        yield table("Each epoch", head, cells)
+    else:
+        yield note("No epochs with validation were recorded.")
+
+
+def _layers(run: Run) -> Iterator[str]:
+    for record in (run.activations, run.gradients):
+        if record is not None and len(record):
+            yield from _pictures_of(record)
+    if run.activations is not None or run.gradients is not None:
+        alt = (
+            "RMS by depth, forward and backward, at several steps. The table below has the numbers."
+        )
+        caption = "Through the depth of the net: a slope is a signal that vanishes or explodes."
+        yield _picture(lambda p: p.plot_depth(run), alt, caption)
+    if run.params is not None and len(run.params):
+        alt = f"log10 of update:weight of matrices over steps. {_told(run.params)}."
+        caption = "How far each matrix moves in a step, relative to its size."
+        yield _picture(lambda p: p.plot_updates(run), alt, caption)
+    if run.records:
+        yield from _layer_table(run)
+    else:
+        yield note("No layer was recorded: train with ActivationStats().")
+
+
+def _pictures_of(record: Record) -> Iterator[str]:
+    kind, told = f"{record.kind}s", _told(record)
+    yield f"<h3>{kind.capitalize()}</h3>"
+    alike, each = "a line a layer", "a panel a layer"
+    drawn: list[tuple[Callable[[Any], Any], str, str]] = [
+        (lambda p: p.plot_stats(record), "Means and standard deviations", alike)
+    ]
+    if record.kind == "activation":
+        drawn += [(lambda p: p.plot_dead(record), "Dead units, or values near zero", alike)]
+    if record.hist is not None:
+        drawn += [
+            (lambda p: p.color_dim(record), "How values are spread, step by step", each),
+            (lambda p: p.plot_density(record), "How values are spread at the last step", alike),
+        ]
+    for draw, what, how in drawn:
+        yield _picture(draw, f"{what} of {kind}, {how}. {told}.", f"{what} of {kind}, {how}.")
+    if record.hist is None:
+        yield note(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
+
+
+def _layer_table(run: Run) -> Iterator[str]:
+    wanted = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
+    for record in run.records:
+        keys = [key for key in wanted if key in record.values]
+        head = ["layer", "type", *(key.replace("_", " ") for key in keys)]
+        last = {key: [_last(row) for row in record.values[key]] for key in keys}
+        rows = [
+            [name or "(model)", kind, *(_cell(last[key][i]) for key in keys)]
+            for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True))
+        ]
+        what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
+        html = table(f"{what} at the last step that each was seen", head, rows)
+        fold = (
+            f"<details><summary>{what}: the numbers of {len(rows)} rows</summary>{html}</details>"
+        )
+        yield fold if len(rows) > SHOWN else html
+
+
+def _last(row: Any) -> float:
+    seen = row[~np.isnan(row)]
+    return float(seen[-1]) if len(seen) else float("nan")
+
+
+def _cell(value: Any) -> str:
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return "–"
+    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
+
+
+def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
+    """A figure, or a line that says why there is none: a picture must not cost the whole page."""
+    try:
+        from hookkit import plotting
+
+        with plotting.offscreen():
+            return figure(plotting.png(draw(plotting), DPI), alt, caption, DPI)
+    except HookkitError as why:
+        return note(f"{caption} {why}")
+    except Exception as error:
+        return note(f"{caption} Could not be drawn: {type(error).__name__}: {error}")
+
+
+def _summary_of(source: Any) -> Any:
+    if not callable(make := getattr(source, "summary", None)):
+        return None
+    try:
+        return make()
+    except HookkitError as why:
+        return f"There is no summary: {why}"
+
+
+def _model(summary: Any) -> str:
+    if summary is None:
+        return note("No summary was given: report(…, summary=summary(model, x)).")
+    html = getattr(summary, "_repr_html_", lambda: None)()
+    return html if html else f'<pre tabindex="0">{escape(str(summary))}</pre>'
+
+
+def _environment(run: Run) -> str:
+    from hookkit import __version__
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    known = [("hookkit", __version__), ("torch", torch.__version__), ("CUDA device", cuda)]
+    known += [("Python", platform.python_version()), ("System", platform.system())]
+    facts = [(key.replace("_", " "), _fact(run.info[key])) for key in run.info if key != "torch"]
+    return terms([*known, *((key, fact) for key, fact in facts if fact)])
+
+
+def _fact(value: Any) -> str:
+    """A plain value as text; nothing for what could hold a path or is no plain value."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(filter(None, map(_fact, value[:8]))) + (", …" if len(value) > 8 else "")
+    if isinstance(value, str):
+        return "" if set(value) & set("/\\~@") else value
+    return _cell(value) if isinstance(value, (bool, int, float, np.number)) else ""

@@ -1,0 +1,286 @@
+"""From what the user asks for to modules: the selectors behind `select`, and what they answer if
+nothing is there. Built on `walking` (names and wrappers) and `globbing` (patterns)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.selecting.globbing import expand, glob, is_glob, parts
+from hookkit.walking import can_run, children, find, unwrap, walk
+
+Selector = (
+    str
+    | re.Pattern[str]
+    | type
+    | nn.Module
+    | Callable[[str, nn.Module], bool]
+    | Mapping[Any, str]
+    | Iterable[Any]
+)
+
+_LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
+
+_BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """One selected thing: a module, its name in the model, and a path into its output or ""."""
+
+    name: str
+    module: nn.Module
+    leaf: str = ""
+
+
+def splits(text: str) -> Iterator[tuple[str, str]]:
+    """Each way to read `text` as a name and a path into an output, the longest name first.
+
+    >>> list(splits("enc.attn[0]"))
+    [('enc.attn', '[0]'), ('enc', '.attn[0]')]
+    """
+    for i in range(len(text) - 1, -1, -1):
+        if text[i] in ".[" and text[i - 1 : i] != "." and _LEAF.fullmatch(text[i:]):
+            yield text[:i], text[i:].replace('"', "'")
+
+
+def may_return(module: nn.Module, leaf: str) -> bool:
+    """False where `.leaf` is more likely a wrong name than an attribute of the module's output.
+
+    That is: next to a child's or parameter's name, on a module that never runs, or on a plain
+    layer of PyTorch, whose output is a tensor or a tuple.
+    """
+    word = re.split(r"[.\[]", leaf)[1]
+    own = dict(children(module))
+    if get_close_matches(word, own, n=1):
+        return False
+    if isinstance(module, nn.Sequential) and own:
+        return may_return([*own.values()][-1], leaf)
+    plain = type(module).__module__.startswith("torch.nn.modules") and not own
+    plain &= not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
+    return not plain and can_run(module) and word not in _tensors(module)
+
+
+def _tensors(module: nn.Module) -> set[str]:
+    """Names of a module's parameters and buffers; no attribute is read, which could run code."""
+    return {*module.__dict__.get("_parameters", ()), *module.__dict__.get("_buffers", ())}
+
+
+def running(picks: list[Pick]) -> list[Pick]:
+    """Those whose module can run; all if none can (somebody asks for the containers)."""
+    return [pick for pick in picks if can_run(pick.module)] or picks
+
+
+class Asked:
+    """What one call of `select` needs to know of its model, each walk made once and if needed."""
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+
+    @cached_property
+    def places(self) -> list[tuple[str, nn.Module, bool]]:
+        """Each place of a module, as `walk` gives them."""
+        return list(walk(self.root))
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The first name of each module, by the module's id."""
+        return {id(m): name for name, m, first in self.places if first}
+
+    @property
+    def n_names(self) -> int:
+        """How many modules `select(model)` lists."""
+        return sum(1 for _ in self.everything())
+
+    def everything(self) -> Iterator[tuple[str | None, Pick]]:
+        """Each module that runs, but the root, which counts only if there is no other."""
+        below = [Pick(n, m) for n, m, first in self.places if first and n]
+        yield from ((None, pick) for pick in running(below) or [Pick("", self.root)])
+
+    def of(self, what: Any) -> Iterator[tuple[str | None, Pick]]:
+        """`(new name or None, pick)` of whatever one selector asks for."""
+        if isinstance(picks := getattr(what, "picks", None), dict):  # a Selection
+            yield from picks.items()
+        elif isinstance(what, Mapping):
+            for key, new in what.items():
+                yield self.renamed(key, new)
+        elif (found := self.found_by(what)) is not None:
+            yield from ((None, pick) for pick in found)
+        elif isinstance(what, Iterable):
+            for each in what:
+                yield from self.of(each)
+        else:
+            raise ArgumentError(
+                f"select cannot ask by {what!r} of type {type(what).__name__}. Give a name, a "
+                f"glob, a compiled regex, a class, a predicate (name, module) -> bool, a module, "
+                f"or a list or dict of these."
+            )
+
+    def found_by(self, what: Any) -> list[Pick] | None:
+        """The picks of a selector that is not a collection; None if it is one, or is none."""
+        if isinstance(what, str):
+            return self.by_text(what)
+        if isinstance(what, nn.Module):
+            return None if isinstance(what, nn.ModuleList) else [self.by_module(what)]
+        if isinstance(what, re.Pattern):
+            return self.by_regex(what)
+        if isinstance(what, type):
+            return self.by_type(what)
+        if callable(what) and not isinstance(what, Iterable):
+            return self.by_predicate(what)
+        return None
+
+    def renamed(self, key: Any, new: Any) -> tuple[str, Pick]:
+        """A dict's entry: the one thing that `key` asks for, under the name `new`."""
+        if not isinstance(new, str):
+            raise ArgumentError(
+                f"a dict in select renames, {{asked for: new name}}, and was given "
+                f"{type(new).__name__} as the new name of {key!r}. Turn it round, "
+                f'{{"layer2": "h"}}.'
+            )
+        picks = [pick for _, pick in self.of(key)]
+        if len(picks) != 1:
+            raise OptionError(
+                f'a dict in select gives "{new}" to one module, and {key!r} matches '
+                f"{len(picks)}. Ask for one, or keep the names: select(model, {key!r})."
+            )
+        return new, picks[0]
+
+    def by_module(self, module: nn.Module) -> Pick:
+        """A module of the model under its first name, a wrapper as what it wraps."""
+        inner = unwrap(module)
+        name = self.names.get(id(inner))
+        if name is None:
+            places = self.root.named_modules()
+            name = next((n for n, m in places if m is module or m is inner), None)
+        if name is None:
+            raise SelectionError(
+                f"the {type(inner).__name__} given is no module of this "
+                f"{type(self.root).__name__}. A copied, pickled or converted model has modules of "
+                f"its own: ask by name, select(model) lists all {self.n_names}."
+            )
+        return Pick(name, inner)
+
+    def by_regex(self, pattern: re.Pattern[str]) -> list[Pick]:
+        """The modules with a name, also a second one, in which the regex finds something."""
+        hits = [Pick(n, m) for n, m, _ in self.places if n and pattern.search(n)]
+        if not hits:
+            raise SelectionError(
+                f'no name has a match of the regex "{pattern.pattern}" (tried with search). '
+                f"{self.listing()}"
+            )
+        return running(hits)
+
+    def by_type(self, kind: type) -> list[Pick]:
+        """The modules of a class, each once, the root included."""
+        hits = [Pick(n, m) for n, m, first in self.places if first and isinstance(m, kind)]
+        if not hits:
+            kinds = Counter(type(m).__name__ for _, m, first in self.places if first)
+            found = ", ".join(f"{k} ({n})" for k, n in kinds.most_common(6))
+            rest = f" and {len(kinds) - 6} more classes" if len(kinds) > 6 else ""
+            raise SelectionError(
+                f"no module is a {kind.__name__}. There are {found}{rest}. Ask for one of these, "
+                f"or by name: select(model) lists all {self.n_names}."
+            )
+        return running(hits)
+
+    def by_predicate(self, wanted: Callable[[str, nn.Module], bool]) -> list[Pick]:
+        """The modules for which the predicate is true, each asked once, the root included."""
+        try:
+            hits = [Pick(n, m) for n, m, first in self.places if first and wanted(n, m)]
+        except Exception as e:
+            e.add_note("raised in a predicate of select, which is called with (name, module)")
+            raise
+        if not hits:
+            name = getattr(wanted, "__name__", repr(wanted))
+            raise SelectionError(
+                f"the predicate {name} is true for none of the {self.n_names} modules. It is "
+                f"called with (name, module). {self.listing()}"
+            )
+        return running(hits)
+
+    def listing(self) -> str:
+        """The last resort of a message: what names look like here."""
+        some = [f'"{name}"' for name in self.names.values() if name][:3]
+        return f"Names are like {', '.join(some)}: select(model) lists all {self.n_names}."
+
+    def by_text(self, text: str) -> list[Pick]:
+        """The modules of a name or glob, with its leaf path if it has one."""
+        if (found := find(self.root, text)) is not None:
+            return [Pick(*found)]
+        ways = list(splits(text))
+        for name, leaf in ways:
+            if leaf[0] == "[" and (modules := self.named(name)):
+                return running([Pick(n, m, leaf) for n, m in modules])
+        if modules := self.named(text):
+            return running([Pick(n, m) for n, m in modules])
+        for name, leaf in ways:
+            if leaf[0] == "." and (modules := self.named(name)):
+                picks = [Pick(n, m, leaf) for n, m in modules if not name or may_return(m, leaf)]
+                if picks:
+                    return picks
+                break
+        raise SelectionError(self.unknown(text))
+
+    def named(self, text: str) -> list[tuple[str, nn.Module]]:
+        """`(name, module)` of a dotted name or a glob without leaf path, braces expanded."""
+        if not is_glob(text):
+            found = find(self.root, text)
+            return [] if found is None else [found]
+        return [hit for pattern in expand(text) for hit in glob(self.root, pattern)]
+
+    def unknown(self, text: str) -> str:
+        """The message for a name or glob that matches nothing, with what is near it."""
+        owner, _, last = text.rpartition(".")
+        found = find(self.root, owner)
+        if found is not None and last in _tensors(found[1]):
+            return (
+                f'no module matches "{text}": it is a tensor of the {type(found[1]).__name__} '
+                f'"{owner}", and hooks go on modules. Use "{owner}", or hook_tensor for a tensor.'
+            )
+        name, leaf = _BRACKETS.fullmatch(text).groups()  # type: ignore[union-attr]
+        mended = self.mended(name) or self.mended(text)
+        hits = [name for name, _ in self.named(mended)] if mended else self.similar(text)
+        if mended and len(hits) == 1:  # its sisters may be as near
+            parent, _, _ = hits[0].rpartition(".")
+            sisters = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
+            hits = list(dict.fromkeys([*hits, *nearest(name, sisters)]))[:3]
+        if not hits:
+            return f'no module matches "{text}". {self.listing()}'
+        shown = ", ".join(f'"{name}"' for name in hits)
+        if len(hits) > 3:
+            shown = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
+        use = f'Use "{mended or hits[0]}{leaf if mended else ""}", or'
+        return (
+            f'no module matches "{text}". Nearest: {shown}. {use} select(model) to list all '
+            f"{self.n_names} names."
+        )
+
+    def mended(self, text: str) -> str | None:
+        """`text` with each part that matches nothing replaced by the child's name nearest to it."""
+        words = parts(text)
+        for i, word in enumerate(words):
+            if self.named(".".join(words[: i + 1])):
+                continue
+            above = self.named(".".join(words[:i]))
+            keys = dict.fromkeys(key for _, module in above for key, _ in children(module))
+            if word.isdigit() and keys and all(key.isdigit() for key in keys):
+                words[i] = "*"
+            elif near := nearest(word, keys, n=1):
+                words[i] = near[0]
+            else:
+                return None
+        return ".".join(words)
+
+    def similar(self, text: str) -> list[str]:
+        """Names that end as `text` does, else the ones that look most like it."""
+        names = [name for name in self.names.values() if name]
+        return [n for n in names if n.endswith(f".{text}")] or nearest(text, names)

@@ -1,0 +1,153 @@
+"""Which modules of a model: one way to ask, for every function that hooks, edits or swaps.
+
+`select(model, *what)` takes names, patterns, types, predicates, modules, lists and dicts, and gives
+an ordered mapping from name to module. It is built on `walking` (names and wrappers), `globbing`
+(patterns) and `nearest` (what the user may have meant): a name that is not there is an error, with
+the names that are near, before anything is attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from weakref import ref
+
+from torch import nn
+
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.selecting.resolving import Asked, Pick, Selector
+from hookkit.walking import all_names, is_leaf, opens, unwrap, walk
+
+__all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
+
+
+class Selection(Mapping[str, nn.Module]):
+    """Selected modules by name, in the order asked for. What `select` returns.
+
+    It holds the modules strongly and the model weakly. Two entries can share a module when they
+    pick different leaves of its output, or when a dict gave it a second name.
+
+    >>> s = select(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1", "0")
+    >>> s
+    Selection(2 modules: '1', '0')
+    >>> s["0"]
+    Linear(in_features=2, out_features=3, bias=True)
+    """
+
+    def __init__(self, model: nn.Module, picks: Mapping[str, Pick]):
+        self._model, self.picks = ref(model), dict(picks)
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self.picks[name].module
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.picks)
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def leaf(self, name: str) -> str:
+        """The path into the module's output, such as `[0]` or `.last_hidden_state`; "" for all."""
+        return self.picks[name].leaf
+
+    def path(self, name: str) -> str:
+        """The entry's name in the model, leaf path included: differs from `name` if renamed."""
+        return self.picks[name].name + self.picks[name].leaf
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Every name of the entry's module in the model (at most 64), the one asked for first.
+
+        Cost: one walk through the model per call.
+        """
+        pick, model = self.picks[name], self._model()
+        names = all_names(model, pick.module) if model is not None else []
+        return tuple(dict.fromkeys([pick.name, *names]))
+
+    def __repr__(self) -> str:
+        shown = [repr(name) for name in self]
+        if len(shown) > 6:
+            shown = [*shown[:4], "…", shown[-1]]
+        few = "1 module" if len(self) == 1 else f"{len(self)} modules"
+        return f"Selection({few}{': ' if shown else ''}{', '.join(shown)})"
+
+    def __str__(self) -> str:
+        """A line for each entry: name, class, and where it stands in the model if renamed."""
+        width = max((len(name) for name in self), default=0)
+        lines = []
+        for name, pick in self.picks.items():
+            where = "" if self.path(name) == name else f"  = {self.path(name)}"
+            lines.append(f"{name or '(model)':<{width}}  {type(pick.module).__name__}{where}")
+        return "\n".join([repr(self).split(":")[0].rstrip(")") + ")", *lines])
+
+
+def select(model: nn.Module, *what: Selector) -> Selection:
+    """The modules of `model` that `what` asks for, by name, in the order asked for.
+
+    Each of `what` is one of
+
+    - a dotted name: `"layer1.0.conv1"`; `""` is the model itself;
+    - a glob, matched part by part: `*` (one part, or some letters of one), `**` (any number of
+      parts, also none), `?`, `[0-3]`, `[!0]`, `{q,k}`: `"blocks.*.mlp"`, `"**.conv?"`;
+    - either of them with a path into a structured output: `"attn[0]"`, `"lstm[1][0]"`,
+      `"encoder.last_hidden_state"`, `"head['logits']"`. A name that exists is always a name, and
+      `"attn[0]"` means a leaf when there is a module `attn`, else the glob for `attn0`;
+    - a compiled regex: its `search` is tried on each name, so `^` and `$` are yours to write;
+    - a class, by `isinstance`; a predicate `(name, module) -> bool`; a module of the model;
+    - a list, or any iterable, of all these (a ModuleList is its entries, since it never runs);
+    - a dict that renames, `{"layer2": "h"}`: what is asked for, and its name in the result.
+
+    Nothing at all gives every module below the root that runs. So do globs, regexes, classes and
+    predicates: what PyTorch never calls (a ModuleList, attention's output projection) they give
+    only if they match nothing else; by its name it can always be had.
+
+    Names are canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers. A
+    shared module appears once, under the first name asked for (`Selection.aliases` has them all),
+    and modules of `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per
+    part, globs the part of the model that they can reach, the others one walk through the model.
+
+    Raises:
+        SelectionError: nothing matches; the message has the nearest names.
+        ArgumentError: something in `what` is none of the above.
+        OptionError: two entries have the same name, or a dict gives one name to several modules.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> list(select(net, nn.Linear))
+    ['0', '2']
+    >>> list(select(net, {"0": "first"}, "[1-2]"))
+    ['first', '1', '2']
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"select needs a model (nn.Module) first, and was given {type(model).__name__}. "
+            f"Write select(model, what)."
+        )
+    asked = Asked(unwrap(model))
+    picks: dict[str, Pick] = {}
+    taken: set[tuple[int, str]] = set()
+    for renamed, pick in asked.of(what) if what else asked.everything():
+        if renamed is None and (id(pick.module), pick.leaf) in taken:
+            continue
+        taken.add((id(pick.module), pick.leaf))
+        key = pick.name + pick.leaf if renamed is None else renamed
+        if key in picks and (picks[key].module, picks[key].leaf) == (pick.module, pick.leaf):
+            continue
+        if key in picks:
+            raise OptionError(
+                f'select: the name "{key}" is asked for twice, for "{picks[key].name}" and for '
+                f'"{pick.name}". Give one of them another name.'
+            )
+        picks[key] = pick
+    return Selection(asked.root, picks)
+
+
+def leaf_modules(model: nn.Module) -> Selection:
+    """The modules at the model's ends that run as modules, in the model's order.
+
+    Shared ones once, no parametrizations, no containers that are never called, nothing inside
+    `nn.MultiheadAttention`, which calls no module. A model without children is its own leaf, `""`.
+
+    >>> list(leaf_modules(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.ReLU()]))))
+    ['0', '1.0']
+    """
+    root = unwrap(model)
+    places = walk(root, into=opens)
+    return Selection(root, {n: Pick(n, m) for n, m, first in places if first and is_leaf(m)})

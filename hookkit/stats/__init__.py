@@ -1,0 +1,28 @@
+"""What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
+
+gathering   `StatsCallback`: what the recording callbacks share, from the hook's flag to the
+            step's record.
+layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
+updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
+flight      `FlightRecorder`: which module made the first NaN or Inf, when, and what came
+            before.
+tapes       Norms of what layers gave in the last batches: one number each, on the device.
+"""
+
+from hookkit.stats.flight import FlightRecorder
+from hookkit.stats.stats import (
+    ActivationStats,
+    GradientStats,
+    LayerStats,
+    ParamStats,
+    StatsList,
+)
+
+__all__ = [
+    "ActivationStats",
+    "FlightRecorder",
+    "GradientStats",
+    "LayerStats",
+    "ParamStats",
+    "StatsList",
+]

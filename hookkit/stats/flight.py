@@ -1,0 +1,328 @@
+"""`FlightRecorder`: which module made the first NaN or Inf, when, and what came before.
+
+It keeps one number per layer and batch, the norm of the whole output (one read; it is not finite
+if any value is not), and one per parameter, the norm of its gradient, for the last few batches.
+Anomaly mode costs half a step and sees the backward pass only; this costs about one per cent.
+
+When it looks: on the CPU before each optimizer step, where reading costs nothing, so bad
+gradients never reach the weights. On a GPU a flag is copied to the host as the batch ends and
+looked at one batch later, when it has arrived: no waiting, and what it needs to tell is still in
+its memory. With `"skip"` the answer is needed before the step: one wait per step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import NonFiniteError, OptionError
+from hookkit.events import CancelStepException
+from hookkit.hooks import attach
+from hookkit.recording import HookCallback
+from hookkit.records import Incident
+from hookkit.stats.gathering import unscale_of
+from hookkit.stats.tapes import NormTape, input_hook, norm_hook
+from hookkit.stats.updates import local_values, named_parameters
+from hookkit.walking import unwrap
+
+ACTIONS = ("raise", "skip", "report")
+_MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new
+
+
+class FlightRecorder(HookCallback):
+    """Watches for the first NaN or Inf in loss, activations and gradients, and tells its story.
+
+    Args:
+        on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
+            `"report"` only: it is then in `incidents`.
+        keep: how many batches to remember.
+        modules: which, as for `select`; None takes every module without children.
+
+    Attributes:
+        incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
+
+    Under a GradScaler gradients that overflow are its own business, and no incident. An output
+    counts as not finite from 1.8e19 on, where its square leaves float32.
+
+    Raises:
+        OptionError: an option that cannot work.
+        NonFiniteError: from the fit, with `"raise"`.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=FlightRecorder("report"), lr=1e30)
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> learn.flight_recorder.incidents[0].kind
+    'activation'
+    """
+
+    order = -30
+
+    def __init__(
+        self,
+        on_nonfinite: str = "raise",
+        *,
+        keep: int = 64,
+        modules: Any = None,
+    ) -> None:
+        if on_nonfinite not in ACTIONS:
+            raise OptionError(
+                f"FlightRecorder(on_nonfinite={on_nonfinite!r}): use one of {', '.join(ACTIONS)}."
+            )
+        if not keep >= 2:
+            raise OptionError(f"FlightRecorder(keep={keep}): use 2 batches or more.")
+        super().__init__(modules, include_paramless=True)
+        self.on_nonfinite, self.keep = on_nonfinite, int(keep)
+        self.incidents: tuple[Incident, ...] = ()
+        self._tape: NormTape | None = None
+        self._handles: list[Any] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._types: list[str] = []
+        self._grads: dict[int, list[tuple[str, str, Tensor]]] = {}
+        self._bad_before = False
+        self._flags: list[tuple[int, Tensor, Any]] = []
+        self._parameters: list[tuple[str, str, nn.Parameter]] = []
+        self._checked = False
+
+    # --- hooks
+
+    def _select(self, model: nn.Module) -> Any:
+        found = super()._select(model) or {"": unwrap(model)}
+        if self.modules is not None:
+            return found
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+
+    def _register(self, names: list[str], modules: Any) -> None:
+        self._clear()
+        self._types = [type(m).__name__ for m in modules.values()]
+        device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
+        self._tape = tape = NormTape(len(names) + 2, self.keep, device)
+        try:
+            for row, module in enumerate(modules.values()):
+                self._handles.append(attach(module, norm_hook(tape, row)))
+            root = unwrap(self.learn.model)
+            if not isinstance(root, torch.jit.ScriptModule):
+                self._handles.append(attach(root, input_hook(tape, len(names) + 1), pre=True))
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        super()._remove()
+        while self._handles:
+            self._handles.pop().remove()
+        self._grads, self._parameters = {}, []
+
+    def _record(self, on: bool) -> None:
+        self.recording = on
+        if self._tape is not None:
+            self._tape.on = on
+
+    # --- events
+
+    def before_batch(self) -> None:
+        """The next place in its memory; on a GPU, a look at what the last batch left."""
+        super().before_batch()
+        self._checked = False
+        if self.recording and self._tape is not None:
+            self._look_late()
+            self._tape.turn(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
+            self._grads.pop(self._tape.at, None)
+
+    def before_step(self) -> None:
+        """Looks, while bad gradients can still be kept from the weights."""
+        if self.recording and (self._on_cpu() or self.on_nonfinite == "skip"):
+            self._note_loss()
+            self._note_gradients()
+            if self._look_now() and self.on_nonfinite == "skip":
+                raise CancelStepException
+
+    def after_step(self) -> None:
+        """Notes the gradients that the step used (a closure makes them within the step)."""
+        if self.recording and self.learn.stepped:
+            self._note_gradients()
+
+    def after_batch(self) -> None:
+        """Looks, or on a GPU sends for the answer."""
+        if not (self.recording and self._tape is not None):
+            return
+        on_cpu = self._on_cpu()
+        self._record(False)
+        if not self._checked:
+            self._note_loss()
+            if on_cpu or self.on_nonfinite == "skip":
+                self._look_now()
+            else:
+                self._send_flag()
+
+    def after_fit(self) -> None:
+        """The last batch's answer."""
+        super().after_fit()
+        self._look_late(wait=True)
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off."""
+        super().cleanup_fit()
+        self._record(False)
+
+    # --- noting
+
+    def _on_cpu(self) -> bool:
+        return self._tape is not None and self._tape.device.type == "cpu"
+
+    def _note_loss(self) -> None:
+        loss = self.learn.loss
+        if isinstance(loss, Tensor) and self._tape is not None:
+            self._tape.see(len(self.names), 0, "", loss)
+
+    def _note_gradients(self) -> None:
+        assert self._tape is not None
+        scaled = unscale_of(self.learn) is not None or any(
+            getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
+        )
+        if scaled:
+            return
+        self._parameters = self._parameters or list(named_parameters(self.learn.model))
+        found = [
+            (name, kind, local_values(p.grad))
+            for name, kind, p in self._parameters
+            if p.grad is not None and p.grad.is_floating_point() and p.grad.numel()
+        ]
+        with torch.no_grad():
+            norms = torch._foreach_norm([g for _, _, g in found]) if found else []
+        self._grads[self._tape.at] = [
+            (name, kind, norm) for (name, kind, _), norm in zip(found, norms, strict=True)
+        ]
+
+    def _finite(self) -> Tensor:
+        """0-d bool: nothing of this batch is NaN or Inf."""
+        tape = self._tape
+        assert tape is not None
+        fine = torch.isfinite(tape.norms[tape.at]).all()
+        grads = [norm for _, _, norm in self._grads.get(tape.at, [])]
+        for device in {g.device for g in grads}:
+            mine = torch.stack([g.float() for g in grads if g.device == device])
+            fine = fine & torch.isfinite(mine).all().to(fine.device)
+        return fine
+
+    def _look_now(self) -> bool:
+        """Reads whether all was finite; tells if not. True if something was bad."""
+        assert self._tape is not None
+        self._checked = True
+        fine = bool(self._finite().cpu().numpy())  # sync: one per step, on a GPU for "skip" only
+        return self._judge(self._tape.at, fine)
+
+    def _send_flag(self) -> None:
+        assert self._tape is not None
+        fine = self._finite()
+        flag = torch.empty((), dtype=torch.bool, pin_memory=fine.is_cuda)
+        flag.copy_(fine, non_blocking=True)
+        arrived: Any = None
+        if fine.is_cuda:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self._flags.append((self._tape.at, flag, arrived))
+
+    def _look_late(self, wait: bool = False) -> None:
+        """What the flags of earlier batches say, as far as they have arrived."""
+        while self._flags:
+            at, flag, arrived = self._flags[0]
+            if wait and arrived is not None:
+                arrived.synchronize()  # sync: one per fit
+            if arrived is not None and not arrived.query() and len(self._flags) < self.keep // 2:
+                return
+            del self._flags[0]
+            self._judge(at, bool(flag.numpy()))
+
+    # --- telling
+
+    def _judge(self, at: int, fine: bool) -> bool:
+        first, self._bad_before = not fine and not self._bad_before, not fine
+        if first and len(self.incidents) < _MOST:
+            incident = self._incident(at)
+            self.incidents = (*self.incidents, incident)
+            if self.on_nonfinite == "raise":
+                raise NonFiniteError(f"{incident}\n  {_CURE}")
+        return not fine
+
+    def _incident(self, at: int) -> Incident:
+        tape, n = self._tape, len(self.names)
+        assert tape is not None
+        rms = tape.rms([at])[0]
+        bad = [
+            int(r) for r in np.argsort(tape.order[at], kind="stable") if _is_bad(tape, at, r, rms)
+        ]
+        if layers := [row for row in bad if row < n]:
+            return self._of_layers(at, layers, n + 1 in bad)
+        grads = [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]
+        if grads and n not in bad:
+            return self._of_gradients(at, grads)
+        return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
+
+    def _of_layers(self, at: int, rows: list[int], bad_input: bool) -> Incident:
+        assert self._tape is not None
+        past = self._tape.rms(self._tape.past(at))
+        history = {name: past[:, i] for i, name in enumerate(self.names)}
+        first, *others = rows
+        name, note = self.names[first], ""
+        weights = [p for p_name, _, p in self._parameters if _owner(p_name) == name]
+        if bad_input:
+            note = "The model's input was not finite: look at the data."
+        elif not all(_is_finite(p) for p in weights):
+            note = "Its own weights were not finite: the step before has spoiled them."
+        names = tuple(self.names[row] for row in others)
+        return self._made(at, "activation", name, self._types[first], names, history, note)
+
+    def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
+        """The backward pass begins at the end: of the bad ones, the module that ran last."""
+        tape = self._tape
+        assert tape is not None
+        ran = dict(zip(self.names, tape.order[at], strict=False))
+        kinds = dict(reversed([(_owner(name), kind) for name, kind in found]))
+        modules = sorted(kinds, key=lambda m: -ran.get(m, -1))
+        history = {m: np.zeros(0) for m in modules}
+        for slot in tape.past(at):
+            squares = dict.fromkeys(modules, 0.0)
+            for name, _, norm in self._grads.get(slot, []):
+                if _owner(name) in squares:
+                    squares[_owner(name)] += float(norm) ** 2  # sync: after an incident
+            history = {m: np.append(h, math.sqrt(squares[m])) for m, h in history.items()}
+        first, *others = modules
+        note = "The history is of gradient norms."
+        return self._made(at, "gradient", first, kinds[first], tuple(others), history, note)
+
+    def _made(
+        self, at: int, kind: str, name: str, type_: str, others: Any, history: Any, note: str
+    ) -> Incident:
+        tape = self._tape
+        assert tape is not None
+        steps = np.array([tape.places[i][0] for i in tape.past(at)], dtype=np.int64)
+        return Incident(kind, name, type_, *tape.places[at], others, steps, history, note)
+
+    def __getstate__(self) -> dict[str, Any]:
+        gone = dict.fromkeys(("_tape", "learn", "hooks"))
+        lists: dict[str, Any] = {"_handles": [], "_grads": {}, "_flags": [], "_parameters": []}
+        return {**self.__dict__, **gone, **lists, "recording": False}
+
+    def __repr__(self) -> str:
+        return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
+
+
+_CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _is_finite(t: Tensor) -> bool:
+    return bool(torch.isfinite(local_values(t)).all())  # sync: after an incident
+
+
+def _is_bad(tape: NormTape, at: int, row: Any, rms: Any) -> bool:
+    return bool(tape.sizes[at, row] > 0 and not math.isfinite(rms[row]))

@@ -1,0 +1,244 @@
+"""`StatsCallback`: what the recording callbacks share, from the hook's flag to the step's record.
+
+Builds on `HookCallback` (which modules, put on and taken off) and `Tally` (what is kept). The
+step axis is the optimizer step: what several batches of one step gave is merged, and a batch that
+was cancelled, or whose step was left out, leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import OptionError
+from hookkit.hooks import attach, recomputing
+from hookkit.moments.banks import Options
+from hookkit.moments.histograms import Bins, edge_bins, range_bins
+from hookkit.moments.tallies import Tally
+from hookkit.nested import named_leaves
+from hookkit.recording import HookCallback
+from hookkit.records import Record
+from hookkit.selecting import leaf_modules
+
+
+class Eye:
+    """What the hooks look at: whether to record, and where to. All a compiled graph guards on."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.on, self.tally = False, tally
+
+    def __reduce__(self) -> Any:
+        return Eye, (self.tally,)
+
+
+def output_hook(eye: Eye, row: int, pick: Callable[..., Any] | None = None) -> Callable[..., None]:
+    """A forward hook that shows `eye` every tensor of the output, or of `pick(m, i, o)`."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not eye.on or recomputing():
+            return
+        seen = output if pick is None else pick(module, args, output)
+        if isinstance(seen, Tensor):
+            eye.tally.see(row, 0, "", seen)
+            return
+        for leaf, (path, t) in enumerate(named_leaves(seen)):
+            eye.tally.see(row, leaf, path, t)
+
+    return hook
+
+
+class StatsCallback(HookCallback):
+    """Base of the callbacks that record statistics of tensors; see `ActivationStats`.
+
+    Attributes:
+        tally: what was recorded in training, over all fits.
+    """
+
+    order = -20
+    kind = "activation"
+
+    def __init__(self, options: Options, **hooking: Any) -> None:
+        super().__init__(**hooking)
+        self.options = options
+        self.tally, self.valid_tally = Tally(self.kind, options), Tally(self.kind, options)
+        self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
+        self._handles: list[Any] = []
+        self._clear_fit()
+
+    def _clear_fit(self) -> None:
+        self._n_taken, self._iter, self._tried, self._cancelled = 0, 0, False, False
+
+    # --- hooks
+
+    def _register(self, names: list[str], modules: Mapping[str, nn.Module]) -> None:
+        try:
+            for eye in (self._eye, self._valid_eye):
+                types = [type(m).__name__ for m in modules.values()]
+                rows = eye.tally.rows(names, types)
+                if eye is self._eye or self.on_valid:
+                    for row, module in zip(rows, modules.values(), strict=True):
+                        self._handles.append(self._attach(eye, row, module))
+        except BaseException:
+            self._remove()
+            raise
+
+    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
+        return attach(module, output_hook(eye, row, self._given_hook))
+
+    def _select(self, model: nn.Module) -> Any:
+        found = super()._select(model)
+        if self.modules is not None:
+            return found
+        found = found or leaf_modules(model) or {"": model}
+        # what runs no Python hooks is passed over, unless it was asked for by name
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+
+    def _remove(self) -> None:
+        super()._remove()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _record(self, on: bool) -> None:
+        self.recording = on
+        training = self.learn is None or self.learn.training
+        self._eye.on = on and training
+        self._valid_eye.on = on and not training
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Hooks the modules; what was recorded before stays, and is added to."""
+        if self.learn.fitting:
+            self._clear_fit()
+            self.tally.forget()
+        super().before_fit()
+
+    def before_batch(self) -> None:
+        """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
+        self._tried = self._cancelled = False
+        if self.learn.training:
+            self._iter = self.learn.train_iter
+            self._record(self.on_train and self._n_taken % (self.every or 1) == 0)
+        else:
+            self._record(self.on_valid and not self.learn.aside)
+
+    def before_step(self) -> None:
+        """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it."""
+        self._tried = True
+
+    def after_cancel_batch(self) -> None:
+        """A cancelled batch leaves nothing."""
+        self._cancelled = True
+
+    def after_batch(self) -> None:
+        """Closes the record of the step, or keeps this batch for it."""
+        on, training = self.recording, self.learn.training
+        self._record(False)
+        if not training:
+            if on:
+                (self.valid_tally.drop if self._cancelled else self.valid_tally.fold)()
+            return
+        if self._cancelled:
+            self.tally.drop()
+        elif self.learn.stepped:
+            if on:
+                self._close()
+            self._n_taken += 1
+        elif self._tried:
+            self.tally.forget()
+        elif on:
+            self._keep()
+
+    def after_validate(self) -> None:
+        """One record for the whole validation, at the step that it was made."""
+        if self.on_valid and not self.learn.aside:
+            step = max(self.learn.n_steps - 1, 0)
+            self.valid_tally.commit(step, self.learn.epoch, self.learn.train_iter)
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off; a batch that was under way is forgotten."""
+        super().cleanup_fit()
+        self._record(False)
+        self.tally.forget()
+
+    def _keep(self) -> None:
+        self.tally.fold()
+
+    def _close(self) -> None:
+        self.tally.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
+
+    # --- reading
+
+    def record(self, *, valid: bool = False, local: bool = False) -> Record:
+        """Everything recorded so far, as plain numbers. The host reads the device here.
+
+        Args:
+            valid: the validations (one record each, needs `on_valid=True`) instead of training.
+            local: this rank's own. Otherwise ranks are merged, and each has to call this.
+        """
+        return (self.valid_tally if valid else self.tally).record(local=local)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": [], "hooks": None, "learn": None, "recording": False}
+
+
+def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
+    """The bins a user means: None, a `Bins`, `(low, high)`, `(low, high, n)` or edges.
+
+    Raises:
+        OptionError: it is none of these, or they do not increase.
+    """
+    if bins is None or isinstance(bins, Bins):
+        return bins or default
+    try:
+        if isinstance(bins, tuple) and len(bins) in (2, 3):
+            return range_bins(*bins)
+        return edge_bins(bins)
+    except (TypeError, ValueError) as e:
+        if isinstance(e, OptionError):
+            raise
+        raise OptionError(
+            f"{who}(bins={bins!r}) was asked for. Give (low, high), (low, high, n), "
+            f"a list of edges, or log_bins(…)."
+        ) from None
+
+
+def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> Options:
+    """Options from what the user gave, each checked.
+
+    Raises:
+        OptionError: a value that cannot work.
+    """
+    eps, sample, window = given["eps"], given["sample"], given["window"]
+    for name, value, least in (("eps", eps, 0.0), ("sample", sample, 1), ("window", window, 1)):
+        if not value >= least:
+            raise OptionError(f"{who}({name}={value}) was asked for. Give {least} or more.")
+    if not with_hist and (given["bins"] is not None or given["exact_hist"]):
+        raise OptionError(
+            f"{who} was given {'bins' if given['bins'] is not None else 'exact_hist=True'}, but no "
+            f"histogram is recorded. Add with_hist=True."
+        )
+    bins = checked_bins(who, given["bins"], default) if with_hist else None
+    window = int(window) if given["units"] else 0
+    return Options(float(eps), bins, int(sample), bool(given["exact_hist"]), window)
+
+
+def unscale_of(driver: Any) -> Tensor | None:
+    """1 / the scale that AMP's GradScaler has put on this batch's loss, on its device, or None."""
+    scaler = getattr(driver, "scaler", None)
+    if scaler is None:
+        scaler = getattr(getattr(driver, "accelerator", None), "scaler", None)
+    return inverse_scale(scaler)
+
+
+def inverse_scale(scaler: Any) -> Tensor | None:
+    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
+    if scale is None:  # nothing was scaled yet
+        scale = torch.tensor(float(getattr(scaler, "_init_scale", 1.0)))
+    return scale.detach().double().reciprocal()

@@ -1,0 +1,163 @@
+"""How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
+
+`LayerStats` is the base of `ActivationStats` and `GradientStats`; every reading begins with
+`record()`, which is kept until there is something new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from fastcore.foundation import L
+from torch import Tensor
+
+from hookkit.errors import OptionError
+from hookkit.records import Record
+from hookkit.stats.gathering import StatsCallback
+
+
+class StatsList(L):  # type: ignore[misc]
+    """`stats[batch][layer]["mean"]`: an `L` of records, each an `L` of dicts; and v1's tensor."""
+
+    def tensor(self) -> Tensor:
+        """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
+        rows = [[[layer[s] for layer in batch] for batch in self] for s in ("mean", "std")]
+        n = len(self[0]) if len(self) else 0
+        table = torch.tensor(rows, dtype=torch.float32).reshape(2, len(self), n)
+        return table.transpose(1, 2).contiguous()
+
+
+class LayerStats(StatsCallback):
+    """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
+
+    _listed: tuple[Record, StatsList] | None = None
+
+    @property
+    def stats(self) -> StatsList:
+        """Everything recorded, as fastai's: `stats[batch][layer]["mean" | "std" | "near_zero"]`.
+
+        One entry per record and hooked module, in the order of `names`; NaN where a module did
+        not run. All statistics of `record()` are there, and "hist", a (bins,) float tensor, if
+        histograms were recorded. A module that gives several tensors shows the first here; the
+        others are rows of their own in `record()`, called as `lstm[1][0]`.
+        """
+        record = self.record()
+        if self._listed is None or self._listed[0] is not record:
+            self._listed = record, _listed(record, self._rows(record))
+        return self._listed[1]
+
+    def _rows(self, record: Record) -> list[int]:
+        return [record.layer(name) for name in self.names]
+
+    def _row(self, layer: int | str) -> int:
+        """The row of a module's number in `names`, or of a row's name."""
+        record = self.record()
+        if isinstance(layer, str) or not -len(self.names) <= layer < len(self.names):
+            return record.layer(layer)
+        return record.layer(self.names[layer])
+
+    def layer_stats(self, layer: int | str) -> L:
+        """Means, stds and shares near zero of one layer over the records: an `L` of three `L`s."""
+        record, row = self.record(), self._row(layer)
+        return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
+
+    def hist(self, layer: int | str) -> Tensor:
+        """(bins, n_records) float32: log(1 + count) of the values of one layer in each bin.
+
+        Raises:
+            OptionError: no histogram was recorded.
+        """
+        record = self._with_hist()
+        assert record.hist is not None
+        return torch.from_numpy(np.log1p(record.hist[self._row(layer)])).float()
+
+    def _with_hist(self) -> Record:
+        record = self.record()
+        if record.hist is None:
+            raise OptionError(
+                f"a histogram was asked for, {type(self).__name__} recorded none. "
+                f"Make it with {type(self).__name__}(with_hist=True)."
+            )
+        return record
+
+    def tensor(self) -> Tensor:
+        """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
+        record = self.record()
+        rows = self._rows(record)
+        both = [record.value("mean")[rows], record.value("std")[rows]]
+        return torch.from_numpy(np.stack(both)).float()
+
+    def dead_units(self, layer: int | str) -> list[int]:
+        """Indices of the units of one layer that gave nothing above zero over the window.
+
+        Raises:
+            OptionError: units were not recorded.
+        """
+        return self._units(layer, 0)
+
+    def dormant_units(self, layer: int | str) -> list[int]:
+        """Indices of the units whose mean |x| is at most 0.025 of the layer's, over the window."""
+        return self._units(layer, 1)
+
+    def _units(self, layer: int | str, which: int) -> list[int]:
+        if not self.options.window:
+            raise OptionError(
+                f"units were asked for, {type(self).__name__} did not look at them. "
+                f"Make it with {type(self).__name__}(units=True)."
+            )
+        row = self._row(layer)
+        for bank in self.tally.banks.values():
+            seen = None if bank.units is None else bank.units.now(row)
+            if seen is not None:
+                return seen[which].nonzero().flatten().tolist()  # sync: one per read-out
+        return []
+
+    def color_dim(
+        self, layer: int | str | None = None, figsize: Any = (10, 5), ax: Any = None
+    ) -> Any:
+        """The colorful dimension of one layer, or of all: `plotting.color_dim`; the Axes.
+
+        Raises:
+            OptionError: no histogram was recorded.
+        """
+        from hookkit import plotting
+
+        record = self._with_hist()
+        if layer is None:
+            return plotting.color_dim(record)
+        if ax is None:
+            from hookkit.plotting.canvas import new_axes
+
+            ax = new_axes(None, *figsize)
+        return plotting.color_dim(record, layer=self._row(layer), ax=ax)
+
+    def plot_layer_stats(self, layer: int | str) -> Any:
+        """Mean, std and share near zero of one layer over steps: `plotting.plot_layer_stats`."""
+        from hookkit import plotting
+
+        return plotting.plot_layer_stats(self.record(), self._row(layer))
+
+    def to_df(self) -> Any:
+        """A tidy DataFrame: step, epoch, layer, kind, statistic, value (`exports.to_df`)."""
+        from hookkit import exports
+
+        return exports.to_df(self.record())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.axis)})"
+
+
+def _listed(record: Record, rows: list[int]) -> StatsList:
+    tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
+    batches = []
+    for i in range(len(record)):
+        layers = []
+        for j, row in enumerate(rows):
+            layer: dict[str, Any] = {name: table[i][j] for name, table in tables.items()}
+            if record.hist is not None:
+                layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
+            layers.append(layer)
+        batches.append(L(layers))
+    return StatsList(batches)

@@ -1,0 +1,216 @@
+"""What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
+
+Callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)` around any
+loop. Recorded on the device, exact, in bounded memory, at no host read before somebody asks; read
+as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookkit.errors import OptionError
+from hookkit.hooks.dispatching import Attached, check_hookable
+from hookkit.hooks.gradients import GradState, grad_dispatchers
+from hookkit.moments.histograms import log_bins
+from hookkit.nested import named_leaves
+from hookkit.records import Record
+from hookkit.stats.gathering import Eye, checked_options, inverse_scale, unscale_of
+from hookkit.stats.layerstats import LayerStats, StatsList
+from hookkit.stats.updates import ParamStats, named_parameters
+
+__all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
+
+
+class ActivationStats(LayerStats):
+    """Mean, std, rms, min, max, shares near and at zero, non-finite counts of every layer's output.
+
+    Exact, over all values; in a Learner or in `watch`. One record for each optimizer step (of
+    those that `every` selects): batches of one step under gradient accumulation are merged,
+    cancelled batches and skipped steps leave nothing, recomputation under activation checkpointing
+    is not seen twice. A second fit appends; validation is not recorded unless asked.
+
+    Memory is bounded (about 10 MB): when full, neighbouring records merge exactly, and
+    `record().spans` tells how many steps each holds.
+
+    Args:
+        with_hist: whether to keep a histogram of each layer too, from `sample` of its values.
+        modules: which, as for `select`; None takes every module without children that has
+            parameters.
+        every: records one optimizer step in so many, beginning with the first of each fit.
+        remove_end: takes the hooks off at the end of the fit.
+        is_forward: False records the gradients of the outputs, as `GradientStats`.
+        detach, cpu: fastai's; always so: values are detached, and on the CPU when they are read.
+        include_paramless: with `modules=None`, takes modules without parameters too.
+        hook: `hook(module, inputs, output)` gives what to record in place of the output.
+        on_valid: records each validation as one record, apart: `record(valid=True)`.
+        units: counts dead, dormant and saturated units over the last `window` records.
+        eps: a value of at most this size is near zero.
+        bins: of the histogram: `(low, high)`, `(low, high, n)`, edges, or `log_bins(…)`; None:
+            signed logarithmic, two per octave from 2**-12 to 2**12.
+        sample: values per layer and step that the histogram counts; the distribution function is
+            right to 0.021 for 4096 (95 %, Dvoretzky-Kiefer-Wolfowitz).
+        exact_hist: counts every value instead.
+        window: of `units`, in records.
+
+    Raises:
+        OptionError: an option that cannot work.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=ActivationStats(modules=""))
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> len(learn.activation_stats.stats), sorted(learn.activation_stats.stats[0][0])[:3]
+    (10, ['count', 'max', 'mean'])
+    """
+
+    def __init__(
+        self,
+        with_hist: bool = False,
+        modules: Any = None,
+        every: int | None = None,
+        remove_end: bool = True,
+        is_forward: bool = True,
+        detach: bool = True,
+        cpu: bool = True,
+        include_paramless: bool = False,
+        *,
+        hook: Callable[[nn.Module, Any, Any], Any] | None = None,
+        on_train: bool = True,
+        on_valid: bool = False,
+        units: bool = False,
+        eps: float = 0.05,
+        bins: Any = None,
+        sample: int = 4096,
+        exact_hist: bool = False,
+        window: int = 50,
+    ) -> None:
+        self.kind = "activation" if is_forward else "gradient"
+        given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
+        given |= {"units": units, "eps": eps, "window": window}
+        default = log_bins() if is_forward else log_bins(-40, 8, 1)
+        super().__init__(
+            checked_options(type(self).__name__, with_hist, default, **given),
+            modules=modules,
+            every=every,
+            remove_end=remove_end,
+            is_forward=is_forward,
+            detach=detach,
+            cpu=cpu,
+            include_paramless=include_paramless,
+            hook=hook,
+            on_train=on_train,
+            on_valid=on_valid,
+        )
+
+    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
+        if self.is_forward:
+            return super()._attach(eye, row, module)
+        return _attach_gradients(eye, row, module)
+
+
+def _attach_gradients(eye: Eye, row: int, module: nn.Module) -> Attached:
+    """Shows `eye` the gradients of what `module` gives; tensors are hooked while it is on only."""
+
+    def begin(module: nn.Module, output: Any) -> Any:
+        if not eye.on:
+            return None
+        paths = [path for path, _ in named_leaves(output)]
+
+        def receive(leaf: int, grad: Tensor) -> None:
+            eye.tally.see(row, leaf, paths[leaf], grad)
+
+        return receive
+
+    check_hookable(module, "GradientStats")
+    return Attached(module, *grad_dispatchers(GradState(begin), inputs=False))
+
+
+class GradientStats(LayerStats):
+    """The statistics of `ActivationStats` for gradients: of outputs, of parameters, or of both.
+
+    Gradients of outputs are seen as they are computed, by tensor hooks: right after in-place
+    operations, for dicts and nested tuples. Those of parameters are read after the optimizer's
+    step, as it used them (accumulated, clipped, reduced over ranks). One record per optimizer step.
+
+    Under a GradScaler gradients are recorded unscaled: parameters' always, outputs' if the scaler
+    is known: the Learner's, or `scaler=`. A step that it skips leaves nothing.
+
+    Args:
+        of: `"outputs"`, `"params"` or `"both"`; parameters are rows called by their own names.
+        scaler: the GradScaler of a loop that is not hookkit's.
+        eps: a value of at most this size is near zero.
+        bins: as for `ActivationStats`; None: signed octaves from 2**-40 to 2**8.
+
+    The others are those of `ActivationStats`.
+
+    Raises:
+        OptionError: an option that cannot work.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=GradientStats(of="params"))
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> learn.gradient_stats.record().names
+    ('a', 'b')
+    """
+
+    kind = "gradient"
+
+    def __init__(
+        self,
+        with_hist: bool = False,
+        modules: Any = None,
+        every: int | None = None,
+        remove_end: bool = True,
+        include_paramless: bool = False,
+        *,
+        of: str = "outputs",
+        scaler: Any = None,
+        eps: float = 1e-7,
+        bins: Any = None,
+        sample: int = 4096,
+        exact_hist: bool = False,
+    ) -> None:
+        if of not in ("outputs", "params", "both"):
+            raise OptionError(f'GradientStats(of={of!r}): use "outputs", "params" or "both".')
+        given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
+        given |= {"units": False, "eps": eps, "window": 1}
+        super().__init__(
+            checked_options("GradientStats", with_hist, log_bins(-40, 8, 1), **given),
+            modules=modules,
+            every=every,
+            remove_end=remove_end,
+            include_paramless=include_paramless,
+        )
+        self.of, self.scaler = of, scaler
+
+    def _select(self, model: nn.Module) -> Any:
+        return {} if self.of == "params" else super()._select(model)
+
+    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
+        return _attach_gradients(eye, row, module)
+
+    def before_batch(self) -> None:
+        """Notes by how much the loss of this batch is scaled."""
+        super().before_batch()
+        if self.recording:
+            own = inverse_scale(self.scaler)
+            self.tally.unscale = unscale_of(self.learn) if own is None else own
+
+    def after_step(self) -> None:
+        """Reads the gradients of the parameters, as the step used them."""
+        if self.of == "outputs" or not (self.recording and self.learn.stepped):
+            return
+        self.tally.unscale = None
+        for name, kind, p in named_parameters(self.learn.model):
+            if p.grad is not None:
+                (row,) = self.tally.rows([name], [kind])
+                self.tally.see(row, 0, "", p.grad)
+
+    def _keep(self) -> None:
+        self.tally.fold(finite_only=True)  # a batch with Inf is one whose step AMP has skipped
+
+    def _rows(self, record: Record) -> list[int]:
+        return super()._rows(record) if self.of == "outputs" else list(range(len(record.names)))

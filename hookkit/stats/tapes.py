@@ -1,0 +1,100 @@
+"""Norms of what layers gave in the last batches: one number each, on the device.
+
+A norm is one read of the tensor and is not finite if any value is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookkit.hooks import recomputing
+from hookkit.moments import plain
+from hookkit.moments.tallies import enlist
+from hookkit.nested import named_leaves
+
+
+class NormTape:
+    """Norms of the last batches: (n_batches, rows) float32 on the device, sizes on the host."""
+
+    def __init__(self, rows: int, n_batches: int, device: torch.device) -> None:
+        self.on, self.at, self.device = False, 0, device
+        self.sizes = np.zeros((n_batches, rows))
+        self.order = np.full((n_batches, rows), -1)
+        self.places: list[tuple[int, int, int]] = [(-1, 0, 0)] * n_batches
+        with torch.inference_mode(False):
+            self.norms = torch.zeros(n_batches, rows, device=device)
+        self.cells = [list(row.unbind()) for row in self.norms.unbind()]
+        self.enlist()
+
+    def enlist(self) -> None:
+        """Make it known to compiled graphs."""
+        self.token = torch.zeros(1)
+        self.id = enlist(self)
+
+    def turn(self, step: int, epoch: int, iteration: int) -> None:
+        """The next batch."""
+        self.at = (self.at + 1) % len(self.places)
+        self.places[self.at] = step, epoch, iteration
+        self.sizes[self.at], self.order[self.at] = 0, -1
+        self.norms[self.at].zero_()
+        self.seen = 0
+
+    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
+        """Add the tensor `t` to the norm of `row` in this batch."""
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
+            return
+        x = plain(t)
+        if x is None or not x.is_floating_point() or not x.numel():
+            return
+        cell, first = self.cells[self.at][row], self.sizes[self.at, row] == 0
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if first and x.device == self.device and dtype is cell.dtype:
+            torch.linalg.vector_norm(x, dtype=dtype, out=cell)
+        else:
+            norm = torch.linalg.vector_norm(x, dtype=dtype).to(cell)
+            cell.copy_(norm if first else torch.hypot(cell, norm))
+        if first:
+            self.order[self.at, row], self.seen = self.seen, self.seen + 1
+        self.sizes[self.at, row] += x.numel()
+
+    def rms(self, columns: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """(len(columns), rows) float64 RMS; NaN also where a module did not run."""
+        norms = self.norms.cpu().numpy().astype(np.float64)[columns]  # sync: after an incident
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(norms / np.sqrt(self.sizes[columns]))
+
+    def past(self, at: int) -> list[int]:
+        """The slots of the batches before the one in slot `at`, oldest first."""
+        n = len(self.places)
+        slots = [(at - i) % n for i in range((at - self.at - 1) % n, 0, -1)]
+        return [i for i in slots if self.places[i][0] >= 0]
+
+
+def norm_hook(tape: NormTape, row: int) -> Any:
+    """A forward hook that shows `tape` the tensors of the output."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not tape.on or recomputing():
+            return
+        for leaf, (path, t) in enumerate(named_leaves(output)):
+            tape.see(row, leaf, path, t)
+
+    return hook
+
+
+def input_hook(tape: NormTape, row: int) -> Any:
+    """A forward-pre hook that shows `tape` the tensors of the input."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not tape.on or recomputing():
+            return
+        for leaf, (path, t) in enumerate(named_leaves((args, kwargs))):
+            tape.see(row, leaf, path, t)
+
+    return hook

@@ -1,0 +1,278 @@
+"""`ParamStats`: how large weights, gradients and updates are, for any optimizer.
+
+The true update, not learning rate times gradient: the weights are copied before a recorded step
+and subtracted after it. All parameters at once, by PyTorch's batched (`_foreach`) operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookkit import ranks
+from hookkit.callbacks.driving import Callback
+from hookkit.errors import OptionError
+from hookkit.moments.rings import Axis, Ring
+from hookkit.records import Record
+from hookkit.walking import is_parametrization, join, submodules, walk
+
+FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """(name, class of the owning module, parameter) of each parameter with values, once.
+
+    >>> [(name, kind) for name, kind, _ in named_parameters(nn.Sequential(nn.Linear(2, 2)))]
+    [('0.weight', 'Linear'), ('0.bias', 'Linear')]
+    """
+    seen: set[int] = set()
+    for place, module, first in walk(model):
+        held = list(module.named_parameters(recurse=False)) if first else []
+        rules = submodules(module).get("parametrizations") if first else None
+        if rules is not None and is_parametrization("parametrizations", rules):
+            held += [(f"parametrizations.{key}", p) for key, p in rules.named_parameters()]
+        for key, p in held:
+            lazy = isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta
+            if id(p) not in seen and not lazy:
+                seen.add(id(p))
+                yield join(place, key), type(module).__name__, p
+
+
+def local_values(t: Tensor) -> Tensor:
+    """What a norm can be taken of: the local shard, the values of a sparse gradient."""
+    t = t.detach()
+    if hasattr(t, "to_local"):
+        t = t.to_local()
+    if t.layout is torch.sparse_coo:
+        t = t.coalesce().values()
+    return t
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """2-norms, 0-d on each tensor's device; float32 arithmetic for 16-bit tensors."""
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
+    wide = [t if t.numel() else t.new_zeros(1) for t in wide]
+    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
+
+
+class ParamStats(Callback):
+    """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
+
+    `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
+    healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used.
+    One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
+
+    Costs a copy of the weights, and about three reads of them in each recorded step.
+
+    Args:
+        every: records one optimizer step in so many, beginning with the first of each fit.
+
+    Raises:
+        OptionError: `every` is below 1.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=ParamStats(every=2))
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> record = learn.param_stats.record()
+    >>> record.names, len(record), bool((record.value("update_ratio") > 0).all())
+    (('a', 'b'), 5, True)
+    """
+
+    order = -20
+    run_valid = False
+
+    def __init__(self, every: int | None = None) -> None:
+        if every is not None and (isinstance(every, bool) or not every >= 1):
+            raise OptionError(
+                f"ParamStats(every={every!r}): use 1 or more optimizer steps, or None."
+            )
+        self.every = every
+        self.axis = Axis()
+        self.names: list[str] = []
+        self.types: list[str] = []
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._rings: dict[torch.device, Ring] = {}
+        self._before: dict[str, Tensor] = {}
+        self._n_taken, self._snapped, self._iter = 0, False, 0
+        self._n_records, self._n_opts = 0, -1
+        self._cache: tuple[int, bool, Record] | None = None
+
+    def before_fit(self) -> None:
+        """Begins to count steps; what was recorded before stays."""
+        if self.learn.fitting:
+            self._n_taken, self._snapped = 0, False
+
+    def before_batch(self) -> None:
+        """Notes which batch it is."""
+        self._iter = self.learn.train_iter
+
+    def before_step(self) -> None:
+        """Copies the weights, if this step is recorded."""
+        if self._n_taken % (self.every or 1):
+            return
+        parameters = list(named_parameters(self.learn.model))
+        if not parameters:
+            return
+        now = {name: local_values(p) for name, _, p in parameters}
+        if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
+            n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
+        }:
+            self._before = {name: torch.empty_like(t) for name, t in now.items()}
+            self._n_opts = -1
+        if self._n_opts != len(self.learn.opts):  # a loop's optimizers may become known one by one
+            self._learn_facts(parameters)
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._before.values()), list(now.values()))
+        self._snapped = True
+
+    def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
+        owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
+        self._n_opts = len(self.learn.opts)
+        for name, kind, p in parameters:
+            if name not in self._facts:
+                self.names.append(name)
+                self.types.append(kind)
+            self._facts[name] = {
+                "ndim": p.ndim,
+                "numel": p.numel(),
+                "requires_grad": p.requires_grad,
+                "in_optimizer": id(p) in owned,
+                "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
+            }
+
+    def after_step(self) -> None:
+        """Measures the step."""
+        snapped, self._snapped = self._snapped, False
+        if not self.learn.stepped:
+            return
+        self._n_taken += 1
+        if snapped and self.names:
+            with torch.no_grad():
+                self._measure()
+
+    def _measure(self) -> None:
+        step = self.learn.n_steps - 1
+        if not self._n_records:
+            self.axis.fit(8 * len(FIELDS) * len(self.names))
+        while self.axis.full:
+            for ring in self._rings.values():
+                ring.halve(len(self.axis))
+            self.axis.halve()
+        into = self.axis.add(step, self.learn.epoch, self._iter)
+        self._n_records += 1
+        for device, table in self._tables().items():
+            if device not in self._rings:
+                shape = len(self.names), len(FIELDS)
+                self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
+            self._rings[device].put(len(self.axis) - 1, table, into, self.axis.limit)
+
+    def _tables(self) -> dict[torch.device, Tensor]:
+        """By device the (rows, fields) table of this step."""
+        known = named_parameters(self.learn.model)
+        live = {name: p for name, _, p in known if name in self._before}
+        tables = {}
+        for device in {t.device for t in self._before.values()}:
+            names = [name for name in live if self._before[name].device == device]
+            before = [self._before[name] for name in names]
+            weights = _norms(before)
+            torch._foreach_sub_(before, [local_values(live[name]) for name in names])
+            grads = [None if (g := live[n].grad) is None else local_values(g) for n in names]
+            table = _table(weights, _norms(before), grads)
+            tables[device] = table if names == self.names else _spread(table, names, self.names)
+        return tables
+
+    def record(self, *, local: bool = False) -> Record:
+        """Everything recorded so far, as plain numbers. The host reads the device here.
+
+        Args:
+            local: this rank's own. Otherwise shards of all ranks are put together, and each rank
+                has to call this.
+        """
+        if self._cache is None or self._cache[:2] != (self._n_records, local):
+            self._cache = self._n_records, local, self._read(local)
+        return self._cache[2]
+
+    def _read(self, local: bool) -> Record:
+        n, rows = len(self.axis), len(self.names)
+        table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64)
+        for ring in self._rings.values():
+            mine = ring.read(n)
+            table[:, : mine.shape[1]] += mine
+        if not local and ranks.is_distributed():
+            table = self._over_ranks(table)
+        facts = {key: [self._facts[name][key] for name in self.names] for key in _FACTS}
+        values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
+        places = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
+        steps, epochs, iters, spans = (np.array(x, dtype=np.int64) for x in places)
+        names, types = tuple(self.names), tuple(self.types)
+        return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
+
+    def _over_ranks(self, table: Tensor) -> Tensor:
+        """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
+        sharded = torch.tensor([bool(self._facts[n].get("sharded")) for n in self.names])
+        count = table[..., 5:6].clamp(min=1)
+        squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
+        whole = table.clone()
+        whole[..., :3] = torch.where(sharded[None, :, None], squares, table[..., :3])
+        ratio = whole[..., 2] / whole[..., 0].clamp(min=1e-300) * table[..., 5]
+        whole[..., 3] = torch.where(sharded, ratio, table[..., 3])
+        return whole
+
+    def grad_norms(self, n_steps: int | None = None) -> Any:
+        """(n_steps,) float64: norm of all gradients together by optimizer step, NaN elsewhere."""
+        record = self.record()
+        squares = np.nansum(record.value("grad_norm") ** 2, axis=0)
+        seen = np.isfinite(record.value("grad_norm")).any(axis=0) if record.names else squares > 0
+        last = int(record.steps[-1]) + 1 if len(record) else 0
+        norms = np.full(max(last, n_steps or 0), math.nan)
+        norms[record.steps] = np.where(seen, np.sqrt(squares), math.nan)
+        return norms[:n_steps]
+
+    def cleanup_fit(self) -> None:
+        """Gives back the copy of the weights."""
+        self._before, self._snapped = {}, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "learn": None, "_before": {}}
+
+    def __repr__(self) -> str:
+        return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
+
+
+_FACTS = ("ndim", "numel", "requires_grad", "in_optimizer")
+
+
+def _table(weights: list[Tensor], updates: list[Tensor], grads: list[Tensor | None]) -> Tensor:
+    """(parameters, fields) float64 of one device, in a few operations for all of them."""
+    weight, update = torch.stack(weights).double(), torch.stack(updates).double()
+    zero, one = torch.zeros_like(weight[0]), torch.ones_like(weight[0])
+    norms = iter(_norms([g for g in grads if g is not None]))
+    grad = torch.stack([zero if g is None else next(norms).double() for g in grads])
+    has_grad = torch.stack([zero if g is None else one for g in grads])
+    ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
+    bad = (~torch.isfinite(weight + update + grad)).double()
+    return torch.stack([weight, grad, update, ratio, bad, torch.ones_like(weight), has_grad], dim=1)
+
+
+def _spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
+    """The rows of `names` at their places among `rows`, zeros elsewhere."""
+    found = dict(zip(names, table.unbind(), strict=True))
+    blank = torch.zeros_like(table[0])
+    return torch.stack([found.get(name, blank) for name in rows])
+
+
+def _values(table: Any, numel: Any) -> dict[str, Any]:
+    """Means over merged steps, from (rows, n, fields) sums; NaN where there was nothing."""
+    n = np.where(table[..., 5] > 0, table[..., 5], math.nan)
+    n_grad = np.where(table[..., 6] > 0, table[..., 6], math.nan)
+    root = np.sqrt(np.maximum(numel, 1))[:, None]
+    values = {name: table[..., i] / n for i, name in enumerate(FIELDS[:4])}
+    values["grad_norm"] = table[..., 1] / n_grad
+    values |= {"grad_rms": values["grad_norm"] / root, "weight_rms": values["weight_norm"] / root}
+    values["nonfinite"] = np.where(np.isnan(n), math.nan, table[..., 4])
+    return values

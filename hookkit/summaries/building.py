@@ -1,0 +1,137 @@
+"""From a run to a `Summary`: rows, totals, what is told of the optimizer, and the warnings.
+
+Builds on `tracing` and `inventory`; the doors to it are `summaries` and `learnerview`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hookkit.modelinfo.isolating import is_sharded
+from hookkit.modelinfo.tracing import Trace, trace
+from hookkit.nested import Inputs, describe, leaves
+from hookkit.summaries import optimizing
+from hookkit.summaries.inventory import rows_of
+from hookkit.summaries.outline import Summary, View
+from hookkit.walking import inner_key, submodules, walk
+
+_BATCH_OF_ONE = "Expected more than 1 value per channel when training"
+_BN = nn.modules.batchnorm._BatchNorm
+
+
+def run(model: nn.Module, given: Inputs, training: bool | None = None) -> tuple[Trace, list[str]]:
+    """One run of a stand-in, and what must be said about it."""
+    done = trace(model, tuple(given), given.kwargs, training=training)
+    if done.error is not None and _BATCH_OF_ONE in str(done.error):
+        again = trace(model, tuple(given), given.kwargs, training=False)
+        note = (
+            "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
+        )
+        if again.error is None:
+            return again, [note]
+    return done, []
+
+
+def wrappers_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of the wrappers around `model`, outermost first."""
+    found = []
+    while (key := inner_key(model)) is not None:
+        found.append(type(model).__name__)
+        model = submodules(model)[key]
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        found.append("compiled in place")
+    if any(is_sharded(m) for m in model.modules()):
+        found.append("FSDP")
+    return tuple(found)
+
+
+def arrivals(given: Inputs) -> str:
+    """Shapes and types of the inputs, `1×128 int64`."""
+    text = describe(given[0] if len(given) == 1 and not given.kwargs else given)
+    kinds = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in leaves(given))
+    return f"{text} {', '.join(kinds)}".rstrip()
+
+
+def build(
+    model: nn.Module,
+    done: Trace | None,
+    opt: Optimizer | None,
+    view: View,
+    wrappers: tuple[str, ...],
+    inputs: str,
+    notes: Iterable[str] = (),
+) -> Summary:
+    """The value of a run, or of no run."""
+    seen = done.model if done is not None and _grew(model, done.model) else model
+    rows = rows_of(seen, done)
+    call = done.calls.get("") if done else None
+    output = " | ".join(call.outputs[:3]) + f" {', '.join(call.dtypes)}" if call else ""
+    told = optimizing.describe(opt) if opt is not None else None
+    made = Summary(
+        rows=rows,
+        inputs=inputs,
+        output=output.strip(),
+        dtype=_main_dtype(seen),
+        grad_bytes=optimizing.grad_bytes(seen),
+        run=done.how if done else "none",
+        why=done.why if done else "",
+        wrappers=wrappers,
+        uncounted=dict(done.uncounted) if done else {},
+        warnings=tuple(_warnings(seen, done, opt)),
+        footnotes=(*notes, *_left_out(done)),
+        optimizer=told,
+        failed=(done.failed or ("",)) if done and done.error is not None else (),
+        error=f"{type(done.error).__name__}: {done.error}" if done and done.error else "",
+        view=view,
+    )
+    return made
+
+
+def _grew(model: nn.Module, ran: nn.Module) -> bool:
+    """True if the copy that ran got layers or shapes that the model does not have yet."""
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        return True
+    mine, its = ([name for name, _, _ in walk(m)] for m in (model, ran))
+    return mine != its
+
+
+def _left_out(done: Trace | None) -> list[str]:
+    if done is None or not done.left_out:
+        return []
+    return [f"Hooks on the model were not run: {done.left_out}."]
+
+
+def _main_dtype(model: nn.Module) -> str:
+    """The type of most parameters."""
+    sizes: dict[str, int] = {}
+    for p in model.parameters():
+        if not nn.parameter.is_lazy(p):
+            kind = str(p.dtype).removeprefix("torch.")
+            sizes[kind] = sizes.get(kind, 0) + p.numel()
+    return max(sizes, key=lambda k: sizes[k]) if sizes else ""
+
+
+def _warnings(model: nn.Module, done: Trace | None, opt: Optimizer | None) -> Iterable[str]:
+    """Where people trip."""
+    if opt is not None:
+        yield from optimizing.warnings_of(model, opt)
+    if done is not None and done.error is None and done.unused:
+        what = optimizing.count(list(done.unused), "trainable parameter")
+        listed = optimizing.some(list(done.unused))
+        yield f"{what} not part of the output, and will get no gradient: {listed}"
+    if model.training:
+        still = [n for n, m, _ in walk(model) if isinstance(m, _BN) and not m.training]
+        if still:
+            what = optimizing.count(still, "BatchNorm layer")
+            yield f"{what} in evaluation mode in a model that trains: {optimizing.some(still)}"
+    kinds: dict[str, list[str]] = {}
+    for name, p in model.named_parameters():
+        if p.is_floating_point():
+            kinds.setdefault(str(p.dtype).removeprefix("torch."), []).append(name)
+    if len(kinds) > 1:
+        rare = min(kinds, key=lambda k: len(kinds[k]))
+        listed = optimizing.some(kinds[rare])
+        yield f"parameters of mixed types {', '.join(kinds)}; {rare}: {listed}"

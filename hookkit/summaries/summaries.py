@@ -1,0 +1,124 @@
+"""A model at a glance: `summary(model, *inputs)`, and the same in fastai's layout for a Learner.
+
+The pieces: `tracing` runs a stand-in once, `inventory` makes rows of what it saw, `outline` is the
+value, `texttable` and `htmltable` draw it, `learnerview` is fastai's layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hookkit.errors import ArgumentError, OptionError, nearest
+from hookkit.nested import Inputs
+from hookkit.summaries.building import arrivals, build, run, wrappers_of
+from hookkit.summaries.learnerview import layer_info, learner_summary, module_summary
+from hookkit.summaries.outline import Row, Summary, View
+from hookkit.summaries.texttable import check_columns
+from hookkit.walking import unwrap
+
+__all__ = ["Row", "Summary", "layer_info", "learner_summary", "module_summary", "summary"]
+
+_OPTIONS = ("opt", "fold", "depth", "columns", "model_kwargs")
+
+
+def summary(
+    model: nn.Module,
+    *args: Any,
+    opt: Optimizer | None = None,
+    fold: bool = True,
+    depth: int | None = None,
+    columns: Iterable[str] | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Summary:
+    """What `model` is made of and what it does to an input; the model stays as it is.
+
+    One run on fake tensors (no compute, no memory), on a real copy if the model needs values.
+    Works on models on any device, on `meta` too, compiled or wrapped for parallel training.
+
+    Args:
+        model: any module.
+        *args, **kwargs: what its forward takes, of any structure. Nothing: names and parameters
+            only. One tuple of ints, `(3, 224, 224)`: a float batch of one of that size.
+        opt: its optimizer, to tell groups, state bytes and parameters that it misses.
+        fold: draw equal siblings once (`h.0..11 ×12`).
+        depth: draw modules down to this depth.
+        columns: which columns to draw, by name: see `texttable.COLUMNS`.
+        model_kwargs: more keyword inputs, for a forward with inputs named like options above.
+
+    Returns:
+        A `Summary`: a value with rows, totals, text, HTML and `diff`.
+
+    Raises:
+        OptionError, ArgumentError: an argument cannot work.
+        Exception: the model's own error, with a note that shows the table so far and the layer.
+
+    >>> s = summary(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(5, 4))
+    >>> s.n_params, s.macs, s.kept_bytes, s["2"].outputs
+    (58, 240, 240, ('5×2',))
+    """
+    columns = None if columns is None else tuple(columns)
+    _check(model, opt, depth, columns)
+    inner, wrappers = unwrap(model), wrappers_of(model)
+    _check_names(inner, {**kwargs, **(model_kwargs or {})}, kwargs)
+    view = View(fold, depth, columns)
+    given = Inputs(_sugar(inner, args), {**kwargs, **(model_kwargs or {})})
+    if not given and not given.kwargs:
+        return build(inner, None, opt, view, wrappers, "")
+    done, notes = run(inner, given)
+    made = build(inner, done, opt, view, wrappers, arrivals(given), notes)
+    if done.error is not None:
+        error = done.error
+        error.add_note(f"\nin hookkit.summary, up to the error:\n{made.text(width=100)}")
+        raise error
+    return made
+
+
+def _check(model: Any, opt: Any, depth: Any, columns: tuple[str, ...] | None) -> None:
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ArgumentError(f"summary of {kind}: give a model, an instance of nn.Module")
+    if opt is not None and not hasattr(opt, "param_groups"):
+        raise ArgumentError(f"opt={type(opt).__name__}: give an optimizer, with its param_groups")
+    if depth is not None and (not isinstance(depth, int) or depth < 0):
+        raise OptionError(f"depth={depth!r}: give a whole number from 0, or None for all")
+    check_columns(columns)
+
+
+def _check_names(model: nn.Module, asked: dict[str, Any], direct: dict[str, Any]) -> None:
+    """A misspelt option would reach the model's forward, and fail there in the model's words."""
+    try:
+        params = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # written in C, or scripted
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in params.values()):
+        return
+    for name in asked:
+        if name not in params:
+            near = nearest(name, [*params, *_OPTIONS], n=1)
+            hint = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(params)}"
+            raise OptionError(
+                f'"{name}" is neither an option of summary nor an input of '
+                f"{type(model).__name__}.forward. {hint}"
+            )
+
+
+def _sugar(model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`(3, 224, 224)` as one float image batch of that size; other arguments as they are."""
+    size = args[0] if len(args) == 1 else None
+    if not isinstance(size, tuple | torch.Size) or not size:
+        return args
+    if not all(type(n) is int for n in size):
+        return args
+    if min(size) < 1:
+        raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
+    p = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    mine = torch.Generator().manual_seed(0)
+    x = torch.randn(1, *size, generator=mine)
+    return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)

@@ -1,0 +1,178 @@
+"""Other modules in the place of a model's own, for the time of a `with`.
+
+Built on `select`, which says which, and `edges`, which says where: each registration of a module
+is a place, so a shared module is replaced wherever it stands. What to put there is in `wrapping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.selecting import select
+from hookkit.swapping.wrapping import Catcher, GramWrapper, Wrapper
+from hookkit.walking import edges, inner_key, unwrap
+
+__all__ = ["Catcher", "GramWrapper", "Wrapper", "swap"]
+
+Replacement = nn.Module | Callable[[nn.Module], nn.Module]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
+
+
+@contextmanager
+def swap(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> Iterator[dict[str, nn.Module]]:
+    """Runs the `with` block with other modules in the place of some of the model's.
+
+    The originals are back in their places when the block ends, also by an error, and all or none
+    are replaced. A shared module is replaced at each of its places, by one replacement. What a
+    model refers to outside its registered children (a plain list of layers) is not replaced, and
+    said if a `Catcher` or `GramWrapper` was never called. Compiled models run eagerly in the block.
+
+    Args:
+        model: the model; its root cannot be replaced.
+        replacements: selector (as in `select`: name, glob, class, module …) → a module, or what
+            makes one from the original: a class such as `Catcher`, or a function. Modules that it
+            makes get the original's `training` mode. A selector can match several modules.
+
+    Returns:
+        name → replacement for the `as` of the `with`, in the model's names; usable afterwards.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+        OptionError: two selectors match the same module.
+        ArgumentError: a replacement is no module and makes none.
+        HookError: a place cannot be swapped; or, at the end, somebody else put another module
+            there (the others are put back).
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
+    >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
+    ...     _ = net(torch.ones(2, 4))
+    >>> net[1], new["2"].n_calls
+    (Dropout(p=0.5, inplace=False), 1)
+    """
+    places, new = _planned(model, replacements)
+    done: list[_Place] = []
+    stance = enter_eager()
+    try:
+        for place in places:
+            parent, key, _, made = place
+            parent._modules[key] = made
+            done.append(place)
+        yield new
+    except BaseException as e:
+        if lost := _put_back(done):
+            e.add_note(lost)
+        raise
+    finally:
+        leave_eager(stance)
+    if lost := _put_back(done):
+        raise HookError(lost)
+    _report_uncalled(new)
+
+
+def _planned(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> tuple[list[_Place], dict[str, nn.Module]]:
+    """Every place to change, and the replacements by name; nothing is changed yet."""
+    if not isinstance(replacements, Mapping):
+        raise ArgumentError(
+            f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. "
+            f'Write swap(model, {{"layer1": Catcher}}).'
+        )
+    root = unwrap(model)
+    asked: dict[int, tuple[str, Replacement]] = {}
+    for what, replacement in replacements.items():
+        for name, module in select(model, what).items():
+            if id(module) in asked:
+                raise OptionError(
+                    f'swap: "{name}" is asked for twice, by {what!r} and by an entry before it. '
+                    f"Let one of them match it."
+                )
+            if module is root:
+                raise HookError(
+                    "swap: the model itself has no place in which it could be replaced. Call the "
+                    "replacement in its stead, or swap modules inside."
+                )
+            asked[id(module)] = name, replacement
+    held = [edge for edge in edges(model) if inner_key(edge[0]) != edge[1]]
+    new: dict[int, nn.Module] = {}
+    places = []
+    for parent, key, child in held:
+        if (i := id(unwrap(child))) in asked:
+            name, replacement = asked[i]
+            if i not in new:
+                new[i] = _made(name, child, replacement)
+            if isinstance(parent, torch.jit.ScriptModule):
+                raise HookError(
+                    f'swap: "{name}" is inside a scripted module, which cannot be changed. Swap in '
+                    f"the model that it was scripted from."
+                )
+            places.append((parent, key, child, new[i]))
+    return places, {name: new[i] for i, (name, _) in asked.items() if i in new}
+
+
+def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module:
+    """The module to stand in the place of `original`: as given, or made from it, in its mode."""
+    if isinstance(replacement, nn.Module):
+        return replacement
+    if not callable(replacement):
+        raise ArgumentError(
+            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
+            f"module, or what makes one from the original, such as Catcher."
+        )
+    made = replacement(original)
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f'swap: for "{name}" {getattr(replacement, "__name__", replacement)} made '
+            f"{type(made).__name__}, not a module. Return an nn.Module from it."
+        )
+    if isinstance(made, Wrapper) and isinstance(unwrap(original), _CONTAINERS):
+        raise HookError(
+            f'swap: "{name}" is a {type(original).__name__}, which the model never calls, so a '
+            f'{type(made).__name__} around it sees nothing. Swap its entries: "{name}.*".'
+        )
+    old = {id(m) for m in original.modules()}
+    for m in made.modules():
+        if id(m) not in old:
+            m.training = original.training
+    return made
+
+
+def _put_back(places: list[_Place]) -> str:
+    """Puts every original back where its replacement stands; says where something else does."""
+    lost = []
+    for parent, key, original, made in reversed(places):
+        if parent._modules.get(key) is made:
+            parent._modules[key] = original
+        else:
+            now = type(parent._modules.get(key)).__name__
+            lost.append(f'"{key}" of the {type(parent).__name__} (now {now})')
+    if not lost:
+        return ""
+    return (
+        f"swap: somebody else put another module in the place of {', '.join(lost)} inside the "
+        f"block, and it was left there. End blocks in the reverse order of their beginning."
+    )
+
+
+def _report_uncalled(new: dict[str, nn.Module]) -> None:
+    idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
+    if idle:
+        shown = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if len(idle) > 5 else "")
+        warn(
+            f"swap: never called: {shown} ({len(idle)} of {len(new)}). Either the model did not "
+            f"run these layers, or it reaches them past its registered children: hook_outputs "
+            f"follows a module wherever it is called.",
+            NeverFiredWarning,
+            stacklevel=4,
+        )

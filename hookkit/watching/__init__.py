@@ -1,0 +1,24 @@
+"""`watch`: callbacks around any training loop, with nothing to subclass and nothing to write.
+
+following   A training loop that is not ours, followed: the events, and the state that callbacks
+            read.
+boundaries  Where a batch and a step begin and end, in a training loop that is not ours.
+admitting   What `watch` is given, checked and unwrapped; and what it says when nothing comes of
+            it.
+losses      The losses of a loop that is not ours: found in what a model returns, kept on their
+            device.
+turns       Which optimizers make a step together, in a loop that has several.
+asides      Forwards that are not for training, in a loop that is not ours: validation, and
+            rollouts.
+readout     What was recorded of a watched loop, read: as a `Run`, a diagnosis, a page.
+"""
+
+from hookkit.watching.watching import (
+    Watcher,
+    watch,
+)
+
+__all__ = [
+    "Watcher",
+    "watch",
+]

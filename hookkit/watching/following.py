@@ -1,0 +1,290 @@
+"""A training loop that is not ours, followed: the events, and the state that callbacks read.
+
+Builds on `driving` and `events`; `boundaries` tells it what happens. `FollowedLoop` is what a
+callback sees as `self.learn` while `watch` drives it, with the names it knows from the Learner.
+
+    forward      before_batch · after_pred
+    step         before_step · after_step · after_batch
+    no step      after_batch when the next batch comes (accumulation, a step skipped by AMP)
+    it raised    after_cancel_batch
+    validation   before_batch · after_pred · after_batch, with `training` False; around several
+                 of them before_validate · after_validate
+
+When a step of several optimizers is over, `turns` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookkit.callbacks.outputs import Scores
+from hookkit.errors import HookError
+from hookkit.events import CancelBatchException, CancelStepException
+from hookkit.watching.asides import Asides
+from hookkit.watching.losses import LossTape, loss_in
+from hookkit.watching.turns import Turns
+
+
+class FollowedLoop(Asides):
+    """Somebody else's training loop, as callbacks see it in `self.learn`.
+
+    Attributes:
+        model: the user's own module, without compile and distribution wrappers.
+        opts: the torch optimizers; if none was given, those seen stepping the model so far.
+        training: True from a training forward to the end of its batch; False in validation.
+        epoch: 0-based, as marked.
+        train_iter: training batches so far in this run.
+        loss: of the batch that is in, detached, if it is known by now; else None.
+        pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
+        stepped: an optimizer step has happened since the last `before_batch`.
+        n_steps: optimizer steps so far, over all runs.
+        n_left_out: those that a callback's CancelStepException left out.
+        aside, dls, accelerator: as in a Learner that has none of them.
+        losses: the `LossTape`.
+        scores: what a cross entropy was fed first.
+        spans: for each epoch the first step, and what was told of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opts: Iterable[Optimizer] = (),
+        each_forward: bool = False,
+        unseen: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self.opts, self.each_forward = model, list(opts), each_forward
+        self.n_steps = self.epoch = 0
+        self.loss: Tensor | None = None
+        self.pred: Any = None
+        self.losses = LossTape()
+        self.spans: list[dict[str, Any]] = []
+        self.loss_func: Any = None
+        self.dls = self.accelerator = self.n_epoch = None
+        self.aside = False
+        self.scores: Scores | None = None
+        self._unseen = unseen
+        self.n_left_out = 0
+        self._first_part: nn.Module | None = None
+        self.turns = Turns()
+        self._reset()
+        self._own(None)
+
+    def _reset(self) -> None:
+        self.train_iter, self.stepped, self.training = 0, False, False
+        self._in_epoch = self._marked = self._skip = self._due = self._late = False
+        self._left_out = False
+        self.turns.stepped = []
+        self._no_asides()
+
+    @property
+    def opt(self) -> Optimizer | None:
+        """The first optimizer, or None while none is known."""
+        return self.opts[0] if self.opts else None
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and (cb := self._cb_named(name)) is not None:
+            return cb
+        raise AttributeError(f"a watched loop has no {name!r}", name=name, obj=self)
+
+    def _where(self) -> str:
+        return f", epoch {self.epoch}, batch {self.train_iter} (watched loop)"
+
+    # --- a run
+
+    def begin(self) -> None:
+        """The run begins: `before_fit`."""
+        self._claim()
+        self._reset()
+        self.fitting = True
+        self._find_recorders()
+        self("before_fit")
+
+    def finish(self) -> None:
+        """The run is over: what is open is closed, then `after_fit`."""
+        self.mark_epoch()
+        self("after_fit")
+
+    def end(self) -> None:
+        """Whatever happened: nothing is being followed, and every callback cleans up."""
+        self.fitting = self.training = False
+        self._clean_up()
+
+    def mark_epoch(self) -> None:
+        """Batches after this belong to a new epoch; nothing happens if there was none in this."""
+        self._close()
+        self._end_validation()
+        if self._in_epoch:
+            self("after_train", "after_epoch")
+            self.epoch, self._in_epoch = self.epoch + 1, False
+
+    def _close(self) -> None:
+        if self.turns.stepped or (self.each_forward and self.training):
+            self._end_step()
+        elif self.training:
+            self._end_batch("after_batch")
+
+    # --- forward
+
+    def forward_began(self, training: bool) -> None:
+        """A batch goes in."""
+        if training:
+            self._train_began()
+        else:
+            self._aside_began()
+
+    def _train_began(self) -> None:
+        self._aside = False
+        if self._marked and self.training:
+            self._marked = False
+            return
+        if self.turns.stepped:
+            self.turns.learn()
+        self._close()
+        self._begin_batch()
+
+    def part_began(self, part: nn.Module) -> None:
+        """A part of the model runs: a batch goes in, if none is in."""
+        again = self.each_forward and part is self._first_part
+        if not self.training or self.turns.stepped or again:
+            self._first_part = part
+            self._train_began()
+        elif self._due:
+            self._due = False
+            self._before_step(too_early=True)
+
+    def mark_batch(self) -> None:
+        """A batch begins, says the user; the forward that follows belongs to it."""
+        self._marked = False
+        self._train_began()
+        self._marked = True
+
+    def forward_ended(self, output: Any) -> None:
+        """The batch came out."""
+        if self._aside:
+            self._aside_ended(output, "after_pred", "after_batch")
+            return
+        if not self.training:
+            return
+        if (loss := loss_in(output)) is not None:
+            self.tell_loss(loss)
+        if self.scores is None and self.loss_func and not isinstance(self.loss_func, nn.Module):
+            self.scores = Scores(self.loss_func, output)  # a module's own input is looked at
+        self.pred = output
+        try:
+            self._tell("after_pred")
+        finally:
+            self.pred = None
+
+    def forward_failed(self) -> None:
+        """The model raised: its batch is not recorded."""
+        if self._aside:
+            self._aside_ended(None, "after_cancel_batch")
+        elif self.training:
+            self.losses.drop()
+            self._end_batch("after_cancel_batch")
+
+    def tell_loss(self, loss: Tensor) -> None:
+        """The loss of the batch that is in, or of the step just made."""
+        kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
+        self.losses.put(kept)
+        if self.training:
+            self.loss = kept
+
+    def _begin_batch(self) -> None:
+        self._end_validation()
+        if not self._in_epoch:
+            self._in_epoch = True
+            self.spans.append({"epoch": self.epoch, "step": self.n_steps})
+            self("before_epoch", "before_train")
+        self.training, self.stepped, self._skip, self.loss = True, False, False, None
+        self.losses.begin(self.n_steps)
+        self._tell("before_batch")
+        if self._due or self.each_forward:
+            self._due = False
+            self._before_step(too_early=True)
+
+    def _end_batch(self, event: str) -> None:
+        self.train_iter += event == "after_batch"  # as the Learner: known to most `after_batch`
+        try:
+            self._tell(event)
+        finally:
+            self.training = False
+            self._pause()
+
+    def _tell(self, event: str) -> None:
+        if self._listeners.get(event) == []:
+            return  # the common case, without the calls that follow
+        try:
+            self(event)
+        except CancelBatchException:
+            # the user's batch goes on; for the callbacks it is over
+            self._skip = True
+            self.losses.drop()
+            if self.training:
+                self._end_batch("after_cancel_batch")
+
+    # --- step
+
+    def step_began(self, opt: Optimizer, closure: bool) -> None:
+        """The weights are about to change."""
+        if opt not in self.opts:
+            self.opts.append(opt)
+        if self._skip or self.each_forward:
+            return
+        if opt in self.turns.stepped:
+            self._end_step()
+        self._late = not (self.training or closure) and self.turns.comes_late(opt)
+        if self._late or self.turns.stepped:
+            return
+        if closure and not self._marked:
+            self._due = True  # its forward comes first: `before_batch`, then `before_step`
+            return
+        self._expect_batch()
+        self._before_step()
+
+    def step_ended(self, opt: Optimizer) -> None:
+        """The weights have changed."""
+        if self.each_forward:
+            return
+        if self._skip:
+            self._skip, self.n_steps = False, self.n_steps + 1
+        elif not self._late:
+            self._expect_batch()
+            self.turns.stepped.append(opt)
+            if not self.turns.more_to_come(self.opts):
+                self._end_step()
+        self._late = False
+
+    def _expect_batch(self) -> None:
+        self._due = False
+        if not self.training:  # its forward was not seen
+            self._unseen()
+            self._begin_batch()
+
+    def _before_step(self, too_early: bool = False) -> None:
+        try:
+            self._tell("before_step")
+        except CancelStepException:
+            if too_early:
+                raise HookError(
+                    "A callback asked to leave out this step; the step has a closure, so its "
+                    "gradients are still to come. Call the closure first and `opt.step()` after."
+                ) from None
+            for opt in self.opts:
+                opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
+            self._left_out, self.n_left_out = True, self.n_left_out + 1
+            self("after_cancel_step")
+
+    def _end_step(self) -> None:
+        self.turns.end()
+        if self._left_out:
+            self._left_out = False
+        else:
+            self.n_steps, self.stepped = self.n_steps + 1, True
+            self._tell("after_step")
+        if self.training:
+            self._end_batch("after_batch")

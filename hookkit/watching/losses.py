@@ -1,0 +1,84 @@
+"""The losses of a loop that is not ours: found in what a model returns, kept on their device.
+
+Builds on `recorder.Scalars`: nothing is read by the host before somebody asks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit.callbacks.recorder import Scalars
+from hookkit.nested import named_leaves
+from hookkit.records import Floats
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss that a model returned by itself: its `loss`, or its only scalar with a gradient.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in(x)
+    (tensor(2., grad_fn=<SumBackward0>), None)
+    """
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 and output.requires_grad else None
+    scalars = {p: t for p, t in named_leaves(output) if t.dim() == 0 and t.requires_grad}
+    for path in (".loss", "['loss']"):
+        if path in scalars:
+            return scalars[path]
+    return next(iter(scalars.values())) if len(scalars) == 1 else None
+
+
+class LossTape:
+    """The loss of each batch, kept on its device until read.
+
+    Attributes:
+        shares: a step's loss is the sum over its batches, not their mean.
+
+    >>> tape = LossTape()
+    >>> for step, loss in (0, 4.0), (0, 2.0), (2, 1.0):
+    ...     tape.begin(step); tape.put(torch.tensor(loss))
+    >>> tape.read(3)
+    array([ 3., nan,  1.])
+    """
+
+    def __init__(self) -> None:
+        self.shares = False
+        self._values, self._steps = Scalars(), array("q")
+        self._step, self._now = 0, None  # type: tuple[int, Tensor | None]
+        self._device: torch.device | None = None
+
+    def begin(self, step: int) -> None:
+        """A batch begins; `step` is the optimizer step it is for."""
+        if self._now is not None:
+            self._values.append(self._now)
+            self._steps.append(self._step)
+        self._step, self._now = step, None
+
+    def put(self, loss: Tensor) -> None:
+        """The batch's loss; a second one, also after the step, takes the place of the first."""
+        self._device = self._device or loss.device
+        self._now = loss.to(self._device)
+
+    def drop(self) -> None:
+        """The batch does not count."""
+        self._now = None
+
+    def read(self, n_steps: int) -> Floats:
+        """(n_steps,) float64 on the host: the mean over each step's batches, NaN if none is known.
+
+        Sync: one per 1024 losses.
+        """
+        self.begin(self._step)
+        steps, losses = np.array(self._steps, np.int64), self._values.read()
+        taken = steps < n_steps  # a batch at the end that no step followed
+        counts = np.bincount(steps[taken], minlength=n_steps)
+        with np.errstate(invalid="ignore"):
+            totals = np.bincount(steps[taken], losses[taken], n_steps)
+            return np.asarray(
+                np.where(counts > 0, totals, np.nan) if self.shares else totals / counts
+            )

@@ -1,0 +1,67 @@
+"""What was recorded of a watched loop, read: as a `Run`, a diagnosis, a page.
+
+Builds on `runs` and `losses`. Here, and only here, the host reads from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from hookkit.callbacks.runs import run_of
+from hookkit.records import Floats, Run
+from hookkit.watching.following import FollowedLoop
+
+if TYPE_CHECKING:
+    from hookkit.health import Diagnosis
+
+
+class ReadOut:
+    """The half of a `Watcher` that reads."""
+
+    loop: FollowedLoop
+    info: dict[str, Any]
+
+    @property
+    def losses(self) -> Floats:
+        """(n_steps,) float64: the training loss by optimizer step, NaN where it was not told."""
+        return self.loop.losses.read(self.loop.n_steps)
+
+    def run(self) -> Run:
+        """All that was recorded, as plain numpy values: for `diagnose`, pictures, your own use.
+
+        Sync: one per recorder.
+        """
+        run, losses = run_of(self.loop), self.losses
+        rows = [self._row(i, losses) for i in range(len(self.loop.spans))]
+        return replace(
+            run,
+            losses=losses if np.isfinite(losses).any() else None,
+            valid=rows,
+            info={**run.info, **self.info},
+        )
+
+    def _row(self, i: int, losses: Floats) -> dict[str, Any]:
+        """Epoch `i` as Run wants it: its number, mean training loss, and what was told of it."""
+        spans, told = self.loop.spans, dict(self.loop.spans[i])
+        first, row = told.pop("step"), {"epoch": told.pop("epoch")}
+        last = spans[i + 1]["step"] if i + 1 < len(spans) else len(losses)
+        mine = losses[first:last][~np.isnan(losses[first:last])]
+        if len(mine):
+            row["train_loss"] = float(mine.mean())
+        return row | {k: v.item() if isinstance(v, Tensor) else v for k, v in told.items()}
+
+    def diagnose(self, **options: Any) -> Diagnosis:
+        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
+        from hookkit.health import diagnose
+
+        return diagnose(self.run(), **options)
+
+    def report(self, path: Any = None, **options: Any) -> Any:
+        """A page of the run so far: see `hookkit.report.pages`."""
+        from hookkit.report import report
+
+        return report(self, path, **options)

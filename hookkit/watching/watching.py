@@ -1,0 +1,311 @@
+"""`watch`: callbacks around any training loop, with nothing to subclass and nothing to write.
+
+    with watch(model, opt, ActivationStats(every=10), ParamStats()) as w:
+        ...                                         # your loop, or any library's
+
+Builds on `boundaries` (hooks that see batches and steps) and `following` (what callbacks see).
+The callbacks are those of the Learner, and get the same events; only what a loop does between
+forward and step (loss, backward) has no event here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.outputs import Scores
+from hookkit.errors import ArgumentError, HookError, nearest
+from hookkit.events import CancelFitException
+from hookkit.hooks.compiling import forget_graphs
+from hookkit.hooks.dispatching import attach
+from hookkit.walking import unwrap
+from hookkit.watching.admitting import (
+    check_free,
+    one_model,
+    optimizers,
+    tell_foreign,
+    tell_unseen,
+    tell_unstepped,
+)
+from hookkit.watching.boundaries import Boundaries
+from hookkit.watching.following import FollowedLoop
+from hookkit.watching.readout import ReadOut
+
+
+def watch(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    opt: Any = None,
+    *callbacks: Any,
+    loss_func: Callable[..., Any] | None = None,
+    each_forward: bool = False,
+) -> Watcher:
+    """Drives `callbacks` around any training loop, between `with` and its end.
+
+    A batch is a forward of the model in training mode with gradients on; a step is a step of
+    the optimizer, and callbacks read gradients right after it. So gradient accumulation, AMP
+    steps that are skipped, closures and validation in between all come out right, in a plain
+    loop and in any library that steps a torch optimizer. On leaving, everything is taken off,
+    also after an error or Ctrl-C; what was recorded stays. Entering again appends.
+
+    Args:
+        model: what you train, wrapped (compile, DDP, FSDP, accelerate) or not; several models in
+            a list or dict (a GAN) count as one. Compile it before, and pass the compiled one.
+        opt: its torch optimizer, in any wrapper, or a list of them. None: every torch optimizer
+            that steps a parameter of the model, also one made later. (fastai's own optimizers
+            run no step hooks: use its OptimWrapper, or hookkit's Learner.)
+        callbacks: instances or classes: ActivationStats, ParamStats, your own.
+        loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
+            loss; not needed for that where the model returns its loss, or with `w.loss(loss)`.
+        each_forward: each training forward is a step: for loops without a torch optimizer.
+            Gradients are then read when the next forward begins.
+
+    Raises:
+        ArgumentError: something is not a model, an optimizer or a callback.
+        HookError: the model is scripted.
+
+    Cost: four hooks a step, about 30 µs on a CPU (`benchmarks/watching.py`).
+
+    >>> net = nn.Linear(2, 1)
+    >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> steps = Callback(after_step=lambda self: print("step", self.n_steps, self.opt is sgd))
+    >>> with watch(net, sgd, steps) as w:
+    ...     for _ in range(2):
+    ...         loss = net(torch.ones(4, 2)).pow(2).mean()
+    ...         loss.backward()
+    ...         sgd.step()
+    step 1 True
+    step 2 True
+    >>> w
+    Watcher(Linear: 2 steps in 1 epoch; callback; stopped)
+    """
+    if isinstance(opt, Callback) or (isinstance(opt, type) and issubclass(opt, Callback)):
+        opt, callbacks = None, (opt, *callbacks)  # watch(model, ActivationStats())
+    return Watcher(one_model(model), optimizers(opt), callbacks, loss_func, each_forward)
+
+
+class Watcher(ReadOut):
+    """What `watch` returns: follows a loop while it is entered, and reads out what was recorded.
+
+    Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do what entering and
+    leaving do, for places without a `with`.
+
+    Attributes:
+        model: as given.
+        loop: what the callbacks see as `self.learn`: epoch, train_iter, n_steps, …
+        info: facts to add to the run, such as `w.info["n_classes"] = 10`.
+
+    Args:
+        model, opts, callbacks, loss_func, each_forward: as for `watch`, checked and unwrapped.
+        by_hand: no optimizer hooks: whoever owns it calls `loop.step_began` and `step_ended`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opts: list[Optimizer],
+        callbacks: Iterable[Any],
+        loss_func: Callable[..., Any] | None = None,
+        each_forward: bool = False,
+        by_hand: bool = False,
+    ) -> None:
+        self.model, self.loss_func = model, loss_func
+        self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen)
+        self.loop.loss_func = loss_func
+        check_free(callbacks := list(callbacks))
+        self.loop.add_cbs(callbacks)
+        self.boundaries = Boundaries(model, None if by_hand else opts, self.loop)
+        self.info: dict[str, Any] = {}
+        self._criterion: Any = None
+        self._told = False
+        for opt in opts:
+            if not self.boundaries.owns(opt):
+                tell_foreign(opt, self.loop.model)
+
+    # --- begin and end
+
+    def start(self) -> Watcher:
+        """Begins to follow: the callbacks' `before_fit`, then the hooks.
+
+        Raises:
+            HookError: it follows already, or one of its callbacks records another run just now.
+        """
+        if self.loop.fitting:
+            raise HookError(
+                "watch was started again while it is running. Stop it first, or use a second "
+                "watch(…) with other callbacks."
+            )
+        check_free(self.cbs)
+        try:
+            self.loop.begin()
+            self.boundaries.attach()
+            if self.loop.cbs:
+                forget_graphs(self.model)  # one that has run would not see the hooks
+            if isinstance(self.loss_func, nn.Module):
+                self._criterion = attach(self.loss_func, self._after_loss)
+        except BaseException:
+            self._take_down()
+            raise
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Ends it: closes what is open, takes everything off. Nothing happens if it is not running.
+
+        Args:
+            error: the exception that ended the loop; the callbacks then get no `after_` events.
+        """
+        if not self.loop.fitting:
+            return
+        try:
+            if isinstance(error, CancelFitException):
+                self.loop("after_cancel_fit")
+            if error is None or isinstance(error, CancelFitException):
+                self.loop.finish()
+        finally:
+            self._take_down()
+        if error is None:
+            self._check_stepped()
+
+    def _take_down(self) -> None:
+        try:
+            self.boundaries.detach()
+            if self._criterion is not None:
+                self._criterion.remove()
+        finally:
+            self._criterion = None
+            self.loop.end()
+
+    def __enter__(self) -> Watcher:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """A callback's CancelFitException ends the block, and goes no further."""
+        self.stop(error)
+        return isinstance(error, CancelFitException)
+
+    def follow(self, opt: Any) -> None:
+        """Another optimizer from the next start on: libraries make one for each training."""
+        opts = optimizers(opt)
+        self.boundaries.opts, self.loop.opts = opts, list(opts)
+
+    # --- what the user may tell
+
+    def epoch(self, **values: Any) -> None:
+        """Marks an epoch: batches from now on belong to the next one. Optional.
+
+        At the top or the bottom of the loop over epochs, both are right: an epoch without
+        batches is not counted.
+
+        Args:
+            values: what to keep of the epoch that ends, such as `valid_loss=…`, `accuracy=…`:
+                numbers or scalar tensors, read by the host when the run is read.
+        """
+        self.loop.mark_epoch()
+        self.note(**values)
+
+    def note(self, **values: Any) -> None:
+        """Adds to what is kept of the last epoch, as `epoch` does, without ending it."""
+        if self.loop.spans:
+            told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
+            self.loop.spans[-1].update(told)
+
+    def batch(self) -> None:
+        """Marks that a training batch begins. Only for forwards that cannot be seen.
+
+        That is a train step compiled as a whole, where model hooks are part of the graph.
+        """
+        if self.loop.fitting:
+            self.loop.mark_batch()
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Tells the loss of this batch, before or after its step. Optional; kept on its device.
+
+        Under gradient accumulation tell each batch's own loss, undivided: the step's is their mean.
+
+        Raises:
+            ArgumentError: it is not one number.
+        """
+        value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
+        if value.numel() != 1 or value.is_complex():
+            raise ArgumentError(
+                f"w.loss needs the batch's loss as one number, and was given a tensor of shape "
+                f"{tuple(value.shape)}. Reduce it first, as in w.loss(loss.mean())."
+            )
+        if self.loop.fitting:
+            self.loop.tell_loss(value if value.dim() == 0 else value.reshape(()))
+
+    def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self.loop.training:
+            return
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.loss(output)
+            if self.loop.scores is None and args:
+                self.loop.scores = Scores(module, args[0])
+
+    # --- looking
+
+    @property
+    def opt(self) -> Optimizer | None:
+        """The first optimizer; None while none was given and none has stepped."""
+        return self.loop.opt
+
+    @property
+    def n_steps(self) -> int:
+        """Optimizer steps so far, over all times it was entered."""
+        return self.loop.n_steps
+
+    @property
+    def cbs(self) -> Any:
+        """The callbacks, as they were given."""
+        return self.loop.cbs
+
+    def __getattr__(self, name: str) -> Any:
+        loop = vars(self).get("loop")
+        if loop is None or name.startswith("_"):
+            raise AttributeError(f"Watcher has no attribute {name!r}", name=name, obj=self)
+        if (cb := loop._cb_named(name)) is not None:
+            return cb
+        known = [c.name for c in loop.cbs]
+        near = nearest(name, [*known, *(n for n in dir(type(self)) if n[0] != "_")]) or known
+        raise AttributeError(
+            f"Neither Watcher nor its callbacks have {name!r}. "
+            f"Nearest: {', '.join(near) or 'none: it was given no callbacks'}.",
+            name=name,
+            obj=self,
+        )
+
+    def __repr__(self) -> str:
+        loop = self.loop
+        names = ", ".join(c.name for c in loop.cbs) or "no callbacks"
+        state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
+        steps, epochs = _count(loop.n_steps, "step"), _count(len(loop.spans), "epoch")
+        return f"Watcher({type(loop.model).__name__}: {steps} in {epochs}; {names}; {state})"
+
+    # --- what is told
+
+    def _on_unseen(self) -> None:
+        if not (self._told or self.boundaries.root_ran or self.loop.n_steps):
+            self._told = True
+            tell_unseen(self.loop.model, self.boundaries.compiled)
+
+    def _check_stepped(self) -> None:
+        loop, compiled = self.loop, self.boundaries.compiled_step
+        stepped = loop.n_steps or loop.n_left_out or loop.each_forward
+        if stepped or self._told or not (loop.train_iter or compiled):
+            return
+        self._told = True
+        tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
