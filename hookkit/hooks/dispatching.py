@@ -21,6 +21,16 @@ from torch import nn
 from hookkit.errors import ArgumentError, HookError
 
 is_compiling = torch.compiler.is_compiling
+
+if hasattr(torch.compiler, "_is_exporting_flag"):
+
+    def is_exporting() -> bool:
+        """Whether torch.export is tracing; torch 2.11 folds its own answer to True in any trace."""
+        return bool(torch.compiler._is_exporting_flag)
+
+else:
+    is_exporting = torch.compiler.is_exporting
+
 _Scripted = torch.jit.ScriptModule
 
 # PyTorch's own handles count up from 0, so these never meet.

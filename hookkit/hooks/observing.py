@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks.capturing import Kept, Storer, is_transforming, lazy_clone, snapshot
-from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling
+from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling, is_exporting
 from hookkit.hooks.gradients import Receive
 from hookkit.nested import Inputs, describe, leaves, pick, put, tmap
 
@@ -185,7 +185,7 @@ def observe(hook: Hook, module: nn.Module, f: Callable[..., Any], *seen: Any) ->
 def _observe_traced(hook: Hook, f: Callable[..., Any], *seen: Any) -> Any:
     """As `observe`, with nothing in it that breaks a graph: no count, no list, no version."""
     edit = hook._options.edit
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return f(*seen) if edit else None
     new = f(*seen)
     hook._last = tmap(Storer(hook._options).tensor, new)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hookkit import ranks
 from hookkit.errors import HookError
+from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments.banks import Bank, Options
 from hookkit.moments.histograms import sample_error
 from hookkit.moments.moments import (
@@ -91,7 +92,7 @@ class Tally:
         `torch.compile` it is one operation of the graph.
         """
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
         values = plain(t)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.hooks import recomputing
+from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import plain
 from hookkit.moments.tallies import enlist
 from hookkit.nested import named_leaves
@@ -46,7 +47,7 @@ class NormTape:
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Add the tensor `t` to the norm of `row` in this batch."""
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
         x = plain(t)
