@@ -190,6 +190,7 @@ def test_structures_and_reused_modules_are_watched() -> None:
     assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("breaks", 1)
 
 
+@pytest.mark.traces_gradients
 def test_a_compiled_model_is_watched() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))

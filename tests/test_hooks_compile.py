@@ -113,6 +113,7 @@ def test_a_function_and_a_structure_work_in_a_full_graph(x: Tensor) -> None:
     f.remove()
 
 
+@pytest.mark.traces_gradients
 def test_attached_buffers_are_written_in_a_full_graph(net: nn.Sequential, x: Tensor) -> None:
     out, gradient = torch.zeros(4, 10), torch.zeros(4, 10)
     attach(net[0], lambda m, a, k, o: out.copy_(o.detach()))

@@ -620,6 +620,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.traces_gradients
 def test_a_compiled_model_records_the_same_in_two_graphs(backend: str) -> None:
     from torch._dynamo.utils import counters
 

@@ -69,6 +69,7 @@ def test_the_records_are_those_of_the_learner():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.traces_gradients
 def test_a_compiled_model_gives_the_same(backend: str):
     torch.compiler.reset()
     model = net(1)
