@@ -122,9 +122,10 @@ class LayerStats(StatsCallback):
         Raises:
             OptionError: no histogram was recorded.
         """
+        record = self._with_hist()  # before matplotlib is asked for
+
         from hookkit import plotting
 
-        record = self._with_hist()
         if layer is None:
             return plotting.color_dim(record)
         if ax is None:

@@ -54,14 +54,14 @@ class ReadOut:
             row["train_loss"] = float(mine.mean())
         return row | {k: v.item() if isinstance(v, Tensor) else v for k, v in told.items()}
 
-    def diagnose(self, **options: Any) -> Diagnosis:
+    def diagnose(self) -> Diagnosis:
         """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
         from hookkit.health import diagnose
 
-        return diagnose(self.run(), **options)
+        return diagnose(self.run())
 
     def report(self, path: Any = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.pages`."""
+        """A page of the run so far: see `hookkit.report.report`."""
         from hookkit.report import report
 
         return report(self, path, **options)
