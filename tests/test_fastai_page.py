@@ -153,9 +153,8 @@ def test_a_hook_callback_sees_the_prediction() -> None:
             return o
 
         def after_batch(self) -> None:
-            if self.training:
-                is_equal(self.hooks.stored[0], self.pred)
-                seen.append(1)
+            is_equal(self.hooks.stored[0], self.pred)
+            seen.append(1)
 
     learn = synth_learner(n_trn=5, cbs=TstCallback())
     with learn.no_logging():

@@ -40,8 +40,9 @@ class HookCallback(Callback):
         cpu: moves what `hook` returns to the CPU.
         include_paramless: with `modules=None`, takes modules without parameters too.
         hook: the function to call, `f(m, i, o)`, instead of a subclass's method.
-        on_train: whether training batches are recorded.
-        on_valid: whether validation batches are.
+        on_train: whether training batches are recorded; without, their events pass it by.
+        on_valid: the same of validation batches: `after_batch` of a callback that records
+            training alone is not called in validation, where `stored` would be of another batch.
 
     Attributes:
         names: the hooked modules' names, parallel to `hooks`.
@@ -86,6 +87,7 @@ class HookCallback(Callback):
             cpu,
         )
         self.include_paramless, self.on_train, self.on_valid = include_paramless, on_train, on_valid
+        self.run_train, self.run_valid = on_train, on_valid
         if hook is not None and not callable(hook):
             raise ArgumentError(
                 f"{who}(hook={hook!r}) was asked for, {type(hook).__name__} cannot be called. "
@@ -111,6 +113,14 @@ class HookCallback(Callback):
         self.names = list(found)
         self._register(self.names, found)
         forget_graphs(self.learn.model)  # a compiled model that has run would not see the hooks
+
+    def before_train(self) -> None:
+        """Switches recording off: the batches to come switch it on, if they are recorded."""
+        self._record(False)
+
+    def before_validate(self) -> None:
+        """Likewise: batches that pass this callback by are not recorded."""
+        self._record(False)
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded. A subclass with its own calls this one."""
