@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hookkit.errors import SelectionError, nearest
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -87,6 +87,11 @@ class Record:
         Raises:
             SelectionError: there is no such row; the message has the nearest names.
         """
+        if not self.names:
+            raise SelectionError(
+                f"layer {layer!r} was asked for; nothing was recorded yet. Train first: "
+                f"learn.fit(1)."
+            )
         if isinstance(layer, str):
             return self._named(layer)
         n = len(self.names)
@@ -227,3 +232,49 @@ class Run:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
         return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'})"
+
+
+_SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+
+
+def as_run(source: Any) -> Run:
+    """The `Run` of a Run, a Record (alone in it), a recorder, a Watcher or a Learner.
+
+    Raises:
+        ArgumentError: nothing of this kind can be read from `source`.
+    """
+    if isinstance(source, Run):
+        return source
+    if isinstance(source, Record):
+        return Run(**{_SLOTS[source.kind]: source})  # type: ignore[arg-type]
+    for name in ("run_record", "run", "record"):
+        if callable(method := getattr(source, name, None)):
+            return as_run(method())
+    raise ArgumentError(
+        f"a run was asked for, {type(source).__name__} was given. "
+        "Give a Run, a Record, a Watcher, a Learner, or a recorder such as ActivationStats."
+    )
+
+
+def as_record(source: Any, *kinds: str) -> Record:
+    """The first Record of one of `kinds` (default: any) in a Record, Run, recorder or driver.
+
+    Raises:
+        ArgumentError: `source` is none of these.
+        OptionError: it holds no record of these kinds.
+    """
+    run = as_run(source)
+    for kind in kinds or tuple(_SLOTS):
+        if (record := getattr(run, _SLOTS[kind])) is not None:
+            return record  # type: ignore[no-any-return]
+    found = ", ".join(r.kind for r in run.records) or "none"
+    recorders = {
+        "activation": "ActivationStats",
+        "gradient": "GradientStats",
+        "param": "ParamStats",
+    }
+    wanted = kinds or tuple(_SLOTS)
+    raise OptionError(
+        f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
+        f"Train with {' or '.join(f'{recorders[k]}()' for k in wanted)}."
+    )

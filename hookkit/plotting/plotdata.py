@@ -11,53 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.errors import ArgumentError, OptionError
-from hookkit.records import Floats, Ints, Record, Run
+from hookkit.errors import OptionError
+from hookkit.records import Floats, Ints, Record, Run, as_record, as_run
 
-SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
-
-
-def as_run(source: Any) -> Run:
-    """The `Run` of a Run, a Record (alone in it), a Watcher or a Learner.
-
-    Raises:
-        ArgumentError: nothing of this kind can be read from `source`.
-    """
-    if isinstance(source, Run):
-        return source
-    if isinstance(source, Record):
-        return Run(**{SLOTS[source.kind]: source})  # type: ignore[arg-type]
-    for name in ("run_record", "run", "record"):
-        if callable(method := getattr(source, name, None)):
-            return as_run(method())
-    raise ArgumentError(
-        f"a run was asked for, {type(source).__name__} was given. "
-        "Give a Run, a Record, a Watcher, a Learner, or a recorder such as ActivationStats."
-    )
-
-
-def as_record(source: Any, *kinds: str) -> Record:
-    """The first Record of one of `kinds` (default: any) in a Record, Run, recorder or driver.
-
-    Raises:
-        ArgumentError: `source` is none of these.
-        OptionError: it holds no record of these kinds.
-    """
-    run = as_run(source)
-    for kind in kinds or tuple(SLOTS):
-        if (record := getattr(run, SLOTS[kind])) is not None:
-            return record  # type: ignore[no-any-return]
-    found = ", ".join(r.kind for r in run.records) or "none"
-    recorders = {
-        "activation": "ActivationStats",
-        "gradient": "GradientStats",
-        "param": "ParamStats",
-    }
-    wanted = kinds or tuple(SLOTS)
-    raise OptionError(
-        f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
-        f"Train with {' or '.join(f'{recorders[k]}()' for k in wanted)}."
-    )
+__all__ = ["as_record", "as_run"]  # of records.py: what every picture begins with
 
 
 def shorten(name: str, width: int = 24) -> str:
