@@ -2,12 +2,17 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import hookkit
+from hookkit import health
+from hookkit.errors import ArgumentError
 from hookkit.health import RULES, Diagnosis, Finding, diagnose
 from hookkit.records import Incident, Record, Run
 
@@ -79,6 +84,50 @@ def test_it_says_what_it_could_not_see():
 
     assert str(d) == "3 layers, 100 steps: healthy (no parameters, no losses)"
     assert dict(d.unjudged)["lr_too_high"] == "no parameters"
+
+
+class Driver:
+    """As a Learner, a Watcher or a recorder: it can tell what was recorded."""
+
+    def __init__(self, name, recorded):
+        setattr(self, name, lambda: recorded)
+
+
+def test_a_driver_a_recorder_and_a_record_can_be_diagnosed():
+    sick = weights(update_norm=[1, 0, 1, 1])
+    run = Run(params=sick)
+    told = [Driver("run_record", run), Driver("run", run), Driver("record", sick), sick]
+
+    assert all(diagnose(each) == diagnose(run) for each in told)
+    assert health.health_report is diagnose
+
+
+def test_a_real_recorder_and_watcher_can_be_diagnosed():
+    model = nn.Linear(2, 1)
+    stats = hookkit.ActivationStats()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with hookkit.watch(model, opt, stats) as w:
+        for _ in range(3):
+            model(torch.ones(4, 2)).sum().backward()
+            opt.step()
+
+    assert isinstance(diagnose(w), Diagnosis)
+    assert isinstance(diagnose(stats), Diagnosis)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, nn.Linear(2, 2)])
+def test_what_holds_no_run_is_refused(wrong):
+    with pytest.raises(ArgumentError, match=r"a run was asked for, \w+ was given\. Give a Run"):
+        diagnose(wrong)
+
+
+def test_a_diagnosis_needs_no_matplotlib():
+    code = "import sys; sys.modules['matplotlib'] = None; import hookkit; hookkit.diagnose("
+    code += "hookkit.Run()); print('plotting' in ' '.join(sys.modules))"
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert out.stdout.strip() == "False"
 
 
 def test_an_empty_run_gets_no_verdict():
@@ -328,8 +377,50 @@ def test_matrices_that_begin_at_zero_may_jump():
     ratio[:, 0] = np.inf
 
     assert alarms(Run(params=weights(weight_norm=norm, update_ratio=ratio), losses=FLAT)) == {
-        "not_learning"
-    }
+        "not_learning", "zero_init",
+    }  # fmt: skip
+
+
+def test_weights_that_begin_at_zero_are_named_unless_something_is_learnt():
+    norm = np.full((4, N), 5.0)
+    norm[:2, 0] = 0
+    half, most = weights(weight_norm=norm), weights(weight_norm=np.roll(norm, 1, 0))
+    norm[1, 0] = 5.0
+
+    f = found(Run(params=half, losses=FLAT), "zero_init")
+    assert (f.severity, f.layers) == ("warn", ("0.weight", "1.weight"))
+    assert "zero_init" in alarms(Run(params=most, losses=FLAT))
+    for quiet in (Run(params=half, losses=falling()), Run(params=half)):
+        assert "zero_init" not in alarms(quiet)
+    assert "zero_init" not in alarms(Run(params=weights(weight_norm=norm), losses=FLAT))
+
+
+def test_first_steps_away_from_zero_are_no_high_learning_rate():
+    norm, ratio = np.full((4, N), 5.0), np.full((4, N), 0.9)
+    norm[:, 0] = 0
+
+    assert "lr_too_high" not in alarms(
+        Run(params=weights(weight_norm=norm, update_ratio=ratio), losses=FLAT)
+    )
+
+
+def test_a_learning_rate_is_not_both_too_high_and_too_low():
+    ratio = np.full((4, N), 1e-6)
+    ratio[:, :20] = 0.9
+
+    said = {f.rule for f in diagnose(Run(params=weights(update_ratio=ratio), losses=FLAT))}
+    assert "lr_too_high" in said
+    assert "lr_too_low" not in said
+
+
+def test_vanishing_gradients_are_not_blamed_on_the_learning_rate():
+    fading = weights(
+        grad_rms=[1e-12, 1e-9, 1e-6, 1e-3], update_ratio=[1e-9] * 4, update_norm=[0, 1, 1, 1]
+    )
+
+    said = alarms(Run(params=fading, losses=FLAT))
+    assert "vanishing" in said
+    assert not said & {"lr_too_low", "unmoved"}
 
 
 def test_a_parameter_outside_the_optimizer_is_named():

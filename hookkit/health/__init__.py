@@ -15,13 +15,14 @@ How often they are right is measured by `benchmarks/diagnosis.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hookkit.health import curves, signals, updates
 from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
-from hookkit.records import Run
+from hookkit.records import Run, as_run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
+__all__ = ["RULES", "Diagnosis", "Finding", "diagnose", "health_report"]
 
 Rule = Callable[[Run], Iterator[Finding]]
 
@@ -29,6 +30,7 @@ Rule = Callable[[Run], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     curves.probabilities,
     updates.unmoved,
+    updates.zero_init,
     curves.grads_pile_up,
     signals.input_scale,
     signals.bad_init,
@@ -49,16 +51,19 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def diagnose(run: Run) -> Diagnosis:
+def diagnose(run: Any) -> Diagnosis:
     """What ails this run, gravest first, each finding with evidence, source, cause and one fix.
 
     Works from whatever was recorded (activations only, parameters only, losses only); what it
     could not judge for want of data is in `.unjudged`.
 
     Args:
-        run: as `Learner.run_record()`, `Watcher.run()` or your own hands make it. From `run.info`
-            it uses, where present, `n_classes`, `loss_func` (its name), `lr` and `weight_decay`
-            (per parameter group), `dtype` and `output_is_probabilities`.
+        run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
+            `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr` and
+            `weight_decay` (per parameter group), `dtype` and `output_is_probabilities`.
+
+    Raises:
+        ArgumentError: nothing of this kind can be read from `run`.
 
     Example:
         >>> import numpy as np
@@ -69,6 +74,7 @@ def diagnose(run: Run) -> Diagnosis:
         >>> diagnose(Run(losses=flat)).rules
         ('not_learning',)
     """
+    run = as_run(run)
     findings: list[Finding] = []
     unjudged: list[tuple[str, str]] = []
     for rule in RULES:
@@ -80,3 +86,7 @@ def diagnose(run: Run) -> Diagnosis:
     looked = run.activations or run.params or run.gradients
     n_layers = len(looked.names) if looked else 0
     return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))
+
+
+health_report = diagnose
+"""`diagnose` under a second name."""

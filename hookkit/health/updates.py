@@ -48,8 +48,9 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     record, which, ratio = _ratios(run)
     whole = read.median(ratio, axis=1)
     slow = (whole < 1e-4) & (whole > 0)
+    early = read.median(ratio[:, :20], axis=1)  # what leapt at first is not slow: it broke
     learns = read.improved(run)
-    if slow.mean() <= 0.5 or learns:
+    if slow.mean() <= 0.5 or learns or (early > 1e-2).mean() > 0.5 or _fades(record):
         return
     yield Finding(
         "lr_too_low",
@@ -66,16 +67,46 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
 
 
 def _ratios(run: Run) -> tuple[Record, list[int], Floats]:
-    """update:weight of matrices that have weights and do move."""
+    """update:weight of matrices that have weights, from the first record on, and do move."""
     record = read.params(run)
     ratio = read.table(record, "update_ratio")
     norm = read.table(record, "weight_norm")
     ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
     moving = np.nanmax(np.nan_to_num(ratio), axis=1) > 0
-    which = [i for i in read.matrices(record) if moving[i]]
+    which = [i for i in read.matrices(record) if moving[i] and norm[i, 0] != 0]
     if not which:
-        raise read.Missing("no matrix moves")
+        raise read.Missing("no matrix that began away from 0 moves")
     return record, which, ratio[which]
+
+
+def _fades(record: Record) -> bool:
+    """Whether the first matrix' gradients vanish against the last one's: then none can move."""
+    which = read.matrices(record)
+    if len(which) < 3 or "grad_rms" not in record.values:
+        return False
+    size = read.median(record.values["grad_rms"][which], axis=1)
+    return bool(size[0] < 1e-4 and size[0] < 1e-3 * size[-1])
+
+
+def zero_init(run: Run) -> Iterator[Finding]:
+    """Weights that all begin at 0, so that no unit differs from its neighbours."""
+    record = read.params(run)
+    which = read.matrices(record)
+    norm = read.table(record, "weight_norm")
+    zero = [i for i in which if norm[i, 0] == 0]
+    if not zero or len(zero) < len(which) / 2 or read.improved(run) is not False:
+        return
+    yield Finding(
+        "zero_init",
+        "warn",
+        read.names(record, zero),
+        read.span(record, slice(0, 1)),
+        f"{len(zero)} of {len(which)} matrices begin at exactly 0 and the loss does not fall",
+        "at least half of the matrices",
+        "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
+        "weights all begin at 0: the units of a layer get the same gradient, or none",
+        "initialise at random (zeros only in the last layer of a branch)",
+    )
 
 
 def unmoved(run: Run) -> Iterator[Finding]:
@@ -96,7 +127,8 @@ def unmoved(run: Run) -> Iterator[Finding]:
     yield from _unmoved(record, still & held & ~seen, "no_gradient")
     zero = still & held & seen & ~graded
     yield from _unmoved(record, zero & matrix, "zero_gradient")
-    yield from _unmoved(record, still & held & graded & matrix, "unmoved")
+    if not _fades(record):  # else `vanishing` says why
+        yield from _unmoved(record, still & held & graded & matrix, "unmoved")
 
 
 _STILL = {
