@@ -33,6 +33,7 @@ def t(*shape: int) -> Tensor:
         (torch.mm, (t(2, 3), t(3, 5)), 30),
         (torch.matmul, (t(4, 2, 3), t(3, 5)), 4 * 30),
         (torch.bmm, (t(4, 2, 3), t(4, 3, 5)), 4 * 30),
+        (torch.addbmm, (t(2, 5), t(4, 2, 3), t(4, 3, 5)), 4 * 30),
         (torch.mv, (t(4, 3), t(3)), 12),
         (torch.dot, (t(7), t(7)), 7),
         (torch.outer, (t(4), t(3)), 0),
@@ -113,3 +114,19 @@ def test_a_functional_products_macs_are_booked_to_the_module_that_runs_it() -> N
     s = summary(Mixed(), t(2, 3))
 
     assert (s["a"].macs, s["b"].macs, s[""].macs, s.macs) == (24, 0, 40 + 20, 84)
+
+
+def test_a_sparse_operand_counts_its_stored_elements() -> None:
+    seen = summary(Fn(torch.sparse.mm), torch.eye(4).to_sparse(), t(4, 5))
+
+    assert (seen.macs, seen.run, seen.why) == (4 * 5, "real", "sparse tensors")
+
+
+def test_distances_of_many_points_are_told_to_be_uncounted() -> None:
+    assert list(summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted) == ["aten::_euclidean_dist"]
+
+
+def test_a_product_of_nothing_does_not_hide_the_later_ones() -> None:
+    seen = summary(Fn(lambda a, b: (a[:0] @ b, a @ b)[1]), t(2, 3), t(3, 5))
+
+    assert seen.macs == 30

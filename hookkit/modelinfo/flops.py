@@ -29,6 +29,7 @@ _UNKNOWN = (
     "_linalg_",
     "cholesky",
     "_cdist",
+    "_euclidean_dist",
     "grid_sampler",
     "_native_multi_head",
     "_transformer_encoder",
@@ -74,6 +75,10 @@ def _addmv(_self: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
     return _numel(a)
 
 
+def _addbmm(_self: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return prod(a.shape) * int(b.shape[-1])
+
+
 def _addr(self: Tensor, *_: Any, **__: Any) -> int:
     return _numel(self)
 
@@ -114,6 +119,8 @@ _OURS: dict[str, MacFormula] = {
     "aten::vdot": _matvec,
     "aten::addmv": _addmv,
     "aten::addmv_": _addmv,
+    "aten::addbmm": _addbmm,
+    "aten::addbmm_": _addbmm,
     "aten::addr": _addr,
     "aten::_trilinear": _trilinear,
 }  # fmt: skip
@@ -143,6 +150,12 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if name.startswith("quantized::linear"):
         return _quantized_linear(*args, out=out)
     return None if is_unknown(name) else 0
+
+
+def has_formula(name: str) -> bool:
+    """True if `name` costs something, though it may be nothing on an empty batch."""
+    known = name in _OURS or name in _TWO_SIDED or name.rstrip("_") in _TORCHS
+    return known or name.startswith("quantized::linear")
 
 
 def is_unknown(name: str) -> bool:

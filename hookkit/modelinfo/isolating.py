@@ -128,6 +128,12 @@ def fake_copy(model: nn.Module, mode: Any, home: torch.device | None = None) -> 
             return copy.deepcopy(model, memo)
 
 
+def has_sparse(model: nn.Module, given: Inputs) -> bool:
+    """True if a parameter, buffer or input is sparse: a fake one does not know its elements."""
+    found = (*model.parameters(), *model.buffers(), *leaves(given))
+    return any(str(t.layout).startswith("torch.sparse") for t in found)
+
+
 def fake_inputs(given: Inputs, mode: Any) -> Inputs:
     """A deep copy of `given` with fake tensors, so that a cache which the forward fills is ours."""
 

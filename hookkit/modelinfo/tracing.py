@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.modelinfo import expelling, isolating
+from hookkit.modelinfo import expelling, faking, isolating
 from hookkit.modelinfo.flops import macs_of
 from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
 from hookkit.nested import Inputs, describe, leaves
@@ -102,7 +102,11 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
+        fake = self.tracer.trace.how == "fake"
+        if fake:
+            faking.check(func, args, self.tracer.real)
         out = func(*args, **kwargs)
+        out = faking.completed(func, args, out) if fake else out
         self.tracer.book(func, args, kwargs, out, self.free)
         return self._watched(out)
 
@@ -118,6 +122,7 @@ class Tracer:
 
     def __init__(self, model: nn.Module) -> None:
         self.trace = Trace(model)
+        self.real: Mapping[int, Tensor] = {}  # inputs by the id of their fakes
         self.names = {
             m: name
             for name, m, first in walk(model)
@@ -143,6 +148,10 @@ class Tracer:
     def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names[m]
         self.stack.append(name)
+        self.called(name, args, kwargs)
+
+    def called(self, name: str, args: Any, kwargs: Any) -> Call:
+        """Writes down that `name` is called with these inputs."""
         call = self.trace.calls.get(name)
         if call is None:
             call = self.trace.calls[name] = Call(self.clock)
@@ -151,6 +160,7 @@ class Tracer:
             call.in_shape = shape_of(args[0] if len(args) == 1 else args)
         self.clock += 1
         call.n += 1
+        return call
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         name = self.names[m]
@@ -162,9 +172,10 @@ class Tracer:
         while self.stack and self.stack.pop() != name:
             pass  # calls that ended by an exception the model caught
         if not failed:
-            self._seen(self.trace.calls[name], out)
+            self.seen(self.trace.calls[name], out)
 
-    def _seen(self, call: Call, out: Any) -> None:
+    def seen(self, call: Call, out: Any) -> None:
+        """Writes down what a call gave."""
         text = describe(out)
         if text not in call.outputs:
             call.outputs.append(text)
@@ -182,7 +193,7 @@ class Tracer:
             self.trace.uncounted[func._schema.name if plain else str(func)] += 1
         elif macs:
             self.trace.macs[self.here()] += macs
-        else:
+        elif not plain or not faking.looks_at(func._schema.name):
             free.add(func)
 
     def pack(self, t: Tensor) -> Saved:
@@ -221,14 +232,16 @@ def trace(
         done = _fake(model, args, kwargs, training)
         sharded = done is not None and any(map(isolating.is_sharded, model.modules()))
         if done is None or (done.error is not None and not sharded):  # a real run needs all ranks
-            why = "" if done is None else _reason(done)
+            why = _reason(done, model, Inputs(args, kwargs))
             done = _real(model, args, kwargs, training)
             done.why = why or done.why
     done.left_out = isolating.copy_memo(model)[1]
     return done
 
 
-def _reason(done: Trace) -> str:
+def _reason(done: Trace | None, model: nn.Module, given: Inputs) -> str:
+    if done is None:
+        return "sparse tensors" if isolating.has_sparse(model, given) else ""
     error = done.error
     where = f" in {done.failed[-1] or 'the model itself'}" if done.failed else ""
     return f"{type(error).__name__}{where}"
@@ -238,7 +251,7 @@ def _fake(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
 ) -> Trace | None:
     mode = isolating.new_fake_mode()
-    if mode is None:
+    if mode is None or isolating.has_sparse(model, Inputs(args, kwargs)):
         return None
     try:
         home = next((t.device for t in leaves((args, kwargs)) if not t.is_meta), None)
@@ -248,8 +261,9 @@ def _fake(
     except Exception:  # whatever refuses to be copied without values is run for real
         return None
     held = expelling.class_attributes(model)
-    done = _run(stand_in, given, "fake", mode)
-    del given
+    pairs = zip(leaves(given), leaves(Inputs(args, kwargs)), strict=True)
+    done = _run(stand_in, given, "fake", mode, {id(fake): t for fake, t in pairs})
+    del given, pairs
     if done.error is not None:
         done.error = done.error.with_traceback(None)  # its frames hold what the run made
     expelling.expel(done.made, stand_in, held)
@@ -274,13 +288,14 @@ def _set_mode(model: nn.Module, training: bool | None) -> None:
         m.training = bool(training)
 
 
-def _run(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:
+def _run(
+    model: nn.Module, given: Inputs, how: str, mode: Any, real: Mapping[int, Tensor] | None = None
+) -> Trace:
     before = _census(model)
-    done = _once(model, given, how, mode)
+    done = _once(model, given, how, mode, real or {})
     if done.error is None and _census(model) != before:
-        done = _once(
-            model, given, how, mode
-        )  # layers made on the first call are seen on the second
+        # layers made on the first call are seen on the second
+        done = _once(model, given, how, mode, real or {})
     return done
 
 
@@ -288,9 +303,11 @@ def _census(model: nn.Module) -> list[tuple[str, str]]:
     return [(name, type(m).__name__) for name, m, _ in walk(model)]
 
 
-def _once(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:
+def _once(
+    model: nn.Module, given: Inputs, how: str, mode: Any, real: Mapping[int, Tensor]
+) -> Trace:
     tracer = Tracer(model)
-    tracer.trace.how = how
+    tracer.trace.how, tracer.real = how, real
     with ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
@@ -300,7 +317,11 @@ def _once(model: nn.Module, given: Inputs, how: str, mode: Any) -> Trace:
         stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
         stack.enter_context(_Ops(tracer))
         try:
+            scripted = isinstance(model, torch.jit.ScriptModule)
+            call = tracer.called("", tuple(given), given.kwargs) if scripted else None
             out = model(*given, **given.kwargs)
+            if call is not None:
+                tracer.seen(call, out)
             if isinstance(out, GeneratorType):
                 out = list(out)
             tracer.settle()  # while `out` holds the graph

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,7 +82,7 @@ def build(
         wrappers=wrappers,
         uncounted=dict(done.uncounted) if done else {},
         warnings=tuple(_warnings(seen, done, opt)),
-        footnotes=(*notes, *_left_out(done)),
+        footnotes=(*notes, *_left_out(done), *_scripted(seen, done)),
         optimizer=told,
         failed=(done.failed or ("",)) if done and done.error is not None else (),
         error=f"{type(done.error).__name__}: {done.error}" if done and done.error else "",
@@ -102,6 +103,12 @@ def _left_out(done: Trace | None) -> list[str]:
     if done is None or not done.left_out:
         return []
     return [f"Hooks on the model were not run: {done.left_out}."]
+
+
+def _scripted(model: nn.Module, done: Trace | None) -> list[str]:
+    if done is None or not any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        return []
+    return ["Memory kept for backward is unknown inside scripted modules."]
 
 
 def _main_dtype(model: nn.Module) -> str:

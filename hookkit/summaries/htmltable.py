@@ -53,7 +53,8 @@ def render(s: Summary, view: View, by: str = "params") -> str:
     heads = "".join(
         f'<span class="{"n" if i in (2, 4, 5) else ""}">{h}</span>' for i, h in enumerate(_HEADS)
     )
-    flow = f" <i>{escape(s.inputs)} → {escape(s.output or '✗')}</i>" if s.run != "none" else ""
+    output = escape(s.output or ("✗" if s.failed else "–"))
+    flow = f" <i>{escape(s.inputs)} → {output}</i>" if s.run != "none" else ""
     title = f'<p><b>{escape(s.rows[0].type)}</b>{flow}</p><div class="g h">{heads}</div>'
     facts = "".join(f"<p>{escape(' · '.join(part))}</p>" for part in footer_parts(s))
     told = "".join(f'<p class="x">⚠ {escape(w)}</p>' for w in s.warnings)

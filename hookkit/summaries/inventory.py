@@ -111,6 +111,8 @@ class _Ledger:
             param_bytes += self.bytes_of(p)
         buffer_bytes = sum(self.bytes_of(b) for b in buffers)
         self.keep += buffers
+        if not declared:  # lazy ones have no elements yet
+            declared, declared_trainable = len(params), sum(p.requires_grad for _, p in params)
         state = share(declared, declared_trainable) if params else None
         return {
             "n_params": n,

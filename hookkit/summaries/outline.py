@@ -11,13 +11,19 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
-from hookkit.errors import OptionError, SelectionError, missing_extra, nearest
+from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
 
 NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "kept_bytes")
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
+
+
+def check_whole(name: str, value: Any, least: int = 0) -> None:
+    """Raises OptionError for what is neither None nor a whole number from `least` on."""
+    if value is not None and (not isinstance(value, int) or value < least):
+        raise OptionError(f"{name}={value!r}: give a whole number from {least}, or None")
 
 
 @dataclass(frozen=True)
@@ -179,9 +185,17 @@ class Summary:
     def __contains__(self, name: object) -> bool:
         return any(r.name == name for r in self.rows)
 
-    def __getitem__(self, name: str | int) -> Row:
+    @overload
+    def __getitem__(self, name: str | int) -> Row: ...
+    @overload
+    def __getitem__(self, name: slice) -> list[Row]: ...
+    def __getitem__(self, name: str | int | slice) -> Row | list[Row]:
+        if isinstance(name, slice):
+            return list(self.rows[name])
         if isinstance(name, int):
             return self.rows[name]
+        if not isinstance(name, str):
+            raise ArgumentError(f"s[{name!r}]: give the name of a row, its place, or a slice")
         inner = _WRAPPED.sub("", name)  # as a wrapped model names it
         found = {r.name: r for r in self.rows if r.name in (name, inner)}
         if not found:
@@ -200,6 +214,7 @@ class Summary:
         key = {"params": "n_params", "kept": "kept_bytes"}.get(by, by)
         if key not in NUMBERS:
             raise OptionError(f'top(by="{by}"): choose one of {", ".join(NUMBERS)}')
+        check_whole("n", n)
         rows = sorted(self.rows, key=lambda r: -getattr(r, key))
         return [r for r in rows[:n] if getattr(r, key)]
 
@@ -207,8 +222,8 @@ class Summary:
         """Everything as plain dicts, lists, numbers and text, ready for JSON."""
         plain = asdict(self)
         del plain["view"]
-        plain["totals"] = asdict(self.total)
-        return plain
+        totals = asdict(self.total)
+        return {**plain, "totals": totals, **totals}
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict()` as JSON text."""
@@ -245,6 +260,7 @@ class Summary:
         """
         from hookkit.summaries.texttable import render
 
+        check_whole("width", width, 1)
         return render(self, self._viewed(fold, depth, columns), width)
 
     def html(
@@ -259,13 +275,20 @@ class Summary:
         """What is different in `other`, by qualified name; prints, and shows as HTML."""
         from hookkit.summaries.comparing import compare
 
+        if not isinstance(other, Summary):
+            kind = type(other).__name__
+            hint = "hookkit.summary(model, x)" if hasattr(other, "forward") else "a Summary"
+            raise ArgumentError(f"diff of a Summary and a {kind}: give {hint}")
         return compare(self, other)
 
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> View:
-        view = self.view
+        from hookkit.summaries.texttable import as_columns
+
+        check_whole("depth", depth)
+        view, columns = self.view, as_columns(columns)
         view = view if fold is None else replace(view, fold=fold)
         view = view if depth is None else replace(view, depth=depth)
-        return view if columns is None else replace(view, columns=tuple(columns))
+        return view if columns is None else replace(view, columns=columns)
 
     def __str__(self) -> str:
         return self.text()

@@ -18,8 +18,8 @@ from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.nested import Inputs
 from hookkit.summaries.building import arrivals, build, run, wrappers_of
 from hookkit.summaries.learnerview import layer_info, learner_summary, module_summary
-from hookkit.summaries.outline import Row, Summary, View
-from hookkit.summaries.texttable import check_columns
+from hookkit.summaries.outline import Row, Summary, View, check_whole
+from hookkit.summaries.texttable import as_columns
 from hookkit.walking import unwrap
 
 __all__ = ["Row", "Summary", "layer_info", "learner_summary", "module_summary", "summary"]
@@ -63,8 +63,8 @@ def summary(
     >>> s.n_params, s.macs, s.kept_bytes, s["2"].outputs
     (58, 240, 240, ('5×2',))
     """
-    columns = None if columns is None else tuple(columns)
-    _check(model, opt, depth, columns)
+    columns = as_columns(columns)
+    _check(model, opt, depth)
     inner, wrappers = unwrap(model), wrappers_of(model)
     _check_names(inner, {**kwargs, **(model_kwargs or {})}, kwargs)
     view = View(fold, depth, columns)
@@ -80,15 +80,13 @@ def summary(
     return made
 
 
-def _check(model: Any, opt: Any, depth: Any, columns: tuple[str, ...] | None) -> None:
+def _check(model: Any, opt: Any, depth: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise ArgumentError(f"summary of {kind}: give a model, an instance of nn.Module")
     if opt is not None and not hasattr(opt, "param_groups"):
         raise ArgumentError(f"opt={type(opt).__name__}: give an optimizer, with its param_groups")
-    if depth is not None and (not isinstance(depth, int) or depth < 0):
-        raise OptionError(f"depth={depth!r}: give a whole number from 0, or None for all")
-    check_columns(columns)
+    check_whole("depth", depth)
 
 
 def _check_names(model: nn.Module, asked: dict[str, Any], direct: dict[str, Any]) -> None:
@@ -118,7 +116,7 @@ def _sugar(model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     if min(size) < 1:
         raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
-    p = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    mine = torch.Generator().manual_seed(0)
-    x = torch.randn(1, *size, generator=mine)
+    p = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
+    mine = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1, *size, generator=mine, device="cpu")
     return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)

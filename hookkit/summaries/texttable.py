@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from hookkit.errors import OptionError, nearest
+from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.layout import clip, nbytes, pad, percent, si, width, wrap
 from hookkit.summaries.folding import Line, lines
 from hookkit.summaries.outline import Summary, View
@@ -75,10 +75,24 @@ _NO_RUN = ("type", "params", "train")
 def check_columns(columns: tuple[str, ...] | None) -> None:
     """Raises OptionError for a column that does not exist."""
     for name in columns or ():
-        if name not in COLUMNS:
-            near = nearest(name, COLUMNS, n=1)
+        if not isinstance(name, str) or name not in COLUMNS:
+            near = nearest(str(name), COLUMNS, n=1)
             hint = f'Did you mean "{near[0]}"? ' if near else ""
             raise OptionError(f'no column "{name}". {hint}There are {", ".join(COLUMNS)}')
+
+
+def as_columns(columns: Any) -> tuple[str, ...] | None:
+    """Checked names of columns; one name alone is one column, None stays None."""
+    if columns is None:
+        return None
+    try:
+        names = (columns,) if isinstance(columns, str) else tuple(columns)
+    except TypeError:
+        raise ArgumentError(f"columns={columns!r}: give names of columns, as a list") from None
+    if not names:
+        raise OptionError("columns=[] draws nothing: give names of columns, or None for the usual")
+    check_columns(names)
+    return names
 
 
 def notes_of(line: Line, s: Summary) -> list[str]:
@@ -134,7 +148,7 @@ def render(s: Summary, view: View, n: int | None = None) -> str:
 
 def heading(s: Summary, n: int) -> str:
     """The model's class, what went in and what came out."""
-    flow = f"   {s.inputs} → {s.output or '✗'}" if s.run != "none" else ""
+    flow = f"   {s.inputs} → {s.output or ('✗' if s.failed else '–')}" if s.run != "none" else ""
     return clip(s.rows[0].type + flow, max(n, 20))
 
 

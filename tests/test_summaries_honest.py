@@ -1,0 +1,183 @@
+"""A summary does not call fine what fails, nor small what is large; bad options are told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.modelinfo import faking
+from hookkit.summaries import Summary, summary
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(4, 4).double()
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out: Tensor = self.fc(self.conv(x).mean((2, 3)))
+            return out
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Linear(4, 4).bfloat16(), torch.randn(2, 4)),
+        (mlp(), torch.ones(2, 4, dtype=torch.long)),
+        (Double(), torch.randn(2, 4)),
+        (nn.Conv1d(2, 2, 1).double(), torch.randn(1, 2, 3)),
+        (nn.Embedding(4, 2), torch.tensor([4])),
+        (nn.Embedding(4, 2), torch.tensor([-1])),
+    ],
+    ids=["bfloat16", "ids", "double", "conv", "index", "negative index"],
+)
+def test_a_model_that_fails_on_types_or_indices_fails_in_its_own_words(
+    model: nn.Module, x: Tensor
+) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as real:
+        model(x)
+
+    with pytest.raises(type(real.value)) as told:
+        summary(model, x)
+
+    assert str(told.value) == str(real.value)
+
+
+def test_a_second_look_up_is_checked_as_the_first() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(9, 2), nn.Embedding(2, 2)
+
+        def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+            return torch.add(self.words(ids), self.kinds(kinds))
+
+    with pytest.raises(IndexError):
+        summary(Two(), torch.tensor([8]), torch.tensor([2]))
+
+
+def test_autocast_and_good_indices_stay_on_fake_tensors() -> None:
+    assert summary(Autocast(), torch.randn(1, 1, 5, 5)).run == "fake"
+    assert summary(nn.Embedding(4, 2), torch.tensor([0, 3])).run == "fake"
+
+
+def kept_by(model: nn.Module, x: Tensor) -> int:
+    params = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = model(x)
+    del out
+    return sum(size for key, size in saved.items() if key not in params)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+def test_an_lstm_keeps_the_workspace_of_its_kernel(options: dict[str, Any]) -> None:
+    model, x = nn.LSTM(16, 32, **options), torch.randn(20, 4, 16)
+    before = torch.get_rng_state()
+
+    seen = summary(model, x)
+
+    assert seen.run == "fake"
+    assert seen.kept_bytes == kept_by(model, x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_workspace_of_a_long_sequence_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.LSTM(16, 64), torch.randn(100, 16, 16)
+    monkeypatch.setattr(faking, "_DEAR", 0)
+    faking.workspace_bytes.cache_clear()
+
+    seen = summary(model, x)
+
+    faking.workspace_bytes.cache_clear()
+    assert seen.kept_bytes == pytest.approx(kept_by(model, x), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_has_an_output_and_says_what_is_unknown() -> None:
+    text = str(summary(torch.jit.script(mlp()), torch.randn(3, 4)))
+
+    assert text.startswith("Sequential   3×4 float32 → 3×2 float32\n")
+    assert "Memory kept for backward is unknown inside scripted modules." in text
+
+
+def test_a_model_that_gives_no_tensor_has_not_failed() -> None:
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    seen = summary(Silent(), torch.ones(2))
+
+    assert "✗" not in seen.text() + seen.html()
+
+
+def test_a_size_works_where_tensors_are_made_on_meta() -> None:
+    with torch.device("meta"):
+        assert summary(nn.Linear(4, 3), (4,)).output == "1×3 float32"
+
+
+def test_lazy_parameters_that_require_grad_are_not_frozen() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3))
+
+    assert "frozen" not in str(summary(lazy))
+    assert summary(lazy)["0"].trainable is True
+
+    for p in lazy.parameters():
+        p.requires_grad = False
+    assert summary(lazy)["0"].trainable is False
+
+
+def test_a_dict_has_the_totals_at_its_top_too() -> None:
+    plain = summary(mlp(), torch.ones(2, 4)).to_dict()
+
+    names = ("n_params", "n_trainable", "macs", "kept_bytes", "param_bytes", "buffer_bytes")
+    assert {n: plain[n] for n in names} == plain["totals"]
+
+
+def test_one_name_is_one_column_and_a_slice_gives_rows() -> None:
+    seen = summary(mlp(), torch.ones(2, 4), columns="macs")
+
+    assert seen.text().splitlines()[1].split() == ["Layer", "MACs"]
+    assert seen.text(columns="params").splitlines()[1].split() == ["Layer", "Params"]
+    assert [r.name for r in seen[1:]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "message"),
+    [
+        (lambda s: s.text(depth=-1), OptionError, "depth=-1: give a whole number from 0"),
+        (lambda s: s.html(depth="all"), OptionError, "depth='all': give a whole number"),
+        (lambda s: s.text(width=-5), OptionError, "width=-5: give a whole number from 1"),
+        (lambda s: s.text(columns=[]), OptionError, "columns=\\[\\] draws nothing: give names"),
+        (lambda s: s.text(columns=3), ArgumentError, "columns=3: give names of columns"),
+        (lambda s: s.top("macs", -1), OptionError, "n=-1: give a whole number from 0"),
+        (lambda s: s[None], ArgumentError, "s\\[None\\]: give the name of a row"),
+        (lambda s: s.diff(3), ArgumentError, "diff of a Summary and a int: give a Summary"),
+        (lambda s: s.diff(mlp()), ArgumentError, "give hookkit.summary\\(model, x\\)"),
+        (lambda s: summary(mlp(), columns=[]), OptionError, "columns=\\[\\] draws nothing"),
+    ],
+)
+def test_an_option_that_cannot_work_is_told(
+    ask: Callable[[Summary], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        ask(summary(mlp()))
