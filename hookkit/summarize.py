@@ -1,5 +1,6 @@
 """`python -m hookkit.summarize module:factory --input 1,3,224,224`: a summary from the shell.
 
+`python -m hookkit` is the same.
 Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the arguments are bad.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,15 +29,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    p = _Parser(prog="python -m hookkit.summarize", description="What a model is made of and does.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    p = _Parser(prog=prog, description="What a model is made of and does.")
     p.add_argument("model", help="module:factory, a function that makes the model, or the model")
     shape = "shape of an input, with :int64 for ids; again for a second input"
     p.add_argument("--input", action="append", default=[], type=_input, metavar="N,...", help=shape)
     p.add_argument("--depth", type=_whole, help="show modules down to this depth")
     p.add_argument("--columns", type=_columns, help=f"out of {','.join(COLUMNS)}")
     p.add_argument("--no-fold", action="store_true", help="show equal siblings one by one")
-    p.add_argument("--width", type=_whole, help="columns of text (default: the terminal's)")
+    p.add_argument("--width", type=_width, help="columns of text (default: the terminal's)")
     p.add_argument("--eval", action="store_true", help="in evaluation mode")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--html", type=Path, metavar="FILE", help="write HTML to a new file")
@@ -48,6 +50,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _width(text: str) -> int:
+    n = _whole(text)
+    if not n:
+        raise argparse.ArgumentTypeError("0 columns hold no text")
+    return n
+
+
 def _input(text: str) -> torch.Tensor:
     """A tensor of the shape and type that `text` asks for: `1,128:int64`."""
     sizes, _, kind = text.partition(":")
@@ -57,10 +66,10 @@ def _input(text: str) -> torch.Tensor:
     if not all(part.strip().isdecimal() and int(part) for part in sizes.split(",")):
         raise argparse.ArgumentTypeError(f"{sizes!r} is not a shape, such as 1,3,224,224")
     shape = [int(part) for part in sizes.split(",")]
-    mine = torch.Generator().manual_seed(0)
+    mine = torch.Generator("cpu").manual_seed(0)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=mine).to(dtype)
-    return torch.zeros(shape, dtype=dtype)  # ids that every vocabulary has
+        return torch.randn(shape, generator=mine, device="cpu").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")  # ids that every vocabulary has
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ def _columns(text: str) -> tuple[str, ...]:
 def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
     """The model that `module:factory` names; the folder one stands in is looked in first."""
     where, _, name = spec.partition(":")
-    if not where or not name:
+    if not all(where.split(".")) or not all(name.split(".")):
         parser.error(f"argument model: {spec!r} is not of the form module:factory")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -106,12 +115,14 @@ def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summarize") -> int:
     """Prints the summary that the command line asks for; returns the exit code."""
-    parser = _parser()
+    parser = _parser(prog)
     args = parser.parse_args(argv)
-    if args.html and args.html.exists():
+    if args.html and os.path.exists(args.html):  # false for a name that no disk takes
         parser.error(f"argument --html: {args.html} exists: name a new file")
+    if args.html and not args.html.parent.is_dir():
+        parser.error(f"argument --html: there is no folder {args.html.parent}: make it first")
     try:
         made = _made(parser, args)
     except Exception as e:
@@ -120,7 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{table}{parser.prog}: {kind}{e}\n")
         return 1
     if args.html:
-        args.html.write_text(f'<!doctype html><meta charset="utf-8">{made.html()}\n')
+        page = f'<!doctype html><meta charset="utf-8">{made.html()}\n'
+        try:
+            args.html.write_text(page, encoding="utf-8")
+        except OSError as e:
+            parser.error(f"argument --html: cannot write {args.html}: {e.strerror}")
     sys.stdout.write(f"{made.to_json(2) if args.json else made.text(width=args.width)}\n")
     return 0
 

@@ -21,7 +21,7 @@ ROWS = [
     {"health", "plotting", "exports", "summarize"},
     {"report"},
     {"learner", "watching"},
-    {"bridges", "testing", "demo"},
+    {"bridges", "testing", "demo", "__main__"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 

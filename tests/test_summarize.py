@@ -81,6 +81,10 @@ def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["my_nets:net", "--depth", "-1"], "argument --depth:"),
         (["my_nets:net", "--columns", "size"], "argument --columns: no column 'size'"),
         (["my_nets:net", "--html", "my_nets.py"], "my_nets.py exists: name a new file"),
+        (["..:conv"], "argument model: '..:conv' is not of the form module:factory"),
+        (["my_nets:net", "--html", "no/x.html"], "--html: there is no folder no: make it first"),
+        (["my_nets:net", "--html", "x" * 300], "--html: cannot write"),
+        (["my_nets:net", "--width", "0"], "argument --width: 0 columns hold no text"),
         ([], "the following arguments are required: model"),
     ],
 )  # fmt: skip
@@ -110,8 +114,9 @@ def test_a_model_that_fails_gives_exit_code_one(
     assert message in capsys.readouterr().err
 
 
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "hookkit.summarize", "my_nets:ready", "--input", "3,4"]
+@pytest.mark.parametrize("module", ["hookkit.summarize", "hookkit"])
+def test_it_runs_as_a_module(module: str) -> None:
+    command = [sys.executable, "-m", module, "my_nets:ready", "--input", "3,4"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 

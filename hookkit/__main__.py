@@ -1,0 +1,6 @@
+"""`python -m hookkit module:factory --input 1,3,224,224`: see `hookkit.summarize`."""
+
+from hookkit.summarize import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(prog="python -m hookkit"))
