@@ -305,3 +305,84 @@ def test_a_size_and_an_example_are_one_too_many() -> None:
 def test_a_size_of_nothing_is_refused() -> None:
     with pytest.raises(OptionError, match="whole numbers from 1"):
         dummy_eval(body(), (0, 8))
+
+
+# --- where the guess used to go wrong
+
+
+class ToChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+def test_a_layer_without_children_gives_the_size_of_its_output() -> None:
+    assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
+
+
+def test_an_example_input_may_stand_in_the_second_place() -> None:
+    net, x = nn.Linear(5, 3), torch.randn(2, 5)
+
+    assert model_sizes(net, x) == [torch.Size([2, 3])]  # type: ignore[arg-type]
+    assert dummy_eval(net, x).shape == (2, 3)  # type: ignore[arg-type]
+    assert num_features_model(net, x) == 3  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="got both size= and x="):
+        model_sizes(net, x, x=x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("net", "first"),
+    [
+        (nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)), [1, 4, 64, 64]),
+        (nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 4, 3)), [1, 3, 64]),
+        (nn.Sequential(nn.LayerNorm([3, 8, 8]), nn.Conv2d(3, 4, 3)), [1, 3, 8, 8]),
+        (nn.Sequential(nn.LayerNorm(4), nn.ReLU()), [1, 4]),
+    ],
+)
+def test_a_norm_that_comes_first_takes_what_the_next_layer_takes(
+    net: nn.Module, first: list[int]
+) -> None:
+    assert model_sizes(net)[0] == torch.Size(first)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_layer_says_its_channels() -> None:
+    net = nn.Sequential(torch.jit.script(nn.Conv2d(3, 4, 1)), nn.ReLU())
+
+    assert in_channels(net) == 3
+
+
+def test_channels_last_is_told_at_any_size() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 96, 4, 4), ToChannelsLast(), nn.LayerNorm(96))
+
+    assert [num_features_model(net, s) for s in (None, 64, (64, 64))] == [96, 96, 96]
+
+
+@pytest.mark.parametrize("rest", [[], [nn.Conv2d(4, 3, 1)]])
+def test_a_lazy_first_layer_does_not_say_0(rest: list[nn.Module]) -> None:
+    with pytest.raises(ArgumentError, match=r"LazyConv2d, which learns.*example input: x="):
+        in_channels(nn.Sequential(nn.LazyConv2d(4, 3), *rest))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        total_params,
+        has_params,
+        flatten_model,
+        in_channels,
+        model_sizes,
+        dummy_eval,
+        num_features_model,
+    ],
+)
+def test_what_is_no_module_is_named(f: Callable[[Any], Any]) -> None:
+    with pytest.raises(ArgumentError, match=rf"{f.__name__}\(…\) .*'a' \(str\).*nn.Module. Give"):
+        f("a")
+    with pytest.raises(ArgumentError, match=r"the class Linear.*call the class"):
+        f(nn.Linear)
+
+
+@pytest.mark.parametrize("size", ["a", 0, 1.5, (3, "b"), True])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    with pytest.raises(OptionError, match="sizes are whole numbers from 1"):
+        model_sizes(nn.Conv2d(3, 4, 1), size)

@@ -6,6 +6,8 @@ Builds on `walking`. It is a guess from the order of definition, made only when 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +29,64 @@ _FEATURES = (
     "num_embeddings",
 )
 
+# Norms that take inputs of several dimensions: a layer of another kind says more.
+_VAGUE = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.SyncBatchNorm)
+
+
+def checked_module(m: Any, who: str) -> nn.Module:
+    """`m`, which is an nn.Module; else an ArgumentError in the name of `who`."""
+    if not isinstance(m, nn.Module):
+        is_class = isinstance(m, type)
+        found = f"the class {m.__name__}" if is_class else f"{m!r:.40} ({type(m).__name__})"
+        raise ArgumentError(
+            f"{who}({m.__name__ if is_class else '…'}) was asked for with {found}: a model is an "
+            f"nn.Module. Give {'an instance: call the class' if is_class else 'the model'}."
+        )
+    return m
+
 
 def first_layer(m: nn.Module) -> tuple[str, nn.Module]:
-    """The first layer, in the order of definition, that says what its input looks like."""
+    """The first layer, in the order of definition, that says what its input looks like.
+
+    Norms that fit several kinds of input are passed over if a layer of another kind follows.
+    """
+    vague: tuple[str, nn.Module] | None = None
     for name, layer, _ in walk(m):
-        if _features(layer) is not None:
+        if isinstance(layer, _VAGUE):
+            if vague is None and _features(layer) is not None:
+                vague = name, layer
+        elif _is_lazy(layer):
+            raise ArgumentError(
+                f"asked for the input of {type(unwrap(m)).__name__}: its first layer "
+                f'"{name}" is a {type(layer).__name__}, which learns its channels from its first '
+                "input. Run the model once, or give an example input: x=..."
+            )
+        elif _features(layer) is not None:
             return name, layer
+    if vague is not None:
+        return vague
     raise ArgumentError(
         f"asked for the input of {type(unwrap(m)).__name__}: none of its layers says how many "
         "channels it takes. Give an example input: x=..."
     )
 
 
+def _is_lazy(layer: nn.Module) -> bool:
+    """True if `layer` is torch's own and has not seen its first input."""
+    lazy = isinstance(layer, nn.modules.lazy.LazyModuleMixin)
+    return lazy and any(nn.parameter.is_lazy(p) for p in layer.parameters(recurse=False))
+
+
 def _features(layer: nn.Module) -> int | None:
     """Channels (or features, or different ids) that `layer` takes; None if it does not say."""
     home = type(layer).__module__.split(".")[0]
-    known = [getattr(layer, n) for n in _FEATURES if isinstance(getattr(layer, n, None), int)]
+    said = (getattr(layer, n, None) for n in _FEATURES)
+    known = [n for n in said if isinstance(n, int) and n > 0]  # a lazy layer says 0
     if known and (home == "torch" or not submodules(layer)):
         return int(known[0])
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return int(layer.normalized_shape[-1])
-    weight = layer.__dict__.get("_parameters", {}).get("weight")
+    weight: Any = dict(layer.named_parameters(recurse=False)).get("weight")
     plain = weight is not None and not nn.parameter.is_lazy(weight) and weight.dim() >= 2
     return int(weight.shape[1]) if plain and not submodules(layer) else None
 
@@ -61,7 +100,7 @@ def in_channels(m: nn.Module) -> int:
     Raises:
         ArgumentError: no layer says so, or the first one takes ids (an embedding).
     """
-    name, layer = first_layer(m)
+    name, layer = first_layer(checked_module(m, "in_channels"))
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         raise ArgumentError(
             f'asked for in_channels: the first layer "{name}" is an {type(layer).__name__}, '
@@ -76,14 +115,14 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     Values are uniform in [-1, 1) from a generator of its own; ids (for an embedding) are in range.
     `size` is what stands beside batch and channels; by default 64 in each dimension that the
     first layer wants.
+
+    Raises:
+        OptionError: `size` is not made of whole numbers from 1.
+        ArgumentError: no layer says what it takes.
     """
-    _, layer = first_layer(m)
+    _, layer = first_layer(checked_module(m, "dummy_input"))
     n, dims, last = int(_features(layer) or 0), *input_dims(layer)
-    sides = (
-        (size,) * dims if isinstance(size, int) else (_SIDE,) * dims if size is None else (*size,)
-    )
-    if any(side < 1 for side in sides):
-        raise OptionError(f"size={size}: sizes are whole numbers from 1, such as (64, 64)")
+    sides = _fixed_sides(m, n, dims) if size is None else _checked_sides(size, dims)
     mine = torch.Generator().manual_seed(0)
     p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -91,6 +130,21 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     shape = (1, *sides, n) if last else (1, n, *sides)
     x = torch.empty(shape).uniform_(-1, 1, generator=mine)
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
+
+
+def _checked_sides(size: Any, dims: int) -> tuple[int, ...]:
+    several = isinstance(size, Iterable) and not isinstance(size, str | bytes)
+    sides = tuple(size) if several else (size,) * max(dims, 1)
+    if not all(isinstance(s, Integral) and not isinstance(s, bool) and int(s) > 0 for s in sides):
+        raise OptionError(f"size={size!r}: sizes are whole numbers from 1, such as (64, 64)")
+    return tuple(int(s) for s in sides) if several else sides[:dims]
+
+
+def _fixed_sides(m: nn.Module, n: int, dims: int) -> tuple[int, ...]:
+    """64 a side, unless a LayerNorm over whole samples stands before all others."""
+    first = next((layer for _, layer, _ in walk(m) if _features(layer) is not None), None)
+    whole = tuple(first.normalized_shape) if isinstance(first, nn.LayerNorm) else ()
+    return whole[1:] if len(whole) == dims + 1 > 1 and whole[0] == n else (_SIDE,) * dims
 
 
 def input_dims(layer: nn.Module) -> tuple[int, bool]:

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo import isolating
-from hookkit.modelinfo.dummies import dummy_input, first_layer, in_channels, input_dims
+from hookkit.modelinfo.dummies import (
+    checked_module,
+    dummy_input,
+    first_layer,
+    in_channels,
+    input_dims,
+)
 from hookkit.modelinfo.tracing import Trace, trace
-from hookkit.nested import Inputs, describe
+from hookkit.nested import Inputs, describe, leaves
 from hookkit.walking import children, unwrap
 
 __all__ = [
@@ -79,7 +85,7 @@ def has_params(m: nn.Module) -> bool:
     >>> has_params(nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), has_params(nn.ReLU())
     (True, False)
     """
-    return next(iter(m.parameters()), None) is not None
+    return next(iter(checked_module(m, "has_params").parameters()), None) is not None
 
 
 def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
@@ -95,7 +101,7 @@ def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
     >>> net.weight.requires_grad_(False).requires_grad, total_params(net)
     (False, (330, partly (9%)))
     """
-    params = {id(p): p for p in m.parameters()}.values()
+    params = {id(p): p for p in checked_module(m, "total_params").parameters()}.values()
     n = sum(numel(p) for p in params)
     return n, share(n, sum(numel(p) for p in params if p.requires_grad))
 
@@ -113,7 +119,7 @@ def flatten_model(m: nn.Module) -> list[nn.Module]:
     >>> [type(l).__name__ for l in flatten_model(nn.MultiheadAttention(4, 2))]
     ['NonDynamicallyQuantizableLinear', 'ParameterModule', 'ParameterModule']
     """
-    return list(_flat(unwrap(m), set()))
+    return list(_flat(unwrap(checked_module(m, "flatten_model")), set()))
 
 
 def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -130,6 +136,11 @@ def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
             continue
         bare = [ParameterModule(p) for p in own]
         stack += [*inner, *bare][::-1]
+
+
+def _sorted_out(size: Any, x: Any) -> tuple[Any, Any]:
+    """`size` and `x`, also when an example input was given in the place of the size."""
+    return (None, size) if x is None and leaves(size) else (size, x)
 
 
 def _asked(m: nn.Module, size: Any, x: Any) -> Inputs:
@@ -155,6 +166,8 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     Raises:
         ModelRunError: the model cannot take the made-up input; its own error is the cause.
     """
+    checked_module(m, "dummy_eval")
+    size, x = _sorted_out(size, x)
     given = _asked(m, size, x)
     with isolating.undisturbed(), isolating.put_back(m), torch.no_grad():
         for module in m.modules():
@@ -176,6 +189,7 @@ def _cannot(m: nn.Module, given: Inputs, where: str, error: BaseException) -> Mo
 
 
 def _shapes(m: nn.Module, size: Any, x: Any) -> Trace:
+    size, x = _sorted_out(size, x)
     given = _asked(m, size, x)
     done = trace(m, tuple(given), given.kwargs, training=False)
     if done.error is not None:
@@ -192,12 +206,13 @@ def model_sizes(
     """The output size of each direct child of `m`, in the order of definition.
 
     A `torch.Size`; for a child that returns a structure, the same structure of sizes; None for a
-    child that does not run. Runs on fake tensors where possible. Arguments as for `dummy_eval`.
+    child that does not run. A layer without children gives its own output's size. Runs on fake
+    tensors where possible. Arguments as for `dummy_eval`.
 
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
     """
-    done = _shapes(m, size, x)
+    done = _shapes(checked_module(m, "model_sizes"), size, x)
     first: dict[int, str] = {}
     place: dict[str, int] = {}
     sizes: list[Any] = []
@@ -206,7 +221,7 @@ def model_sizes(
         shapes = done.calls[name].shapes if name in done.calls else []
         i = place[name] = place.get(name, -1) + 1  # its second place shows its second call
         sizes.append(_sized(shapes[min(i, len(shapes) - 1)]) if shapes else None)
-    return sizes
+    return sizes if first or "" not in done.calls else [_sized(s) for s in done.calls[""].shapes]
 
 
 def _sized(shape: Any) -> Any:
@@ -229,8 +244,12 @@ def num_features_model(
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
     24
     """
-    if size is not None or x is not None:
+    checked_module(m, "num_features_model")
+    size, x = _sorted_out(size, x)
+    if x is not None:
         return _channels(_out(_shapes(m, size, x)), None)
+    if size is not None:
+        return _at_size(m, size)
     dims, side = input_dims(first_layer(m)[1])[0], _SMALLEST
     while True:
         try:
@@ -240,11 +259,22 @@ def num_features_model(
             if side >= _LARGEST or not any(text in str(e) for text in _TOO_SMALL):
                 raise  # no size would help
             side *= 2
+    return _channels(small, _larger(m, (side,) * dims))
+
+
+def _at_size(m: nn.Module, size: int | Iterable[int]) -> int:
+    size = tuple(size) if isinstance(size, Iterable) and not isinstance(size, str) else size
+    small = _out(_shapes(m, size, None))
+    dims = input_dims(first_layer(m)[1])[0]
+    return _channels(small, _larger(m, size if isinstance(size, tuple) else (size,) * dims))
+
+
+def _larger(m: nn.Module, sides: tuple[int, ...]) -> list[int] | None:
+    """The shape that comes out of an input twice the size; None if `m` takes one size only."""
     try:
-        large = _out(_shapes(m, (2 * side,) * dims, None)) if dims else None
+        return _out(_shapes(m, tuple(2 * side for side in sides), None)) if sides else None
     except ModelRunError:
-        large = None  # its input has one size only
-    return _channels(small, large)
+        return None
 
 
 def _out(done: Trace) -> list[int]:
