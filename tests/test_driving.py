@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import warnings
 import weakref
@@ -543,3 +544,43 @@ def test_a_callback_with_a_call_of_its_own_hears_every_event() -> None:
 
     assert heard[:4] == ["before_fit", "before_epoch", "before_train", "before_batch"]
     assert heard[-2:] == ["after_fit", "its own method"]
+
+
+# --- keywords that a class does not take
+
+
+class Taking(Callback):
+    def __init__(self, every: int = 1, *, until: int = 2) -> None:
+        self.every, self.until = every, until
+
+
+def test_an_unknown_keyword_gets_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"Taking\(evry=…\).*Nearest: every. It takes every, u"):
+        Taking(evry=3)  # type: ignore[call-arg]
+
+
+def test_a_class_keeps_the_signature_of_its_init() -> None:
+    assert str(inspect.signature(Taking)) == "(every: int = 1, *, until: int = 2) -> None"
+    assert list(inspect.signature(Callback).parameters) == ["events"]
+    assert list(inspect.signature(Taking()).parameters) == ["event"]
+    assert list(inspect.signature(type(quiet())).parameters)[:3] == ["dls", "model", "loss_func"]
+
+
+def test_copies_and_pickles_pass_by_the_arguments() -> None:
+    cb = Taking(3, until=4)
+
+    for again in (copy.copy(cb), copy.deepcopy(cb), pickle.loads(pickle.dumps(cb))):
+        assert (again.every, again.until) == (3, 4)
+
+
+@pytest.mark.parametrize("cb", ["recorder", 3, int])
+def test_what_is_no_callback_cannot_be_removed(cb: Any) -> None:
+    learn = quiet()
+
+    with pytest.raises(ArgumentError, match=r"to be removed as a callback.*Give the callback, or"):
+        learn.remove_cb(cb)
+    with (
+        pytest.raises(ArgumentError, match="to be removed as a callback"),
+        learn.removed_cbs(cb),
+    ):
+        pass

@@ -687,3 +687,45 @@ def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
         assert other.recorder.learn is other
 
     assert len(learn.recorder.losses) == 3
+
+
+@pytest.mark.parametrize("n", [1.5, "1", None])
+def test_epochs_are_whole_numbers(n: Any) -> None:
+    with pytest.raises(OptionError, match=r"epochs are counted from 0. Give whole numbers"):
+        quiet().fit(n)
+
+
+@pytest.mark.parametrize("lr", ["a", "1", slice(None), [None]])
+def test_a_learning_rate_is_a_number(lr: Any) -> None:
+    with pytest.raises(OptionError, match=r"lr=.* was asked for.*1 parameter group. Give one"):
+        quiet().fit(1, lr=lr)
+
+
+def test_a_loss_class_is_to_be_called() -> None:
+    with pytest.raises(ArgumentError, match=r"loss_func=MSELoss.*Call the class: MSELoss\(\)"):
+        Learner(synth_dbunch(), RegModel(), nn.MSELoss)
+
+
+def test_a_keyword_that_a_learner_has_not_gets_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"Learner\(los_func=…\).*Nearest: loss_func"):
+        Learner(synth_dbunch(), RegModel(), los_func=nn.MSELoss())  # type: ignore[call-arg]
+
+
+def test_a_diagnosis_takes_no_options() -> None:
+    learn = quiet()
+    learn.fit(1)
+
+    assert learn.diagnose() is not None
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        learn.diagnose(strict=True)
+
+
+def test_a_run_record_has_the_gradient_norms_of_param_stats() -> None:
+    from hookkit.stats import ParamStats
+
+    learn = quiet(cbs=ParamStats())
+    learn.fit(1)
+
+    norms = learn.run_record().grad_norms
+    assert norms.shape == (3,)
+    assert np.isfinite(norms).all()

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,20 @@ from torch import Tensor, nn
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder
 from hookkit.callbacks.metrics import Mean
 from hookkit.callbacks.recorder import Scalars, format_time
-from hookkit.errors import ArgumentError
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
 from hookkit.testing import synth_learner
+
+
+def new_axes() -> Any:
+    return pytest.importorskip("matplotlib.figure").Figure().subplots()
+
+
+def plot_loss(*args: Any, **kwargs: Any) -> Any:
+    pytest.importorskip("matplotlib")
+    from hookkit.plotting import plot_loss
+
+    return plot_loss(*args, **kwargs)
 
 
 def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
@@ -277,3 +289,33 @@ def test_a_metric_may_give_several_numbers() -> None:
 
 def test_durations() -> None:
     assert [format_time(s) for s in (0, 61.9, 3600)] == ["00:00", "01:01", "1:00:00"]
+
+
+def test_the_loss_alone_is_drawn_on_axes_of_the_users() -> None:
+    ax = new_axes()
+
+    assert plot_loss(made.run(n=300, epoch=100), 20, False, ax=ax) is ax
+    assert ax.lines[0].get_xdata()[0] == 20
+    assert "validation loss" not in [line.get_label() for line in ax.lines]
+
+
+def test_the_validation_loss_begins_where_the_training_loss_does() -> None:
+    ax = new_axes()
+    plot_loss(made.run(n=300, epoch=100), 150, ax=ax)
+    (valid,) = [line for line in ax.lines if line.get_label() == "validation loss"]
+
+    assert min(valid.get_xdata()) >= 150
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, "a"])
+def test_steps_to_skip_are_a_whole_number(n: Any) -> None:
+    with pytest.raises(OptionError, match=r"skip_start=.*number of steps.*Use 0"):
+        plot_loss(made.run(), n)
+
+
+def test_the_recorder_draws_the_loss_where_it_is_told() -> None:
+    ax = new_axes()
+    learn = quiet()
+    learn.fit(1)
+
+    assert learn.recorder.plot_loss(1, with_valid=False, ax=ax) is ax

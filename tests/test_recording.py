@@ -517,3 +517,35 @@ def test_a_compiled_model_that_has_run_sees_the_hooks_and_is_not_compiled_for_ea
     assert cb.names == ["0", "2"]
     assert [s.shape for s in cb.hooks.stored] == [(16, 4), (16, 1)]
     assert len(graphs) - before <= 3  # training on and off, validation
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_after_the_fit_takes_kept_hooks_off(error: type[BaseException]) -> None:
+    def fail(cb: Any) -> None:
+        raise error
+
+    learn = quiet(cbs=[HookCallback(remove_end=False), Callback(after_fit=fail)])
+
+    with pytest.raises(error):
+        learn.fit(1)
+
+    assert n_hooks(learn.model) == 0
+
+
+def test_kept_hooks_stay_after_a_fit_that_ended_well() -> None:
+    learn = quiet(cbs=HookCallback(remove_end=False))
+    learn.fit(1)
+    assert n_hooks(learn.model) > 0
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_an_empty_list_of_modules_hooks_none(is_forward: bool) -> None:
+    cb = HookCallback(modules=[], is_forward=is_forward)
+    quiet(cbs=cb).fit(1)
+    assert (cb.names, len(cb.hooks)) == ([], 0)
+
+
+@pytest.mark.parametrize("word", ["do_remove", "modulez"])
+def test_an_unknown_keyword_gets_the_names_that_there_are(word: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"HookCallback\({word}=…\).*It takes modules, every"):
+        HookCallback(**{word: []})

@@ -8,6 +8,7 @@ outputs    What a classifier's scores look like: how many classes, and whether t
 metrics    Metrics: functions averaged over samples, or objects that update and compute; read
            late.
 progress   `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
+keywords   Keyword arguments that a class does not take: an error with the names that it does.
 runs       From a Learner to a `Run`: what its recorders hold, gathered as plain values.
 """
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from fastcore.foundation import L
 
+from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, nearest
 from hookkit.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS
 
@@ -61,6 +62,13 @@ class Callback:
     run: bool = True
     run_train: bool = True
     run_valid: bool = True
+
+    __signature__ = InitSignature()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Callback:
+        """A callback, unless a keyword is none of the class's arguments."""
+        check_keywords(cls, kwargs)
+        return super().__new__(cls)
 
     def __init__(self, **events: Callable[[Any], object]) -> None:
         for event, f in events.items():
@@ -187,6 +195,7 @@ class Driver:
 
     cbs: L
     fitting: bool = False
+    _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
     training: bool = False
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: dict[str, Callback]
@@ -231,12 +240,26 @@ class Driver:
         """Removes a callback, or every instance of a class; the driver itself.
 
         One removed while a fit is under way is cleaned up after at once.
+
+        Raises:
+            ArgumentError: `cb` is neither a callback nor a class of them.
         """
-        for known in self._grab_cbs(cb) if isinstance(cb, type) else [cb]:
+        for known in self._meant(cb):
             if any(known is c for c in self.cbs):
                 self._drop(known)
                 known.learn = None
         return self
+
+    def _meant(self, cb: Any) -> list[Callback]:
+        """The callbacks that `cb` stands for: itself, or the instances of a class."""
+        if isinstance(cb, type) and issubclass(cb, Callback):
+            return list(self._grab_cbs(cb))
+        if isinstance(cb, Callback):
+            return [cb]
+        raise ArgumentError(
+            f"{cb!r} was to be removed as a callback, its type is {type(cb).__name__}. Give the "
+            f"callback, or its class; there are {list(self.cbs)}."
+        )
 
     def remove_cbs(self: D, cbs: Any) -> D:
         """Removes what `add_cbs` takes."""
@@ -273,7 +296,7 @@ class Driver:
         gone = [
             known
             for cb in _listed(cbs)
-            for known in (self._grab_cbs(cb) if isinstance(cb, type) else [cb])
+            for known in self._meant(cb)
             if any(known is c for c in self.cbs)
         ]
         self.remove_cbs(gone)
@@ -356,6 +379,6 @@ class Driver:
 def _listed(cbs: Any) -> list[Any]:
     if cbs is None:
         return []
-    if isinstance(cbs, (Callback, type)) or not isinstance(cbs, Iterable):
+    if isinstance(cbs, (Callback, type, str)) or not isinstance(cbs, Iterable):
         return [cbs]
     return list(cbs)

@@ -265,11 +265,20 @@ class Recorder(Callback):
         """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
         return [dict(row) for row in self._rows]
 
-    def plot_loss(self, *, fig: Any = None) -> Any:
-        """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure."""
+    def plot_loss(
+        self, skip_start: int = 0, with_valid: bool = True, *, ax: Any = None, fig: Any = None
+    ) -> Any:
+        """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure.
+
+        Args:
+            skip_start: how many steps to leave out at the beginning.
+            with_valid: whether to draw the validation loss.
+            ax: draws the loss alone, here; the result is this Axes.
+            fig: an empty Figure or SubFigure.
+        """
         from hookkit.plotting import plot_loss
 
-        return plot_loss(self.learn.run_record(), fig=fig)
+        return plot_loss(self.learn.run_record(), skip_start, with_valid, ax=ax, fig=fig)
 
 
 def format_time(seconds: float) -> str:

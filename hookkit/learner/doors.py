@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from fastcore.foundation import L
 from torch import nn
 
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError
+from hookkit.errors import ArgumentError, OptionError
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -29,6 +30,20 @@ def check_function(what: str, f: Any) -> None:
         raise ArgumentError(
             f"Learner({what}={f!r}) was asked for; {type(f).__name__} cannot be called. "
             f"Give a function, or an object such as nn.CrossEntropyLoss()."
+        )
+    if what == "loss_func" and isinstance(f, type):
+        raise ArgumentError(
+            f"Learner(loss_func={f.__name__}) was asked for: that is a class, and its instances "
+            f"take predictions and targets. Call the class: {f.__name__}()."
+        )
+
+
+def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
+    """An OptionError unless both are whole numbers from 0."""
+    if not all(isinstance(n, Integral) and int(n) >= 0 for n in (n_epoch, start_epoch)):
+        raise OptionError(
+            f"fit({n_epoch!r}, start_epoch={start_epoch!r}) was asked for: epochs are counted "
+            f"from 0. Give whole numbers that are not negative."
         )
 
 

@@ -74,18 +74,28 @@ def spread(lr: Any, n: int) -> list[float]:
     >>> spread(0.1, 2), spread(slice(0.01), 2), spread([1, 2], 2)
     ([0.1, 0.1], [0.001, 0.01], [1.0, 2.0])
     """
+    try:
+        rates = _rates(lr, n)
+    except (TypeError, ValueError):
+        rates = []  # words, None, a slice without an end
+    if len(rates) != n or not all(rate >= 0 for rate in rates):
+        raise OptionError(
+            f"lr={lr!r} was asked for; the optimizer has {n} parameter group{'s' * (n != 1)}. "
+            f"Give one number, {n} of them, or slice(lowest, highest); none negative or NaN."
+        )
+    return rates
+
+
+def _rates(lr: Any, n: int) -> list[float]:
     if isinstance(lr, slice) and lr.start:
         steps = [i / max(n - 1, 1) for i in range(n)]
         rates = [lr.start * (lr.stop / lr.start) ** s for s in steps[:-1]] + [lr.stop]
     elif isinstance(lr, slice):
         rates = [lr.stop / 10] * (n - 1) + [lr.stop]
+    elif isinstance(lr, str):
+        raise TypeError(lr)  # "1" would be taken for a number
     else:
         rates = list(lr) if isinstance(lr, Sequence) else [lr] * n
-    if len(rates) != n or not all(float(rate) >= 0 for rate in rates):
-        raise OptionError(
-            f"lr={lr!r} was asked for; the optimizer has {n} parameter group{'s' * (n != 1)}. "
-            f"Give one number, {n} of them, or slice(lowest, highest); none negative or NaN."
-        )
     return [float(rate) for rate in rates]
 
 

@@ -16,11 +16,18 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
+from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.data import DataLoaders
-from hookkit.errors import ModelRunError, OptionError, nearest
+from hookkit.errors import ModelRunError, nearest
 from hookkit.events import CancelFitException
 from hookkit.learner.distributing import distributed
-from hookkit.learner.doors import as_loaders, check_function, checked_model, several
+from hookkit.learner.doors import (
+    as_loaders,
+    check_epochs,
+    check_function,
+    checked_model,
+    several,
+)
 from hookkit.learner.groups import (
     freeze_groups,
     make_optimizer,
@@ -80,6 +87,13 @@ class Learner(Loop):
     >>> len(learn.recorder.values), learn.n_steps
     (3, 30)
     """
+
+    __signature__ = InitSignature()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Learner:
+        """A Learner, unless a keyword is none of its arguments."""
+        check_keywords(cls, kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -141,11 +155,7 @@ class Learner(Loop):
             ModelRunError: there is no training data, or no loss.
             OptionError: an option cannot work.
         """
-        if n_epoch < 0 or start_epoch < 0:
-            raise OptionError(
-                f"fit({n_epoch}, start_epoch={start_epoch}) was asked for: epochs are counted "
-                f"from 0. Give numbers that are not negative."
-            )
+        check_epochs(n_epoch, start_epoch)
         self._needs_data("fit")
         with self.added_cbs(cbs), self._fit_under_way():
             if reset_opt or self.opt is None:
@@ -337,14 +347,14 @@ class Learner(Loop):
 
         return run_of(self)
 
-    def diagnose(self, **options: Any) -> Any:
+    def diagnose(self) -> Any:
         """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
         from hookkit.health import diagnose
 
-        return diagnose(self.run_record(), **options)
+        return diagnose(self.run_record())
 
     def report(self, path: str | Path | None = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.pages`."""
+        """A page of the run so far: see `hookkit.report.report`."""
         from hookkit.report import report
 
         return report(self, path, **options)

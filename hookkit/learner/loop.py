@@ -201,13 +201,15 @@ class Loop(Driver):
         self._claim()
         self.fitting = self.steps_now = True
         self.opt = self._opt
+        self._broken = True  # until it is known to have ended well: `after_fit` may fail too
         try:
             yield
+            self._broken = False
         finally:
             try:
                 self._clean_up()
             finally:
-                self.fitting = self.training = False
+                self.fitting = self.training = self._broken = False
                 self.opt = self._opt
                 self._forget_batch()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.errors import OptionError
 from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     ALARM,
@@ -77,33 +78,66 @@ def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
     plain(ax)
 
 
-def plot_loss(run: Any, *, fig: Any = None) -> Any:
+def plot_loss(
+    run: Any,
+    skip_start: int = 0,
+    with_valid: bool = True,
+    *,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
     Triangles mark spikes (6 sigma above the 128 steps before), vermilion bars NaN or Inf.
+
+    Args:
+        run: a Run, a recorder or a driver.
+        skip_start: how many steps to leave out at the beginning.
+        with_valid: whether to draw the validation loss.
+        ax: draws the loss alone, here; the result is this Axes.
+        fig: an empty Figure or SubFigure.
+
+    Raises:
+        OptionError: `skip_start` is negative.
     """
+    if not isinstance(skip_start, int) or skip_start < 0:
+        raise OptionError(
+            f"plot_loss(skip_start={skip_start!r}) was asked for: it is a number of steps to leave "
+            f"out at the beginning. Use 0 for none, or a positive whole number."
+        )
     run = plotdata.as_run(run)
+    if ax is not None:
+        _losses(ax, run, skip_start, with_valid)
+        ax.set_xlabel("optimizer step", fontsize=9)
+        return ax
     steps, norms = plotdata.gradient_norms(run)
+    steps, norms = steps[steps >= skip_start], norms[steps >= skip_start]
     there = int(np.isfinite(norms).any())
     fig = new_figure(fig, 10, 5 if there else 3.6)
     heights = (2, 1)[: 1 + there]
     axes = fig.subplots(1 + there, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
-    if len(losses) or len(run.valid):
-        _series(axes[0], np.arange(len(losses)), losses, "training loss")
-        _valid_points(axes[0], run, len(losses))
-        axes[0].legend(fontsize=8, frameon=False)
-    else:
-        nothing(axes[0], "no loss was recorded")
-    title(axes[0], "Loss")
+    _losses(axes[0], run, skip_start, with_valid)
     if there:
         _series(axes[1], steps, norms, "gradient norm")
         title(axes[1], "Global gradient norm")
         log_y(axes[1], norms)
-    if run.records and len(run.records[0]):
-        mark_epochs(axes[0], run.records[0])
     axes[-1].set_xlabel("optimizer step", fontsize=9)
     return fig
+
+
+def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
+    losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
+    n = len(losses)
+    if n or (with_valid and len(run.valid)):
+        _series(ax, np.arange(n)[skip_start:], losses[skip_start:], "training loss")
+        if with_valid:
+            _valid_points(ax, run, n, skip_start)
+        ax.legend(fontsize=8, frameon=False)
+    else:
+        nothing(ax, "no loss was recorded")
+    title(ax, "Loss")
+    if run.records and len(run.records[0]):
+        mark_epochs(ax, run.records[0])
 
 
 def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
@@ -125,11 +159,20 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
     plain(ax)
 
 
-def _valid_points(ax: Any, run: Run, n: int) -> None:
+def _valid_points(ax: Any, run: Run, n: int, skip_start: int) -> None:
     rows = [row for row in run.valid if isinstance(row.get("valid_loss"), (int, float))]
     if not rows:
         return
     ends = plotdata.epoch_ends(run, n)
-    at = [ends.get(row.get("epoch", i), i) for i, row in enumerate(rows)]
-    losses = [row["valid_loss"] for row in rows]
-    ax.plot(at, losses, "o-", color=ORANGE, mec=INK, mew=0.6, ms=5, lw=1, label="validation loss")
+    points = [(ends.get(row.get("epoch", i), i), row["valid_loss"]) for i, row in enumerate(rows)]
+    points = [(at, loss) for at, loss in points if at >= skip_start] or points[-1:]
+    ax.plot(
+        *zip(*points, strict=True),
+        "o-",
+        color=ORANGE,
+        mec=INK,
+        mew=0.6,
+        ms=5,
+        lw=1,
+        label="validation loss",
+    )

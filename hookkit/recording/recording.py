@@ -30,7 +30,7 @@ class HookCallback(Callback):
 
     Args:
         modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
-            `select`; None takes every module without children that has parameters.
+            `select`; None takes every module without children that has parameters, [] none.
         every: records one training batch in so many, beginning with the first of each fit; None
             records all.
         remove_end: takes the hooks off at the end of the fit; after an error they go in any case.
@@ -141,7 +141,7 @@ class HookCallback(Callback):
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off."""
-        if self.remove_end or not self._ended:
+        if self.remove_end or not self._ended or self.learn._broken:
             self._remove()
         else:
             self._record(True)
@@ -151,7 +151,7 @@ class HookCallback(Callback):
     def _select(self, model: nn.Module) -> Any:
         """The modules to hook, by name."""
         if self.modules is not None:
-            return select(model, *self.modules)
+            return select(model, *self.modules) if self.modules else {}  # [] is none, not all
         found = leaf_modules(model)
         if self.include_paramless:
             return found
