@@ -6,8 +6,9 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,42 @@ PARAM_STATISTICS = (
 )
 
 
+class Exports:
+    """What can be read as records goes to other tools: see `hookkit.exports`."""
+
+    def to_df(self) -> Any:
+        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
+        from hookkit import exports
+
+        return exports.to_df(self)
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Writes the tidy table as CSV; the path."""
+        from hookkit import exports
+
+        return exports.to_csv(self, path)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the records to one `.npz` file, which `exports.load` reads; the path."""
+        from hookkit import exports
+
+        return exports.save(self, path)
+
+    def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
+        """Sends the records to a TensorBoard `SummaryWriter`: scalars, and the histograms."""
+        from hookkit import exports
+
+        exports.log_to(writer, self, statistics=statistics)
+
+    def compare(self, other: Any, statistic: str = "rms") -> list[dict[str, Any]]:
+        """This run and another side by side, per layer of both: see `exports.compare`."""
+        from hookkit import exports
+
+        return exports.compare(self, other, statistic)
+
+
 @dataclass(frozen=True, repr=False)
-class Record:
+class Record(Exports):
     """What one recorder saw: one row per layer, one column per record.
 
     Args:
@@ -195,7 +230,7 @@ class Incident:
 
 
 @dataclass(frozen=True, repr=False)
-class Run:
+class Run(Exports):
     """Everything known of one training run: what a diagnosis, a picture or a report reads.
 
     Args:

@@ -79,3 +79,9 @@ def test_an_incident_reads_as_text() -> None:
         "  its RMS in the steps before: 1 4 64\n"
         "  then: head"
     )
+
+
+@pytest.mark.parametrize("layer", [0, "fc"])
+def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
+    with pytest.raises(SelectionError, match=r"nothing was recorded yet. Train first"):
+        record(names=()).layer(layer)

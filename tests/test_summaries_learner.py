@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hookkit.errors import ModelRunError
+from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.summaries import layer_info, learner_summary, module_summary
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -264,3 +264,14 @@ def test_a_model_left_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:
         == module_summary(SimpleNamespace(model=mlp()), torch.randn(16, 1)).summary.kept_bytes
     )
     assert not any(m.training for m in net.modules())
+
+
+@pytest.mark.parametrize("f", [module_summary, layer_info])
+def test_a_model_in_the_place_of_the_learner_gets_the_cure(f: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"{f.__name__} takes a Learner, found Linear. Use su"):
+        f(nn.Linear(2, 3), torch.ones(1, 2))
+
+
+def test_without_data_there_are_two_cures() -> None:
+    with pytest.raises(ModelRunError, match=r"no data. Make it with DataLoaders.*module_summary"):
+        learner_summary(SimpleNamespace(model=nn.Linear(2, 3), dls=None))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hookkit.errors import ModelRunError
+from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.layout import percent
 from hookkit.modelinfo import isolating
 from hookkit.nested import Inputs, leaves, tmap
@@ -46,6 +46,15 @@ class SummaryText(str):
 
     def _repr_html_(self) -> str:
         return self.summary.html()
+
+
+def _check(learn: Any, who: str) -> None:
+    """A model in the Learner's place is the likeliest mistake here."""
+    if not isinstance(getattr(learn, "model", None), nn.Module):
+        raise ArgumentError(
+            f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
+            f"the Learner: {who}(learn, x)."
+        )
 
 
 def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary:
@@ -82,6 +91,7 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
         learn: a Learner, or anything with a `model`.
         *xb: the inputs of a batch; the first sample of each is taken where the model can take one.
     """
+    _check(learn, "layer_info")
     one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
     try:
         made = _summary_of(learn, one, False)
@@ -142,6 +152,7 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
 
     A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
     """
+    _check(learn, "module_summary")
     made = _summary_of(learn, xb, _mode(learn.model))
     return SummaryText(_drawn(made, xb), made)
 
@@ -194,7 +205,10 @@ def one_input(dls: Any) -> tuple[Any, ...]:
     """
     train = getattr(dls, "train", None)
     if train is None:
-        raise ModelRunError("learn.summary() runs one training batch: this Learner has no data")
+        raise ModelRunError(
+            "learn.summary() runs one training batch: this Learner has no data. Make it with "
+            "DataLoaders(train, valid), or use module_summary(learn, xb)."
+        )
     with ExitStack() as stack:
         stack.enter_context(isolating.undisturbed())
         for g in _generators(train):
@@ -228,5 +242,8 @@ def _batch(loader: Any) -> Any:
             return loader.collate_fn(rows)
     batch = next(iter(loader), None)
     if batch is None:
-        raise ModelRunError("learn.summary() runs one training batch: the training data is empty")
+        raise ModelRunError(
+            "learn.summary() runs one training batch: the training data is empty. Give a loader "
+            "with batches, or use module_summary(learn, xb)."
+        )
     return batch
