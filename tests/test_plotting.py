@@ -211,6 +211,26 @@ def test_the_depth_profile_draws_chosen_steps() -> None:
     assert figure.axes[0].get_yscale() == "log"
 
 
+@pytest.mark.parametrize("values", [(1e300,), (1e-300,), (1e-310,), (1e-300, 1.0, 1e300)])
+def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values: tuple[float, ...]) -> None:
+    run = made.run(n=30)
+    assert run.activations is not None
+    shape = run.activations.value("std").shape
+    odd = {k: np.resize(values, shape) for k in run.activations.values}
+
+    figure = plotting.plot_stats(replace(run.activations, values=odd))
+
+    figure.canvas.draw()
+    low, high = figure.axes[1].get_ylim()
+    assert 0 < low < high < np.inf
+
+
+@pytest.mark.parametrize("step", [-1, 300, 500])
+def test_density_of_a_step_that_was_not_recorded_is_refused(step: int) -> None:
+    with pytest.raises(OptionError, match=f"step {step} was asked for, .* steps 0 to 299"):
+        plotting.plot_density(made.run(n=30, every=10), step)
+
+
 def test_density_takes_the_nearest_record_and_says_which() -> None:
     ax = plotting.plot_density(made.run(n=30, every=10), 104)
 

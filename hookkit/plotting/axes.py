@@ -21,6 +21,8 @@ NEVER = "#dcdcdc"
 BLUE = "#0072b2"
 ORANGE = "#e69f00"
 BROKEN = "NaN or Inf"
+RANGE = (1e-301, 1e301)
+"""Limits of a log axis that matplotlib can still widen and mark without overflow."""
 KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
 
 
@@ -91,8 +93,11 @@ def log_y(ax: Any, values: Any) -> None:
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return
+    low, high = np.log10(positive.min()), np.log10(positive.max())
+    decades = high - low
+    if decades > 250:  # the margins of matplotlib's own limits would overflow
+        ax.set_ylim(*np.clip((positive.min(), positive.max()), *RANGE))
     ax.set_yscale("log", nonpositive="mask")
-    decades = np.log10(positive.max() / positive.min())
     between = {2.0, 5.0} if decades < 2 else set()
 
     def word(value: float, _: Any = None) -> str:
@@ -103,7 +108,7 @@ def log_y(ax: Any, values: Any) -> None:
     ax.yaxis.set_minor_formatter(word)
     ax.tick_params(axis="y", which="minor", labelsize=7)
     if decades < 0.7:  # too little to hold two ticks: show the neighbourhood too
-        middle = float(np.sqrt(positive.max() * positive.min()))
+        middle = float(np.clip(10 ** ((low + high) / 2), *RANGE))
         ax.set_ylim(middle / 3, middle * 3)
 
 

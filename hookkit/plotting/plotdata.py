@@ -192,6 +192,20 @@ def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int
     return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
 
 
+def check_step(record: Record, step: int) -> None:
+    """That `step` is among those recorded, or between two of them.
+
+    Raises:
+        OptionError: it is before the first or after the last.
+    """
+    first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
+    if not first <= step <= last:
+        raise OptionError(
+            f"step {step} was asked for, the records cover the steps {first} to {last}. "
+            f"Use one of these; the nearest record is taken."
+        )
+
+
 def smoothed(values: Floats, width: int | None = None) -> Floats:
     """Running mean of the finite `values`, centred so that it does not lag; default: n/40 wide."""
     width = (width or max(5, len(values) // 40)) | 1

@@ -169,7 +169,10 @@ def _share_bar(ax: Any, mesh: Any) -> None:
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any:
     """How the values of every layer are spread at one step (default: the last), a line a layer.
 
-    The nearest record is taken, and the title says which. Raises OptionError without histograms.
+    The nearest record is taken, and the title says which.
+
+    Raises:
+        OptionError: no histograms were recorded, or none at all near `step`.
     """
     record = plotdata.as_record(record, "activation", "gradient")
     ax = new_axes(ax, 10, 4.5)
@@ -177,6 +180,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     if not record.names or not len(record):
         return nothing(ax, "nothing was recorded")
     wanted = int(record.steps[-1]) if step is None else step
+    plotdata.check_step(record, wanted)
     (column,) = plotdata.chosen_columns(record.steps, [wanted])
     rows = range(len(record.names))
     tables = np.stack([plotdata.shares(record, row)[:, column] for row in rows])
