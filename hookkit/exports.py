@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,16 @@ def load(path: str | Path) -> list[Record]:
     Raises:
         OptionError: the file is not one of `save`'s.
     """
-    with np.load(path, allow_pickle=False) as file:
+    foreign = f"{path} was to be loaded; hookkit did not write it. Use save(…, path)."
+    try:
+        opened = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        raise OptionError(foreign) from None
+    if not isinstance(opened, np.lib.npyio.NpzFile):
+        raise OptionError(foreign)
+    with opened as file:
         if "head" not in file:
-            raise OptionError(
-                f"{path} was to be loaded; hookkit did not write it. Use save(…, path)."
-            )
+            raise OptionError(foreign)
         heads = json.loads(str(file["head"]))["records"]
         return [_loaded(file, i, head) for i, head in enumerate(heads)]
 

@@ -145,7 +145,9 @@ class Bank:
     def _count_all(self, row: int, x: Tensor, times: int) -> None:
         assert self.options.bins is not None
         for part in torch.split(x, 1 << 20):
-            self.counts[row] += self.options.bins.count(part.float().unsqueeze(0))[0] * times
+            self.counts[row] += (
+                self.options.bins.count(_narrow(part).float().unsqueeze(0))[0] * times
+            )
 
     def _sample(self, row: int, x: Tensor) -> None:
         assert self.options.bins is not None
@@ -158,9 +160,9 @@ class Bank:
         if n > size:
             stride = coprime_stride(n, size)
             start = self.turn % stride  # another part of the tensor at each step
-            here.copy_(x[start : start + stride * (size - 1) + 1 : stride])
+            here.copy_(_narrow(x[start : start + stride * (size - 1) + 1 : stride]))
         else:
-            here[:n].copy_(x)
+            here[:n].copy_(_narrow(x))
         self.sampled[row] = min(n, size)
 
     def _all_counts(self) -> Tensor:
@@ -257,3 +259,13 @@ class Bank:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["options"], torch.device("cpu"), state["rows"])  # type: ignore[misc]
         self.__dict__.update(state)
+
+
+_MOST = torch.finfo(torch.float32).max
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Finite float64 values stay finite in float32."""
+    if x.dtype is not torch.float64:
+        return x
+    return torch.where(torch.isinf(x), x, x.clamp(-_MOST, _MOST))

@@ -72,10 +72,10 @@ class FlightRecorder(HookCallback):
             raise OptionError(
                 f"FlightRecorder(on_nonfinite={on_nonfinite!r}): use one of {', '.join(ACTIONS)}."
             )
-        if not keep >= 2:
-            raise OptionError(f"FlightRecorder(keep={keep}): use 2 batches or more.")
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 2:
+            raise OptionError(f"FlightRecorder(keep={keep!r}): use 2 batches or more, whole.")
         super().__init__(modules, include_paramless=True)
-        self.on_nonfinite, self.keep = on_nonfinite, int(keep)
+        self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
         self._handles: list[Any] = []
@@ -87,7 +87,7 @@ class FlightRecorder(HookCallback):
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._parameters: list[tuple[str, str, nn.Parameter]] = []
-        self._checked = False
+        self._checked = self._through = False
 
     # --- hooks
 
@@ -121,18 +121,23 @@ class FlightRecorder(HookCallback):
     def _record(self, on: bool) -> None:
         self.recording = on
         if self._tape is not None:
-            self._tape.on = on
+            self._tape.on = on and not self._through
 
     # --- events
 
     def before_batch(self) -> None:
         """The next place in its memory; on a GPU, a look at what the last batch left."""
+        self._checked = self._through = False
         super().before_batch()
-        self._checked = False
         if self.recording and self._tape is not None:
             self._look_late()
             self._tape.turn(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
             self._grads.pop(self._tape.at, None)
+
+    def after_pred(self) -> None:
+        """The batch is through: a layer called by itself from here on is no part of it."""
+        self._through = True
+        self._record(self.recording)
 
     def before_step(self) -> None:
         """Looks, while bad gradients can still be kept from the weights."""
@@ -275,8 +280,18 @@ class FlightRecorder(HookCallback):
             note = "The model's input was not finite: look at the data."
         elif not all(_is_finite(p) for p in weights):
             note = "Its own weights were not finite: the step before has spoiled them."
+        elif previous := self._ran_before(at, first):
+            head = "Its weights are finite: if" if weights else "If"
+            note = f"{head} its input was not, look at what runs between {previous} and it."
         names = tuple(self.names[row] for row in others)
         return self._made(at, "activation", name, self._types[first], names, history, note)
+
+    def _ran_before(self, at: int, row: int) -> str:
+        """The name of the layer that ran just before the one in `row`, "" if none did."""
+        assert self._tape is not None
+        order = self._tape.order[at]
+        found = np.flatnonzero(order[: len(self.names)] == order[row] - 1)
+        return self.names[found[0]] if len(found) and order[row] > 0 else ""
 
     def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
         """The backward pass begins at the end: of the bad ones, the module that ran last."""

@@ -69,7 +69,8 @@ class StatsCallback(HookCallback):
         self._clear_fit()
 
     def _clear_fit(self) -> None:
-        self._n_taken, self._iter, self._tried, self._cancelled = 0, 0, False, False
+        self._n_taken, self._iter = 0, 0
+        self._tried = self._cancelled = self._through = False
 
     # --- hooks
 
@@ -104,8 +105,8 @@ class StatsCallback(HookCallback):
     def _record(self, on: bool) -> None:
         self.recording = on
         training = self.learn is None or self.learn.training
-        self._eye.on = on and training
-        self._valid_eye.on = on and not training
+        self._eye.on = on and training and not self._through
+        self._valid_eye.on = on and not training and not self._through
 
     # --- events
 
@@ -118,7 +119,7 @@ class StatsCallback(HookCallback):
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
-        self._tried = self._cancelled = False
+        self._tried = self._cancelled = self._through = False
         if self.learn.training:
             self._iter = self.learn.train_iter
             self._record(self.on_train and self._n_taken % (self.every or 1) == 0)

@@ -13,8 +13,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import OptionError
-from hookkit.records import Record
+from hookkit.errors import OptionError, SelectionError, nearest
+from hookkit.records import Exports, Record
 from hookkit.stats.gathering import StatsCallback
 
 
@@ -29,7 +29,28 @@ class StatsList(L):  # type: ignore[misc]
         return table.transpose(1, 2).contiguous()
 
 
-class LayerStats(StatsCallback):
+class BatchStats(L):  # type: ignore[misc]
+    """The layers of one record, by number or by name; and where it was made.
+
+    Attributes:
+        names: of the layers.
+        step, epoch, iteration: optimizer step, epoch and training batch, 0-based.
+    """
+
+    names: tuple[str, ...] = ()
+    step = epoch = iteration = -1
+
+    def __getitem__(self, layer: Any) -> Any:
+        if not isinstance(layer, str):
+            return super().__getitem__(layer)
+        if layer not in self.names:
+            near = nearest(layer, self.names) or list(self.names[:3])
+            listed = ", ".join(f'"{name}"' for name in near)
+            raise SelectionError(f'no recorded layer is called "{layer}". Nearest: {listed}.')
+        return self.items[self.names.index(layer)]
+
+
+class LayerStats(Exports, StatsCallback):
     """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
 
     _listed: tuple[Record, StatsList] | None = None
@@ -140,19 +161,13 @@ class LayerStats(StatsCallback):
 
         return plotting.plot_layer_stats(self.record(), self._row(layer))
 
-    def to_df(self) -> Any:
-        """A tidy DataFrame: step, epoch, layer, kind, statistic, value (`exports.to_df`)."""
-        from hookkit import exports
-
-        return exports.to_df(self.record())
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.axis)})"
 
 
 def _listed(record: Record, rows: list[int]) -> StatsList:
     tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
-    batches = []
+    batches, names = [], tuple(record.names[row] for row in rows)
     for i in range(len(record)):
         layers = []
         for j, row in enumerate(rows):
@@ -160,5 +175,8 @@ def _listed(record: Record, rows: list[int]) -> StatsList:
             if record.hist is not None:
                 layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
             layers.append(layer)
-        batches.append(L(layers))
+        batch = BatchStats(layers)
+        batch.names, batch.step = names, int(record.steps[i])
+        batch.epoch, batch.iteration = int(record.epochs[i]), int(record.iters[i])
+        batches.append(batch)
     return StatsList(batches)

@@ -7,12 +7,13 @@ as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.errors import OptionError
+from hookkit.errors import HookkitWarning, OptionError
 from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.moments.histograms import log_bins
@@ -105,6 +106,12 @@ class ActivationStats(LayerStats):
             on_valid=on_valid,
         )
 
+    def after_pred(self) -> None:
+        """The batch is through: a layer called by itself from here on is no part of it."""
+        if self.is_forward:
+            self._through = True
+            self._record(self.recording)
+
     def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
         if self.is_forward:
             return super()._attach(eye, row, module)
@@ -135,8 +142,8 @@ class GradientStats(LayerStats):
     operations, for dicts and nested tuples. Those of parameters are read after the optimizer's
     step, as it used them (accumulated, clipped, reduced over ranks). One record per optimizer step.
 
-    Under a GradScaler gradients are recorded unscaled: parameters' always, outputs' if the scaler
-    is known: the Learner's, or `scaler=`. A step that it skips leaves nothing.
+    Under a GradScaler in `watch` give it as `scaler=`: else outputs' gradients are recorded scaled
+    (the Learner's is known; parameters' are always unscaled). A step that it skips leaves nothing.
 
     Args:
         of: `"outputs"`, `"params"` or `"both"`; parameters are rows called by their own names.
@@ -184,7 +191,7 @@ class GradientStats(LayerStats):
             remove_end=remove_end,
             include_paramless=include_paramless,
         )
-        self.of, self.scaler = of, scaler
+        self.of, self.scaler, self._told = of, scaler, False
 
     def _select(self, model: nn.Module) -> Any:
         return {} if self.of == "params" else super()._select(model)
@@ -201,13 +208,28 @@ class GradientStats(LayerStats):
 
     def after_step(self) -> None:
         """Reads the gradients of the parameters, as the step used them."""
-        if self.of == "outputs" or not (self.recording and self.learn.stepped):
+        if not (self.recording and self.learn.stepped):
+            return
+        if self.of != "params" and self.tally.unscale is None:
+            self._tell_scaled()
+        if self.of == "outputs":
             return
         self.tally.unscale = None
         for name, kind, p in named_parameters(self.learn.model):
             if p.grad is not None:
                 (row,) = self.tally.rows([name], [kind])
                 self.tally.see(row, 0, "", p.grad)
+
+    def _tell_scaled(self) -> None:
+        scaled = any(getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts)
+        if scaled and not self._told:
+            self._told = True
+            warnings.warn(
+                "GradientStats saw a GradScaler at work that it was not given: the gradients of "
+                "outputs are recorded scaled. Give it: GradientStats(scaler=scaler).",
+                HookkitWarning,
+                stacklevel=2,
+            )
 
     def _keep(self) -> None:
         self.tally.fold(finite_only=True)  # a batch with Inf is one whose step AMP has skipped

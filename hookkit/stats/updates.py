@@ -18,7 +18,7 @@ from hookkit import ranks
 from hookkit.callbacks.driving import Callback
 from hookkit.errors import OptionError
 from hookkit.moments.rings import Axis, Ring
-from hookkit.records import Record
+from hookkit.records import Exports, Record
 from hookkit.walking import is_parametrization, join, submodules, walk
 
 FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
@@ -54,13 +54,28 @@ def local_values(t: Tensor) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms, 0-d on each tensor's device; float32 arithmetic for 16-bit tensors."""
+    """2-norms, 0-d float64 on each tensor's device; float32 arithmetic for 16-bit tensors."""
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
+    if not wide:
+        return []
+    norms = [n.real.double() for n in torch._foreach_norm(wide, 2)]
+    if any(t.device.type != "cpu" for t in wide):
+        return norms
+    small = [float(n.numpy()) < _SMALL for n in norms]
+    return [_small_norm(t) if s else n for t, n, s in zip(wide, norms, small, strict=True)]
 
 
-class ParamStats(Callback):
+_SMALL = 1e-16  # below, squares leave float32
+
+
+def _small_norm(t: Tensor) -> Tensor:
+    wider = torch.complex128 if t.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
+    return norm
+
+
+class ParamStats(Exports, Callback):
     """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
@@ -87,9 +102,10 @@ class ParamStats(Callback):
     run_valid = False
 
     def __init__(self, every: int | None = None) -> None:
-        if every is not None and (isinstance(every, bool) or not every >= 1):
+        whole = isinstance(every, int) and not isinstance(every, bool)
+        if every is not None and not (whole and every >= 1):
             raise OptionError(
-                f"ParamStats(every={every!r}): use 1 or more optimizer steps, or None."
+                f"ParamStats(every={every!r}): use a whole number of steps, 1 or more, or None."
             )
         self.every = every
         self.axis = Axis()

@@ -86,14 +86,15 @@ class Boundaries:
         listener: told at once, in the user's thread; what it raises reaches the user's code.
 
     `compiled` and `compiled_step` become True when the model, or the step, ran inside a graph
-    that `torch.compile` made of something around it: there Python cannot be told.
+    that `torch.compile` made of something around it: there Python cannot be told. `in_eval` says
+    that the last forward was in eval mode with gradients on.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, listener: Listener):
         self.model, self.listener = model, listener
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
-        self.compiled = self.compiled_step = self.root_ran = False
+        self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
         self._undo: list[Callable[[], None]] = []
         self._heads: list[Callable[[], None]] = []
         self._depth, self._telling = 0, False
@@ -174,6 +175,7 @@ class Boundaries:
             self._telling = not recomputing()
             if self._telling:
                 training = _learns(self.root)
+                self.in_eval = not training and torch.is_grad_enabled()
                 if training:
                     self.root_ran = True
                     self._drop_heads()

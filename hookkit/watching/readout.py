@@ -12,14 +12,14 @@ import numpy as np
 from torch import Tensor
 
 from hookkit.callbacks.runs import run_of
-from hookkit.records import Floats, Run
+from hookkit.records import Exports, Floats, Run
 from hookkit.watching.following import FollowedLoop
 
 if TYPE_CHECKING:
     from hookkit.health import Diagnosis
 
 
-class ReadOut:
+class ReadOut(Exports):
     """The half of a `Watcher` that reads."""
 
     loop: FollowedLoop

@@ -284,6 +284,12 @@ class Watcher(ReadOut):
             obj=self,
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HookError(
+            "a Watcher was to be pickled or copied; it holds hooks and a loop under way. "
+            "Pickle what it recorded: w.run()."
+        )
+
     def __repr__(self) -> str:
         loop = self.loop
         names = ", ".join(c.name for c in loop.cbs) or "no callbacks"
@@ -294,7 +300,8 @@ class Watcher(ReadOut):
     # --- what is told
 
     def _on_unseen(self) -> None:
-        if not (self._told or self.boundaries.root_ran or self.loop.n_steps):
+        never = not (self.boundaries.root_ran or self.loop.n_steps)
+        if not self._told and (never or self.boundaries.in_eval):
             self._told = True
             tell_unseen(self.loop.model, self.boundaries.compiled)
 

@@ -1,0 +1,193 @@
+"""What a review found: parts called by themselves, ways out, numbers at the ends of float32."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, OptionError, SelectionError
+from hookkit.exports import load
+from hookkit.moments.moments import Scratch, cpu_row, merge, moments
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
+from hookkit.stats.updates import _norms
+from hookkit.testing import synth_learner
+from hookkit.watching import watch
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.enc(x))
+
+
+def train(*cbs, n=2, between=lambda m: None, dtype=torch.float32, scale=1.0, **how):
+    m = Net().to(dtype)
+    o = torch.optim.SGD(m.parameters(), 1e-3)
+    with watch(m, o, *cbs, **how) as w:
+        for _ in range(n):
+            o.zero_grad()
+            (m(torch.randn(10, 4, dtype=dtype) * scale).sum()).backward()
+            between(m)
+            o.step()
+    return w
+
+
+def probe(m):
+    m.eval()
+    with torch.no_grad():
+        m.enc(torch.randn(100, 4) * 100)
+    m.train()
+
+
+def aside(m):
+    m.eval()
+    with torch.no_grad():
+        m(torch.randn(100, 4))
+    m.train()
+    probe(m)
+
+
+@pytest.mark.parametrize("between", [probe, aside])
+def test_a_layer_called_by_itself_is_no_part_of_the_batch(between):
+    w = train(ActivationStats(), between=between)
+    assert w.activation_stats.record().value("count", "enc").tolist() == [40, 40]
+
+
+def test_the_flight_recorder_does_not_see_a_layer_called_by_itself():
+    def spoil(m):
+        with torch.no_grad():
+            m.enc(torch.full((1, 4), float("nan")))
+
+    assert not train(FlightRecorder(), between=spoil).flight_recorder.incidents
+
+
+def test_records_go_out_from_whatever_holds_them(tmp_path):
+    w = train(ActivationStats(), ParamStats())
+    for source in (w, w.run(), w.activation_stats, w.param_stats, w.param_stats.record()):
+        (back, *_) = load(source.save(tmp_path / "a.npz"))
+        assert back.names
+        assert source.to_csv(tmp_path / "a.csv").read_text().startswith("step,epoch,layer")
+        statistic = next(iter(back.values))
+        assert {row["ratio"] for row in source.compare(source, statistic)} == {1.0}
+    tags = []
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            tags.append(tag)
+
+    w.log_to(Writer(), statistics=["mean"])
+    assert "activation/mean/enc" in tags
+
+
+def test_a_frame_of_a_record():
+    pytest.importorskip("pandas")
+    w = train(ParamStats())
+    assert len(w.param_stats.to_df()) == len(w.run().to_df()) == len(w.to_df())
+
+
+def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):
+    learn = synth_learner(cbs=ActivationStats(modules=""))
+    with learn.no_logging():
+        learn.fit(1)
+    assert len(load(learn.activation_stats.save(tmp_path / "s"))[0]) == 10
+
+
+@pytest.mark.parametrize("text", ["step,epoch\n1,2\n", ""])
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(OptionError, match="did not write it"):
+        load(tmp_path / "a.csv")
+    np.save(tmp_path / "a.npy", np.ones(2))
+    with pytest.raises(OptionError, match="did not write it"):
+        load(tmp_path / "a.npy")
+
+
+def test_norms_whose_squares_leave_float32():
+    tiny, zero, one = torch.full((4,), 1e-24), torch.zeros(3), torch.ones(4)
+    norms = [float(n) for n in _norms([tiny, zero, one])]
+    assert norms == pytest.approx([2e-24, 0, 2], rel=1e-6)
+    assert norms[0] > 0
+
+
+def test_moments_whose_squares_leave_float32():
+    x = torch.tensor([1e-40, 1e-30])
+    assert cpu_row(x, 0.05, Scratch())[2] == pytest.approx(5e-61, rel=1e-5)
+
+
+def test_an_entry_of_stats_is_read_by_name():
+    entry = train(ActivationStats()).activation_stats.stats[1]
+    assert entry["enc"] is entry[0]
+    assert (entry.step, entry.epoch, entry.iteration, entry.names) == (1, 0, 1, ("enc", "head"))
+    with pytest.raises(SelectionError, match='"enc"'):
+        entry["encc"]
+
+
+def test_a_function_between_layers_is_not_blamed_on_the_next():
+    class Odd(Net):
+        def forward(self, x):
+            return self.head(self.enc(x) / 0)
+
+    m = Odd()
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    with watch(m, o, FlightRecorder("report")) as w:
+        m(torch.randn(3, 4)).sum().backward()
+        o.step()
+    (incident,) = w.flight_recorder.incidents
+    assert incident.name == "head"
+    assert "between enc and it" in incident.note
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_values_beyond_float32_are_finite():
+    stats = ActivationStats(with_hist=True)
+    record = train(stats, dtype=torch.float64, scale=1e200, n=1).activation_stats.record()
+    assert record.value("hist_inf", "enc").tolist() == [0]
+    assert not np.isnan(record.value("std")).any()
+    a = torch.tensor([[0.0] * 4 + [0.0] * 5]).double()
+    assert not merge(a, moments(torch.tensor([1e200, -1e180]).double(), 1)).isnan().any()
+
+
+def test_a_watcher_is_not_pickled():
+    w = train(ParamStats())
+    with pytest.raises(HookError, match="run"):
+        pickle.dumps(w)
+    assert len(pickle.loads(pickle.dumps(w.run())).params) == 2
+
+
+def test_a_scaler_that_was_not_given_is_told():
+    m = Net()
+    o, scaler = torch.optim.SGD(m.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu")
+    with watch(m, o, GradientStats()):
+        scaler.scale(m(torch.randn(3, 4)).sum()).backward()
+        with pytest.warns(HookkitWarning, match="scaler=scaler"):
+            scaler.step(o)
+
+
+def test_a_model_left_in_eval_mode_is_told():
+    m = Net()
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    with watch(m, o, ActivationStats()):
+        m(torch.randn(3, 4)).sum().backward()
+        o.step()
+        m.eval()
+        m(torch.randn(3, 4)).sum().backward()
+        with pytest.warns(NeverFiredWarning, match=r"train\(\) mode"):
+            o.step()
+
+
+@pytest.mark.parametrize("every", ["3", 1.5, True, 0])
+def test_every_is_a_whole_number(every):
+    with pytest.raises(OptionError, match="whole"):
+        ParamStats(every=every)
+
+
+@pytest.mark.parametrize("keep", ["3", 2.5, True, 1])
+def test_keep_is_a_whole_number(keep):
+    with pytest.raises(OptionError, match="2 batches or more"):
+        FlightRecorder(keep=keep)
