@@ -548,7 +548,7 @@ def test_the_order_of_arguments_is_told_when_swapped() -> None:
 
 @pytest.mark.parametrize("dls", [3, "data", [1, 2, 3]])
 def test_data_must_be_loaders(dls: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Give DataLoaders\(train, valid\), or the pair"):
+    with pytest.raises(ArgumentError, match=r"Give DataLoaders\(train, valid\), the pair"):
         Learner(dls, RegModel())
 
 
@@ -729,3 +729,15 @@ def test_a_run_record_has_the_gradient_norms_of_param_stats() -> None:
     norms = learn.run_record().grad_norms
     assert norms.shape == (3,)
     assert np.isfinite(norms).all()
+
+
+def test_one_loader_is_enough_to_train_and_to_summarise() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    learn = Learner(torch.utils.data.DataLoader(data, 4), nn.Linear(3, 1), nn.MSELoss())
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert learn.n_steps == 2
+    assert learn.dls.valid is None
+    assert "4 x 1" in learn.summary()

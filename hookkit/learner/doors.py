@@ -7,6 +7,7 @@ from typing import Any
 
 from fastcore.foundation import L
 from torch import nn
+from torch.utils.data import DataLoader
 
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, OptionError
@@ -48,14 +49,19 @@ def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
 
 
 def as_loaders(dls: Any) -> Any:
-    """`DataLoaders`, from those or a pair; an object with `train` and `valid` stays as it is."""
+    """`DataLoaders`, from those, a pair, or one loader to train on.
+
+    An object with `train` and `valid` stays as it is.
+    """
     if dls is None or hasattr(dls, "train"):
         return dls
+    if isinstance(dls, DataLoader):
+        return DataLoaders(dls)
     if isinstance(dls, (tuple, list)) and len(dls) == 2:
         return DataLoaders(*dls)
     raise ArgumentError(
         f"Learner(dls=…) was given {type(dls).__name__}: it has no training data to name. "
-        f"Give DataLoaders(train, valid), or the pair (train, valid)."
+        f"Give DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
     )
 
 

@@ -47,7 +47,7 @@ class Learner(Loop):
     """Trains a model, and tells callbacks what happens.
 
     Args:
-        dls: `DataLoaders`, or a pair of loaders `(train, valid)`; None for a Learner that only
+        dls: `DataLoaders`, a pair of loaders `(train, valid)`, or one; None for a Learner that only
             summarises, or validates and predicts on batches it is given.
         model: any `nn.Module`. A tuple or list batch is called as `model(*inputs)`, a mapping as
             `model(**batch)`.
