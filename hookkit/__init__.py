@@ -72,7 +72,7 @@ from .events import (
     CancelValidException,
 )
 from .features import FeatureExtractor, feature_extractor
-from .health import Diagnosis, Finding, diagnose
+from .health import Diagnosis, Finding, diagnose, health_report
 from .hooks import (
     Hook,
     Hooks,
@@ -166,6 +166,7 @@ __all__ = [
     "feature_extractor",
     "flatten_model",
     "has_params",
+    "health_report",
     "hook_all",
     "hook_input",
     "hook_inputs",
