@@ -35,6 +35,7 @@ from hookkit.errors import (
     CompiledWarning,
     HookError,
     NeverFiredWarning,
+    OptionError,
     SelectionError,
 )
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
@@ -918,3 +919,17 @@ def test_doubling_each_layer_of_the_zoo_is_doubling_by_hand(entry: Entry) -> Non
 
 def doubled(t: Tensor) -> Tensor:
     return t * 2 if t.is_floating_point() or t.is_complex() else t
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: scale("a"), r"scale\('a'\).*str is no number"),
+        (lambda: add(None), r"add\(None\).*NoneType is no number"),
+        (lambda: replace("x"), r"replace\('x'\).*no value of a layer"),
+        (lambda: patch_from({}), r"a run without a single layer"),
+    ],
+)
+def test_a_ready_made_edit_of_nonsense_is_refused_where_it_is_made(make: Any, message: str) -> None:
+    with pytest.raises((ArgumentError, OptionError), match=message):
+        make()

@@ -911,3 +911,62 @@ def test_cuda_outputs_arrive_on_the_cpu_when_they_are_read(net: nn.Sequential, x
 test_cuda_outputs_arrive_on_the_cpu_when_they_are_read = pytest.mark.gpu(
     test_cuda_outputs_arrive_on_the_cpu_when_they_are_read
 )
+
+
+@pytest.mark.parametrize("wrong", ["head", [1], nn.Linear(1, 1)])
+def test_a_name_in_the_place_of_an_option_is_refused(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"detach=.* is True or False.*select\(model, name\)"):
+        hook_output(nn.Linear(2, 3), wrong)
+    with pytest.raises(ArgumentError, match=r"hook_outputs: cpu="):
+        hook_outputs([nn.Linear(2, 3)], cpu=wrong)
+
+
+def test_a_hook_has_the_attributes_of_fastais() -> None:
+    m = nn.Linear(2, 3)
+
+    h = Hook(m, len, detach=False, cpu=True)
+    h.hook.remove()
+
+    assert (h.hook_func, h.detach, h.cpu, h.gather) == (len, False, True, False)
+    assert h.removed
+    assert not m._forward_hooks
+
+
+def test_a_block_inside_its_own_block_leaves_the_outer_one_at_work() -> None:
+    m, x = nn.Linear(2, 3), torch.ones(1, 2)
+    single, many = hook_output(m, keep="all"), hook_outputs([m], keep="all")
+
+    with single, many:
+        with single, many:
+            m(x)
+        m(x)
+
+    assert single.n_calls == many[0].n_calls == 2
+    assert not m._forward_hooks
+
+
+def test_the_layers_of_a_compiled_sequential_are_its_children() -> None:
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2)
+
+    with hook_outputs(torch.compile(net, backend="eager")) as h:
+        y = net(x)
+
+    assert torch.equal(h[1].stored, y)
+
+
+def test_hook_all_takes_a_list_of_types() -> None:
+    seen: list[type] = []
+
+    with hook_all(lambda m, i, o: seen.append(type(m)), [nn.Linear, nn.Tanh]):
+        nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Tanh())(torch.ones(1, 2))
+
+    assert seen == [nn.Linear, nn.Tanh]
+
+
+def test_gradients_of_inputs_arrive_under_a_reentrant_checkpoint() -> None:
+    m, x = nn.Linear(2, 3), torch.ones(1, 2, requires_grad=True)
+
+    with hook_input(m, grad=True) as h:
+        checkpoint(m, x, use_reentrant=True).sum().backward()
+
+    torch.testing.assert_close(h.stored[0], m.weight.sum(0, keepdim=True).detach())

@@ -696,3 +696,23 @@ def test_every_name_in_the_zoo_finds_its_module(entry: Entry) -> None:
         if not isinstance(chosen[name], nn.ModuleList):
             assert list(select(model, chosen[name])) == [name]
     assert set(leaf_modules(model)) <= {"", *chosen}
+
+
+def test_a_leaf_of_a_container_is_an_error_that_names_the_entry() -> None:
+    net = nn.Module()
+    net.ml = nn.ModuleList([nn.Linear(2, 2)])
+
+    with pytest.raises(SelectionError, match=r'no module matches "ml\[0\]".*ml\.0'):
+        select(net, "ml[0]")
+
+
+def test_a_dict_the_wrong_way_round_is_told() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+
+    with pytest.raises(SelectionError, match=r"turn it round, \{'0': 'z'\}"):
+        select(net, {"z": "0"})
+
+
+def test_a_model_without_modules_inside_says_so() -> None:
+    with pytest.raises(SelectionError, match="It has no modules inside it"):
+        select(nn.Linear(2, 2), lambda name, m: False)

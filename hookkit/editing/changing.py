@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import ArgumentError, HookError
+from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks
 from hookkit.hooks.dispatching import brief, recomputing
 from hookkit.hooks.gradients import tap
@@ -63,6 +63,14 @@ class Change:
         return self._text
 
 
+def _check_number(who: str, k: Any) -> None:
+    if not isinstance(k, (int, float, complex, Tensor)):
+        raise ArgumentError(
+            f"{who}({k!r}) was asked for: {type(k).__name__} is no number. Give a number, or a "
+            f"tensor that broadcasts."
+        )
+
+
 def zero(*, at: Any = None) -> Change:
     """Sets to zero: the ablation of a layer, a channel (`at=(slice(None), 3)`), a position.
 
@@ -83,6 +91,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
+    _check_number("scale", k)
     return _each(f"scale({_short(k)})", at, lambda x: x * _like(k, x))
 
 
@@ -95,6 +104,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     tensor([[1., 2.],
             [0., 0.]])
     """
+    _check_number("add", v)
     return _each(f"add({_short(v)})", at, lambda x: x + _like(v, x))
 
 
@@ -109,6 +119,11 @@ def replace(t: Any, *, at: Any = None) -> Change:
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
     """
+    if t is None or isinstance(t, (str, bytes)):
+        raise ArgumentError(
+            f"replace({t!r}) was asked for: {type(t).__name__} is no value of a layer. Give a "
+            f"number, a tensor, or a structure of the same containers with tensors in it."
+        )
     return Change(f"replace({_short(t)})", lambda value, w: _replaced(value, t, at, "replace", w))
 
 
@@ -133,6 +148,12 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
         raise ArgumentError(
             f"patch_from needs the hooks of another run, found {type(run).__name__}. Give what "
             f"hook_outputs(…) returned, or a dict of values by layer name."
+        )
+
+    if isinstance(run, Hooks | Mapping) and not len(run):
+        raise OptionError(
+            "patch_from was given a run without a single layer. Give what hook_outputs(…) "
+            "returned, or a dict of values by layer name."
         )
 
     def new(value: Any, where: Where) -> Any:

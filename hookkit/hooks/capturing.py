@@ -59,6 +59,12 @@ class Options:
                 f"{self.who}: hook_func must be a function, found {type(self.hook_func).__name__}."
                 " Pass f(module, input, output), or use hook_output(module) to store the output."
             )
+        for what in ("detach", "cpu", "gather", "edit", "stop"):
+            if not isinstance(value := getattr(self, what), int):  # bool is an int
+                raise ArgumentError(
+                    f"{self.who}: {what}={value!r} was asked for, and is True or False. Modules "
+                    "by name come from select(model, name); options are best given by name."
+                )
         if self.keep not in ("last", "all"):
             raise OptionError(
                 f'{self.who}: keep={self.keep!r} is unknown. Use keep="last" or keep="all".'

@@ -215,7 +215,8 @@ def hook_all(
     >>> seen
     [(4, 10), (4, 3)]
     """
-    wanted = (nn.Module,) if types is None else types if isinstance(types, tuple) else (types,)
+    several = (tuple, list, set, frozenset)
+    wanted = tuple(types) if isinstance(types, several) else (types or nn.Module,)
     if not callable(hook_func) or isinstance(hook_func, nn.Module):
         raise ArgumentError(
             f"hook_all: hook_func must be a function, found {type(hook_func).__name__}. "

@@ -191,10 +191,37 @@ class Hook:
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
+        if self._block.inner():
+            return False
         self.remove()
         return self._block.leave([self], e)
 
     # -- what is stored -----------------------------------------------------------------------
+
+    @property
+    def hook_func(self) -> Callable[..., Any] | None:
+        """The function it was made with; None stores what the module gives."""
+        return self._options.hook_func
+
+    @property
+    def detach(self) -> bool:
+        """Whether what is stored is detached."""
+        return self._options.detach
+
+    @property
+    def cpu(self) -> bool:
+        """Whether what is stored is moved to the CPU."""
+        return self._options.cpu
+
+    @property
+    def gather(self) -> bool:
+        """Whether reading `stored` joins the ranks."""
+        return self._options.gather
+
+    @property
+    def hook(self) -> Self:
+        """Itself: what fastai's Hook keeps here is the handle, with `remove()`."""
+        return self
 
     @property
     def module(self) -> nn.Module | None:

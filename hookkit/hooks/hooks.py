@@ -34,6 +34,7 @@ from hookkit.hooks.gradients import attach_grad, on_grad
 from hookkit.hooks.hooking import Hook, kind_of
 from hookkit.hooks.silence import Block, StopForward, reasons
 from hookkit.nested import Inputs
+from hookkit.walking import unwrap
 
 __all__ = [
     "GlobalHook",
@@ -56,7 +57,17 @@ __all__ = [
 ]
 
 # Options are values; making the same ones for each `with` block would cost 2 µs.
-_options = lru_cache(maxsize=64)(Options)
+_known_options = lru_cache(maxsize=64)(Options)
+
+
+def _options(*values: Any) -> Options:
+    try:
+        return _known_options(*values)
+    except ArgumentError:
+        raise
+    except TypeError:  # a value that cannot be hashed, and so is none that an option can have
+        return Options(*values)
+
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -156,6 +167,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
+        if self._block.inner():
+            return False
         self.remove()
         return self._block.leave(self.hooks, e)
 
@@ -203,6 +216,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
 def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str]]:
     """What `ms` holds, as (name, module, leaf path); names are None where there are none."""
+    if isinstance(ms, nn.Module):
+        ms = unwrap(ms)
     if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return [(name, m, "") for name, m in ms._modules.items() if m is not None]
     if isinstance(ms, Mapping):

@@ -244,7 +244,7 @@ def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
     grads = Grads(hook._count, len(found))
     if hook._all is not None:
         hook._all.append(grads)
-    if not any(t.requires_grad for t in found):
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in found)):
         hook._missed = "frozen" if torch.is_grad_enabled() else "no_grad"
         hook._waiting.append(grads)
         return None

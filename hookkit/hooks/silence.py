@@ -56,19 +56,28 @@ class Stop:
 class Block:
     """What the hooks of one `with` block share: its thread, its stop, the compiler's stance."""
 
-    __slots__ = ("stance", "stop", "thread")
+    __slots__ = ("depth", "stance", "stop", "thread")
 
     def __init__(self) -> None:
         self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
         self.stop: Stop | None = None
         self.stance: Any = None
+        self.depth = 0  # of the same hooks entered again inside their own block
 
     def enter(self, hooks: list[Hook]) -> None:
         """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
+        self.depth += 1
+        if self.depth > 1:
+            return
         self.thread = get_ident()
         if hooks and hooks[0]._options.stop:
             self.stop = Stop(hooks)
         self.stance = enter_eager()
+
+    def inner(self) -> bool:
+        """Leaves one level; True while there is another around it, which goes on."""
+        self.depth -= 1
+        return self.depth > 0
 
     def leave(self, hooks: list[Hook], e: BaseException | None) -> bool:
         """Undoes that and reports; True swallows `e`, which was the block's own stop."""

@@ -146,7 +146,15 @@ class Asked:
                 f"{type(new).__name__} as the new name of {key!r}. Turn it round, "
                 f'{{"layer2": "h"}}.'
             )
-        picks = [pick for _, pick in self.of(key)]
+        try:
+            picks = [pick for _, pick in self.of(key)]
+        except SelectionError as e:
+            if find(self.root, new) is None:
+                raise
+            raise SelectionError(
+                f'{e} "{new}" is a module: a dict in select renames, so turn it round, '
+                f"{{{new!r}: {key!r}}}."
+            ) from None
         if len(picks) != 1:
             raise OptionError(
                 f'a dict in select gives "{new}" to one module, and {key!r} matches '
@@ -210,6 +218,8 @@ class Asked:
     def listing(self) -> str:
         """The last resort of a message: what names look like here."""
         some = [f'"{name}"' for name in self.names.values() if name][:3]
+        if not some:
+            return 'It has no modules inside it: select(model, "") is the model itself.'
         return f"Names are like {', '.join(some)}: select(model) lists all {self.n_names}."
 
     def by_text(self, text: str) -> list[Pick]:
@@ -219,6 +229,12 @@ class Asked:
         ways = list(splits(text))
         for name, leaf in ways:
             if leaf[0] == "[" and (modules := self.named(name)):
+                if not any(can_run(m) for _, m in modules):
+                    raise SelectionError(
+                        f'no module matches "{text}": "{name}" is a '
+                        f"{type(modules[0][1]).__name__}, which is never called and gives "
+                        f'nothing. Its entries are modules: "{name}.{leaf.strip("[]")}".'
+                    )
                 return running([Pick(n, m, leaf) for n, m in modules])
         if modules := self.named(text):
             return running([Pick(n, m) for n, m in modules])
