@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,12 +100,14 @@ def draw(learn: Any, out: Path) -> list[Path]:
 
     run, stats = learn.run_record(), learn.activation_stats
     record = stats.record()
+    by_values = {k: v for k, v in record.values.items() if k not in ("dead", "dormant")}
     pictures = {
         "run": plotting.plot_run(run),
         "loss": plotting.plot_loss(run),
         "colorful_dimension": plotting.color_dim(record),
         "means_and_stds": plotting.plot_stats(record),
-        "near_zero": plotting.plot_dead(record),
+        "near_zero": plotting.plot_dead(replace(record, values=by_values)),
+        "dead_units": plotting.plot_dead(record),
         "depth": plotting.plot_depth(run),
         "updates": plotting.plot_updates(run),
     }

@@ -22,7 +22,15 @@ def test_the_demo_learns_prints_and_draws(
     assert code == 0
     assert "Total params: " in text
     assert "Diagnosis: " in text
-    for name in ("run", "loss", "colorful_dimension", "means_and_stds", "near_zero", "depth"):
+    for name in (
+        "run",
+        "loss",
+        "colorful_dimension",
+        "means_and_stds",
+        "near_zero",
+        "dead_units",
+        "depth",
+    ):
         assert (out / f"{name}.png").stat().st_size > 5_000
     assert len(list(out.glob("layer_*.png"))) == 12
     assert "<html" in (out / "report.html").read_text()

@@ -85,7 +85,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
             ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
     else:
         eps = f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
-        head = f"Values near zero{eps}; units were not recorded"
+        head = f"Values near zero{eps}"
         _lines(ax, record, 100 * record.value("near_zero"), head, key=True, ylabel="% of values")
     ax.set_ylim(-2, 102)
     return ax
