@@ -199,7 +199,7 @@ def test_plot_updates_leaves_vectors_out_and_names_matrices_that_never_moved() -
 def test_plot_dead_falls_back_to_near_zero_and_says_so() -> None:
     healthy, dead = made.run(n=20), made.dead(made.run(n=20))
 
-    assert "units were not recorded" in plotting.plot_dead(healthy).get_title(loc="left")
+    assert "Values near zero" in plotting.plot_dead(healthy).get_title(loc="left")
     assert "dead" in plotting.plot_dead(dead).get_title(loc="left")
     assert plotting.plot_dead(dead).get_ylim() == (-2, 102)
 
