@@ -62,3 +62,30 @@ def test_a_step_that_the_gradient_scaler_leaves_out(fused: bool):
 
     assert torch.equal(before, model[0].weight)
     assert w.n_steps == int(fused)  # fused optimizers step on the device, and change nothing there
+
+
+class OnTwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.card = nn.Linear(4, 6), nn.Linear(6, 3).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.card(self.host(x).relu().cuda())
+
+
+def test_a_model_on_two_devices_is_recorded_on_both_and_in_half_precision():
+    model = OnTwoDevices()
+    opt = sgd(model)
+
+    with watch(model, opt, ActivationStats(with_hist=True), GradientStats(), ParamStats()) as w:
+        for _ in range(3):
+            model(torch.randn(5, 4)).float().pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = w.activation_stats.record()
+    assert record.names == ("host", "card")
+    assert record.values["count"].tolist() == [[30.0] * 3, [15.0] * 3]
+    assert (record.values["std"] > 0).all()
+    assert (w.param_stats.record().values["update_norm"] > 0).all()
