@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_end import leave
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
@@ -54,7 +55,7 @@ def work(rank: int, folder: str) -> None:
     except HookError as e:
         seen["error"] = str(e)
     Path(folder, f"seen{rank}").write_bytes(pickle.dumps(seen))
-    dist.destroy_process_group()
+    leave(rank, folder)
 
 
 @pytest.mark.ranks

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_end import leave
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +39,7 @@ def work(rank: int, folder: str) -> None:
         assert type(sharded[0]).__name__ == "FSDPLinear"
     dist.barrier()
     sharded(torch.ones(2, 4)).sum().backward()  # still works on all ranks
-    dist.destroy_process_group()
+    leave(rank, folder)
 
 
 @pytest.mark.ranks

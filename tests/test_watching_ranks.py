@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_end import leave
 from test_watching import n_hooks, net, sgd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +58,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
     seen = {case: run(case, rank) for case in CASES}
     Path(folder, f"seen{rank}").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    leave(rank, folder)
 
 
 @pytest.mark.ranks
