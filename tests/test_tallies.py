@@ -156,3 +156,31 @@ def test_the_axis_keeps_an_even_resolution() -> None:
         axis.add(step, 0, step)
 
     assert (axis.steps, axis.spans) == ([0, 4, 8, 12], [4, 4, 4, 1])
+
+
+def test_it_says_in_which_dtype_each_row_came() -> None:
+    tally = Tally("activation")
+    a, b, _ = tally.rows(["a", "b", "never"], ["Linear"] * 3)
+
+    tally.see(a, 0, "", torch.ones(3, dtype=torch.float16))
+    tally.see(b, 1, "[1]", torch.ones(3))
+    tally.commit(0, 0, 0)
+    record = tally.record()
+
+    assert record.names == ("a", "b", "never", "b[1]")
+    assert record.meta["dtype"] == ["torch.float16", "", "", "torch.float32"]
+    assert not record.meta["unscaled"]
+
+
+def test_it_says_when_it_has_undone_a_scale() -> None:
+    tally = Tally("gradient")
+    (row,) = tally.rows(["a"], ["Linear"])
+    tally.unscale = torch.tensor(0.5, dtype=torch.float64)
+
+    tally.see(row, 0, "", torch.ones(3, dtype=torch.float16))
+    tally.commit(0, 0, 0)
+    record = tally.record()
+
+    assert record.value("mean", "a")[0] == 0.5
+    assert record.meta["unscaled"]
+    assert record.meta["dtype"] == ["torch.float16"]

@@ -64,6 +64,8 @@ class Tally:
         self.banks: dict[torch.device, Bank] = {}
         self.unscale: Tensor | None = None
         self.skipped: dict[str, str] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.unscaled = False
         self.n_commits = 0
         self._by_name: dict[str, int] = {}
         self._leaves: dict[tuple[int, str], int] = {}
@@ -101,7 +103,9 @@ class Tally:
             return
         if leaf:
             row = self._leaf_row(row, path)
+        self.dtypes[row] = values.dtype
         if self.unscale is not None:
+            self.unscaled = True
             values = values.to(working_dtype(values)) * self.unscale
         bank = self._bank(values.device)
         if bank.units is not None:
@@ -199,7 +203,7 @@ class Tally:
             values,
             hist,
             self.options.bins.edges if self.options.bins else None,
-            self._meta(),
+            self._meta(names),
         )
 
     def _hist(self, counts: Tensor, values: dict[str, Any]) -> Any:
@@ -251,9 +255,12 @@ class Tally:
         kinds = list(types.values())
         return list(types), kinds, merged, sums[..., :width].long(), sums[..., width:]
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self, names: Sequence[str]) -> dict[str, Any]:
         o = self.options
+        dtypes = {self.names[row]: str(dtype) for row, dtype in self.dtypes.items()}
         meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(self.skipped)}
+        meta["dtype"] = [dtypes.get(name, "") for name in names]
+        meta["unscaled"] = self.unscaled
         if o.window:
             meta["window"] = o.window
         if o.bins is not None:

@@ -158,6 +158,7 @@ class ParamStats(Exports, Callback):
                 "numel": p.numel(),
                 "requires_grad": p.requires_grad,
                 "in_optimizer": id(p) in owned,
+                "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
 
@@ -260,7 +261,7 @@ class ParamStats(Exports, Callback):
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
 
 
-_FACTS = ("ndim", "numel", "requires_grad", "in_optimizer")
+_FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
 
 
 def _table(weights: list[Tensor], updates: list[Tensor], grads: list[Tensor | None]) -> Tensor:
