@@ -332,14 +332,6 @@ def test_input_scale_is_seen_in_the_first_layer():
     assert alarms(Run(acts(("Linear", "BatchNorm1d", "Linear"), rms=[80, 1, 1]))) == set()
 
 
-def test_fp16_range_speaks_only_of_fp16():
-    big = acts(max=[1, 1e4, 1])
-
-    assert found(Run(big, info={"dtype": "torch.float16"}), "fp16_range").layers == ("1",)
-    assert alarms(Run(big, info={"dtype": "torch.bfloat16"})) == set()
-    assert alarms(Run(big)) == set()
-
-
 # parameters
 
 

@@ -3,12 +3,15 @@
     findings.py   Finding, Diagnosis: text and HTML
     reading.py    windows, rows by type, robust averages
     signals.py    rules on activations
+    attention.py  the rule on attention's logits
+    precision.py  rules on float16
     updates.py    rules on parameters, their gradients and updates
     curves.py     rules on the loss and the gradient norm
 
 A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
 Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
-judged by the majority of matrices, dead and unmoved by a single layer, saturation by module type.
+judged by the majority of matrices, dead and unmoved by a single layer, saturation by module type,
+float16 by the dtype of each layer.
 How often they are right is measured by `benchmarks/diagnosis.py`.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hookkit.health import curves, signals, updates
+from hookkit.health import attention, curves, precision, signals, updates
 from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
 from hookkit.records import Run, as_run
@@ -42,7 +45,9 @@ RULES: tuple[Rule, ...] = (
     updates.vanishing,
     updates.exploding,
     signals.non_finite,
-    signals.fp16_range,
+    attention.attention_logits,
+    precision.fp16_range,
+    precision.fp16_underflow,
     curves.initial_loss,
     curves.not_learning,
     curves.spikes,
@@ -55,12 +60,14 @@ def diagnose(run: Any) -> Diagnosis:
     """What ails this run, gravest first, each finding with evidence, source, cause and one fix.
 
     Works from whatever was recorded (activations only, parameters only, losses only); what it
-    could not judge for want of data is in `.unjudged`.
+    could not judge for want of data is in `.unjudged`. Attention inside
+    `F.scaled_dot_product_attention` shows nothing of its logits: see `health/attention.py`.
 
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
             `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr` and
-            `weight_decay` (per parameter group), `dtype` and `output_is_probabilities`.
+            `weight_decay` (per parameter group), `dtype` (where the records do not say) and
+            `output_is_probabilities`.
 
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.

@@ -1,4 +1,4 @@
-"""Rules on activations: non-finite, dead, dormant, saturated, badly scaled, near fp16's end."""
+"""Rules on activations: non-finite, dead, dormant, saturated, badly scaled."""
 
 from __future__ import annotations
 
@@ -219,27 +219,4 @@ def input_scale(run: Run) -> Iterator[Finding]:
             "20: hookkit, measured",
             "inputs that are not standardised (0-255 images), or a first layer begun too large",
             "scale the inputs to mean 0 and standard deviation 1",
-        )
-
-
-def fp16_range(run: Run) -> Iterator[Finding]:
-    """Values within a factor of ten of float16's largest number, where float16 is in use."""
-    dtype = str(run.info.get("dtype", run.info.get("amp_dtype", "")))
-    if "float16" not in dtype or "bfloat16" in dtype:
-        return
-    record = read.activations(run)
-    top = np.fmax(np.abs(read.table(record, "min")), np.abs(read.table(record, "max")))
-    peak = np.nanmax(np.where(np.isfinite(top), top, -1.0), axis=1)
-    hit = np.flatnonzero(peak > 65504 / 10)
-    if len(hit):
-        yield Finding(
-            "fp16_range",
-            "warn",
-            read.names(record, hit),
-            read.span(record),
-            f"values up to {peak.max():.3g} in float16",
-            "above 6550, a tenth of float16's largest number 65504",
-            "IEEE 754 binary16",
-            "activations that grow towards overflow",
-            "use bfloat16, or a norm before this layer",
         )

@@ -1,0 +1,97 @@
+"""Rules on float16: values near its end, gradients that fall below its smallest number.
+
+Judged by layer: under autocast the outputs of some are float16 and those of others are not. What
+has left the range is for other rules: an overflow is Inf (`non_finite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.findings import Finding
+from hookkit.records import Ints, Record, Run
+
+LARGEST, SMALLEST = 65504.0, 2.0**-24
+IEEE = "IEEE 754 binary16"
+AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zero"
+
+
+def fp16_range(run: Run) -> Iterator[Finding]:
+    """Values within a factor of ten of float16's largest number, where float16 is in use."""
+    record = read.activations(run)
+    rows = _half_rows(run, record)
+    top = np.fmax(np.abs(read.table(record, "min")), np.abs(read.table(record, "max")))[rows]
+    peak = np.where(np.isfinite(top), top, -1.0).max(axis=1)
+    hit = peak > LARGEST / 10
+    if hit.any():
+        yield Finding(
+            "fp16_range",
+            "warn",
+            read.names(record, rows[hit]),
+            read.span(record),
+            f"values up to {peak.max():.3g} in float16",
+            "above 6550, a tenth of float16's largest number 65504",
+            IEEE,
+            "activations that grow towards overflow",
+            "use bfloat16, or a norm before this layer",
+        )
+
+
+def fp16_underflow(run: Run) -> Iterator[Finding]:
+    """Gradients in float16 so small that only its last bits are left of them.
+
+    Reads gradients of outputs, or of parameters that are float16 themselves. Where a scale was
+    undone (a GradScaler that `GradientStats` knows) there is nothing to find.
+    """
+    small = [*chain.from_iterable(_small(run, record) for record in (run.gradients, run.params))]
+    if not small:
+        raise read.Missing("no gradients in float16")
+    early = [(name, size) for name, size, _ in small if size < 4 * SMALLEST]
+    late = [(name, size) for name, _, size in small if size < 4 * SMALLEST]
+    hit = max(early, late, key=len)
+    if not hit or len(hit) <= len(small) / 2:
+        return
+    yield Finding(
+        "fp16_underflow",
+        "warn" if hit is early or read.improved(run) is False else "info",
+        tuple(name for name, _ in hit),
+        (0, max(run.n_steps - 1, 0)),
+        f"the gradients of {len(hit)} of {len(small)} layers in float16 have RMS "
+        f"{max(size for _, size in hit):.2g} or less where they are not 0",
+        "below 2.4e-7 in most layers: four times float16's smallest number, two bits or fewer",
+        f"{IEEE}: 2^-24; {AMP}",
+        "half precision without loss scaling: smaller gradients become exactly 0",
+        "scale the loss with torch.amp.GradScaler, or use bfloat16",
+    )
+
+
+def _small(run: Run, record: Record | None) -> Iterator[tuple[str, float, float]]:
+    """Name, and RMS of what is not 0 early and late, of rows in float16."""
+    if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
+        return
+    rows = _half_rows(run, record)
+    if record.kind == "param":
+        rows = np.array([i for i in rows if i in read.matrices(record)], np.int64)
+    rms = read.table(record, "grad_rms" if record.kind == "param" else "rms")[rows]
+    some = 1 - record.values["zero"][rows] if "zero" in record.values else np.ones_like(rms)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        size = np.where(some > 0, rms / np.sqrt(some), 0.0)
+    size[~np.isfinite(rms)] = np.nan
+    alive = np.asarray((size > 0).any(axis=1))
+    halves = size[:, : len(record) // 2], size[:, read.last_half(record)]
+    sizes = np.stack([read.median(half, axis=1) for half in halves])
+    for row, (early, late), lives in zip(rows, sizes.T, alive, strict=True):
+        if lives and np.isfinite(early + late):
+            yield record.names[row], float(early), float(late)
+
+
+def _half_rows(run: Run, record: Record) -> Ints:
+    """Rows in float16, by what was recorded; a record that does not say is the model's dtype."""
+    whole = str(run.info.get("dtype", run.info.get("amp_dtype", "")))
+    dtypes = [str(found) for found in read.meta(record, "dtype", whole)]
+    half = ["float16" in name and "bfloat16" not in name for name in dtypes]
+    return np.flatnonzero(np.array(half, bool))

@@ -1,0 +1,121 @@
+"""The rules on float16: by layer, near its end and below its smallest number."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_health import FLAT, N, acts, alarms, falling, found, weights
+from torch import nn
+
+from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+HALF, FULL = "torch.float16", "torch.float32"
+
+
+def told(record, dtypes, **meta):
+    return dataclasses.replace(record, meta={**record.meta, "dtype": dtypes, **meta})
+
+
+def grads(dtypes=(HALF, HALF, HALF), **values):
+    return dataclasses.replace(told(acts(**values), list(dtypes)), kind="gradient")
+
+
+TINY = {"rms": [1e-7] * 3}
+
+
+def test_range_speaks_of_the_layers_that_are_float16():
+    big = acts(max=[1e4, 1e4, 1])
+
+    f = found(Run(told(big, [FULL, HALF, HALF])), "fp16_range")
+
+    assert f.layers == ("1",)
+    assert alarms(Run(told(big, [FULL, "torch.bfloat16", HALF]))) == set()
+
+
+def test_range_takes_the_models_dtype_where_the_record_does_not_say():
+    assert found(Run(acts(min=[0, -9e3, 0]), info={"dtype": HALF}), "fp16_range").layers == ("1",)
+
+
+@pytest.mark.parametrize("losses", [falling(), FLAT, None])
+def test_gradients_at_float16s_smallest_number_from_the_start_are_an_alarm(losses):
+    f = found(Run(gradients=grads(**TINY), losses=losses), "fp16_underflow")
+
+    assert (f.severity, f.layers) == ("warn", ("0", "1", "2"))
+    assert "3 of 3 layers" in f.evidence
+    assert "GradScaler" in f.fix
+
+
+def test_gradients_that_get_so_small_as_the_loss_falls_are_a_note():
+    late = np.geomspace(1e-3, 1e-9, N)
+
+    assert found(Run(gradients=grads(rms=[late] * 3), losses=falling()), "fp16_underflow")
+    assert alarms(Run(gradients=grads(rms=[late] * 3), losses=falling())) == set()
+    assert "fp16_underflow" in alarms(Run(gradients=grads(rms=[late] * 3), losses=FLAT))
+
+
+def test_zeros_are_no_sign_of_underflow_by_themselves():
+    relu = grads(rms=[1e-5] * 3, zero=[0.9] * 3)
+    lost = grads(rms=[1e-7] * 3, zero=[0.99] * 3)  # what is left is of RMS 1e-6
+
+    assert alarms(Run(gradients=relu)) == set()
+    assert alarms(Run(gradients=lost)) == set()
+
+
+def test_underflow_needs_float16_most_layers_and_no_scale():
+    bf16 = grads(["torch.bfloat16"] * 3, **TINY)
+    few = grads(rms=[1e-7, 1e-3, 1e-3])
+    scaled = told(grads(**TINY), [HALF] * 3, unscaled=True)
+
+    assert all(alarms(Run(gradients=g)) == set() for g in (bf16, few, scaled, grads([FULL] * 3)))
+
+
+def test_parameters_in_float16_are_judged_by_their_own_gradients():
+    params = told(weights(grad_rms=[1e-8] * 4), [HALF] * 4)
+
+    assert "fp16_underflow" in alarms(Run(params=params))
+    assert "fp16_underflow" not in alarms(Run(params=told(params, [FULL] * 4)))
+
+
+def test_without_float16_it_is_unjudged():
+    assert dict(diagnose(Run(acts())).unjudged)["fp16_underflow"] == "no gradients in float16"
+
+
+def test_a_dead_gradient_is_none():
+    none = grads(rms=[0.0] * 3, zero=[1.0] * 3)
+
+    assert dict(diagnose(Run(gradients=none)).unjudged)["fp16_underflow"]
+
+
+def trained(factor, scaler=None, known=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
+                          nn.Linear(16, 3))  # fmt: skip
+    opt = torch.optim.Adam(model.parameters(), 1e-3)
+    stats = GradientStats(scaler=scaler if known else None)
+    with watch(model, opt, ActivationStats(), ParamStats(), stats) as w:
+        for _ in range(20):
+            x = torch.randn(64, 4)
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.cross_entropy(model(x), x[:, :3].argmax(1)) * factor
+            if scaler is None:
+                loss.backward()
+                opt.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+    return w.run()
+
+
+def test_under_autocast_a_real_run_is_judged_with_and_without_a_scaler():
+    scale = 2.0**14
+
+    assert "fp16_underflow" in alarms(trained(1e-5))
+    assert alarms(trained(1.0)) == set()
+    assert alarms(trained(1e-5, torch.amp.GradScaler("cpu", init_scale=scale))) == set()
+    assert alarms(trained(1e-5, torch.amp.GradScaler("cpu", init_scale=scale), True)) == set()
