@@ -213,12 +213,39 @@ def test_non_finite_names_the_first_layer_and_step():
     assert "(ReLU) has NaN or Inf" in f.evidence
 
 
-def test_non_finite_gradients_begin_at_the_end():
+def overflow(kind="gradient", until=43):
+    """Gradients of three layers, those of the first two not finite in some steps."""
     bad = np.zeros((3, N))
-    bad[:2, 40:] = 1
-    gradients = dataclasses.replace(acts(nonfinite=bad), kind="gradient")
+    bad[:2, 40:until] = 1
+    return dataclasses.replace(acts(nonfinite=bad), kind=kind)
 
-    assert found(Run(gradients=gradients), "non_finite").layers == ("1",)
+
+def test_non_finite_gradients_begin_at_the_end():
+    f = found(Run(gradients=overflow()), "non_finite")
+
+    assert (f.layers, f.severity) == (("1",), "sick")
+
+
+@pytest.mark.parametrize("kept", [{"activations": acts()}, {"params": weights()}])
+def test_gradients_that_overflow_in_a_few_steps_and_do_no_harm_are_a_note(kept):
+    f = found(Run(gradients=overflow(), losses=falling(), **kept), "non_finite")
+
+    assert f.severity == "info"
+    assert "weights, activations and loss stay finite" in f.evidence
+    assert "GradScaler" in f.cause
+
+
+def test_gradients_that_overflow_to_the_end_or_spoil_what_follows_are_sick():
+    broken, poisoned = falling(), np.full((4, N), 5.0)
+    broken[60:], poisoned[2, 44:] = np.nan, np.nan
+    sick = [
+        Run(acts(), gradients=overflow(until=N), losses=falling()),
+        Run(acts(), gradients=overflow(), losses=broken),
+        Run(overflow("activation"), gradients=overflow(), losses=falling()),
+        Run(gradients=overflow(), params=weights(weight_norm=poisoned), losses=falling()),
+    ]
+
+    assert [found(run, "non_finite").severity for run in sick] == ["sick"] * 4
 
 
 def test_non_finite_takes_the_word_of_the_flight_recorder():

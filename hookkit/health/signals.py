@@ -28,17 +28,44 @@ def non_finite(run: Run) -> Iterator[Finding]:
     if not firsts and broken is not None:
         yield _non_finite((), broken, f"the loss stops being a number at step {broken}")
     for record, row, step in sorted(firsts, key=lambda f: f[2])[:1]:
-        kind = {"activation": "output", "gradient": "gradient of the output", "param": "value"}
-        what = kind[record.kind]
+        what = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
         evidence = f"the {what} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
-        masks = step == record.steps[0] and broken is None and read.improved(run)
-        note = ", from the first step on, while the loss stays finite and falls" if masks else ""
-        severity = "info" if masks else "sick"
-        yield _non_finite((record.names[row],), step, evidence + note, severity)
+        note = ""
+        if broken is None and record.kind != "activation" and _survived(run, record):
+            note = ", and weights, activations and loss stay finite"
+        elif step == record.steps[0] and broken is None and read.improved(run):
+            note = ", from the first step on, while the loss stays finite and falls"
+        severity = "info" if note else "sick"
+        harmless = _MASK if record.kind == "activation" else _SKIPPED
+        yield _non_finite((record.names[row],), step, evidence + note, severity, harmless)
+
+
+_MASK = "a deliberate mask of -inf, most likely", "nothing, if it is a mask"
+_SKIPPED = (
+    "steps that a GradScaler leaves out while it looks for its scale, most likely",
+    "nothing, if they are few",
+)
+
+
+def _survived(run: Run, record: Record) -> bool:
+    """Whether gradients that were not finite did no harm: a fused optimizer left the step out."""
+    own = np.nan_to_num(record.values["nonfinite"][:, -read.MIN_RECORDS :]) > 0
+    seen = run.activations, run.params
+    if seen == (None, None) or own.any(axis=0).all():
+        return False
+    if run.activations is not None and _first(run.activations) is not None:
+        return False
+    weights = None if run.params is None else run.params.values.get("weight_norm")
+    if weights is None:
+        return True
+    ever, at_last = np.isfinite(weights).any(axis=1), np.isfinite(weights[:, -1])
+    return bool((at_last | ~ever).all())
 
 
 def _first(record: Record) -> tuple[Record, int, int] | None:
     """The earliest record with a non-finite value, and the row where it began."""
+    if "nonfinite" not in record.values:
+        return None
     bad = np.nan_to_num(record.values["nonfinite"]) > 0
     if not bad.any():
         return None
@@ -57,7 +84,13 @@ def _loss_breaks(run: Run) -> int | None:
     return int(np.isinf(run.losses).argmax()) if np.isinf(run.losses).any() else None
 
 
-def _non_finite(layers: tuple[str, ...], step: int, what: str, severity: str = "sick") -> Finding:
+def _non_finite(
+    layers: tuple[str, ...],
+    step: int,
+    what: str,
+    severity: str = "sick",
+    harmless: tuple[str, str] = ("", ""),
+) -> Finding:
     return Finding(
         "non_finite",
         severity,
@@ -68,11 +101,11 @@ def _non_finite(layers: tuple[str, ...], step: int, what: str, severity: str = "
         "IEEE 754: both spread through every later sum",
         "overflow, log or division by 0, or a learning rate that is too high"
         if severity == "sick"
-        else "a deliberate mask of -inf, most likely",
+        else harmless[0],
         "look at this layer's inputs in the steps before; lower the learning rate, add an eps, "
         "or clip gradients"
         if severity == "sick"
-        else "nothing, if it is a mask",
+        else harmless[1],
     )
 
 

@@ -32,7 +32,8 @@ class ActivationStats(LayerStats):
     Exact, over all values; in a Learner or in `watch`. One record for each optimizer step (of
     those that `every` selects): batches of one step under gradient accumulation are merged,
     cancelled batches and skipped steps leave nothing, recomputation under activation checkpointing
-    is not seen twice. A second fit appends; validation is not recorded unless asked.
+    is not seen twice. A second fit appends; validation is not recorded unless asked. (In `watch` a
+    batch whose step a GradScaler left out is merged into the next: the weights are the same.)
 
     Memory is bounded (about 10 MB): when full, neighbouring records merge exactly, and
     `record().spans` tells how many steps each holds.
