@@ -2,9 +2,10 @@
 
     python benchmarks/diagnosis.py [--seeds 3] [--half tune|held|all] [--only NAME] [--verbose]
 
-Trains every case of `trainings.py` (healthy) and `ailments.py` (sick) with three seeds, recorded by
-`watch`, and prints a markdown table. Each list is split once and for all: cases at even places were
-looked at while the rules were made ("tune"), those at odd places only afterwards ("held").
+Trains every case of `trainings.py` (healthy), `ailments.py` (sick) and `attentions.py` (both) with
+three seeds, recorded by `watch`, and prints a markdown table. Each list is split once and for all:
+cases at even places were looked at while the rules were made ("tune"), those at odd places only
+afterwards ("held").
 """
 
 import argparse
@@ -14,6 +15,7 @@ import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ailments  # noqa: F401  (registers the sick cases)
+import attentions  # noqa: F401  (and more of both)
 import torch
 from trainings import HEALTHY, SICK, Case, Setup, run_steps
 
@@ -25,10 +27,10 @@ ALARM = {"warn", "sick"}
 
 def recorded(s: Setup) -> Run:
     """Train `s` and give what was recorded."""
-    from hookkit.stats import ActivationStats, ParamStats
+    from hookkit.stats import ActivationStats, GradientStats, ParamStats
     from hookkit.watching import watch
 
-    stats = ActivationStats(include_paramless=True, units=True), ParamStats()
+    stats = ActivationStats(include_paramless=True, units=True), GradientStats(), ParamStats()
     with watch(s.model, s.opt, *stats) as w:
         for loss in run_steps(s):
             w.loss(loss)

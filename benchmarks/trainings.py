@@ -33,6 +33,8 @@ class Setup:
     clip: float | None = None
     sched: Any = None
     steps: int = STEPS
+    half: bool = False  # under autocast in float16
+    scaler: Any = None
 
     @property
     def loss_name(self) -> str:
@@ -74,12 +76,17 @@ def run_steps(s: Setup) -> Iterator[float]:
         total = 0.0
         for _ in range(s.accumulate):
             x, y = next(s.batches)
-            loss = s.loss(s.model(x), y) / s.accumulate
-            loss.backward()
+            with torch.autocast("cpu", torch.float16, enabled=s.half):
+                loss = s.loss(s.model(x), y) / s.accumulate
+            (s.scaler.scale(loss) if s.scaler else loss).backward()
             total += loss.item()
         if s.clip:
             nn.utils.clip_grad_norm_(s.model.parameters(), s.clip)
-        s.opt.step()
+        if s.scaler:
+            s.scaler.step(s.opt)
+            s.scaler.update()
+        else:
+            s.opt.step()
         if s.sched:
             s.sched.step()
         yield total
