@@ -231,6 +231,18 @@ def test_density_of_a_step_that_was_not_recorded_is_refused(step: int) -> None:
         plotting.plot_density(made.run(n=30, every=10), step)
 
 
+@pytest.mark.parametrize("step", [999, -1, 2.5, "last", True])
+def test_a_depth_profile_of_a_step_that_was_not_recorded_is_refused(step: Any) -> None:
+    with pytest.raises(OptionError, match=r"step .* was asked for, .*the steps 0 to .*Use one"):
+        plotting.plot_depth(made.run(n=30), steps=[0, step])
+
+
+@pytest.mark.parametrize("steps", [[], 7, "0", ()])
+def test_a_depth_profile_of_no_list_of_steps_is_refused(steps: Any) -> None:
+    with pytest.raises(OptionError, match=r"steps=.* was asked for: .*steps=\[0, 100\], or None"):
+        plotting.plot_depth(made.run(n=30), steps=steps)
+
+
 def test_density_takes_the_nearest_record_and_says_which() -> None:
     ax = plotting.plot_density(made.run(n=30, every=10), 104)
 

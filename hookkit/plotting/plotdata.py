@@ -5,7 +5,7 @@ Everything about a picture that can be decided, and tested, without matplotlib.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -192,14 +192,34 @@ def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int
     return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
 
 
+def asked_columns(record: Record, steps: Sequence[int] | None) -> list[int]:
+    """Columns of the records nearest to `steps`, each of which is within what was recorded.
+
+    Raises:
+        OptionError: `steps` is no list of numbers, is empty, or leaves what was recorded.
+    """
+    if steps is not None:
+        listed = [] if isinstance(steps, str) or not isinstance(steps, Iterable) else list(steps)
+        if not listed:
+            raise OptionError(
+                f"steps={steps!r} was asked for: it is a list of optimizer steps. "
+                f"Use steps=[0, 100], or None for the first, 1, 10, 100, … and the last."
+            )
+        for step in listed:
+            check_step(record, step)
+        steps = listed
+    return chosen_columns(record.steps, steps)
+
+
 def check_step(record: Record, step: int) -> None:
     """That `step` is among those recorded, or between two of them.
 
     Raises:
-        OptionError: it is before the first or after the last.
+        OptionError: it is before the first or after the last, or no whole number.
     """
     first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
-    if not first <= step <= last:
+    whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+    if not whole or not first <= step <= last:
         raise OptionError(
             f"step {step} was asked for, the records cover the steps {first} to {last}. "
             f"Use one of these; the nearest record is taken."

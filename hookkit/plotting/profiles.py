@@ -38,6 +38,9 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
 
     Returns:
         The Figure; a level line is healthy, a slope is a signal that vanishes or explodes.
+
+    Raises:
+        OptionError: `steps` has one that was not recorded, or none.
     """
     run = plotdata.as_run(run)
     fig = new_figure(fig, 10, 4.6)
@@ -57,7 +60,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
 
 
 def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
-    table, columns = record.value("rms"), plotdata.chosen_columns(record.steps, steps)
+    table, columns = record.value("rms"), plotdata.asked_columns(record, steps)
     broken, at = plotdata.nonfinite(record), np.arange(len(record.names))
     marker = "o" if len(record.names) <= 40 else ""
     for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
