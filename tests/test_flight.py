@@ -218,3 +218,14 @@ def test_it_is_picklable_after_a_fit() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         FlightRecorder(**options)
+
+
+@pytest.mark.parametrize("none", [[], (), iter([]), {}, [[]], nn.ModuleList()])
+def test_a_recorder_of_no_module_is_refused(none: object) -> None:
+    model = nn.Linear(4, 2)
+
+    with (
+        pytest.raises(OptionError, match=r"modules=.*that is no module.*None for all"),
+        watch(model, torch.optim.SGD(model.parameters()), FlightRecorder(modules=none)),
+    ):
+        pass

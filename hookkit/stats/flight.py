@@ -75,6 +75,8 @@ class FlightRecorder(HookCallback):
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 2:
             raise OptionError(f"FlightRecorder(keep={keep!r}): use 2 batches or more, whole.")
         super().__init__(modules, include_paramless=True)
+        if self.modules is not None:
+            _check_some(self.modules, modules)
         self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
@@ -92,9 +94,11 @@ class FlightRecorder(HookCallback):
     # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
-        found = super()._select(model) or {"": unwrap(model)}
+        found = super()._select(model)
         if self.modules is not None:
+            _check_some(found, self.modules)
             return found
+        found = found or {"": unwrap(model)}
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _register(self, names: list[str], modules: Any) -> None:
@@ -329,6 +333,14 @@ class FlightRecorder(HookCallback):
 
 
 _CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
+
+
+def _check_some(found: Any, asked: Any) -> None:
+    if not found:
+        raise OptionError(
+            f"FlightRecorder(modules={asked!r}) was asked for: that is no module, and it would see "
+            f"nothing begin. Use None for all of them, or name some."
+        )
 
 
 def _owner(parameter: str) -> str:
