@@ -6,6 +6,7 @@ capturing    What is stored of what a module returned: detached, copied, moved, 
 dispatching  The callable that a module holds for us, and the low-level way to put one there.
 gradients    Gradients of what modules return and take, by tensor hooks that are set while the
              forward runs.
+parting      Tells when a tap and the tensor that it was made of have parted.
 compiling    What torch.compile does to hooks, and how a capture is right all the same.
 observing    What happens at a call of a hooked module: the dispatchers of `Hook`, one for each
              of its kinds.

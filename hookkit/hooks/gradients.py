@@ -6,6 +6,9 @@ the tensor is only what the module returned. Where it is more than that (an inpu
 a leaf, a view, one of several outputs), the hook needs a tensor of its own: the *tap*, a copy that
 is handed on in its place (copy-on-write on the CPU; a view would lose its hook to the next
 in-place operation). Closures in the graph hold nothing strongly, so graphs are freed as ever.
+
+The price of a tap: an in-place operation on one of the two is not seen by the other, as it would
+be without the hook. Where the other is still in use, that is told (`parting`).
 """
 
 from __future__ import annotations
@@ -18,14 +21,21 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from hookkit.errors import ArgumentError
 from hookkit.hooks.capturing import is_transformed, lazy_clone
-from hookkit.hooks.dispatching import Attached, Dispatcher, check_hookable, is_compiling
+from hookkit.hooks.dispatching import Attached, Dispatcher, brief, check_hookable, is_compiling
+from hookkit.hooks.parting import watch
 from hookkit.nested import Inputs, leaves, pick, put, tmap
 
 Receive = Callable[[int, Tensor], Any]
 
 
-def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = None) -> Any:
+def on_grad(
+    output: Any,
+    receive: Receive,
+    versions: dict[int, int] | None = None,
+    watched: Callable[[Tensor, Tensor], None] | None = None,
+) -> Any:
     """Has `receive(i, grad)` called in each backward pass for leaf `i` of `output`.
 
     Args:
@@ -33,6 +43,7 @@ def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = Non
         receive: gets the leaf's number in `leaves(output)` and its gradient, to be read, not
             written. What it returns, unless None, replaces the gradient. The graph holds it.
         versions: `{id: version}` of the module's inputs before it ran (see `versions_of`).
+        watched: called with a leaf and its tap, where something else has the leaf's memory too.
 
     Returns:
         What the forward has to hand on: `output` itself, or, where a leaf needed a tap, the same
@@ -49,10 +60,12 @@ def on_grad(output: Any, receive: Receive, versions: dict[int, int] | None = Non
         i = next(numbers)
         if not t.requires_grad:
             return t
-        if several or is_compiling() or _needs_tap(t, versions):
-            t = tap(t)
-        _listen(t, partial(receive, i))
-        return t
+        shared = not is_compiling() and _needs_tap(t, versions)
+        handed = tap(t) if several or shared or is_compiling() else t
+        _listen(handed, partial(receive, i))
+        if shared and watched is not None:
+            watched(t, handed)
+        return handed
 
     return tmap(one, output)
 
@@ -87,13 +100,18 @@ class GradState:
 
     `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
     that receives its gradients, or None to leave this call alone. `leaf` is the path of the part
-    of the output that is meant.
+    of the output that is meant, `label` the module in words.
     """
 
-    __slots__ = ("begin", "leaf", "taps", "versions")
+    __slots__ = ("__weakref__", "begin", "label", "leaf", "taps", "told", "versions")
 
-    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None], leaf: str = "") -> None:
-        self.begin, self.leaf = begin, leaf
+    def __init__(
+        self,
+        begin: Callable[[nn.Module, Any], Receive | None],
+        leaf: str = "",
+        label: Callable[[nn.Module], str] = brief,
+    ) -> None:
+        self.begin, self.leaf, self.label, self.told = begin, leaf, label, False
         # Never emptied per call, for modules that call themselves: a stale entry costs one tap.
         self.versions: dict[int, int] = {}
         self.taps: dict[int, tuple[Any, Any, int]] = {}
@@ -124,8 +142,22 @@ class _After(Dispatcher):
         if receive is None:
             return None
         part = pick(output, state.leaf)
-        tapped = on_grad(part, receive, state.versions)
+        tapped = on_grad(part, receive, state.versions, partial(_watched, state, module))
         return None if tapped is part else put(output, state.leaf, tapped)
+
+
+def _watched(state: GradState, module: nn.Module, original: Tensor, tapped: Tensor) -> None:
+    """Has it told, once for each hook, if a tap parts from its original."""
+    weak_state, weak = ref(state), ref(module)  # the graph will hold them
+
+    def told() -> str:
+        s, m = weak_state(), weak()
+        if s is None or m is None or s.told:
+            return ""
+        s.told = True
+        return s.label(m)
+
+    watch(original, tapped, told)
 
 
 class _BeforeInputs(Dispatcher):
@@ -172,10 +204,12 @@ class _AfterInputs(Dispatcher):
         written: dict[int, Tensor] = {}
         for t in leaves(Inputs(args, kwargs)):
             original, tapped, version = state.taps.pop(id(t), (None, None, 0))
-            if tapped is None or tapped() is not t or t._version == version:
+            if tapped is None or tapped() is not t or (o := original()) is None:
                 continue
-            if (o := original()) is not None:
+            if t._version != version:
                 written[id(t)] = o.copy_(t)
+            elif any(y is t or y._base is t for y in leaves(output)):
+                _watched(state, module, o, t)
         if len(state.taps) > 256:
             state.taps.clear()
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
@@ -215,6 +249,11 @@ def attach_grad(
     [(0, 3.0)]
     """
     check_hookable(module, "attach_grad")
+    if not callable(fn):
+        raise ArgumentError(
+            f"attach_grad: fn must be a function, found {type(fn).__name__}. "
+            "Pass f(module, i, grad), or use hook_output(module, grad=True) to store gradients."
+        )
 
     def begin(module: nn.Module, x: Any) -> Receive:
         weak = ref(module)
