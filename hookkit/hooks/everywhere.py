@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from threading import get_ident, local
+from threading import Lock, get_ident, local
 from types import TracebackType
 from typing import Any, Self, TextIO
 from weakref import ref
@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.capturing import Kept, Options, Storer
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.dispatching import attach, called, is_compiling, recomputing
+from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
@@ -34,18 +34,34 @@ _with_kwargs: dict[int, bool] = getattr(
 
 
 class _Removable:
-    """A context manager that removes itself, whatever happens in its block."""
+    """A context manager that removes itself, whatever happens in its block.
+
+    Entered again inside its own block it goes on until the outer block ends.
+    """
+
+    _depth = 0
 
     def remove(self) -> None:
         raise NotImplementedError
 
+    def _begin(self) -> None:
+        pass
+
+    def _end(self) -> None:
+        self.remove()
+
     def __enter__(self) -> Self:
+        if not self._depth:
+            self._begin()
+        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.remove()
+        self._depth -= 1
+        if not self._depth:
+            self._end()
 
 
 class TensorHook(_Removable):
@@ -122,6 +138,23 @@ def hook_tensor(
     return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
 
 
+# The fused TransformerEncoder path looks for hooks on its modules, not for global ones, so it is
+# off while there are any; several need not be removed in the reverse order of their making.
+_lock = Lock()
+_n_global = 0
+_fast_path = True
+
+
+def _count_global(step: int) -> None:
+    """Counts the global hooks; the first switches the fused path off, the last puts it back."""
+    global _n_global, _fast_path
+    with _lock:
+        if not _n_global:
+            _fast_path = torch.backends.mha.get_fastpath_enabled()
+        _n_global += step
+        torch.backends.mha.set_fastpath_enabled(_fast_path and not _n_global)
+
+
 class GlobalHook(_Removable):
     """A function called at each call of every module of the process. See `hook_all`."""
 
@@ -137,9 +170,7 @@ class GlobalHook(_Removable):
         """Puts the hook in PyTorch's global dicts; nothing if it is there."""
         if not self.removed:
             return
-        # The fused TransformerEncoder path looks for hooks on its modules, not for global ones.
-        self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
+        _count_global(+1)
         if self._pre:
             self._handle = register_module_forward_pre_hook(self._before)
         else:
@@ -151,15 +182,14 @@ class GlobalHook(_Removable):
         if not self.removed:
             self._handle.remove()
             _with_kwargs.pop(self._handle.id, None)
-            torch.backends.mha.set_fastpath_enabled(self._fast)
+            _count_global(-1)
             self.removed = True
 
-    def __enter__(self) -> Self:
+    def _begin(self) -> None:
         self.register()
         self._thread, self._stance = get_ident(), enter_eager()
-        return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def _end(self) -> None:
         leave_eager(self._stance)
         self._thread = self._stance = None
         self.remove()
@@ -233,12 +263,19 @@ class _Printed(_Removable):
     """The hooks of `print_sizes`."""
 
     def __init__(self, model: nn.Module, file: TextIO | None) -> None:
-        modules = {"": unwrap(model), **select(model)}
-        self._handles = []
-        for name, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(attach(module, self._printer(name, file)))
+        self._model, self._file = ref(model), file
+        self._handles: list[Attached] = []
         self._stance: Any = None
+        self.register()
+
+    def register(self) -> None:
+        """Prints again, where `remove` or the end of a block has ended that."""
+        model = self._model()
+        if self._handles or model is None:
+            return
+        for name, module in {"": unwrap(model), **select(model)}.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(attach(module, self._printer(name, self._file)))
 
     def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
         def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -251,18 +288,18 @@ class _Printed(_Removable):
 
         return write
 
-    def __enter__(self) -> Self:
+    def _begin(self) -> None:
+        self.register()
         self._stance = enter_eager()
-        return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def _end(self) -> None:
         leave_eager(self._stance)
         self.remove()
 
     def remove(self) -> None:
         """Prints no more."""
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
