@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.moments.histograms import log_bins
 from hookkit.plotting import plotdata
 from hookkit.records import Record, Run
 
@@ -164,6 +165,37 @@ def test_plot_run_marks_findings_by_number_and_says_what_they_are() -> None:
     assert figure.legends[0].get_texts()[0].get_text() == "1  sick: dead · act"
 
 
+def numbers(figure: Any) -> list[tuple[str, float, float]]:
+    figure.canvas.draw()
+    boxes = [(t.get_text(), t.get_window_extent()) for t in figure.axes[0].texts]
+    return [(text, (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2) for text, box in boxes]
+
+
+def test_numbers_of_findings_stand_side_by_side_inside_their_panel() -> None:
+    both = [SimpleNamespace(rule=r, severity="sick", layers=("act",), steps=(10, 19)) for r in "ab"]
+
+    figure = plotting.plot_run(made.run(n=30), findings=both)
+
+    (one, x1, y1), (two, x2, y2) = numbers(figure)
+    assert (one, two) == ("1", "2")
+    assert x2 - x1 > 12
+    assert y1 == pytest.approx(y2, abs=2)
+    assert x1 > figure.axes[0].get_window_extent().x0
+
+
+def test_in_a_deep_net_one_box_holds_layers_that_lie_close_together() -> None:
+    layers = made.transformer_names()
+    each = tuple(name for name, _ in layers if name.endswith("mlp.act"))
+    ends = ("transformer.wte", "lm_head")
+    found = [
+        SimpleNamespace(rule="dead", severity="sick", layers=x, steps=()) for x in (each, ends)
+    ]
+
+    figure = plotting.plot_run(made.run(layers, n=30), findings=found)
+
+    assert [text for text, _, _ in numbers(figure)] == ["1", "2", "2"]
+
+
 def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
     figure = plotting.plot_run(made.exploding(made.run(n=300)))
 
@@ -196,6 +228,16 @@ def test_plot_updates_leaves_vectors_out_and_names_matrices_that_never_moved() -
     assert -3.0 in [line.get_ydata()[0] for line in ax.lines]
 
 
+def test_plot_updates_shows_its_line_whatever_the_pace() -> None:
+    record = made.params(made.small_names(), 300)
+    table = np.full_like(record.value("update_ratio"), 0.3)
+
+    ax = plotting.plot_updates(replace(record, values={**record.values, "update_ratio": table}))
+
+    low, high = ax.get_ylim()
+    assert low < -3 < np.log10(0.3) < high
+
+
 def test_plot_dead_falls_back_to_near_zero_and_says_so() -> None:
     healthy, dead = made.run(n=20), made.dead(made.run(n=20))
 
@@ -207,8 +249,19 @@ def test_plot_dead_falls_back_to_near_zero_and_says_so() -> None:
 def test_the_depth_profile_draws_chosen_steps() -> None:
     figure = plotting.plot_depth(made.run(n=300), [0, 150])
 
-    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "150"]
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()][1:] == ["0", "150"]
     assert figure.axes[0].get_yscale() == "log"
+
+
+def test_a_deep_depth_profile_shows_every_layer_and_a_smooth_line() -> None:
+    layers = made.transformer_names()
+
+    ax = plotting.plot_depth(made.run(layers, n=30), [0]).axes[0]
+
+    points, line = ax.lines[0], ax.lines[1]
+    assert len(points.get_xdata()) == len(line.get_xdata()) == len(layers)
+    assert np.ptp(np.log(line.get_ydata())) < np.ptp(np.log(points.get_ydata()))
+    assert "lines: mean over" in ax.get_xlabel()
 
 
 @pytest.mark.parametrize("values", [(1e300,), (1e-300,), (1e-310,), (1e-300, 1.0, 1e300)])
@@ -321,6 +374,15 @@ def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str
 
     assert labels == expected
     assert (np.diff(places) > 0).all()
+
+
+def test_labels_of_small_values_keep_clear_of_zero() -> None:
+    edges = log_bins(-40, 8, 1).edges
+
+    places, labels = plotdata.bin_ticks(edges, 0, len(edges) - 2, 13)
+
+    assert "0" in labels
+    assert min(np.diff(places)) > 0.5 * len(edges) / 13
 
 
 def test_spikes_are_found_by_six_sigma_and_never_in_the_first_steps() -> None:

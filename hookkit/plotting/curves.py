@@ -59,8 +59,8 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
         ylabel="log10 ‖Δw‖ / ‖w‖",
     )
     ax.axhline(-3, color=INK, lw=1.2, ls="--")
-    finite = ratio[np.isfinite(ratio)]
-    ax.set_ylim(*(plotdata.limits(np.append(finite, (-4.0, -2.0)), 2.0)))
+    low, high = plotdata.limits(ratio, 2.0) if np.isfinite(ratio).any() else (-4.0, -2.0)
+    ax.set_ylim(min(low, -3.3), max(high, -2.7))  # the line is what the others are measured by
     if never.any():
         still = ", ".join(record.names[i] for i in np.flatnonzero(never))
         text = f"never moved: {plotdata.shorten(still, 80)}"

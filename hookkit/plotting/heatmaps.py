@@ -27,6 +27,10 @@ MOST_BOXES = 12
 """Of one finding: more would hide what they mark."""
 
 
+LEAST_GAP = 0.15
+"""Inches between two boxes; where rows are so thin that they would touch, one box holds both."""
+
+
 def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
@@ -43,7 +47,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     """
     run = plotdata.as_run(run)
     panels = [r for r in run.records if len(r) and len(r.names)]
-    heights = [min(2.6, max(1.1, 0.16 * len(r.names) + 0.5)) for r in panels]
+    heights = [_height(r) for r in panels]
     found = diagnosed(run) if findings is None else findings
     fig = new_figure(fig, 10, sum(heights) + 0.9 + 0.17 * min(7, len(found)))
     if not panels:
@@ -58,6 +62,11 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     lines = _mark_findings(axes, panels, found)
     key(fig, {word: colour for word, colour in WORDS.items() if word in met}, lines)
     return fig
+
+
+def _height(record: Record) -> float:
+    """Of a panel, in inches."""
+    return min(2.6, max(1.1, 0.16 * len(record.names) + 0.5))
 
 
 def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
@@ -102,12 +111,14 @@ def diagnosed(run: Run) -> Sequence[Any]:
 def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> list[str]:
     """Numbered boxes around what the findings name; a line of text for each."""
     lines = []
+    numbers = {ax: Numbers(ax, record) for ax, record in zip(axes, panels, strict=True)}
     for number, finding in enumerate(list(findings)[:6], 1):
         named = [str(layer) for layer in finding.layers or ()]
         for ax, record in _panels_of(finding, axes, panels):
             at = np.flatnonzero([name in named for name in record.names])
-            for block in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)[:MOST_BOXES]:
-                _box(ax, record, block[0], block[-1], finding.steps, f"{number}")
+            gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
+            for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
+                numbers[ax].put(number, *_box(ax, record, block[0], block[-1], finding.steps))
         where = plotdata.shorten(", ".join(named), 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
@@ -122,7 +133,8 @@ def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any,
     return able[:1]
 
 
-def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any, text: str) -> None:
+def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[float, float]:
+    """A frame around rows and steps; where its number goes: its left end, in the middle."""
     edges = plotdata.step_edges(record.steps)
     spanned = steps is not None and len(steps) > 0
     first, last = (steps[0], steps[-1] + 1) if spanned else (edges[0], edges[-1])
@@ -131,5 +143,34 @@ def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any, text: str) 
     ys = [top - 0.5, top - 0.5, bottom + 0.5, bottom + 0.5, top - 0.5]
     for colour, width in (("black", 2.4), ("white", 1.0)):  # seen on dark and on pale cells
         ax.plot(xs, ys, color=colour, lw=width, clip_on=False, zorder=5)
-    style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
-    ax.text(left, top - 0.5, text, fontsize=7, bbox=style, ha="center", va="center", zorder=6)
+    return left, (top + bottom) / 2
+
+
+class Numbers:
+    """The numbers of findings in one panel, each inside its box and beside those put before.
+
+    On the edge of a box they would hide a layer's name, one on the other each other.
+    """
+
+    WIDTH, ACROSS = 15.0, 8.2 * 72
+    """Of a number, and (about) of a panel, in points."""
+
+    def __init__(self, ax: Any, record: Record) -> None:
+        self.ax, self.taken = ax, list[tuple[int, int, float]]()
+        self.edges = plotdata.step_edges(record.steps)
+        self.apart = len(record.names) * self.WIDTH / 72 / _height(record)
+
+    def put(self, number: int, x: float, y: float) -> None:
+        """Writes `number` where the box of step `x` and row `y` begins, if there is room."""
+        share = (x - self.edges[0]) / (self.edges[-1] - self.edges[0])
+        slot = first = round(share * self.ACROSS / self.WIDTH)
+        near = {s: n for n, s, row in self.taken if abs(row - y) < self.apart}
+        while slot in near:
+            if near[slot] == number:
+                return  # the box above says it
+            slot += 1
+        self.taken.append((number, slot, y))
+        style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
+        shift = {"xytext": (9 + (slot - first) * self.WIDTH, 0), "textcoords": "offset points"}
+        where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6}
+        self.ax.annotate(f"{number}", (x, y), bbox=style, **shift, **where)

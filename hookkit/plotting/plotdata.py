@@ -29,6 +29,19 @@ def shorten(name: str, width: int = 24) -> str:
     return f"{name[: width - tail - 1]}…{name[-tail:]}"
 
 
+def tail(name: str, width: int) -> str:
+    """The end of `name` in at most `width` characters, cut at a dot where there is one.
+
+    >>> tail("transformer.h.11.attn.q_proj", 18), tail("a_very_long_name_indeed", 12)
+    ('…h.11.attn.q_proj', '…name_indeed')
+    """
+    if len(name) <= width:
+        return name
+    end = name[1 - width :]
+    whole = end if name[-len(end) - 1] == "." else end.partition(".")[2]
+    return f"…{whole or end}"
+
+
 def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[tuple[int, str]]:
     """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
 
@@ -144,7 +157,10 @@ def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floa
         labels = [f"{t:.6g}" for t in ticks]
     else:
         ticks, labels = _log_ticks(low, high, value, most)
-    return np.interp(ticks, value, index), [t.replace("-", "−") for t in labels]
+    places = np.interp(ticks, value, index)
+    nil, apart = np.interp(0.0, value, index), 0.6 * (last + 1 - first) / most
+    kept = [i for i, t in enumerate(ticks) if not t or abs(places[i] - nil) >= apart]
+    return places[kept], [labels[i].replace("-", "−") for i in kept]
 
 
 def _round_step(rough: float) -> float:

@@ -27,6 +27,9 @@ from hookkit.plotting.axes import (
 from hookkit.plotting.canvas import depth_colours, new_figure
 from hookkit.records import Floats, Record, Run
 
+MOST_POINTS = 60
+"""Layers up to which a depth profile joins each with the next."""
+
 
 def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Any:
     """RMS through the depth of the net, forward (outputs) and backward (their gradients).
@@ -62,23 +65,38 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
 def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
     table, columns = record.value("rms"), plotdata.asked_columns(record, steps)
     broken, at = plotdata.nonfinite(record), np.arange(len(record.names))
-    marker = "o" if len(record.names) <= 40 else ""
+    wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
+    handles = []
     for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
         rms, bad = table[:, j], broken[:, j]
         fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
-        style = {"marker": marker, "ms": 3, "lw": 1.3, "color": colour}
-        ax.plot(at[fine], rms[fine], **style, label=f"{record.steps[j]}")
+        style = {"color": colour, "lw": 1.6, "label": f"{record.steps[j]}"}
+        if wide:
+            ax.plot(at[fine], rms[fine], ".", ms=2, color=colour, alpha=0.5)
+            middle = 10 ** plotdata.smoothed(np.log10(rms[fine]), len(at) // 12)
+            handles += ax.plot(at[fine], middle, **style)
+        else:
+            handles += ax.plot(at[fine], rms[fine], marker="o", ms=3, **style)
         edge = {"transform": ax.get_xaxis_transform(), "ls": "", "marker": "x", "ms": 5}
         ax.plot(at[rms == 0], np.full((rms == 0).sum(), 0.02), color=colour, **edge)
         ax.plot(at[bad], np.full(bad.sum(), 0.98), color=ALARM, **edge)
     log_y(ax, table[:, columns][~broken[:, columns]])
     notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
     words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
+    words += [f"lines: mean over {len(at) // 12 | 1} layers"] if wide else []
     ax.set_xlabel("; ".join(words), fontsize=9)
     name_layers(ax.xaxis, record.names, 24, rotation=90)
     ax.set_xlim(-0.5, len(record.names) - 0.5)
-    ax.legend(title="step", fontsize=7, title_fontsize=7, frameon=False)
     plain(ax)
+    _steps_key(ax, handles)
+
+
+def _steps_key(ax: Any, handles: list[Any]) -> None:
+    """Which colour is which step, above the panel: inside it would lie on the lines."""
+    style = {"fontsize": 7, "frameon": False, "handlelength": 1, "columnspacing": 0.8}
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "borderpad": 0, "ncols": 9}
+    nobody = ax.plot([], [], lw=0, label="step")
+    ax.legend(handles=[*nobody, *handles], handletextpad=0.4, **style, **place)
 
 
 def plot_loss(

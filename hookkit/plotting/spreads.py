@@ -99,7 +99,7 @@ class Grid:
         """What fits over a tile; of long names the end, which tells neighbours apart."""
         whole = plotdata.label(record, row)
         name = whole if len(whole) <= self.room else record.names[row] or record.types[row]
-        return name if len(name) <= self.room else "…" + name[1 - self.room :]
+        return plotdata.tail(name, self.room)
 
 
 def _check_hist(record: Record) -> None:
