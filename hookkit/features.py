@@ -19,12 +19,12 @@ from warnings import warn
 import torch
 from torch import nn
 
-from hookkit.errors import HookError, NeverFiredWarning, OptionError
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.capturing import snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.dispatching import attach, check_hookable
 from hookkit.hooks.gradients import tap
-from hookkit.nested import describe, named_leaves, pick, tmap
+from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select
 from hookkit.selecting.resolving import Selector
 from hookkit.swapping.wrapping import Wrapper
@@ -62,12 +62,19 @@ def feature_extractor(
         SelectionError: no such layer.
         HookError: a wanted module never runs, or is scripted.
         OptionError: `keep` is none of the three.
+        ArgumentError: `detach` or `stop` is neither True nor False.
 
     >>> lenet = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.Flatten())
     >>> extract = feature_extractor(lenet, {"2": "conv2"})
     >>> extract(torch.ones(1, 1, 28, 28))["conv2"].shape
     torch.Size([1, 16, 20, 20])
     """
+    for option, value in {"detach": detach, "stop": stop}.items():
+        if not isinstance(value, int):  # bool is an int
+            raise ArgumentError(
+                f"feature_extractor: {option}={value!r} was asked for, and is True or False. "
+                "Layers come before the options: feature_extractor(model, name)."
+            )
     if keep not in ("first", "last", "all"):
         raise OptionError(
             f'feature_extractor: keep={keep!r} is unknown. Use "first", "last" or "all".'
@@ -172,10 +179,9 @@ class _Call:
         try:
             return pick(output, leaf)
         except (KeyError, IndexError, AttributeError, TypeError) as e:
-            paths = ", ".join(path for path, _ in named_leaves(output)[:6])
             raise HookError(
                 f'feature_extractor: "{key}" asks for {leaf} of what the layer gave, '
-                f"{describe(output)}. Ask for a path that is there: {paths or 'it has no tensors'}."
+                f"{describe(output)}. Ask for a path that is there: {paths_of(output)}."
             ) from e
 
     def features(self) -> dict[str, Any]:

@@ -508,3 +508,16 @@ def test_every_layer_of_the_zoo_gives_what_a_plain_hook_sees(entry: Entry) -> No
             if a.layout is torch.strided and not a.is_nested:
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert pick(features, "") is features
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, on quantized tensors
+def test_a_quantized_feature_can_be_read() -> None:
+    class Quantized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+    net, x = nn.Sequential(Quantized()), torch.linspace(-1, 1, 5)
+
+    feature = feature_extractor(net, "0")(x)["0"]
+
+    assert torch.equal(feature.dequantize(), net(x).dequantize())

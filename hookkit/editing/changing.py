@@ -206,6 +206,11 @@ def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
             f"{'scalar' if not target else '×'.join(map(str, target))}. Give a number, or a tensor "
             f"that broadcasts to that shape."
         )
+    if _complex(value) and not x.is_complex():
+        raise HookError(
+            f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold complex "
+            f"numbers ({describe(value)}). Give their real part, or abs()."
+        )
     if _fraction(value) and not (x.is_floating_point() or x.is_complex()):
         raise HookError(
             f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold "
@@ -294,17 +299,22 @@ def _absent(where: Where, names: list[str]) -> str:
 
 
 def _like(v: Any, x: Tensor) -> Any:
-    """A tensor on the device of `x`, and in its dtype if that has fractions."""
+    """A tensor on the device of `x`, and in its dtype if that can hold it."""
     if not isinstance(v, Tensor):
         return v
-    dtype = x.dtype if x.is_floating_point() or x.is_complex() else v.dtype
+    holds = x.is_complex() or (x.is_floating_point() and not v.is_complex())
+    dtype = x.dtype if holds else v.dtype
     return v.to(device=x.device, dtype=dtype)
+
+
+def _complex(v: Any) -> bool:
+    return v.is_complex() if isinstance(v, Tensor) else isinstance(v, complex)
 
 
 def _fraction(v: Any) -> bool:
     """True if `v` would lose something in an integer tensor."""
     if isinstance(v, Tensor):
-        return v.is_floating_point() or v.is_complex()
+        return v.is_floating_point()
     return isinstance(v, float) and not v.is_integer()
 
 

@@ -165,7 +165,7 @@ class Edits:
             )
         for _, module, _ in modules:
             check_hookable(module, who)
-        self._who, self._stance = who, False
+        self._who, self._stance, self._depth = who, False, 0
         self._edits = [Edit(who, name, module, leaf, f, kind) for name, module, leaf in modules]
         self.register()
 
@@ -200,6 +200,9 @@ class Edits:
         return {e.name or str(i): e.n_calls for i, e in enumerate(self._edits)}
 
     def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth > 1:  # again inside its own block, whose end is the one that counts
+            return self
         if self.removed:
             for edit in self._edits:
                 edit.n_calls, edit.elsewhere = 0, False
@@ -212,6 +215,9 @@ class Edits:
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         leave_eager(self._stance)
         self.remove()
         for edit in self._edits:

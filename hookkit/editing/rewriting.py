@@ -16,7 +16,7 @@ from hookkit.editing.changing import Change, Where
 from hookkit.errors import HookError
 from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
 from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
-from hookkit.nested import Inputs, describe, named_leaves, pick, put
+from hookkit.nested import Inputs, describe, named_leaves, paths_of, pick, put
 
 Kind = Literal["output", "input", "grad"]
 Function = Callable[..., Any]
@@ -46,7 +46,7 @@ class Edit:
         elif self.kind == "input":
             self.handle = attach(module, self.on_input, pre=True, edit=True)
         else:
-            state = GradState(self.on_forward, self.leaf)
+            state = GradState(self.on_forward, self.leaf, lambda m: self.label())
             self.handle = Attached(module, *grad_dispatchers(state, inputs=False))
 
     def remove(self) -> None:
@@ -90,6 +90,7 @@ class Edit:
             return None
         if self.leaf:
             self.picked(output)
+        self.traced = self.traced or is_compiling()  # not in `changed`: its graph may write nothing
         return _receiver(ref(self), ref(module))
 
     def on_grad(self, module: nn.Module, grad: Tensor) -> Tensor | None:
@@ -107,7 +108,8 @@ class Edit:
     def changed(self, module: nn.Module, value: Any, *seen: Any) -> Any:
         """What the user's function makes of `value`; counted unless this is a recomputation."""
         if is_compiling():
-            self.traced = True
+            if self.kind != "grad":
+                self.traced = True
             return self.f(module, *seen)
         if isinstance(self.f, Change):
             where = Where(module, self.name, self.leaf, self.n_calls)
@@ -132,10 +134,9 @@ class Edit:
         try:
             return pick(x, self.leaf)
         except (KeyError, IndexError, AttributeError, TypeError) as e:
-            paths = [path for path, _ in named_leaves(x)]
             raise HookError(
                 f"{self.who}: {self.label()} has nothing at {self.leaf}; there is {describe(x)}. "
-                f"Select a path that is there: {', '.join(paths[:6]) or 'it has no tensors'}."
+                f"Select a path that is there: {paths_of(x)}."
             ) from e
 
     def check(self, old: Any, new: Any) -> None:

@@ -87,7 +87,8 @@ def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
 
 def tap(t: Tensor) -> Tensor:
     """A tensor of its own with the values and the gradient of `t`; not a view of it."""
-    if t.is_cpu and not is_compiling() and not is_transformed(t):  # vmap has no lazy clone
+    plain = t.is_cpu and not t.is_quantized  # torch 2.13 crashes on reading a lazy quantized one
+    if plain and not is_compiling() and not is_transformed(t):  # vmap has no lazy clone
         try:
             return lazy_clone(t)
         except RuntimeError:

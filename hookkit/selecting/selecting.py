@@ -9,6 +9,7 @@ the names that are near, before anything is attached.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 from weakref import ref
 
 from torch import nn
@@ -35,6 +36,9 @@ class Selection(Mapping[str, nn.Module]):
 
     def __init__(self, model: nn.Module, picks: Mapping[str, Pick]):
         self._model, self.picks = ref(model), dict(picks)
+
+    def __reduce__(self) -> Any:
+        return _selected, (self._model(), self.picks)
 
     def __getitem__(self, name: str) -> nn.Module:
         return self.picks[name].module
@@ -77,6 +81,11 @@ class Selection(Mapping[str, nn.Module]):
             where = "" if self.path(name) == name else f"  = {self.path(name)}"
             lines.append(f"{name or '(model)':<{width}}  {type(pick.module).__name__}{where}")
         return "\n".join([repr(self).split(":")[0].rstrip(")") + ")", *lines])
+
+
+def _selected(model: nn.Module | None, picks: Mapping[str, Pick]) -> Selection:
+    """A selection out of a pickle or a copy; of no model if that was gone."""
+    return Selection(nn.Module() if model is None else model, picks)
 
 
 def select(model: nn.Module, *what: Selector) -> Selection:

@@ -84,6 +84,11 @@ def _planned(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> tuple[list[_Place], dict[str, nn.Module]]:
     """Every place to change, and the replacements by name; nothing is changed yet."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"swap needs a model (nn.Module) first, found {type(model).__name__}. "
+            f'Write swap(model, {{"layer1": Catcher}}).'
+        )
     if not isinstance(replacements, Mapping):
         raise ArgumentError(
             f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. "
