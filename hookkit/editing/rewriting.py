@@ -90,7 +90,8 @@ class Edit:
             return None
         if self.leaf:
             self.picked(output)
-        self.traced = self.traced or is_compiling()  # not in `changed`: its graph may write nothing
+        if is_compiling():  # here: the graph of a gradient's hook may write no attribute
+            self.traced = True
         return _receiver(ref(self), ref(module))
 
     def on_grad(self, module: nn.Module, grad: Tensor) -> Tensor | None:
