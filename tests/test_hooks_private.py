@@ -1,0 +1,134 @@
+"""Capture without the private names of torch that hookkit likes to use: slower, and as right.
+
+Each is looked up once, when hookkit is imported, so the core tests run in a process of their own,
+in which `without_private` has taken the names away before.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import hookkit.hooks.compiling as compiling
+from hookkit.hooks import hook_outputs
+
+TESTS = Path(__file__).parent
+
+CORE = ["test_hooks.py", "test_hooks_gradients.py"]
+
+NAMES = [
+    "torch._lazy_clone",
+    "torch._C._current_graph_task_id",
+    "torch.compiler._is_exporting_flag",
+    "torch._C._functorch",
+    "torch._C._are_functorch_transforms_active",
+]
+# Without functorch's names what it wraps cannot be taken out of its wrapper.
+NEEDS_FUNCTORCH = "vmap or transform or per_sample"
+
+
+def python(*args: str, names: list[str]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "HOOKKIT_WITHOUT": " ".join(names), "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *args], env=env, cwd=TESTS.parent, capture_output=True, text=True
+    )
+
+
+def test_capture_is_right_without_any_of_torchs_private_names() -> None:
+    options = ["-q", "-x", "-p", "without_private", "-p", "no:cacheprovider"]
+    options += ["-k", f"not ({NEEDS_FUNCTORCH})", *(str(TESTS / name) for name in CORE)]
+
+    done = python("-m", "pytest", *options, names=NAMES)
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_the_plugin_does_take_a_name_away() -> None:
+    code = (
+        "import without_private, torch; from hookkit.hooks.capturing import lazy_clone; "
+        "print(lazy_clone is torch.Tensor.clone, hasattr(torch, '_lazy_clone'))"
+    )
+
+    done = python("-c", code, names=NAMES)
+
+    assert done.stdout.split() == ["True", "True"]
+
+
+# --- dynamo's names, looked up when they are needed
+
+
+@pytest.fixture
+def compiled() -> Any:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(5, 3), nn.ReLU())
+    counter = CompileCounter()
+    model = torch.compile(net, backend=counter)
+    yield SimpleNamespace(net=net, model=model, counter=counter)
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 5)
+
+
+@pytest.mark.parametrize("left", ["set_stance", ""])
+def test_a_block_without_dynamos_private_stance(
+    left: str, compiled: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = compiling._set_eager
+    frames = SimpleNamespace(**{left: None} if left else {})
+    monkeypatch.setattr(compiling, "_set_eager", lambda _: real(frames))
+    y = compiled.model(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if left else "ignore")
+        with hook_outputs(compiled.net) as h:
+            compiled.model(x)
+    compiled.model(x)
+
+    if left:  # the public way, three times as slow
+        torch.testing.assert_close(h[1].stored, y.detach())
+        assert compiled.counter.frame_count == 1
+    assert compiling._n_inside == 0
+    assert not compiled.net[0]._forward_hooks
+
+
+def test_graphs_are_forgotten_without_dynamos_private_names(
+    compiled: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_PRIVATE", ("gone", "gone too"))
+    compiled.model(x)
+    h = hook_outputs(compiled.net)
+
+    assert compiling.forget_graphs(compiled.net)
+    y = compiled.model(x)
+
+    torch.testing.assert_close(h[1].stored, y.detach())
+    h.remove()
+
+
+def test_nothing_is_forgotten_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
+
+    assert not compiling.forget_graphs(nn.Linear(2, 2))
+    assert compiling.compiled_around(nn.Linear(2, 2)) is None
+    assert not compiling.enter_eager()
+
+
+def test_a_stance_that_cannot_be_set_is_left(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("inside a compiled region")
+
+    monkeypatch.setattr(torch.compiler, "set_stance", refuse)
+
+    assert compiling._set_eager(SimpleNamespace(set_stance=None)) is None
