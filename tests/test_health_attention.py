@@ -114,12 +114,14 @@ def test_other_names_are_no_queries(names):
     assert logits_finding(Run(attention([*names, *INNER[2:]], **QK), losses=FLAT)) == []
 
 
-def test_without_anything_to_see_it_is_unjudged():
-    run = Run(attention(["a", "b"], ["Linear", "Linear"]))
+def test_attention_of_which_nothing_is_seen_is_unjudged():
+    fused = Run(attention(["h.0.attn.qkv", "head"], ["Linear", "Linear"]))
+    other = Run(attention(["a", "b"], ["Linear", "Linear"]))
 
-    why = dict(diagnose(run).unjudged)["attention_logits"]
+    why = dict(diagnose(fused).unjudged)["attention_logits"]
 
     assert why == "no attention scores, weights, or separate queries and keys"
+    assert "attention_logits" not in dict(diagnose(other).unjudged)
 
 
 def test_a_softmax_that_never_ran_is_passed_over():

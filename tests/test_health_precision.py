@@ -80,14 +80,17 @@ def test_parameters_in_float16_are_judged_by_their_own_gradients():
     assert "fp16_underflow" not in alarms(Run(params=told(params, [FULL] * 4)))
 
 
-def test_without_float16_it_is_unjudged():
-    assert dict(diagnose(Run(acts())).unjudged)["fp16_underflow"] == "no gradients in float16"
+def test_it_is_unjudged_where_float16_is_in_use_and_gradients_were_not_recorded():
+    half = Run(told(acts(), [FULL, HALF, FULL]))
+
+    assert dict(diagnose(half).unjudged)["fp16_underflow"] == "no gradients of outputs"
+    assert "fp16_underflow" not in dict(diagnose(Run(acts())).unjudged)
 
 
-def test_a_dead_gradient_is_none():
+def test_a_dead_gradient_says_nothing():
     none = grads(rms=[0.0] * 3, zero=[1.0] * 3)
 
-    assert dict(diagnose(Run(gradients=none)).unjudged)["fp16_underflow"]
+    assert diagnose(Run(gradients=none)).rules == ()
 
 
 def trained(factor, scaler=None, known=False):
@@ -119,3 +122,20 @@ def test_under_autocast_a_real_run_is_judged_with_and_without_a_scaler():
     assert alarms(trained(1.0)) == set()
     assert alarms(trained(1e-5, torch.amp.GradScaler("cpu", init_scale=scale))) == set()
     assert alarms(trained(1e-5, torch.amp.GradScaler("cpu", init_scale=scale), True)) == set()
+
+
+def test_under_autocast_outputs_that_come_near_the_end_of_float16_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16))
+    with torch.no_grad():
+        model[2].weight.mul_(4e4)
+    opt = torch.optim.SGD(model.parameters(), 1e-6)
+    with watch(model, opt, ActivationStats()) as w:
+        for _ in range(20):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.randn(64, 4)).pow(2).mean()
+            loss.backward()
+            opt.step()
+
+    (f,) = [f for f in w.diagnose() if f.rule == "fp16_range"]
+    assert f.layers == ("2",)

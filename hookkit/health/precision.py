@@ -49,7 +49,10 @@ def fp16_underflow(run: Run) -> Iterator[Finding]:
     """
     small = [*chain.from_iterable(_small(run, record) for record in (run.gradients, run.params))]
     if not small:
-        raise read.Missing("no gradients in float16")
+        record = run.activations
+        if record is not None and len(_half_rows(run, record)) and run.gradients is None:
+            raise read.Missing("no gradients of outputs")
+        return
     early = [(name, size) for name, size, _ in small if size < 4 * SMALLEST]
     late = [(name, size) for name, _, size in small if size < 4 * SMALLEST]
     hit = max(early, late, key=len)

@@ -114,7 +114,7 @@ def dead(run: Run) -> Iterator[Finding]:
     record = read.activations(run)
     relus = read.rows(record, read.RELU_LIKE)
     if not relus:
-        raise read.Missing("no ReLU recorded: needs include_paramless=True")
+        raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
     window = read.last_half(record)
     if "dead" in record.values:
         share = _floor(record.values["dead"][relus][:, window])
@@ -170,7 +170,9 @@ def saturated(run: Run) -> Iterator[Finding]:
     last = len(record.names) - 1
     which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
     if not which:
-        raise read.Missing("no tanh or sigmoid recorded: needs include_paramless=True")
+        raise read.Missing(
+            "no tanh or sigmoid among the layers (include_paramless=True records them)"
+        )
     window = read.last_half(record)
     share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
