@@ -302,6 +302,31 @@ def test_density_takes_the_nearest_record_and_says_which() -> None:
     assert ax.get_title(loc="left").endswith("at step 100")
 
 
+def test_density_shows_the_last_step_with_values_after_a_run_broke_down() -> None:
+    run = made.run(n=30)
+    assert run.activations is not None
+    assert run.activations.hist is not None
+    hist = run.activations.hist.copy()
+    hist[:, :, 20:] = 0
+    hist[0, :, 25] = 7  # of one layer alone: it says little
+
+    ax = plotting.plot_density(replace(run.activations, hist=hist))
+
+    assert ax.get_title(loc="left").endswith("at step 19")
+
+
+def test_no_colour_of_updates_is_taken_for_nan() -> None:
+    from matplotlib.colors import rgb_to_hsv, to_rgb
+
+    figure = plotting.plot_run(made.run(n=30), findings=[])
+    shades = figure.axes[2].collections[0].cmap(np.linspace(0, 1, 64))[:, :3]
+
+    hue, strength, light = rgb_to_hsv(shades).T
+    vivid = (strength > 0.25) & (light > 0.3)
+    assert np.abs(hue[vivid] - rgb_to_hsv(to_rgb("#d55e00"))[0]).min() > 0.1
+    assert shades.sum(axis=1).min() > 0.6  # black has a meaning of its own
+
+
 def test_loss_shows_validation_at_the_ends_of_epochs() -> None:
     figure = plotting.plot_loss(made.run(n=300, epoch=100))
 

@@ -81,6 +81,22 @@ def test_every_picture_says_what_it_shows_and_its_size(sick: str) -> None:
     assert "NaN or Inf in 2 rows" in str(pictures[0]["alt"])
 
 
+def test_a_picture_scrolls_by_itself_where_the_page_is_narrow(sick: str) -> None:
+    regions = [a for a in Outline(sick).all("div") if a.get("role") == "group"]
+
+    assert len(regions) == len(Outline(sick).all("img"))
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
+    assert "figure img{max-width:none;width:40rem}" in sick
+
+
+def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) -> None:
+    bad = made.run(n=30)
+    assert bad.activations is not None
+    many = made.with_values(bad.activations, "nonfinite", 0, 32768.0)
+
+    assert "<td>32,768</td>" in html_of(replace(bad, activations=many), tmp_path)
+
+
 def test_nothing_is_loaded_from_elsewhere(sick: str) -> None:
     outside = re.compile(r"""(?:src|href|url)\s*[=(]\s*["']?+(?!data:|#)""")
     assert not outside.search(re.sub(r"base64,[^\"]*", "", sick))

@@ -74,8 +74,12 @@ def new_axes(ax: Any, width: float, height: float) -> Any:
 
 
 def colour_map(name: str, **extremes: Any) -> Any:
-    """A copy of a named colour map, with colours for `bad`, `under` and `over`."""
-    return mpl.colormaps[name].with_extremes(**extremes)
+    """A copy of a named colour map, with colours for `bad`, `under` and `over`.
+
+    Without the ends of those that go to black on both sides: black has a meaning of its own.
+    """
+    ends = (0.0, 1.0) if name == "viridis" else (0.1, 0.9)
+    return ListedColormap(mpl.colormaps[name](np.linspace(*ends, 256))).with_extremes(**extremes)
 
 
 def depth_colours(n: int) -> list[Any]:

@@ -35,7 +35,8 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
     Colour is log10 RMS (of outputs and of their gradients) and log10 of update:weight, whose map is
-    pale at the healthy −3. Grey: the layer did not run; black: all zero; vermilion: NaN or Inf.
+    pale at the healthy −3, green below and purple above. Grey: the layer did not run; black: all
+    zero; vermilion: NaN or Inf.
 
     Args:
         run: a Run, a Record, a recorder or a driver.
@@ -74,7 +75,7 @@ def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
     statistic, what, cmap = {
         "activation": ("rms", "log10 RMS", "viridis"),
         "gradient": ("rms", "log10 RMS", "viridis"),
-        "param": ("update_ratio", "log10\nupdate:weight", "PuOr_r"),
+        "param": ("update_ratio", "log10\nupdate:weight", "PRGn_r"),
     }[record.kind]
     table, broken = plotdata.log10(record.value(statistic)), plotdata.nonfinite(record)
     low, high = (-5.0, -1.0) if record.kind == "param" else plotdata.limits(table)

@@ -167,9 +167,10 @@ def _share_bar(ax: Any, mesh: Any) -> None:
 
 
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any:
-    """How the values of every layer are spread at one step (default: the last), a line a layer.
+    """How the values of every layer are spread at one step, a line a layer.
 
-    The nearest record is taken, and the title says which.
+    The nearest record is taken, and the title says which; without `step` it is the last one in
+    which most layers have finite values.
 
     Raises:
         OptionError: no histograms were recorded, or none at all near `step`.
@@ -179,9 +180,9 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     _check_hist(record)
     if not record.names or not len(record):
         return nothing(ax, "nothing was recorded")
-    wanted = int(record.steps[-1]) if step is None else step
-    plotdata.check_step(record, wanted)
-    (column,) = plotdata.chosen_columns(record.steps, [wanted])
+    column = _last_counted(record)
+    if step is not None:
+        (column,) = plotdata.asked_columns(record, [step])
     rows = range(len(record.names))
     tables = np.stack([plotdata.shares(record, row)[:, column] for row in rows])
     first, last = plotdata.used_bins((tables > 0).any(axis=0))
@@ -198,3 +199,12 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}{note}")
     plain(ax)
     return ax
+
+
+def _last_counted(record: Record) -> int:
+    """The last record in which most layers had finite values; else the last of all."""
+    assert record.hist is not None
+    counted = record.hist.sum(axis=1) > 0
+    layers = counted.sum(axis=0)
+    found = np.flatnonzero((layers > 0) & (2 * layers >= (counted.sum(axis=1) > 0).sum()))
+    return int(found[-1]) if len(found) else len(record) - 1

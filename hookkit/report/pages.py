@@ -200,17 +200,17 @@ def _pictures_of(record: Record) -> Iterator[str]:
     yield f"<h3>{kind.capitalize()}</h3>"
     alike, each = "a line a layer", "a panel a layer"
     drawn: list[tuple[Callable[[Any], Any], str, str]] = [
-        (lambda p: p.plot_stats(record), "Means and standard deviations", alike)
+        (lambda p: p.plot_stats(record), f"Means and standard deviations of {kind}", alike)
     ]
     if record.kind == "activation":
         drawn += [(lambda p: p.plot_dead(record), "Dead units, or values near zero", alike)]
     if record.hist is not None:
         drawn += [
-            (lambda p: p.color_dim(record), "How values are spread, step by step", each),
-            (lambda p: p.plot_density(record), "How values are spread at the last step", alike),
+            (lambda p: p.color_dim(record), f"How {kind} are spread, step by step", each),
+            (lambda p: p.plot_density(record), f"How {kind} are spread at the end", alike),
         ]
     for draw, what, how in drawn:
-        yield _picture(draw, f"{what} of {kind}, {how}. {told}.", f"{what} of {kind}, {how}.")
+        yield _picture(draw, f"{what}, {how}. {told}.", f"{what}, {how}.")
     if record.hist is None:
         yield note(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
 
@@ -222,7 +222,7 @@ def _layer_table(run: Run) -> Iterator[str]:
         head = ["layer", "type", *(key.replace("_", " ") for key in keys)]
         last = {key: [_last(row) for row in record.values[key]] for key in keys}
         rows = [
-            [name or "(model)", kind, *(_cell(last[key][i]) for key in keys)]
+            [name or "(model)", kind, *(_cell(last[key][i], key) for key in keys)]
             for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True))
         ]
         what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
@@ -238,9 +238,11 @@ def _last(row: Any) -> float:
     return float(seen[-1]) if len(seen) else float("nan")
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, key: str = "") -> str:
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return "–"
+    if key == "nonfinite":
+        return f"{value:,.0f}"
     return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
 
 

@@ -50,7 +50,7 @@ dd{margin:0}
 figure{margin:1rem 0;break-inside:avoid}figure img{max-width:100%;height:auto;background:#fff;
 display:block;border-radius:4px}figcaption,caption{
 font-size:.9rem;text-align:left;padding:.3rem 0}
-.wide{overflow-x:auto}table{border-collapse:collapse;
+.wide{overflow-x:auto;margin:1rem 0}table{border-collapse:collapse;
 font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th[scope=row],thead th:first-child{text-align:left;font-weight:600}
@@ -58,7 +58,7 @@ pre{overflow-x:auto;font-size:.85rem;line-height:1.35}summary{cursor:pointer;pad
 .note{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
 @media (max-width:34rem){dl{grid-template-columns:1fr;
 gap:0}dd{margin:0 0 .5rem}body{padding:.6rem .7rem 3rem}
-}
+figure .wide{margin:0}figure img{max-width:none;width:40rem}}
 @media print{nav,.skip{display:none}body{max-width:none;font-size:11pt}h2{break-after:avoid}}
 """
 
@@ -94,12 +94,16 @@ def page(title: str, top: str, sections: Iterable[tuple[str, str, str]]) -> str:
 
 
 def figure(png: bytes, alt: str, caption: str, dpi: int) -> str:
-    """A picture inside the page; `alt` tells its content to those who do not see it."""
+    """A picture inside the page; `alt` tells its content to those who do not see it.
+
+    Where the page is narrow it stays readable and scrolls by itself.
+    """
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
     size = f'width="{round(width * 100 / dpi)}" height="{round(height * 100 / dpi)}"'
     source = f"data:image/png;base64,{b64encode(png).decode()}"
     return (
-        f'<figure><img src="{source}" alt="{escape(alt)}" {size}>'
+        f'<figure><div class="wide" tabindex="0" role="group" aria-label="{escape(caption)}">'
+        f'<img src="{source}" alt="{escape(alt)}" {size}></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
