@@ -1,6 +1,9 @@
 """Hooks that remember: `Hook` for one module, `Hooks` for many, and the functions that make them.
 
+making       `hook_output(s)` and `hook_input(s)`, which make hooks that store.
+hooks        `Hooks`: many hooks as one, registered all or none.
 hooking      `Hook`: one module, one function, and what it stored.
+plain        The fast path: hooks that store nothing but a snapshot of the last output.
 capturing    What is stored of what a module returned: detached, copied, moved, and read back
              safely.
 dispatching  The callable that a module holds for us, and the low-level way to put one there.
@@ -16,25 +19,14 @@ everywhere   Hooks that are not on chosen modules: on one tensor, on every modul
              whole model.
 """
 
-from hookkit.hooks.hooks import (
-    GlobalHook,
-    Hook,
-    Hooks,
-    Inputs,
-    StopForward,
-    TensorHook,
-    attach,
-    attach_grad,
-    hook_all,
-    hook_input,
-    hook_inputs,
-    hook_output,
-    hook_outputs,
-    hook_tensor,
-    on_grad,
-    print_sizes,
-    recomputing,
-)
+from hookkit.hooks.dispatching import attach, recomputing
+from hookkit.hooks.everywhere import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
+from hookkit.hooks.gradients import attach_grad, on_grad
+from hookkit.hooks.hooking import Hook
+from hookkit.hooks.hooks import Hooks
+from hookkit.hooks.making import hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks.silence import StopForward
+from hookkit.nested import Inputs
 
 __all__ = [
     "GlobalHook",

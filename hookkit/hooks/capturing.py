@@ -8,12 +8,12 @@ live instead is watched by its version counter, and told when it is read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.errors import ArgumentError, OptionError, OverwrittenWarning
@@ -86,7 +86,7 @@ class Options:
 
         # a whole tuple at once: this runs at each `with hook_outputs(…)`
         usual = (self.kind, self.hook_func, self.keep, self.clone, self.dtype) == _USUAL
-        plain = usual and self.detach and not (self.cpu or self.stop)
+        plain = usual and self.detach and not (self.cpu or self.gather or self.stop)
         object.__setattr__(self, "plain", plain)
 
     @property
@@ -95,14 +95,23 @@ class Options:
         return self.clone is False or (self.clone is None and not self.detach)
 
 
-def snapshot(t: Tensor) -> Tensor:
+def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
     """A detached copy of `t` that no later in-place operation on `t` can change.
 
     A lazy clone on the CPU where torch can make one, else a clone: also of a small view, which
-    would keep the whole of its storage alive.
+    would keep the whole of its storage alive, and of a tensor that the user made. That one (a
+    parameter, or a leaf among `given`, a module's inputs) may share its memory with a numpy array,
+    and a lazy clone gives it new memory at its next in-place operation.
     """
+    theirs = t.is_leaf and (isinstance(t, nn.Parameter) or any(t is x for x in given))
     t = t.detach()
-    if t.is_cpu and t.layout is torch.strided and not is_compiling() and not is_transformed(t):
+    if (
+        not theirs
+        and t.is_cpu
+        and t.layout is torch.strided
+        and not is_compiling()
+        and not is_transformed(t)
+    ):
         try:
             return t.clone() if _is_crumb(t) else lazy_clone(t)
         except RuntimeError:  # from_numpy, shared memory
@@ -182,33 +191,35 @@ def _is_crumb(t: Tensor) -> bool:
 class Storer:
     """Turns what a hook saw into what it stores, one tensor at a time, as `Options` ask."""
 
-    __slots__ = ("event", "options")
+    __slots__ = ("event", "given", "options")
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, given: Iterable[Any] = ()) -> None:
+        self.options, self.given = options, given
         self.event: Any = None
 
     def keep(self, x: Any) -> Kept:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
-        value = tmap(self.tensor, x)
-        event, self.event = self.event, None
+        bare = type(x) is Tensor
+        value = self.tensor(x) if bare else tmap(self.tensor, x)
         versions = None
         if self.options.live and not is_compiling():
-            versions = [(t, t._version) for t in leaves(value) if not t.is_inference()]
+            found = (value,) if bare else leaves(value)
+            versions = [(t, t._version) for t in found if not t.is_inference()]
+        event, self.event = self.event, None
         return Kept(value, versions, event)
 
     def tensor(self, t: Tensor) -> Tensor:
         """One tensor as it is stored."""
         o = self.options
-        t = unwrapped(t)
-        before = t = t.detach() if o.detach else t
+        whole = unwrapped(t)
+        before = t = whole.detach() if o.detach else whole
         if o.dtype is not None and t.is_floating_point() and t.dtype != o.dtype:
             t = t.to(o.dtype)
         if o.cpu and t.device.type not in ("cpu", "meta"):
             t = self._offloaded(t)
         if t is not before or o.live:
             return t
-        return t.clone() if o.clone else snapshot(t)
+        return t.clone() if o.clone else snapshot(whole, self.given)
 
     def _offloaded(self, t: Tensor) -> Tensor:
         if t.is_cuda and not t.requires_grad and not is_compiling():

@@ -20,7 +20,7 @@ from torch import nn
 
 from hookkit.walking import unwrap
 
-_FRAMES = "torch._dynamo.eval_frame"
+FRAMES = "torch._dynamo.eval_frame"
 
 
 # How many blocks are entered, over all threads, and how to undo the first: the stance is the
@@ -38,7 +38,7 @@ def enter_eager() -> bool:
     are used here ever go.
     """
     global _n_inside, _undo
-    frames: Any = sys.modules.get(_FRAMES)
+    frames: Any = sys.modules.get(FRAMES)
     if frames is None or torch.compiler.is_compiling():
         return False
     with _lock:
@@ -84,7 +84,7 @@ def _force_eager(frames: Any) -> Any:
 
 def compiled_around(module: nn.Module) -> nn.Module | None:
     """A compiled module that has `module` in it, or None. Cost: looks at all objects, ~50 ms."""
-    if sys.modules.get(_FRAMES) is None:
+    if sys.modules.get(FRAMES) is None:
         return None
     for compiled in _compiled_modules():
         if any(m is module for m in compiled.modules()):
@@ -94,7 +94,7 @@ def compiled_around(module: nn.Module) -> nn.Module | None:
 
 def _compiled_modules() -> Iterator[nn.Module]:
     """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
-    wrapper: Any = getattr(sys.modules[_FRAMES], "OptimizedModule", ())
+    wrapper: Any = getattr(sys.modules[FRAMES], "OptimizedModule", ())
     for x in gc.get_objects():
         kind = type(x)  # not isinstance: that asks proxies for their __class__
         if not issubclass(kind, nn.Module):
@@ -110,7 +110,7 @@ def forget_graphs(model: nn.Module) -> bool:
     there was anything to forget. Values do not change; a compiled function of the user's own that
     calls the model is not found here.
     """
-    frames: Any = sys.modules.get(_FRAMES)
+    frames: Any = sys.modules.get(FRAMES)
     reset, entries = (getattr(frames, name, None) for name in _PRIVATE)
     if frames is None:
         return False

@@ -143,13 +143,18 @@ class Attached:
 
 
 class _Observe(Dispatcher):
-    """A forward or forward-pre hook whose result is ignored."""
+    """A forward hook whose result is ignored."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, *seen: Any) -> None:
-        if self.target is not None:
-            called(self.target, module, *seen)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        fn = self.target
+        if fn is not None:
+            try:
+                fn(module, args, kwargs, output)
+            except Exception as e:
+                _note(e, fn, module)
+                raise
 
 
 class _Edit(Dispatcher):
@@ -161,10 +166,16 @@ class _Edit(Dispatcher):
         return None if self.target is None else called(self.target, module, *seen)
 
 
-class _PreObserve(_Observe):
+class _PreObserve(Dispatcher):
+    """A forward-pre hook whose result is ignored."""
+
     __slots__ = ()
 
     is_pre = True
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.target is not None:
+            called(self.target, module, args, kwargs)
 
 
 class _PreEdit(_Edit):
@@ -175,13 +186,16 @@ class _PreEdit(_Edit):
 
 def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
     """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
-    if is_compiling():
-        return fn(module, *seen)
     try:
         return fn(module, *seen)
     except Exception as e:
-        e.add_note(f"hookkit: raised by the hook {_named(fn)} on {brief(module)}")
+        _note(e, fn, module)
         raise
+
+
+def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
+    if not is_compiling():
+        e.add_note(f"hookkit: raised by the hook {_named(fn)} on {brief(module)}")
 
 
 def brief(module: nn.Module) -> str:

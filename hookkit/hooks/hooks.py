@@ -1,73 +1,28 @@
-"""Hooks that remember: `Hook` for one module, `Hooks` for many, and the functions that make them.
+"""`Hooks`: many hooks as one, registered all or none.
 
-A hook is registered when it is made and removed by `remove()` or at the end of its `with` block,
-whatever happens in it; entering it again registers it again. Everything public about hooks can be
-imported from here; the parts are
-
-    dispatching   how a hook sits in a module; attach
-    capturing     what is stored: snapshots, copies to the CPU, what reading checks
-    gradients     gradients of outputs and inputs, by tensor hooks; attach_grad
-    observing     what happens at a call of a hooked module
-    hooking       Hook
-    silence       what a block reports when it ends
-    compiling     torch.compile
-    everywhere    hooks on a tensor, and on all modules of the process
+They are registered when they are made and removed by `remove()` or at the end of a `with` block,
+whatever happens in it; entering them again registers them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import TracebackType
 from typing import Any, Self, overload
 
 import torch
 from fastcore.foundation import L
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.hooks.capturing import Kind, Options
-from hookkit.hooks.dispatching import attach, check_hookable, recomputing
-from hookkit.hooks.everywhere import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
-from hookkit.hooks.gradients import attach_grad, on_grad
+from hookkit.hooks.capturing import Options
+from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooking import Hook, kind_of
-from hookkit.hooks.silence import Block, StopForward, reasons
-from hookkit.nested import Inputs
+from hookkit.hooks.plain import Plains
+from hookkit.hooks.silence import Block, reasons
 from hookkit.walking import unwrap
-
-__all__ = [
-    "GlobalHook",
-    "Hook",
-    "Hooks",
-    "Inputs",
-    "StopForward",
-    "TensorHook",
-    "attach",
-    "attach_grad",
-    "hook_all",
-    "hook_input",
-    "hook_inputs",
-    "hook_output",
-    "hook_outputs",
-    "hook_tensor",
-    "on_grad",
-    "print_sizes",
-    "recomputing",
-]
-
-# Options are values; making the same ones for each `with` block would cost 2 µs.
-_known_options = lru_cache(maxsize=64)(Options)
-
-
-def _options(*values: Any) -> Options:
-    try:
-        return _known_options(*values)
-    except ArgumentError:
-        raise
-    except TypeError:  # a value that cannot be hashed, and so is none that an option can have
-        return Options(*values)
-
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -78,6 +33,11 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
     (`h["fc"]`) where names are known.
     """
+
+    _plains: Plains | None = None
+    _hooks: list[Hook] | None = None  # of plain hooks, made when somebody asks for them
+    _next: Iterator[Hook] | None = None
+    _select: Any = None
 
     def __init__(
         self,
@@ -107,20 +67,36 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         return hooks
 
     def _set_up(self, ms: Any, options: Options) -> None:
-        found = named_modules_of(ms, options.who)
-        self._options, self._block = options, Block()
-        self._select = ms if hasattr(ms, "aliases") else None
-        self._next: Iterator[Hook] | None = None
-        self.hooks: list[Hook] = []
-        for _, module, _ in found:
-            if not isinstance(module, nn.Module) or isinstance(module, ScriptModule):
-                check_hookable(module, options.who)
+        self._options, self._block = options, Block(options)
+        names: Sequence[str | None] | None = None
+        leaves: Sequence[str] = ()
+        if type(ms) is not list or not all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
+            self._select = ms if hasattr(ms, "aliases") else None
+            found = named_modules_of(ms, options.who)
+            names, ms, leaves = zip(*found, strict=True) if found else ((), (), ())
+        for m in ms:  # isinstance(m, ScriptModule) is ten times as slow: it has a metaclass
+            if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
+                check_hookable(m, options.who)
+        if options.plain and not any(leaves):
+            self._plains = Plains(ms, names, self._block)
+        else:
+            self._make(ms, names, leaves)
+
+    def _make(self, ms: Any, names: Any, leaves: Any) -> None:
+        self._hooks = []
         try:
-            for name, module, leaf in found:
-                self.hooks.append(Hook.made(module, options, self._block, name, leaf))
+            for m, name, leaf in zip(ms, names or repeat(None), leaves or repeat(""), strict=False):
+                self._hooks.append(Hook.made(m, self._options, self._block, name, leaf))
         except BaseException:
             self.remove()
             raise
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks, in order; those of plain options are made when somebody asks for them."""
+        if self._hooks is None:
+            self._hooks = self._plains.hooks() if self._plains is not None else []
+        return self._hooks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +106,11 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def stored(self) -> L:
         """What each hook stored in its last call, in order; None where it was not called."""
-        return L(h.stored for h in self.hooks)
+        if self._plains is None:
+            return L(h.stored for h in self.hooks)
+        calls = self._plains.calls
+        bare = [c._last for c in calls if type(c._last) is Tensor and not c._traced]
+        return as_L(bare if len(bare) == len(calls) else [h.stored for h in self.hooks])
 
     @property
     def silent(self) -> dict[str, str]:
@@ -140,6 +120,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def removed(self) -> bool:
         """True when no hook is registered."""
+        if self._hooks is None and self._plains is not None:
+            return self._plains.removed
         return all(h.removed for h in self.hooks)
 
     def register(self) -> None:
@@ -153,7 +135,9 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def remove(self) -> None:
         """Takes all hooks off their modules; what was stored stays."""
-        for h in self.hooks:
+        if self._plains is not None:
+            self._plains.take_off()
+        for h in self._hooks or ():
             h.remove()
 
     def __enter__(self) -> Self:
@@ -161,7 +145,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             for h in self.hooks:
                 h._clear()
             self.register()
-        self._block.enter(self.hooks)
+        self._block.enter(self._hooks or ())
         return self
 
     def __exit__(
@@ -170,10 +154,11 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         if self._block.inner():
             return False
         self.remove()
-        return self._block.leave(self.hooks, e)
+        fired = self._plains is not None and self._plains.fired
+        return self._block.leave(() if fired else self.hooks, e)
 
     def __len__(self) -> int:
-        return len(self.hooks)
+        return len(self.hooks if self._plains is None else self._plains.calls)
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.hooks)
@@ -209,9 +194,20 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the hooks one by one, which know how to be copied."""
+        return {**self.__dict__, "_hooks": self.hooks, "_plains": None, "_next": None}
+
     def __repr__(self) -> str:
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
         return f"Hooks({few}{', removed' if self.hooks and self.removed else ''})"
+
+
+def as_L(items: list[Any]) -> L:
+    """An `L` of this very list. `L(items)` looks at it from all sides first, for 20 µs."""
+    new = L.__new__(L)
+    new.items = items
+    return new
 
 
 def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str]]:
@@ -230,116 +226,9 @@ def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str
             f"{who}: expected several modules, found {what}. Pass select(model, ...), a list of "
             f"modules, or model.children(); {one} takes a single module."
         )
-    found = []
-    for m in ms:
-        named = isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)
-        found.append((m[0], m[1], "") if named else (None, m, ""))
-    return found
+    return [_named(m) for m in ms]
 
 
-def hook_output(
-    module: nn.Module,
-    detach: bool = True,
-    cpu: bool = False,
-    grad: bool = False,
-    gather: bool = False,
-    *,
-    keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
-    stop: bool = False,
-) -> Hook:
-    """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
-
-    `stored` has the structure of the output. With `grad` it is a tuple with the gradient of each
-    tensor of the output (None where none arrived), filled in by the backward pass.
-
-    >>> m = nn.Linear(5, 3)
-    >>> with hook_output(m) as h:
-    ...     y = m(torch.randn(4, 5))
-    >>> torch.equal(h.stored, y), h.stored.requires_grad
-    (True, False)
-    """
-    kind: Kind = "grad" if grad else "forward"
-    o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    check_hookable(module, o.who)
-    return Hook.made(module, o, Block())
-
-
-def hook_outputs(
-    modules: Modules,
-    detach: bool = True,
-    cpu: bool = False,
-    grad: bool = False,
-    gather: bool = False,
-    *,
-    keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
-    stop: bool = False,
-) -> Hooks:
-    """`Hooks` that store what each of `modules` returns, or the gradients of that: `hook_output`.
-
-    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
-    >>> with hook_outputs(net) as h:
-    ...     y = net(torch.randn(4, 5))
-    >>> [tuple(o.shape) for o in h.stored]
-    [(4, 10), (4, 10), (4, 3)]
-    """
-    kind: Kind = "grad" if grad else "forward"
-    o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    return Hooks.of(modules, o)
-
-
-def hook_input(
-    module: nn.Module,
-    detach: bool = True,
-    cpu: bool = False,
-    grad: bool = False,
-    gather: bool = False,
-    *,
-    keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
-    stop: bool = False,
-) -> Hook:
-    """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
-
-    With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
-    positional inputs and then the keyword inputs, None where none arrived.
-
-    >>> m = nn.Linear(5, 3)
-    >>> with hook_input(m) as h:
-    ...     y = m(input=torch.randn(4, 5))
-    >>> h.stored["input"].shape
-    torch.Size([4, 5])
-    """
-    kind: Kind = "pre_grad" if grad else "pre"
-    o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    check_hookable(module, o.who)
-    return Hook.made(module, o, Block())
-
-
-def hook_inputs(
-    modules: Modules,
-    detach: bool = True,
-    cpu: bool = False,
-    grad: bool = False,
-    gather: bool = False,
-    *,
-    keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
-    stop: bool = False,
-) -> Hooks:
-    """`Hooks` that store what each of `modules` is called with, or the gradients: `hook_input`.
-
-    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
-    >>> with hook_inputs(net) as h:
-    ...     y = net(torch.randn(4, 5))
-    >>> [tuple(i[0].shape) for i in h.stored]
-    [(4, 5), (4, 10)]
-    """
-    kind: Kind = "pre_grad" if grad else "pre"
-    o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    return Hooks.of(modules, o)
+def _named(m: Any) -> tuple[str | None, nn.Module, str]:
+    named = isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)
+    return (m[0], m[1], "") if named else (None, m, "")

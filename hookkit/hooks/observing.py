@@ -15,46 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks.capturing import Kept, Storer, is_transforming, lazy_clone, snapshot
+from hookkit.hooks.capturing import Kept, Storer
 from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling, is_exporting
 from hookkit.hooks.gradients import Receive
 from hookkit.nested import Inputs, describe, leaves, pick, put, tmap
 
 if TYPE_CHECKING:
     from hookkit.hooks.hooking import Hook
-
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
-
-
-class Plain(Dispatcher):
-    """Forward hook that stores a snapshot of the last output: the path that has to be fast."""
-
-    __slots__ = ()
-
-    with_kwargs = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward."""
-        hook = self.target
-        if hook is None:
-            return
-        if (
-            type(output) is not Tensor
-            or is_dynamo_compiling()
-            or graph_task() != -1
-            or is_transforming()
-            or (hook._block.thread is not None and hook._block.thread != get_ident())
-        ):
-            observe(hook, module, _same, output)
-            return
-        hook._count += 1
-        if output.is_cpu and not output._is_view():
-            try:
-                hook._last = lazy_clone(output.detach() if output.requires_grad else output)
-                return
-            except RuntimeError:  # from_numpy, shared memory, sparse
-                pass
-        hook._last = snapshot(output)
 
 
 class Forward(Dispatcher):
@@ -70,11 +37,11 @@ class Forward(Dispatcher):
         o, leaf = hook._options, hook.leaf
         x = picked(hook, output) if leaf else output
         if o.hook_func is None:
-            return observe(hook, module, _same, x)
+            return observe(hook, module, args, same, x)
         inputs = Inputs(args, kwargs)
         if o.detach and not o.edit:
             inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
-        new = observe(hook, module, called, o.hook_func, module, inputs, x)
+        new = observe(hook, module, (), called, o.hook_func, module, inputs, x)
         return put(output, leaf, new) if leaf and new is not None else new
 
 
@@ -93,10 +60,10 @@ class Pre(Dispatcher):
         o, leaf, inputs = hook._options, hook.leaf, Inputs(args, kwargs)
         x = picked(hook, inputs) if leaf else inputs
         if o.hook_func is None:
-            return observe(hook, module, _same, x)
+            return observe(hook, module, (*args, *kwargs.values()), same, x)
         if o.detach and not o.edit:
             x = tmap(Tensor.detach, x)
-        new = observe(hook, module, called, o.hook_func, module, x)
+        new = observe(hook, module, (), called, o.hook_func, module, x)
         if new is None:
             return None
         new = put(inputs, leaf, new) if leaf else new
@@ -161,12 +128,16 @@ def _flat(output: Any) -> bool:
     return all(isinstance(t, Tensor) or not leaves(t) for t in output)
 
 
-def _same(x: Any) -> Any:
+def same(x: Any) -> Any:
+    """`x`: stands for a function of the user's where there is none."""
     return x
 
 
-def observe(hook: Hook, module: nn.Module, f: Callable[..., Any], *seen: Any) -> Any:
-    """Stores `f(*seen)` if this call is to be recorded; what an edit hands on, else None."""
+def observe(hook: Hook, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:
+    """Stores `f(*seen)` if this call is to be recorded; what an edit hands on, else None.
+
+    `given`: what the module was called with, if `f` may return that itself.
+    """
     o = hook._options
     if is_compiling():
         return _observe_traced(hook, f, *seen)
@@ -176,7 +147,7 @@ def observe(hook: Hook, module: nn.Module, f: Callable[..., Any], *seen: Any) ->
         hook._missed = hook._missed or "recomputed"
         return f(*seen) if o.edit else None
     new = f(*seen)
-    hook._keep(Storer(o).keep(new))
+    hook._keep(Storer(o, given).keep(new))
     if hook._block.stop is not None:
         hook._block.stop.fired(hook)
     return new if o.edit else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
-from hookkit.hooks.compiling import compiled_around, enter_eager, leave_eager
+from hookkit.hooks.compiling import FRAMES, compiled_around, enter_eager, leave_eager
 
 if TYPE_CHECKING:
+    from hookkit.hooks.capturing import Options
     from hookkit.hooks.hooking import Hook
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -54,45 +56,49 @@ class Stop:
 
 
 class Block:
-    """What the hooks of one `with` block share: its thread, its stop, the compiler's stance."""
+    """What the hooks of one `with` block share: options, thread, stop, the compiler's stance."""
 
-    __slots__ = ("depth", "stance", "stop", "thread")
+    __slots__ = ("depth", "options", "stance", "stop", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
         self.stop: Stop | None = None
-        self.stance: Any = None
+        self.stance = False  # whether the compiler was told to stand still
         self.depth = 0  # of the same hooks entered again inside their own block
 
-    def enter(self, hooks: list[Hook]) -> None:
+    def enter(self, hooks: Sequence[Hook]) -> None:
         """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
         self.depth += 1
         if self.depth > 1:
             return
         self.thread = get_ident()
-        if hooks and hooks[0]._options.stop:
+        if hooks and self.options.stop:
             self.stop = Stop(hooks)
-        self.stance = enter_eager()
+        if FRAMES in sys.modules:
+            self.stance = enter_eager()
 
     def inner(self) -> bool:
         """Leaves one level; True while there is another around it, which goes on."""
         self.depth -= 1
         return self.depth > 0
 
-    def leave(self, hooks: list[Hook], e: BaseException | None) -> bool:
+    def leave(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
         """Undoes that and reports; True swallows `e`, which was the block's own stop."""
-        leave_eager(self.stance)
-        stop, self.thread, self.stop, self.stance = self.stop, None, None, None
-        if isinstance(e, StopForward):
-            return e.owner is stop
+        if self.stance:
+            leave_eager(self.stance)
+        stop, self.thread, self.stop, self.stance = self.stop, None, None, False
         if e is None:
-            _report(hooks, stop)
+            if hooks:
+                _report(hooks, stop)
+        elif isinstance(e, StopForward):
+            return e.owner is stop
         elif isinstance(e, RuntimeError) and "BackwardHookFunction" in str(e):
             _hint(hooks, e)
         return False
 
 
-def _hint(hooks: list[Hook], e: RuntimeError) -> None:
+def _hint(hooks: Sequence[Hook], e: RuntimeError) -> None:
     names = ", ".join(h.label for h in hooks if h._options.kind == "backward")
     if names:
         e.add_note(
@@ -127,12 +133,12 @@ def _reason(h: Hook) -> str:
     return "not called (module.forward(x) runs no hooks, module(x) does)"
 
 
-def _report(hooks: list[Hook], stop: Stop | None) -> None:
+def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
     """Warns of a stop that was not reached and of hooks that never fired."""
     silent = reasons(hooks)
     if not silent and stop is None:
         return
-    who = hooks[0]._options.who if hooks else "Hooks"
+    who = hooks[0]._options.who
     texts = [f"{label}: {why}" for label, why in silent.items()]
     few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
     if stop is None:

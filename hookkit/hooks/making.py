@@ -1,0 +1,149 @@
+"""The functions that make hooks which store: of outputs, inputs, and the gradients of both."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookkit.errors import ArgumentError
+from hookkit.hooks.capturing import Kind, Options
+from hookkit.hooks.dispatching import check_hookable
+from hookkit.hooks.hooking import Hook
+from hookkit.hooks.hooks import Hooks, Modules
+from hookkit.hooks.plain import Plains
+from hookkit.hooks.silence import Block
+
+# Options are values; making the same ones for each `with` block would cost 2 µs.
+_known_options = lru_cache(maxsize=64)(Options)
+
+
+def _options(*values: Any) -> Options:
+    try:
+        return _known_options(*values)
+    except ArgumentError:
+        raise
+    except TypeError:  # a value that cannot be hashed, and so is none that an option can have
+        return Options(*values)
+
+
+_USUAL = (True, False, False, False, "last", None, None, False)
+_PLAIN = Options("hook_outputs")
+
+
+def hooked(module: nn.Module, options: Options) -> Hook:
+    """One registered hook with these `options`."""
+    check_hookable(module, options.who)
+    if options.plain:
+        return Plains([module], None, Block(options)).hooks()[0]
+    return Hook.made(module, options, Block(options))
+
+
+def hook_output(
+    module: nn.Module,
+    detach: bool = True,
+    cpu: bool = False,
+    grad: bool = False,
+    gather: bool = False,
+    *,
+    keep: str = "last",
+    clone: bool | None = None,
+    dtype: torch.dtype | None = None,
+    stop: bool = False,
+) -> Hook:
+    """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
+
+    `stored` has the structure of the output. With `grad` it is a tuple with the gradient of each
+    tensor of the output (None where none arrived), filled in by the backward pass.
+
+    >>> m = nn.Linear(5, 3)
+    >>> with hook_output(m) as h:
+    ...     y = m(torch.randn(4, 5))
+    >>> torch.equal(h.stored, y), h.stored.requires_grad
+    (True, False)
+    """
+    kind: Kind = "grad" if grad else "forward"
+    o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    return hooked(module, o)
+
+
+def hook_outputs(
+    modules: Modules,
+    detach: bool = True,
+    cpu: bool = False,
+    grad: bool = False,
+    gather: bool = False,
+    *,
+    keep: str = "last",
+    clone: bool | None = None,
+    dtype: torch.dtype | None = None,
+    stop: bool = False,
+) -> Hooks:
+    """`Hooks` that store what each of `modules` returns, or the gradients of that: `hook_output`.
+
+    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
+    >>> with hook_outputs(net) as h:
+    ...     y = net(torch.randn(4, 5))
+    >>> [tuple(o.shape) for o in h.stored]
+    [(4, 10), (4, 10), (4, 3)]
+    """
+    if (detach, cpu, grad, gather, keep, clone, dtype, stop) == _USUAL:
+        return Hooks.of(modules, _PLAIN)
+    kind: Kind = "grad" if grad else "forward"
+    o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    return Hooks.of(modules, o)
+
+
+def hook_input(
+    module: nn.Module,
+    detach: bool = True,
+    cpu: bool = False,
+    grad: bool = False,
+    gather: bool = False,
+    *,
+    keep: str = "last",
+    clone: bool | None = None,
+    dtype: torch.dtype | None = None,
+    stop: bool = False,
+) -> Hook:
+    """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
+
+    With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
+    positional inputs and then the keyword inputs, None where none arrived.
+
+    >>> m = nn.Linear(5, 3)
+    >>> with hook_input(m) as h:
+    ...     y = m(input=torch.randn(4, 5))
+    >>> h.stored["input"].shape
+    torch.Size([4, 5])
+    """
+    kind: Kind = "pre_grad" if grad else "pre"
+    o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    return hooked(module, o)
+
+
+def hook_inputs(
+    modules: Modules,
+    detach: bool = True,
+    cpu: bool = False,
+    grad: bool = False,
+    gather: bool = False,
+    *,
+    keep: str = "last",
+    clone: bool | None = None,
+    dtype: torch.dtype | None = None,
+    stop: bool = False,
+) -> Hooks:
+    """`Hooks` that store what each of `modules` is called with, or the gradients: `hook_input`.
+
+    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
+    >>> with hook_inputs(net) as h:
+    ...     y = net(torch.randn(4, 5))
+    >>> [tuple(i[0].shape) for i in h.stored]
+    [(4, 5), (4, 10)]
+    """
+    kind: Kind = "pre_grad" if grad else "pre"
+    o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    return Hooks.of(modules, o)

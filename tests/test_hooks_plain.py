@@ -1,0 +1,275 @@
+"""Plain hooks: one small object a layer, and a `Hook` around it when somebody asks for one."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
+from hookkit.hooks.plain import Plain, Plains
+from hookkit.hooks.silence import Block
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 4)
+
+
+class _Owner(nn.Module):
+    """A module that owns its hook, as fastai's DynamicUnet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.hook = hook_output(self.fc)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc(x)
+        stored: Tensor = self.hook.stored
+        return stored
+
+
+def n_hooks(net: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+
+
+def test_no_hook_object_is_made_until_somebody_asks(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(list(net)) as h:
+        y = net(x)
+
+    assert h._hooks is None
+    assert torch.equal(h.stored[2], y)
+    assert len(h) == 3
+    assert h._hooks is None
+    assert isinstance(h[2], Hook)
+    assert h[2] is h[2]
+    assert torch.equal(h[2].stored, y)
+
+
+def test_one_that_is_asked_for_inside_the_block_sees_what_comes_after(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    with hook_outputs(net) as h:
+        first = h["0"]
+        assert (first.stored, first.n_calls) == (None, 0)
+        net(x)
+        assert first.n_calls == 1
+        y = net(-x)
+
+    assert first.n_calls == 2
+    assert torch.equal(first.stored, net[0](-x))
+    assert torch.equal(h["2"].stored, y)
+    assert repr(first) == "Hook('0' (Linear), 2 calls, stored 3×5, removed)"
+
+
+def test_a_single_hook_is_gone_after_its_block(net: nn.Sequential, x: Tensor) -> None:
+    with hook_output(net[0]) as h:
+        net(x)
+
+    assert h.removed
+    assert n_hooks(net) == 0
+
+
+def test_one_of_many_can_be_removed_and_the_rest_stay(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_outputs(net)
+    h[1].remove()
+    assert (n_hooks(net), h.removed, h[0].removed, h[1].removed) == (2, False, False, True)
+
+    h.remove()
+
+    assert (n_hooks(net), h.removed) == (0, True)
+
+
+def test_entered_again_it_starts_afresh(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(net) as h:
+        net(x)
+        net(x)
+    with h:
+        y = net(-x)
+
+    assert [hook.n_calls for hook in h] == [1, 1, 1]
+    assert torch.equal(h.stored[2], y)
+    assert n_hooks(net) == 0
+
+
+def test_an_interrupt_while_they_are_put_on_leaves_none(
+    net: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = iter([-1, -2])
+
+    def interrupted() -> int:
+        for key in keys:
+            return key
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hookkit.hooks.plain.new_key", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        hook_outputs(net)
+
+    assert n_hooks(net) == 0
+
+
+def test_grad_mode_is_what_it_was(net: nn.Sequential, x: Tensor) -> None:
+    modes: list[bool] = []
+    with hook_outputs(net):
+        net[0].register_forward_hook(lambda m, i, o: modes.append(torch.is_grad_enabled()))
+        net(x)
+        with torch.no_grad():
+            net(x.requires_grad_())
+        modes.append(torch.is_grad_enabled())
+
+    assert modes == [True, False, True]
+
+
+def test_grad_mode_is_what_it_was_where_no_lazy_clone_can_be_made(
+    net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(t: Tensor) -> Tensor:
+        raise RuntimeError
+
+    monkeypatch.setattr("hookkit.hooks.plain.lazy_clone", refused)
+
+    with hook_outputs(net) as h:
+        y = net(x)
+
+    assert torch.is_grad_enabled()
+    assert torch.equal(h[2].stored, y)
+    assert not h[2].stored.requires_grad
+
+
+def test_what_was_captured_in_inference_mode_can_be_used_outside(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    with hook_outputs(net) as h, torch.inference_mode():
+        net(x)
+
+    assert not any(t.is_inference() for t in h.stored)
+    (h.stored[0] * nn.Parameter(torch.ones(5))).sum().backward()
+
+
+def test_an_input_that_is_handed_on_keeps_its_memory(x: Tensor) -> None:
+    array, before = x.numpy(), x.clone()
+    layers = nn.Sequential(nn.Identity(), nn.Dropout(0.0).eval())
+
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), hook_outputs(layers) as h, hook_input(layers[0]) as i:
+            layers(x)
+        array += 1  # reaches the batch, not what was stored
+        x.add_(1)  # reaches the array, as it would without hooks
+
+        assert (array == x.numpy()).all()
+        for stored in (*h.stored, i.stored[0]):
+            torch.testing.assert_close(stored, before, rtol=0, atol=0)
+        before = x.clone()
+
+
+def test_a_parameter_that_is_returned_keeps_its_memory() -> None:
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.w
+
+    layer = Weights()
+    array = layer.w.detach().numpy()
+    with hook_output(layer) as h:
+        layer()
+
+    with torch.no_grad():
+        layer.w.mul_(2)
+
+    assert array.tolist() == [2, 2, 2]
+    assert h.stored.tolist() == [1, 1, 1]
+
+
+def test_a_recomputed_call_is_not_recorded(net: nn.Sequential, x: Tensor) -> None:
+    with hook_outputs(net) as h:
+        checkpoint(net, x.requires_grad_(), use_reentrant=False).sum().backward()
+
+    assert [hook.n_calls for hook in h] == [1, 1, 1]
+
+
+def test_copies_of_a_module_that_owns_its_hook_work(x: Tensor) -> None:
+    owner = _Owner()
+    for twin in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+        y = twin(x)
+
+        assert torch.equal(y, twin.fc(x))
+        assert twin.hook.module is twin.fc
+        twin.hook.remove()
+        assert n_hooks(twin) == 0
+    assert owner.hook.n_calls == 0
+
+
+def test_a_copy_of_the_hook_alone_is_off(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_output(net[0])
+    twin = copy.deepcopy(h)
+
+    net(x)
+
+    assert (twin.removed, twin.stored, h.n_calls) == (True, None, 1)
+
+
+def test_neither_module_nor_values_wait_for_the_garbage_collector(x: Tensor) -> None:
+    gc.disable()
+    try:
+        net = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
+        h = hook_outputs(net)
+        net(x)
+        value, module = weakref.ref(h.stored[0]), weakref.ref(net[0])
+        assert h[0].module is module()
+
+        del net
+        assert module() is None
+        assert value() is not None
+        del h
+        assert value() is None
+    finally:
+        gc.enable()
+
+
+def test_listening_can_be_paused(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_output(net[0])
+
+    h.listen(False)
+    net(x)
+    assert h.n_calls == 0
+
+    h.listen(True)
+    net(x)
+    assert h.n_calls == 1
+    h.remove()
+
+
+def test_a_removed_one_is_inert_in_a_call_under_way(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_output(net[0])
+    handle = net[0].register_forward_hook(lambda m, i, o: h.remove(), prepend=True)
+
+    net(x)
+
+    assert h.n_calls == 0
+    handle.remove()
+
+
+def test_the_batch_is_what_its_hooks_say(net: nn.Sequential) -> None:
+    plains = Plains(list(net), None, Block(hook_output(net[0])._options))
+
+    assert all(type(call) is Plain for call in plains.calls)
+    assert not plains.fired
+    assert not plains.removed
+    plains.take_off()
+    plains.take_off()
+    assert plains.removed
