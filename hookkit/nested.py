@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,6 +110,12 @@ def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
     """
     if isinstance(x, Tensor):
         return f(x)
+    kind = type(x)
+    if kind in PLAIN:
+        return x
+    if kind is tuple or (kind is Inputs and not x.kwargs):  # most calls: no paths are needed
+        new = [tmap(f, part) for part in x]
+        return x if all(map(is_, new, x)) else kind(new)
     parts = _parts(x)
     if not parts:
         return x
