@@ -203,6 +203,29 @@ def test_gradients_of_a_hook_there_before_the_first_call_are_right(
     i.remove()
 
 
+@pytest.mark.parametrize("made", [hook_input, hook_output])
+def test_stored_gradients_in_a_full_graph_are_refused_in_words(
+    made: Any, net: Net, x: Tensor
+) -> None:
+    h = made(net.b, grad=True)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"grad=True stores gradients in Python.*attach_grad"
+    ):
+        compiled(x)
+    h.remove()
+
+
+def test_an_export_with_a_gradient_hook_on_is_one_graph(net: Net, x: Tensor) -> None:
+    h = hook_output(net.b, grad=True)
+
+    exported = torch.export.export(net, (x,)).module()
+
+    torch.testing.assert_close(exported(x), net(x))
+    h.remove()
+
+
 # --- a model of a class that was compiled before
 
 
@@ -230,7 +253,9 @@ def test_a_second_model_of_a_compiled_class_is_captured_or_told(x: Tensor) -> No
         stored = h[0].stored
 
     if stored is None:  # torch 2.13 may run the first model's graph
-        assert "torch.compiler.reset()" in str(caught[0].message)
+        told = str(caught[0].message)
+        assert "of this model or of another of its class" in told
+        assert "torch.compiler.reset()" in told
     else:
         torch.testing.assert_close(stored, net.a(x).detach())
     h.remove()

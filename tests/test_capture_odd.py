@@ -423,6 +423,7 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
     "sparse": lambda x: x.to_sparse(),
     "nested": lambda x: torch.nested.nested_tensor([x, x[:2]]),
     "jagged": lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     "scalar": lambda x: x.sum(),
     "bool": lambda x: x > 0,
     "empty": lambda x: x[:0],
@@ -441,7 +442,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, on nested tensors
+@pytest.mark.filterwarnings("ignore")  # torch's, on nested and quantized tensors
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_every_kind_are_stored_as_they_are(kind: str, option: str, x: Tensor) -> None:
@@ -463,6 +464,8 @@ def dense(t: Tensor) -> list[Tensor]:
         return list(t.unbind())
     if t.layout is not torch.strided:
         return [t.to_dense()]
+    if t.is_quantized:
+        return [t.dequantize()]
     return [t.float() if t.dtype == torch.float8_e4m3fn else t]
 
 

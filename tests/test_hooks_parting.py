@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookkit.editing import edit_grad
 from hookkit.errors import ArgumentError, HookkitWarning, OverwrittenWarning
-from hookkit.hooks import attach_grad, hook_input, hook_output
+from hookkit.hooks import attach_grad, hook_input, hook_output, hook_outputs
 
 
 class View(nn.Module):
@@ -199,3 +199,12 @@ def test_the_watch_keeps_no_memory_and_no_model_alive() -> None:
     finally:
         gc.enable()
     assert memory() is None
+
+
+def test_the_layer_is_told_by_its_name_where_it_has_one() -> None:
+    m = nn.Identity()
+    h = hook_outputs({"skip": m}, grad=True)
+
+    with pytest.warns(OverwrittenWarning, match=r"gradients of 'skip' \(Identity\) were asked for"):
+        results(used_later, m, nullcontext())
+    h.remove()

@@ -140,7 +140,7 @@ class Hook:
         return grad_dispatchers(self._grad_state(), kind == "pre_grad")
 
     def _grad_state(self) -> GradState:
-        return GradState(lambda module, x: begin(self, module, x), self.leaf)
+        return GradState(lambda m, x: begin(self, m, x), self.leaf, lambda m: self.label)
 
     def remove(self) -> None:
         """Takes the hook off its module; what was stored stays. Nothing if it is off already."""

@@ -183,6 +183,14 @@ def picked(hook: Hook, x: Any) -> Any:
         ) from e
 
 
+# What fullgraph=True says; without it the graph breaks once for each hook, and all is right.
+_IN_PYTHON = (
+    "hookkit: a hook with grad=True stores gradients in Python, which no full graph can. Leave "
+    "fullgraph=True out, use the hook in a `with` block, or attach_grad with a function that "
+    "writes into a buffer."
+)
+
+
 class Grads:
     """The gradients of one forward call, filled in leaf by leaf; emptied by each new backward."""
 
@@ -203,6 +211,8 @@ def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
     x = picked(hook, x) if hook.leaf else x
     if is_compiling():
         hook._traced = True
+        if not is_exporting():
+            torch._dynamo.graph_break(msg=_IN_PYTHON)
         return receiver(ref(hook), Grads(0, len(leaves(x))))
     again = graph_task() != -1
     if not again and not ours(hook, module):

@@ -73,7 +73,8 @@ class Plain(Dispatcher):
             return
         self._count += 1
         recording = is_grad_enabled()
-        if not output.is_cpu or output._is_view() or not (recording or not output.is_inference()):
+        odd = not output.is_cpu or output._is_view() or output.is_quantized
+        if odd or not (recording or not output.is_inference()):
             self._last = Storer(block.options, args).keep(output)
             return
         if args and output is args[0] and output.is_leaf:

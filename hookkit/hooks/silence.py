@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -108,8 +109,15 @@ def _hint(hooks: Sequence[Hook], e: RuntimeError) -> None:
 
 
 def reasons(hooks: Iterable[Hook]) -> dict[str, str]:
-    """The hooks that have nothing, by label, each with the reason as far as it can be known."""
-    return {h.label: _reason(h) for h in hooks if h._last is None and _is_silent(h)}
+    """The hooks that have nothing, by label, each with the reason as far as it can be known.
+
+    Where two have the same label (modules without names), their place tells them apart.
+    """
+    silent = [(i, h) for i, h in enumerate(hooks) if h._last is None and _is_silent(h)]
+    times = Counter(h.label for _, h in silent)
+    return {
+        h.label if times[h.label] == 1 else f"{h.label} at [{i}]": _reason(h) for i, h in silent
+    }
 
 
 def _is_silent(h: Hook) -> bool:
@@ -169,8 +177,8 @@ def warn_if_compiled(h: Hook) -> None:
         warnings.warn(
             f"{h._options.who}: the hook on {h.label} has seen no call, and the module is part of "
             f"a compiled {type(compiled).__name__}: torch.compile ignores hooks that are added "
-            "after its first call. Add the hook before that call, use it in a `with` block, or "
-            "call torch.compiler.reset().",
+            "after its first call, of this model or of another of its class. Add the hook before "
+            "that call, use it in a `with` block, or call torch.compiler.reset().",
             CompiledWarning,
             stacklevel=4,
         )

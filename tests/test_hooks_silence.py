@@ -1,0 +1,191 @@
+"""What a block says of hooks that have nothing: each reason, by name, and how many there are."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.editing import edit_grad, edit_output, zero
+from hookkit.errors import HookError, NeverFiredWarning, OptionError
+from hookkit.hooks import Hook, StopForward, hook_input, hook_inputs, hook_output, hook_outputs
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(2, 3)
+
+
+def told(block: Any, run: Callable[[], Any] = lambda: None) -> str:
+    """The one warning of the block."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with block:
+            run()
+    assert [w.category for w in caught] == [NeverFiredWarning]
+    assert caught[0].filename == __file__
+    return str(caught[0].message)
+
+
+def test_modules_without_names_are_counted_one_by_one() -> None:
+    layers = [nn.ReLU(), nn.Tanh(), nn.ReLU()]
+    h = hook_outputs(layers)
+
+    text = told(h)
+
+    assert text.startswith("hook_outputs: 3 of 3 hooks never fired: ")
+    assert "ReLU() at [0]: not called" in text
+    assert "Tanh(): not called" in text
+    assert "ReLU() at [2]: not called" in text
+    assert list(h.silent) == ["ReLU() at [0]", "Tanh()", "ReLU() at [2]"]
+
+
+def test_more_than_five_are_counted_and_five_are_shown() -> None:
+    layers = nn.ModuleList(nn.ReLU() for _ in range(8))
+
+    text = told(hook_outputs(layers))
+
+    assert "8 of 8 hooks never fired" in text
+    assert text.count("not called") == 5
+    assert "; and 3 more. What they store is None: run the model inside the block" in text
+
+
+def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:
+    attention = nn.MultiheadAttention(3, 1)
+    q = x[None]
+
+    text = told(hook_outputs([attention.out_proj, attention]), lambda: attention(q, q, q))
+
+    assert "1 of 2 hooks never fired" in text
+    assert "MultiheadAttention uses its weights without calling it; hook the attention" in text
+
+
+def test_a_run_that_is_only_recomputed_in_the_block_is_told(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+    loss = checkpoint(layer, x.requires_grad_(), use_reentrant=True).sum()
+
+    text = told(hook_output(layer), loss.backward)
+
+    assert "seen only while a checkpoint recomputed it; run the forward in the block too" in text
+
+
+def test_inputs_without_gradient_are_told(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+
+    text = told(hook_input(layer, grad=True), lambda: layer(x).sum().backward())
+
+    assert "none of its inputs requires a gradient" in text
+
+
+def test_a_call_of_forward_itself_is_told(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+
+    text = told(hook_output(layer), lambda: layer.forward(x))
+
+    assert "not called (module.forward(x) runs no hooks, module(x) does)" in text
+
+
+def test_another_thread_is_told(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=layer, args=(x,))
+        thread.start()
+        thread.join()
+
+    assert "called only from another thread; enter the block in" in told(
+        hook_output(layer), elsewhere
+    )
+    assert "called only from another thread" in told(edit_output(layer, zero()), elsewhere)
+
+
+def test_an_edit_of_gradients_that_never_came_is_told(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+
+    assert "no gradient arrived" in told(edit_grad(layer, zero()), lambda: layer(x))
+
+
+def test_a_module_that_is_gone_is_told_and_cannot_be_hooked_again() -> None:
+    hooks, single = hook_outputs([nn.ReLU()]), hook_output(nn.ReLU())
+    edits = edit_output(nn.ReLU(), zero())
+
+    assert "a module that is gone: the module is gone" in told(hooks)
+    edits.remove()
+    single.remove()
+    for made in (hooks, single):
+        with pytest.raises(HookError, match=r"the module of this hook is gone\. Make a new hook"):
+            made.register()
+    with pytest.raises(HookError, match=r"the module of this edit is gone\. Make a new edit"):
+        edits.register()
+    assert repr(single) == "Hook(a module that is gone, 0 calls, removed)"
+
+
+def test_a_stop_that_is_not_reached_names_what_it_waits_for(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+
+    text = told(hook_outputs({"fc": net[0], "other": nn.Tanh()}, stop=True), lambda: net(x))
+
+    assert "stop=True was never reached, so the whole forward ran. Never fired: 'other'" in text
+    assert "Leave them out, or run the model inside the block" in text
+
+
+def test_a_stop_in_front_of_a_layer_stores_its_input_and_does_not_run_it(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    with hook_inputs([net[1]], stop=True) as h, hook_output(net[1]) as after:
+        net(x)
+
+    assert torch.equal(h[0].stored[0], net[0](x))
+    assert after.n_calls == 0
+
+
+def test_a_stop_waits_for_all_in_whatever_order_they_run(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+    with hook_outputs([net[1], net[0]], stop=True) as h:
+        net(x)
+        raise AssertionError("not reached")
+
+    assert [hook.n_calls for hook in h] == [1, 1]
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_the_stop_of_another_block_passes_through(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    with hook_output(net[0], stop=True) as outer, hook_output(net[1]) as inner:
+        net(x)
+
+    assert outer.n_calls == 1
+    assert inner.n_calls == 0
+    with pytest.raises(StopForward, match=r"the last wanted layer has fired\. Run the model in"):
+        _run_stopped(net, x)
+
+
+def _run_stopped(net: nn.Module, x: Tensor) -> None:
+    h = hook_output(net, stop=True)
+    h.__enter__()
+    try:
+        net(x)
+    finally:
+        h.__exit__(ValueError, ValueError(), None)  # the block ends for another reason
+
+
+def test_nothing_is_said_when_the_forward_failed(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(7, 7))
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), hook_outputs(net, stop=False):
+        net(x)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), edit_output(net[1], zero()):
+        net(x)
+
+
+def test_calls_of_a_hook_that_keeps_the_last_are_refused_by_name(x: Tensor) -> None:
+    h = Hook(nn.ReLU(), None, name="act")
+
+    with pytest.raises(OptionError, match=r"Hook: \.calls of 'act'.* needs keep=\"all\""):
+        _ = h.calls
