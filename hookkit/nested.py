@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hookkit.errors import HookError
 
+_STEP = re.compile(r"\.\w+|\[-?\d+\]|\['[^']*'\]|\[\"[^\"]*\"\]")
 PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex))
 
 
@@ -302,8 +303,17 @@ def _mapping(x: Mapping[Any, Any], new: list[Any]) -> Any:
     return made
 
 
+def is_path(path: str) -> bool:
+    """Whether `path` can be read: `[0]`, `.name`, `['key']`, or one after the other.
+
+    >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
+    (True, False, True)
+    """
+    return "".join(_STEP.findall(path)) == path
+
+
 def _steps(path: str) -> list[str]:
-    steps = re.findall(r"\.\w+|\[-?\d+\]|\['[^']*'\]|\[\"[^\"]*\"\]", path)
+    steps = _STEP.findall(path)
     if "".join(steps) != path:
         raise ValueError(f"cannot read the path \"{path}\": write it as [0], .name or ['key']")
     return steps

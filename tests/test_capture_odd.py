@@ -29,6 +29,7 @@ from hookkit.errors import (
     HookError,
     HookkitError,
     NeverFiredWarning,
+    OptionError,
     OverwrittenWarning,
     SelectionError,
 )
@@ -116,6 +117,39 @@ def test_what_is_no_model_is_refused(use: Any, model: Any) -> None:
 def test_an_option_of_an_extractor_is_true_or_false(net: nn.Sequential, option: str) -> None:
     with pytest.raises(ArgumentError, match=rf"{option}='0' .* is True or False"):
         feature_extractor(net, **{option: "0"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["detach", "cpu", "grad", "gather", "stop", "clone"])
+@pytest.mark.parametrize("make", [hook_output, hook_outputs, hook_input, hook_inputs])
+@pytest.mark.parametrize("value", ["fc", [1], torch.ones(3)], ids=["text", "list", "tensor"])
+def test_an_option_that_is_neither_true_nor_false_is_refused(
+    make: Any, option: str, value: Any
+) -> None:
+    m = nn.Linear(2, 3)
+
+    with pytest.raises(ArgumentError, match=rf"{make.__name__}: {option}=.* is True or False"):
+        make([m] if make.__name__.endswith("s") else m, **{option: value})
+    assert n_hooks(m) == 0
+
+
+@pytest.mark.parametrize("option", ["is_forward", "pre", "edit"])
+def test_the_kind_of_a_hook_is_asked_for_by_true_or_false(option: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"Hook: {option}='no' .* is True or False"):
+        Hook(nn.ReLU(), print, **{option: "no"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("leaf", ["[0", "zzz(", "[0]x", 3, None])
+def test_a_leaf_path_that_cannot_be_read_is_refused_at_the_door(leaf: Any) -> None:
+    m = nn.ReLU()
+
+    with pytest.raises(OptionError, match=r"Hook: leaf=.* is no path into what a module gives"):
+        Hook(m, None, leaf=leaf)
+    assert n_hooks(m) == 0
+
+
+def test_attach_takes_a_function() -> None:
+    with pytest.raises(ArgumentError, match="attach: fn must be a function, found int"):
+        attach(nn.ReLU(), 3)  # type: ignore[arg-type]
 
 
 def test_no_modules_at_all_is_an_empty_capture(net: nn.Sequential, x: Tensor) -> None:

@@ -91,6 +91,31 @@ def test_what_is_inside_a_traced_module_is_refused_by_every_function(make: str, 
         ON_SEVERAL[make](select(model, "jit.fc"))
 
 
+def test_a_traced_module_itself_runs_hooks_and_is_captured_with_the_rest(x: Tensor) -> None:
+    model = Mixed("trace", x)
+    into = model.before(x).detach()
+
+    with (
+        hook_outputs(select(model)) as h,
+        hook_input(model.jit) as i,
+        hook_outputs([model.jit], grad=True) as g,
+        hook_inputs([model.jit], grad=True) as gi,
+    ):
+        y = model(x)
+        y.sum().backward()
+    with edit_output(model.jit, zero()):
+        edited = model(x)
+
+    assert h.names == ("before", "before.fc", "after", "after.fc", "jit")
+    torch.testing.assert_close(h["jit"].stored, model.jit(into).detach())
+    torch.testing.assert_close(i.stored[0], into)
+    assert g[0].stored[0].shape == gi[0].stored[0].shape == (4, 5)
+    torch.testing.assert_close(edited, model.after(torch.zeros(4, 5)))
+    torch.testing.assert_close(feature_extractor(model, "jit")(x)["jit"], h["jit"].stored)
+    assert not model.jit._forward_hooks
+    assert not model.jit._forward_pre_hooks
+
+
 @pytest.mark.parametrize("way", ["script", "trace"])
 def test_the_layers_around_torchscript_are_captured(way: str, x: Tensor) -> None:
     model = Mixed(way, x)

@@ -36,6 +36,16 @@ is_transforming: Callable[[], bool] = getattr(
 _USUAL = ("forward", None, "last", None, None)
 
 
+def is_on(value: Any, what: str, who: str) -> bool:
+    """`value`, an option of `who` that is True or False; an ArgumentError if it is neither."""
+    if not isinstance(value, int):  # bool is an int
+        raise ArgumentError(
+            f"{who}: {what}={value!r} was asked for, and is True or False. Modules "
+            "by name come from select(model, name); options are best given by name."
+        )
+    return bool(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a hook captures: what `Hook` was asked for, checked once for all modules."""
@@ -60,11 +70,9 @@ class Options:
                 " Pass f(module, input, output), or use hook_output(module) to store the output."
             )
         for what in ("detach", "cpu", "gather", "edit", "stop"):
-            if not isinstance(value := getattr(self, what), int):  # bool is an int
-                raise ArgumentError(
-                    f"{self.who}: {what}={value!r} was asked for, and is True or False. Modules "
-                    "by name come from select(model, name); options are best given by name."
-                )
+            is_on(getattr(self, what), what, self.who)
+        if self.clone is not None:
+            is_on(self.clone, "clone", self.who)
         if self.keep not in ("last", "all"):
             raise OptionError(
                 f'{self.who}: keep={self.keep!r} is unknown. Use keep="last" or keep="all".'

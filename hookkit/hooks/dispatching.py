@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, HookError
+from hookkit.walking import can_run
 
 is_compiling = torch.compiler.is_compiling
 
@@ -106,7 +107,7 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
 
     Raises:
         ArgumentError: it is no module.
-        HookError: it is scripted or traced, and PyTorch would not call the hook.
+        HookError: it is scripted, or inside a traced module, and PyTorch would not call the hook.
     """
     if not isinstance(module, nn.Module):
         what = f'the string "{module}"' if isinstance(module, str) else type(module).__name__
@@ -115,7 +116,7 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
             f"{who}: expected modules (nn.Module), found {what}. "
             f"{(cure or 'Pass the module itself, as model.layer1')}."
         )
-    if isinstance(module, _Scripted):
+    if isinstance(module, _Scripted) and not can_run(module):
         raise HookError(
             f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
             "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
@@ -244,6 +245,11 @@ def attach(
     [(4, 3)]
     """
     check_hookable(module, "attach")
+    if not callable(fn):
+        raise ArgumentError(
+            f"attach: fn must be a function, found {type(fn).__name__}. "
+            "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
+        )
     kinds = (_PreEdit if edit else _PreObserve) if pre else (_Edit if edit else _Observe)
     handle = Attached(module, kinds(fn))
     if prepend:

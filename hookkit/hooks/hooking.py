@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.errors import HookError, OptionError
-from hookkit.hooks.capturing import Kept, Kind, Options
+from hookkit.hooks.capturing import Kept, Kind, Options, is_on
 from hookkit.hooks.dispatching import Dispatcher, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
 from hookkit.hooks.silence import Block, warn_if_compiled
-from hookkit.nested import describe
+from hookkit.nested import describe, is_path
 
 
 class Hook:
@@ -100,6 +100,11 @@ class Hook:
         kind = kind_of("Hook", is_forward, pre)
         o = Options("Hook", kind, hook_func, detach, cpu, gather, edit, keep, clone, dtype, stop)
         check_hookable(m, "Hook")
+        if not isinstance(leaf, str) or not is_path(leaf):
+            raise OptionError(
+                f"Hook: leaf={leaf!r} is no path into what a module gives. Write it as [0], .name "
+                "or ['key'], or one after the other."
+            )
         self._revive(m, o, name, leaf)
         self.register()
 
@@ -350,9 +355,9 @@ def _unpickled(
 
 def kind_of(who: str, is_forward: bool, pre: bool) -> Kind:
     """The kind of hook that `is_forward` and `pre` ask for."""
-    if pre and not is_forward:
+    if is_on(pre, "pre", who) and not is_on(is_forward, "is_forward", who):
         raise OptionError(
             f"{who}: pre=True is for forward hooks, and is_forward=False asks for a backward one. "
             "Use hook_input(module, grad=True) for the gradients of inputs."
         )
-    return "pre" if pre else "forward" if is_forward else "backward"
+    return "pre" if pre else "forward" if is_on(is_forward, "is_forward", who) else "backward"

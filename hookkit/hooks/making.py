@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.capturing import Kind, Options
+from hookkit.hooks.capturing import Kind, Options, is_on
 from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooking import Hook
 from hookkit.hooks.hooks import Hooks, Modules
@@ -29,8 +29,8 @@ def _options(*values: Any) -> Options:
         return Options(*values)
 
 
-_USUAL = (True, False, False, False, "last", None, None, False)
 _PLAIN = Options("hook_outputs")
+_LAST = "last"  # Python has one of it
 
 
 def hooked(module: nn.Module, options: Options) -> Hook:
@@ -64,7 +64,7 @@ def hook_output(
     >>> torch.equal(h.stored, y), h.stored.requires_grad
     (True, False)
     """
-    kind: Kind = "grad" if grad else "forward"
+    kind: Kind = "grad" if is_on(grad, "grad", "hook_output") else "forward"
     o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return hooked(module, o)
 
@@ -89,9 +89,10 @@ def hook_outputs(
     >>> [tuple(o.shape) for o in h.stored]
     [(4, 10), (4, 10), (4, 3)]
     """
-    if (detach, cpu, grad, gather, keep, clone, dtype, stop) == _USUAL:
+    usual = detach is True and cpu is False and grad is False and gather is False
+    if usual and clone is None and dtype is None and stop is False and keep is _LAST:
         return Hooks.of(modules, _PLAIN)
-    kind: Kind = "grad" if grad else "forward"
+    kind: Kind = "grad" if is_on(grad, "grad", "hook_outputs") else "forward"
     o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
 
@@ -119,7 +120,7 @@ def hook_input(
     >>> h.stored["input"].shape
     torch.Size([4, 5])
     """
-    kind: Kind = "pre_grad" if grad else "pre"
+    kind: Kind = "pre_grad" if is_on(grad, "grad", "hook_input") else "pre"
     o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return hooked(module, o)
 
@@ -144,6 +145,6 @@ def hook_inputs(
     >>> [tuple(i[0].shape) for i in h.stored]
     [(4, 5), (4, 10)]
     """
-    kind: Kind = "pre_grad" if grad else "pre"
+    kind: Kind = "pre_grad" if is_on(grad, "grad", "hook_inputs") else "pre"
     o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
