@@ -130,7 +130,8 @@ class Record(Exports):
         if isinstance(layer, str):
             return self._named(layer)
         n = len(self.names)
-        if not -n <= layer < n:
+        whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not whole or not -n <= layer < n:
             raise SelectionError(
                 f"layer {layer} was asked for, {n} were recorded. "
                 f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."

@@ -327,6 +327,12 @@ def test_no_colour_of_updates_is_taken_for_nan() -> None:
     assert shades.sum(axis=1).min() > 0.6  # black has a meaning of its own
 
 
+@pytest.mark.parametrize("skip", [-1, 30, 1.5, True])
+def test_leaving_out_all_of_the_losses_is_refused(skip: Any) -> None:
+    with pytest.raises(OptionError, match=r"skip_start=.* was asked for: .*below 30, the steps"):
+        plotting.plot_loss(made.run(n=30), skip)
+
+
 def test_loss_shows_validation_at_the_ends_of_epochs() -> None:
     figure = plotting.plot_loss(made.run(n=300, epoch=100))
 

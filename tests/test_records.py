@@ -1,6 +1,7 @@
 """Records are plain values: built by hand, pickled, read by index or name."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_an_index_too_far_gets_the_range() -> None:
     with pytest.raises(SelectionError, match=r"layer 2 was asked for, 2 were recorded.*-2 to 1"):
         record().layer(2)
+
+
+@pytest.mark.parametrize("odd", [1.5, True, None, [0]])
+def test_what_is_no_index_is_refused(odd: Any) -> None:
+    with pytest.raises(SelectionError, match=r"layer .* was asked for, \d were recorded\. Use an"):
+        record().layer(odd)
 
 
 def test_a_value_is_a_row_or_the_table() -> None:

@@ -119,14 +119,17 @@ def plot_loss(
         fig: an empty Figure or SubFigure.
 
     Raises:
-        OptionError: `skip_start` is negative.
+        OptionError: `skip_start` is negative, or leaves nothing of the losses.
     """
-    if not isinstance(skip_start, int) or skip_start < 0:
+    run = plotdata.as_run(run)
+    n = 0 if run.losses is None else len(run.losses)
+    whole = isinstance(skip_start, (int, np.integer)) and not isinstance(skip_start, bool)
+    if not whole or skip_start < 0 or 0 < n <= skip_start:
+        most = f", below {n}, the steps there are" if n else ""
         raise OptionError(
             f"plot_loss(skip_start={skip_start!r}) was asked for: it is a number of steps to leave "
-            f"out at the beginning. Use 0 for none, or a positive whole number."
+            f"out at the beginning. Use 0 for none, or a positive whole number{most}."
         )
-    run = plotdata.as_run(run)
     if ax is not None:
         _losses(ax, run, skip_start, with_valid)
         ax.set_xlabel("optimizer step", fontsize=9)
