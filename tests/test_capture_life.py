@@ -1,0 +1,217 @@
+"""All or nothing, a thousand times, and gone at the end: hooks, edits, swaps and extractors."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.editing import add, edit_grad, edit_input, edit_output, edit_outputs, patch_from, zero
+from hookkit.errors import HookError, SelectionError
+from hookkit.features import feature_extractor
+from hookkit.hooks import (
+    Hook,
+    hook_all,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    hook_tensor,
+    print_sizes,
+)
+from hookkit.selecting import select
+from hookkit.swapping import Catcher, GramWrapper, swap
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 20).reshape(4, 5)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """Everything that a guest could leave on a module."""
+    found = []
+    for name, m in model.named_modules():
+        hooks = [(key, list(held)) for key, held in vars(m).items() if "hook" in key and held]
+        found.append((name, id(m), sorted(vars(m)), hooks))
+    return found
+
+
+USES: dict[str, Callable[[nn.Sequential, Tensor], Any]] = {
+    "outputs": lambda net, x: _within(hook_outputs(net), net, x),
+    "all calls": lambda net, x: _within(hook_outputs(net, keep="all"), net, x),
+    "live": lambda net, x: _within(hook_outputs(net, detach=False), net, x),
+    "inputs": lambda net, x: _within(hook_inputs(net), net, x),
+    "output gradients": lambda net, x: _within(hook_outputs(net, grad=True), net, x),
+    "input gradients": lambda net, x: _within(hook_input(net[2], grad=True), net, x),
+    "backward": lambda net, x: _within(Hook(net[2], None, is_forward=False), net, x),
+    "function": lambda net, x: _within(Hook(net[0], lambda m, i, o: o.mean()), net, x),
+    "stop": lambda net, x: _within(hook_output(net[0], stop=True), net, x),
+    "edit": lambda net, x: _within(edit_output(net[0], zero()), net, x),
+    "edit input": lambda net, x: _within(edit_input(net[0], zero()), net, x),
+    "edit gradient": lambda net, x: _within(edit_grad(net[0], zero()), net, x),
+    "swap": lambda net, x: _within(swap(net, {"0": Catcher, "2": GramWrapper}), net, x),
+    "features": lambda net, x: feature_extractor(net, "0")(x)["0"].sum().backward(),
+    "everywhere": lambda net, x: _within(hook_all(lambda *seen: None), net, x),
+    "tensor": lambda net, x: _within(hook_tensor(net[0](x)), net, x),
+}
+
+
+def _within(block: Any, net: nn.Module, x: Tensor) -> None:
+    with block:
+        net(x).sum().backward()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_many_cycles_leave_nothing_behind(use: str, net: nn.Sequential, x: Tensor) -> None:
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        USES[use](net, x)
+    clean, before = state(net), objects()
+
+    for _ in range(1000 if use in ("outputs", "edit", "swap", "features") else 200):
+        USES[use](net, x)
+
+    assert state(net) == clean
+    assert objects() - before < 50
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_model_that_was_captured_can_die(use: str, x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    gone = [weakref.ref(m) for m in net.modules()]
+
+    USES[use](net, x)
+    del net
+    gc.collect()
+
+    assert [ref() for ref in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("use", USES)
+def test_threads_do_not_meet(use: str, x: Tensor) -> None:
+    nets = [nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def work(net: nn.Sequential) -> None:
+        try:
+            for _ in range(10):
+                USES[use](net, x)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(net,)) for net in nets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+    for net in nets:
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_printing_sizes_a_hundred_times_leaves_nothing(
+    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = state(net)
+
+    for _ in range(100):
+        with print_sizes(net):
+            net(x)
+
+    assert capsys.readouterr().out.count("4×5 → 4×6  0 (Linear)") == 100
+    assert state(net) == clean
+
+
+# --- all or nothing
+
+
+class Unmade(nn.Module):
+    """Its constructor forgot `super().__init__()`: no hook can be put on it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "Unmade()"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hook_outputs,
+        hook_inputs,
+        lambda ms: hook_outputs(ms, grad=True),
+        lambda ms: hook_outputs(ms, keep="all"),
+        lambda ms: edit_outputs(ms, zero()),
+    ],
+)
+def test_if_one_cannot_be_hooked_none_is(make: Any, net: nn.Sequential) -> None:
+    clean = state(net)
+
+    with pytest.raises(AttributeError, match="_forward_"):
+        make([*net, Unmade()])
+
+    assert state(net) == clean
+
+
+def test_an_unknown_name_is_an_error_before_any_hook_is_in(net: nn.Sequential) -> None:
+    clean = state(net)
+
+    for use in (
+        lambda: hook_outputs(select(net, "0", "7")),
+        lambda: edit_outputs(select(net, "0", "7"), zero()),
+        lambda: swap(net, {"0": Catcher, "7": Catcher}).__enter__(),
+        lambda: feature_extractor(net, "0", "7"),
+        lambda: select(net, {"7": "h"}),
+    ):
+        with pytest.raises(SelectionError, match='no module matches "7"'):
+            use()
+
+    assert state(net) == clean
+    assert type(net[0]) is nn.Linear
+
+
+# --- errors that only a run can make
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_patching_call_by_call_under_a_checkpoint_is_refused(reentrant: bool, x: Tensor) -> None:
+    layer = nn.Linear(5, 5)
+
+    def run() -> Tensor:
+        body = nn.Sequential(layer, nn.Tanh())
+        return layer(checkpoint(body, x.requires_grad_(), use_reentrant=reentrant))
+
+    with hook_output(layer, keep="all") as other:
+        run()
+
+    with edit_output(layer, patch_from(other, at=0)):
+        loss = run().sum()
+        with pytest.raises(HookError, match=r"which of its 2 calls that is cannot be kno"):
+            loss.backward()
+
+
+def test_a_tensor_that_does_not_broadcast_names_layer_and_shape(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    with (
+        pytest.raises(HookError, match=r"add on Linear.* There is 4×6: give a number, or a "),
+        edit_output(net[0], add(torch.ones(5))),
+    ):
+        net(x)
