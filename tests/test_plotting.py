@@ -11,12 +11,12 @@ import pytest
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.moments.histograms import log_bins
-from hookkit.plotting import plotdata
 from hookkit.records import Record, Run
 
 mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
+plotdata = pytest.importorskip("hookkit.plotting.plotdata")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {

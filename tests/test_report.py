@@ -13,10 +13,10 @@ import pytest
 
 from hookkit.errors import OptionError, missing_extra
 from hookkit.records import Incident, Run
-from hookkit.report import report
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
+report = pytest.importorskip("hookkit.report").report
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
