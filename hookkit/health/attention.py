@@ -5,7 +5,8 @@ Judged from whatever of it was recorded, the most direct first:
 scores    where attention applies an `nn.Softmax`, its input is recorded on request, exactly:
           `ActivationStats(modules=nn.Softmax, hook=lambda m, i, o: i[0])`.
 weights   what that `nn.Softmax` gives; or `nn.MultiheadAttention`, asked for by its type and called
-          with `need_weights=True`. Rows sum to 1, so mean(p²) / mean(p) is exactly the mean over
+          with `need_weights=True` (and `average_attn_weights=False`: a mean over heads looks less
+          sure than each of them). Rows sum to 1, so mean(p²) / mean(p) is exactly the mean over
           rows of Σp²: 1 where one key gets everything, and never more than the heaviest key gets.
 q and k   where they are layers of their own (`q_proj` and `k_proj`, and so on). |q·k| / √d has the
           RMS rms(q) · rms(k), if the directions have nothing to do with each other.
