@@ -516,6 +516,48 @@ def test_a_parameter_that_a_module_returns_is_stored_as_it_was(x: Tensor) -> Non
     assert not h.stored.requires_grad
 
 
+class Shares(nn.Module):
+    """Gives a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.view(3, 1)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "capture",
+    [
+        lambda m: hook_output(m),
+        lambda m: hook_output(m, keep="all"),
+        lambda m: hook_outputs([m]),
+        lambda m: hook_input(m),
+        lambda m: hook_output(m, grad=True),
+        lambda m: hook_input(m, grad=True),
+    ],
+)
+@pytest.mark.parametrize("m", [nn.Identity(), nn.Flatten(0), Gives(lambda x: x[:1]), Shares()])
+def test_memory_that_the_user_shares_with_numpy_stays_shared(
+    m: nn.Module, capture: Any, requires_grad: bool
+) -> None:
+    x = torch.zeros(2, 3, requires_grad=requires_grad)
+    mine = [x, *m.parameters()]
+    arrays = [t.detach().numpy() for t in mine]
+
+    made = capture(m)
+    m(x)
+    made.remove()
+    with torch.no_grad():
+        for t in mine:
+            t.add_(1)
+
+    assert all((array == t.detach().numpy()).all() for array, t in zip(arrays, mine, strict=True))
+    assert arrays[0].min() == 1
+
+
 def holds_itself(x: Tensor) -> dict[str, Any]:
     d: dict[str, Any] = {"x": x * 2}
     d["me"] = d

@@ -108,10 +108,11 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
 
     A lazy clone on the CPU where torch can make one, else a clone: also of a small view, which
     would keep the whole of its storage alive, and of a tensor that the user made. That one (a
-    parameter, or a leaf among `given`, a module's inputs) may share its memory with a numpy array,
-    and a lazy clone gives it new memory at its next in-place operation.
+    parameter, a leaf among `given`, a module's inputs, or a view of one) may share its memory with
+    a numpy array, and a lazy clone gives it new memory at its next in-place operation.
     """
-    theirs = t.is_leaf and (isinstance(t, nn.Parameter) or any(t is x for x in given))
+    root = t if is_compiling() or t._base is None else t._base
+    theirs = root.is_leaf and (isinstance(root, nn.Parameter) or any(root is x for x in given))
     t = t.detach()
     if (
         not theirs

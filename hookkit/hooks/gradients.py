@@ -86,8 +86,13 @@ def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
 
 
 def tap(t: Tensor) -> Tensor:
-    """A tensor of its own with the values and the gradient of `t`; not a view of it."""
-    plain = t.is_cpu and not t.is_quantized  # torch 2.13 crashes on reading a lazy quantized one
+    """A tensor of its own with the values and the gradient of `t`; not a view of it.
+
+    A lazy clone where that can be (see `snapshot`): not of what the user made, nor of quantized
+    tensors, which torch 2.13 cannot read then.
+    """
+    root = t if is_compiling() or t._base is None else t._base
+    plain = t.is_cpu and not t.is_quantized and not (root.is_leaf and root.requires_grad)
     if plain and not is_compiling() and not is_transformed(t):  # vmap has no lazy clone
         try:
             return lazy_clone(t)
