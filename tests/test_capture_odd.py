@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -145,6 +146,47 @@ def test_a_leaf_path_that_cannot_be_read_is_refused_at_the_door(leaf: Any) -> No
     with pytest.raises(OptionError, match=r"Hook: leaf=.* is no path into what a module gives"):
         Hook(m, None, leaf=leaf)
     assert n_hooks(m) == 0
+
+
+@pytest.mark.parametrize("what", [b"0", 0, 1.5, torch.ones(2), re.compile(b"0"), [b"0"]], ids=str)
+def test_what_is_no_selector_is_named(net: nn.Sequential, what: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"select cannot ask by .* Give a name, a glob, a comp"):
+        select(net, what)
+
+
+SPELLINGS = [".", "..", "0.", ".0", "0..x", "[", "]", "{", "0[", "(", "0['x", " 0", "-1", "a" * 999]
+    ".",
+    "..",
+    "0.",
+    ".0",
+    "0..x",
+    "[",
+    "]",
+    "{",
+    "0[",
+    "(",
+    "\\",
+    "0['x",
+    " 0",
+    "-1",
+    "a" * 999,
+]
+
+
+@pytest.mark.parametrize("text", SPELLINGS, ids=repr)
+def test_a_text_that_means_nothing_is_no_module(net: nn.Sequential, text: str) -> None:
+    with pytest.raises(SelectionError, match="no module matches"):
+        select(net, text)
+
+
+def test_a_lone_tensor_is_the_one_gradient_of_a_backward_edit(x: Tensor) -> None:
+    m = nn.Linear(5, 3)
+
+    with Hook(m, lambda m, into, out: into[0] * 0, is_forward=False, edit=True):
+        m(x.requires_grad_()).sum().backward()
+
+    assert x.grad is not None
+    assert not x.grad.any()
 
 
 def test_attach_takes_a_function() -> None:

@@ -100,7 +100,9 @@ class Backward(Dispatcher):
         func = o.hook_func
         new = grad_output if func is None else called(func, module, grad_input, grad_output)
         hook._keep(Storer(o).keep(new))
-        return new if o.edit else None
+        if not o.edit:
+            return None
+        return (new,) if isinstance(new, Tensor) else new  # PyTorch would take it for a tuple
 
 
 class BackwardCheck(Dispatcher):

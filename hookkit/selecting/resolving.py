@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.selecting.globbing import expand, glob, is_glob, parts
@@ -114,7 +114,7 @@ class Asked:
                 yield self.renamed(key, new)
         elif (found := self.found_by(what)) is not None:
             yield from ((None, pick) for pick in found)
-        elif isinstance(what, Iterable):
+        elif isinstance(what, Iterable) and not isinstance(what, bytes | Tensor):
             for each in what:
                 yield from self.of(each)
         else:
@@ -130,7 +130,7 @@ class Asked:
             return self.by_text(what)
         if isinstance(what, nn.Module):
             return None if isinstance(what, nn.ModuleList) else [self.by_module(what)]
-        if isinstance(what, re.Pattern):
+        if isinstance(what, re.Pattern) and isinstance(what.pattern, str):
             return self.by_regex(what)
         if isinstance(what, type):
             return self.by_type(what)
