@@ -1,0 +1,5 @@
+"""Without matplotlib the pictures and the page cannot be imported, so their examples are not run."""
+
+from importlib.util import find_spec
+
+collect_ignore_glob = [] if find_spec("matplotlib") else ["hookkit/plotting/*", "hookkit/report/*"]
