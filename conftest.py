@@ -1,4 +1,4 @@
-"""Without matplotlib the pictures and the page cannot be imported, so their examples are not run."""
+"""Without matplotlib the pictures and the page cannot be imported: their examples are not run."""
 
 from importlib.util import find_spec
 
