@@ -11,6 +11,7 @@ from hookkit.moments.moments import (
     EMPTY,
     FIELDS,
     Scratch,
+    array_of,
     cpu_row,
     empty_rows,
     flat,
@@ -49,7 +50,7 @@ def fast(t: Tensor) -> dict[str, float]:
     x = plain(t)
     assert x is not None
     values, times = flat(x)
-    row = cpu_row(values, EPS, Scratch())
+    row = cpu_row(values, EPS, Scratch(), array_of(values))
     scale = {"n", "m2", "near", "zero", "bad"}
     named = dict(zip(FIELDS[1:], row, strict=True))
     return {k: v * times if k in scale else v for k, v in named.items()}
@@ -219,3 +220,12 @@ def test_nothing_is_written_into_the_tensor() -> None:
 
         assert t._version == version
         assert torch.equal(before.nan_to_num(), t.nan_to_num())
+
+
+def test_a_lazy_clone_is_read_without_making_it_a_copy() -> None:
+    x = randn(3, 50_000)
+    clone = torch._lazy_clone(x)
+
+    check(fast(clone), reference(x))
+
+    assert torch._C._is_cow_tensor(clone)

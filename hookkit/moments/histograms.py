@@ -12,7 +12,6 @@ the same few channels again and again (standard deviations off by 50 %).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,7 +44,6 @@ class Bins:
     edges: npt.NDArray[np.float64]
     octaves: tuple[int, int, int] | None = None
     _on: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _table: list[npt.NDArray[np.int64]] = field(default_factory=list, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return Bins, (self.edges, self.octaves)
@@ -93,41 +91,55 @@ class Bins:
 
     def count(self, x: Tensor) -> Tensor:
         """Counts of each row of `x`: (rows, k) float32 → (rows, width) int64 on its device."""
-        rows = len(x)
-        if x.device.type == "cpu":
-            counts = self._count_cpu(x)
-        else:
-            column = self.index(x)
-            column += torch.arange(rows, device=x.device).unsqueeze(1) * self.width
-            counts = torch.zeros(rows * self.width, dtype=torch.int64, device=x.device)
-            counts.scatter_add_(0, column.view(-1), torch.ones_like(column).view(-1))
+        if self.octaves and x.is_cpu:
+            return self._count_bits(x)
+        rows, column = len(x), self.index(x)
+        column += torch.arange(rows, device=x.device).unsqueeze(1) * self.width
+        counts = torch.zeros(rows * self.width, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, column.view(-1), torch.ones_like(column).view(-1))
         table = counts.view(rows, self.width)
         table[:, self.zero_bin] += table[:, self.n]
         return table
 
-    def _count_cpu(self, x: Tensor) -> Tensor:
-        """A table look-up by the upper 16 bits, which hold all that a logarithmic bin depends on.
+    def _count_bits(self, x: Tensor) -> Tensor:
+        """The same on a CPU by the bits alone: 1 ns a value; the arithmetic takes 36 ns there.
 
-        4 ns a value; the arithmetic above takes 36 ns on a CPU.
+        Sign, exponent and the first bits of the fraction number the logarithmic bins already,
+        outer ones finer than is asked for. What they do not tell apart is looked at if it is there.
         """
-        if self.octaves:
-            top = x.contiguous().numpy().view(np.uint16)[:, _UPPER::2]
-            column = self._lookup()[top]
-        else:
-            column = self.index(x).numpy()
-        column += np.arange(0, len(x) * self.width, self.width)[:, None]
-        return torch.from_numpy(np.bincount(column.ravel(), minlength=len(x) * self.width))
+        assert self.octaves
+        low, high, m = self.octaves
+        first, last, end = (low + 127) << m, (high + 127) << m, 255 << m
+        bits = x.contiguous().numpy().view(np.uint32)
+        sides = _bincounts(bits >> np.uint32(23 - m), 512 << m).reshape(len(x), 2, 256 << m)
+        table = np.zeros((len(x), self.width), np.int64)
+        half, n = self.n // 2, self.n
+        for side, bins in (sides[:, 0], table[:, half:n]), (sides[:, 1], table[:, :half][:, ::-1]):
+            bins[:, 0] = side[:, :first].sum(1)
+            bins[:, 1:-1] = side[:, first:last]
+            bins[:, -1] = side[:, last:end].sum(1)
+        if sides[:, :, 0].any():
+            table[:, n] = np.count_nonzero(bits & np.uint32(ABSENT) == 0, axis=1)
+            minus = np.count_nonzero(bits == _MINUS_ZERO, axis=1)
+            table[:, half - 1] -= minus
+            table[:, half] += minus
+        if (odd := sides[:, :, end:].sum((1, 2))).any():
+            table[:, n + 3] = np.count_nonzero(bits == ABSENT, axis=1)
+            table[:, n + 2] = np.count_nonzero(bits & np.uint32(ABSENT) == _INF_BITS, axis=1)
+            table[:, n + 1] = odd - table[:, n + 2] - table[:, n + 3]
+        return torch.from_numpy(table)
 
-    def _lookup(self) -> npt.NDArray[np.int64]:
-        if not self._table:
-            bits = (torch.arange(1 << 16) << 16).to(torch.int32)
-            bits[[0x7FFF, 0xFFFF]] = ABSENT
-            self._table.append(self.index(bits.view(torch.float32)).numpy())
-        return self._table[0]
+
+def _bincounts(classes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.int64]:
+    """(rows, n) counts of each row's numbers below `n`; overwrites them."""
+    classes += (np.arange(len(classes), dtype=np.uint32) * np.uint32(n))[:, None]
+    every = torch.from_numpy(classes.view(np.int32)).view(-1)  # twice as fast as numpy's
+    counts: npt.NDArray[np.int64] = torch.bincount(every, minlength=len(classes) * n).numpy()
+    return counts
 
 
-_UPPER = 1 if sys.byteorder == "little" else 0
 _INF_BITS = 0x7F800000
+_MINUS_ZERO = 0x80000000
 
 
 def log_bins(low: int = -12, high: int = 12, per_octave: int = 2) -> Bins:

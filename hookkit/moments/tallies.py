@@ -29,7 +29,6 @@ from hookkit.moments.histograms import sample_error
 from hookkit.moments.moments import (
     N_FIELDS,
     empty_rows,
-    flat,
     merge,
     plain,
     statistics,
@@ -107,10 +106,7 @@ class Tally:
         if self.unscale is not None:
             self.unscaled = True
             values = values.to(working_dtype(values)) * self.unscale
-        bank = self._bank(values.device)
-        if bank.units is not None:
-            bank.units.take(row, values, self.types[row])
-        bank.take(row, *flat(values))
+        self._bank(values.device).take(row, values, self.types[row])
 
     def _leaf_row(self, row: int, path: str) -> int:
         key = row, path

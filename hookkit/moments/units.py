@@ -8,8 +8,11 @@ full; so a judgement rests on `window / 2` to `window` records, in constant memo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,8 @@ TAU = 0.025
 
 Source: Sokar et al. 2023, "The Dormant Neuron Phenomenon in Deep Reinforcement Learning", eq. 1.
 """
+
+Along = tuple[int, Callable[[Any], None]]
 
 _TWO_SIDED = ("Tanh", "Hardtanh", "Softsign")
 _ONE_SIDED = ("Sigmoid", "Hardsigmoid")
@@ -63,10 +68,12 @@ class Units:
     def __init__(self, window: int, device: torch.device) -> None:
         self.window, self.device, self.turn = window, device, 0
         self.places: dict[int, tuple[int, int]] = {}
-        self.saturable: set[int] = set()
         self.live, self.kept = self._blank(0), self._blank(0)
+        self._arrays: Any = None
         self.older, self.newer = self._blank(0), self._blank(0)
         self.row_of = torch.zeros(0, dtype=torch.int64, device=device)
+        self.bounded = torch.zeros(0, dtype=torch.bool, device=device)
+        self._room = np.empty(CHUNK if device.type == "cpu" else 0, np.float32)
         self.ring = Ring(1, len(self.FIELDS), torch.float32, device, counts=True)
 
     def _blank(self, n: int) -> Tensor:
@@ -75,8 +82,8 @@ class Units:
             table[0] = -math.inf
         return table
 
-    def _place(self, row: int, n: int) -> Tensor:
-        """The (4, n) part of `live` that is `row`'s; made anew when its number of units changes."""
+    def _place(self, row: int, n: int, bounded: bool) -> int:
+        """Where in `live` are `row`'s units; made anew when their number changes."""
         start, size = self.places.get(row, (0, -1))
         if size != n:
             if size >= 0:
@@ -88,7 +95,10 @@ class Units:
                     setattr(self, name, torch.cat([getattr(self, name), self._blank(n)], 1))
                 mine = torch.full((n,), row, device=self.device)
                 self.row_of = torch.cat([self.row_of, mine])
-        return self.live[:, start : start + n]
+                flags = torch.full((n,), bounded, device=self.device)
+                self.bounded = torch.cat([self.bounded, flags])
+            self._arrays = self.live.numpy() if self.live.is_cpu else None
+        return start
 
     def take(self, row: int, x: Tensor, kind: str) -> None:
         """Add the plain tensor `x` of a module of class `kind`."""
@@ -96,10 +106,10 @@ class Units:
             return
         dim = channel_dim(kind, x.ndim)
         n = x.shape[dim]
-        here = self._place(row, n)
+        bounded = kind.endswith((*_TWO_SIDED, *_ONE_SIDED))
+        start = self._place(row, n, bounded)
+        here = self.live[:, start : start + n]
         here[2] += x.numel() // n
-        if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
-            self.saturable.add(row)
         for part in _parts(x, dim):
             self._add(here, part.float(), dim, kind)
 
@@ -110,6 +120,36 @@ class Units:
         if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
             full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
             here[3] += _reduced(full, dim, torch.sum)
+
+    def along(self, row: int, x: Tensor, kind: str) -> Along | None:
+        """`take` for a CPU tensor in parts, for whoever reads it anyway: memory is read once.
+
+        Returns:
+            How many values a part is to be a multiple of, and what is to be called with each, in
+            order, as a flat array; or None where only `take` will do.
+        """
+        if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)) or x.dtype is not torch.float32:
+            return None
+        if x.numel() == 0 or x.ndim == 0 or not x.is_contiguous():
+            return None
+        dim = channel_dim(kind, x.ndim)
+        n, each = x.shape[dim], math.prod(x.shape[dim + 1 :])
+        rows = x.numel() // (n * each)
+        fold = math.gcd(rows, 1024 // n or 1) if each == 1 else 1  # numpy likes long rows
+        if fold * n * each > CHUNK:
+            return None
+        start = self._place(row, n, False)
+        here = self._arrays[:, start : start + n]
+        here[2] += rows * each
+        return fold * n * each, partial(self._add_array, here, (fold, n, each))
+
+    def _add_array(self, here: Any, shape: tuple[int, int, int], x: Any) -> None:
+        table, room = x.reshape(-1, math.prod(shape)), self._room[: x.size]
+        size = np.abs(x, out=room).reshape(table.shape)
+        top = np.maximum.reduce(table, axis=0).reshape(shape)
+        total = np.add.reduce(size, axis=0).reshape(shape)
+        np.maximum(here[0], np.maximum.reduce(top, axis=(0, 2)), out=here[0])
+        here[1] += np.add.reduce(total, axis=(0, 2))
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -140,14 +180,10 @@ class Units:
         """(rows, 5): the shares of those that ran in this record, and ones that say so."""
         dead, dormant, saturated = self._verdict(rows)
         ran = self.kept[2] > 0
-        flags = torch.stack([dead, dormant, saturated, ran, ran], 1).float()
+        flags = torch.stack([dead, dormant, saturated, ran, ran & self.bounded], 1).float()
         table = self._by_row(flags, rows)
         n = self._by_row(torch.ones_like(flags[:, :1]), rows)
-        table = torch.where(table[:, 3:4] > 0, table / n.clamp(min=1), 0.0)
-        for row in self.places:
-            if row not in self.saturable:
-                table[row, 4] = 0
-        return table
+        return torch.where(table[:, 3:4] > 0, table / n.clamp(min=1), 0.0)
 
     def _verdict(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each unit over the window: is it dead, dormant, saturated? (units,) bool each."""
@@ -183,7 +219,11 @@ class Units:
         self.forget()
         state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
         self.ring.data = self.ring.data.cpu()
-        return {**state, "device": torch.device("cpu")}
+        return {**state, "device": torch.device("cpu"), "_arrays": None, "_room": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._arrays, self._room = self.live.numpy(), np.empty(CHUNK, np.float32)
 
 
 _NOBODY = 1 << 40
