@@ -17,10 +17,10 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
-from hookkit.hooks.capturing import snapshot
+from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.dispatching import attach, check_hookable
 from hookkit.hooks.gradients import tap
@@ -157,7 +157,7 @@ class _Call:
 
     def __init__(self, extractor: FeatureExtractor):
         self.keep = extractor.keep
-        self.own = snapshot if extractor.detach else tap  # what later in-place operations miss
+        self.detach = extractor.detach
         self.stop = extractor.stop and extractor.keep == "first"
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
@@ -171,7 +171,15 @@ class _Call:
         self.n_missing -= not found
         if self.keep == "last":
             found.clear()
-        found.append(tmap(self.own, self._part(key, leaf, output) if leaf else output))
+        given = owned(module, args, kw)
+        part = self._part(key, leaf, output) if leaf else output
+
+        def own(t: Tensor) -> Tensor:  # which later in-place operations miss
+            if self.detach:
+                return snapshot(t, given)
+            return t.clone() if lent(t, given) else tap(t)
+
+        found.append(tmap(own, part))
         if self.stop and not self.n_missing:
             raise _Enough(self)
 

@@ -543,14 +543,22 @@ def test_a_parameter_that_a_module_returns_is_stored_as_it_was(x: Tensor) -> Non
 
 
 class Shares(nn.Module):
-    """Gives a view of its parameter."""
+    """Gives its parameter or its buffer, or a view of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, view: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
+        self.weight, self.what, self.view = nn.Parameter(torch.zeros(3)), what, view
+        self.register_buffer("table", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.view(3, 1)
+        t: Tensor = getattr(self, self.what)
+        return t.view(3, 1) if self.view else t
+
+
+SHARING = [
+    *(nn.Identity(), nn.Flatten(0), Gives(lambda x: x[:1])),
+    *(Shares(what, view) for what in ("weight", "table") for view in (True, False)),
+]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -563,18 +571,27 @@ class Shares(nn.Module):
         lambda m: hook_input(m),
         lambda m: hook_output(m, grad=True),
         lambda m: hook_input(m, grad=True),
+        lambda m: Hook(m, lambda m, i, o: o),
+        lambda m: Hook(m, lambda m, i, o: (i, o)),
+        lambda m: Hook(m, lambda m, i: i, pre=True),
+        lambda m: edit_output(m, lambda m, i, o: replace(i[0])(m, i[0])),
     ],
 )
-@pytest.mark.parametrize("m", [nn.Identity(), nn.Flatten(0), Gives(lambda x: x[:1]), Shares()])
+@pytest.mark.parametrize("m", SHARING, ids=range(len(SHARING)))
 def test_memory_that_the_user_shares_with_numpy_stays_shared(
     m: nn.Module, capture: Any, requires_grad: bool
 ) -> None:
     x = torch.zeros(2, 3, requires_grad=requires_grad)
-    mine = [x, *m.parameters()]
+    mine = [x, *m.parameters(), *m.buffers()]
+    with torch.no_grad():
+        for t in mine:
+            t.zero_()
     arrays = [t.detach().numpy() for t in mine]
 
     made = capture(m)
     m(x)
+    for detach in (True, False):
+        feature_extractor(nn.Sequential(m), "0", detach=detach)(x)
     made.remove()
     with torch.no_grad():
         for t in mine:

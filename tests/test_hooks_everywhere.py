@@ -169,3 +169,16 @@ def test_hook_all_is_a_global_hook() -> None:
     assert isinstance(h, GlobalHook)
     h.remove()
     assert is_clean()
+
+
+def test_a_call_that_meets_the_removal_by_another_thread_is_passed_over(x: Tensor) -> None:
+    """PyTorch looks twice, for the hook and for whether it takes keyword inputs."""
+    h = hook_all(nothing)
+    m = nn.ReLU()
+    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(h._handle.id)
+
+    m(x)
+
+    assert h.n_calls == 0
+    h.remove()
+    assert is_clean()

@@ -242,7 +242,8 @@ def _replaced(value: Any, t: Any, at: Any, word: str, where: Where) -> Any:
         v = next(values)[1]
         if isinstance(v, Tensor):
             v = v[at] if at is not None and v.shape == x.shape else v
-            v = tap(_like(v, x))  # what follows may write into it
+            v = _like(v, x)  # a copy, since what follows may write; of the user's own no lazy one
+            v = v.clone() if word == "replace" else tap(v)
         _part(x, at, word, where)
         return _set(x, at, v, word, where)
 

@@ -103,6 +103,20 @@ class Options:
         return self.clone is False or (self.clone is None and not self.detach)
 
 
+def lent(t: Tensor, given: Iterable[Any]) -> bool:
+    """Whether `t` has the memory of a tensor that the user made: a parameter, or a leaf of `given`.
+
+    `given` is what a module was called with and owns. A view of such a tensor has its memory too.
+    """
+    root = t if is_compiling() or t._base is None else t._base
+    return root.is_leaf and (isinstance(root, nn.Parameter) or any(root is x for x in given))
+
+
+def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The tensors that a module was called with, and its buffers: what it may give as they are."""
+    return (*args, *kwargs.values(), *module._buffers.values())
+
+
 def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
     """A detached copy of `t` that no later in-place operation on `t` can change.
 
@@ -111,8 +125,7 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
     parameter, a leaf among `given`, a module's inputs, or a view of one) may share its memory with
     a numpy array, and a lazy clone gives it new memory at its next in-place operation.
     """
-    root = t if is_compiling() or t._base is None else t._base
-    theirs = root.is_leaf and (isinstance(root, nn.Parameter) or any(root is x for x in given))
+    theirs = lent(t, given)
     t = t.detach()
     if (
         not theirs

@@ -197,8 +197,10 @@ class GlobalHook(_Removable):
     def _before(self, module: nn.Module, args: Any) -> None:
         self._call(module, args, {})
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._call(module, args, kwargs, output)
+    def _after(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        # Without kwargs: another thread is just removing this, between two looks of PyTorch's.
+        if len(kwargs_and_output) == 2:
+            self._call(module, args, *kwargs_and_output)
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if is_compiling() or self.removed or recomputing() or not isinstance(module, self._types):

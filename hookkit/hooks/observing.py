@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks.capturing import Kept, Storer
+from hookkit.hooks.capturing import Kept, Storer, lent, owned
 from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling, is_exporting
 from hookkit.hooks.gradients import Receive
 from hookkit.nested import Inputs, describe, leaves, pick, put, tmap
@@ -37,11 +37,13 @@ class Forward(Dispatcher):
         o, leaf = hook._options, hook.leaf
         x = picked(hook, output) if leaf else output
         if o.hook_func is None:
-            return observe(hook, module, args, same, x)
-        inputs = Inputs(args, kwargs)
+            return observe(hook, module, owned(module, args, kwargs), same, x)
+        inputs, theirs = Inputs(args, kwargs), False
         if o.detach and not o.edit:
+            theirs = isinstance(x, Tensor) and lent(x, owned(module, args, kwargs))
             inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
-        new = observe(hook, module, (), called, o.hook_func, module, inputs, x)
+        given = (*inputs, *inputs.kwargs.values(), *((x,) if theirs else ()))
+        new = observe(hook, module, given, called, o.hook_func, module, inputs, x)
         return put(output, leaf, new) if leaf and new is not None else new
 
 
@@ -63,7 +65,8 @@ class Pre(Dispatcher):
             return observe(hook, module, (*args, *kwargs.values()), same, x)
         if o.detach and not o.edit:
             x = tmap(Tensor.detach, x)
-        new = observe(hook, module, (), called, o.hook_func, module, x)
+        given = (*x, *x.kwargs.values()) if isinstance(x, Inputs) else (x,)
+        new = observe(hook, module, given, called, o.hook_func, module, x)
         if new is None:
             return None
         new = put(inputs, leaf, new) if leaf else new

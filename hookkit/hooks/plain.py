@@ -16,7 +16,15 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from hookkit.hooks.capturing import Kept, Options, Storer, is_transforming, lazy_clone, snapshot
+from hookkit.hooks.capturing import (
+    Kept,
+    Options,
+    Storer,
+    is_transforming,
+    lazy_clone,
+    owned,
+    snapshot,
+)
 from hookkit.hooks.dispatching import Dispatcher, graph_task, new_key
 from hookkit.hooks.hooking import Hook
 from hookkit.hooks.observing import observe, same
@@ -69,16 +77,16 @@ class Plain(Dispatcher):
             or is_transforming()
             or (thread is not None and thread != get_ident())
         ):
-            observe(cast("Hook", self), module, args, same, output)
+            observe(cast("Hook", self), module, owned(module, args, {}), same, output)
             return
         self._count += 1
         recording = is_grad_enabled()
         odd = not output.is_cpu or output._is_view() or output.is_quantized
         if odd or not (recording or not output.is_inference()):
-            self._last = Storer(block.options, args).keep(output)
+            self._last = Storer(block.options, owned(module, args, {})).keep(output)
             return
-        if args and output is args[0] and output.is_leaf:
-            self._last = snapshot(output, args)
+        if output.is_leaf and (module._buffers or (args and (output is args[0] or args[1:]))):
+            self._last = snapshot(output, owned(module, args, {}))
             return
         try:
             if recording:  # half the cost of output.detach(), and one tensor less
