@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from hookkit.errors import CompiledWarning, HookError
-from hookkit.hooks import Hook, attach, attach_grad, hook_output, hook_outputs
+from hookkit.hooks import (
+    Hook,
+    attach,
+    attach_grad,
+    gradients,
+    hook_input,
+    hook_output,
+    hook_outputs,
+)
 from hookkit.selecting import select
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -128,6 +136,53 @@ def test_attached_buffers_are_written_in_a_full_graph(net: nn.Sequential, x: Ten
     torch.testing.assert_close(out, a)
     torch.testing.assert_close(gradient, net[2].weight.sum(0) * (a > 0))
     assert counter.frame_count == 1
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a torch that cannot trace a hook on a tensor."""
+    monkeypatch.setattr(gradients, "TRACEABLE", False)
+    monkeypatch.setattr(gradients, "_outside", None)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("older")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+def test_gradient_hooks_break_the_graph_of_an_older_torch(net: nn.Sequential, x: Tensor) -> None:
+    h, given = hook_output(net[0], grad=True), hook_input(net[2], grad=True)
+    counter = CompileCounter()
+
+    torch.compile(net, backend=counter)(x).sum().backward()
+
+    assert counter.frame_count > 1
+    want = net[2].weight.sum(0).expand(4, 10)
+    torch.testing.assert_close(given.stored[0], want)
+    torch.testing.assert_close(h.stored[0], want * (net[0](x) > 0))
+    h.remove()
+    given.remove()
+
+
+@pytest.mark.usefixtures("older")
+def test_a_full_graph_of_an_older_torch_says_why_not(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_output(net[0], grad=True)
+
+    with pytest.raises(Exception, match=r"cannot trace gradient hooks.*without fullgraph=True"):
+        torch.compile(net, backend="eager", fullgraph=True)(x)
+
+    h.remove()
+
+
+def test_hooks_put_first_are_compiled_in_their_order(net: nn.Sequential, x: Tensor) -> None:
+    late = attach(net[0], lambda m, a, k, o: o + 1, edit=True)
+    first = attach(net[0], lambda m, a, k, o: o * 2, edit=True, prepend=True)
+
+    y = torch.compile(net, backend="eager", fullgraph=True)(x)
+
+    torch.testing.assert_close(y, net(x))
+    late.remove()
+    first.remove()
 
 
 def test_a_hook_left_on_after_compilation_is_told_by_name(net: nn.Sequential, x: Tensor) -> None:

@@ -143,6 +143,17 @@ class Attached:
             call.take_off(module)
 
 
+def put_first(hooks: dict[int, Any], key: int) -> None:
+    """Makes `key` the first of a module's hooks.
+
+    The dict is filled anew: after `move_to_end`, as PyTorch's own `prepend=True` has it, torch 2.11
+    compiles with the hooks in the order in which they were added.
+    """
+    items = [(key, hooks.pop(key)), *hooks.items()]
+    hooks.clear()
+    hooks.update(items)
+
+
 class _Observe(Dispatcher):
     """A forward hook whose result is ignored."""
 
@@ -253,6 +264,5 @@ def attach(
     kinds = (_PreEdit if edit else _PreObserve) if pre else (_Edit if edit else _Observe)
     handle = Attached(module, kinds(fn))
     if prepend:
-        hooks: Any = module._forward_pre_hooks if pre else module._forward_hooks
-        hooks.move_to_end(handle.calls[0].key, last=False)
+        put_first(module._forward_pre_hooks if pre else module._forward_hooks, handle.calls[0].key)
     return handle

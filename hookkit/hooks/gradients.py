@@ -123,6 +123,37 @@ class GradState:
         self.taps: dict[int, tuple[Any, Any, int]] = {}
 
 
+# torch before 2.13 cannot trace a hook on a tensor: there it is set outside of the graph.
+TRACEABLE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
+_outside: Callable[..., Any] | None = None
+
+
+def _prepare() -> None:
+    """Loads the compiler (2 s, which a training loads anyway) where graphs must be broken."""
+    global _outside
+    if not TRACEABLE and _outside is None:
+        why = (
+            "hookkit: torch before 2.13 cannot trace gradient hooks, so each breaks the graph. "
+            "Compile without fullgraph=True, or use torch 2.13"
+        )
+        disable: Any = torch.compiler.disable
+        _outside = disable(lambda f, *seen: f(*seen), reason=why)
+
+
+class _Sets(Dispatcher):
+    """A dispatcher that sets hooks on tensors, in `run`."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        if _outside is not None and is_compiling():
+            return _outside(self.run, module, *seen)
+        return self.run(module, *seen)
+
+    def run(self, module: nn.Module, *seen: Any) -> Any:
+        raise NotImplementedError
+
+
 class _Before(Dispatcher):
     """Forward-pre hook: notes which inputs come in, and at which version."""
 
@@ -137,12 +168,12 @@ class _Before(Dispatcher):
             state.versions.update(versions_of(args, kwargs))
 
 
-class _After(Dispatcher):
+class _After(_Sets):
     """Forward hook: hooks the output's tensors, handing on taps where they are needed."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def run(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         state = self.target
         receive = None if state is None else state.begin(module, output)
         if receive is None:
@@ -166,7 +197,7 @@ def _watched(state: GradState, module: nn.Module, original: Tensor, tapped: Tens
     watch(original, tapped, told)
 
 
-class _BeforeInputs(Dispatcher):
+class _BeforeInputs(_Sets):
     """Forward-pre hook: the module gets taps of its inputs, and their gradients are received.
 
     One tensor passed twice stays one tensor (attention asks `query is key`).
@@ -176,7 +207,7 @@ class _BeforeInputs(Dispatcher):
 
     is_pre = True
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         state, inputs = self.target, Inputs(args, kwargs)
         receive = None if state is None else state.begin(module, inputs)
         if receive is None or not torch.is_grad_enabled():
@@ -224,6 +255,7 @@ class _AfterInputs(Dispatcher):
 
 def grad_dispatchers(state: GradState, inputs: bool) -> tuple[Dispatcher, Dispatcher]:
     """The forward-pre and the forward hook that together receive gradients for `state`."""
+    _prepare()
     if inputs:
         return _BeforeInputs(state), _AfterInputs(state)
     return _Before(state), _After(state)

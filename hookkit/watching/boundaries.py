@@ -24,8 +24,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as global_hooks
+from torch.utils.hooks import RemovableHandle
 
-from hookkit.hooks.dispatching import Dispatcher, check_hookable, recomputing
+from hookkit.hooks.dispatching import Dispatcher, check_hookable, put_first, recomputing
 from hookkit.walking import inner_key, submodules, unwrap
 
 
@@ -75,6 +76,13 @@ class _Tell(Dispatcher):
             self.target(*args)
 
 
+def _first(module: nn.Module, hook: _Tell) -> RemovableHandle:
+    """Registers a forward-pre hook before those that are there."""
+    handle = module.register_forward_pre_hook(hook)
+    put_first(module._forward_pre_hooks, handle.id)
+    return handle
+
+
 class Boundaries:
     """Tells `listener` of each training forward of `model` and each step of its optimizers.
 
@@ -112,9 +120,7 @@ class Boundaries:
             inside = [m for child in self.root.children() for m in wrappers(child)]
             for module in inside:
                 if not isinstance(module, torch.jit.ScriptModule):  # runs no Python hooks
-                    hook = _Tell(self._before_head)
-                    handle = module.register_forward_pre_hook(hook, prepend=True)
-                    self._heads.append(handle.remove)
+                    self._heads.append(_first(module, _Tell(self._before_head)).remove)
         pairs: list[Any] = [
             (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts or ()
         ]
@@ -132,8 +138,7 @@ class Boundaries:
 
     def _attach_module(self, module: nn.Module) -> None:
         check_hookable(module, "watch")
-        pre = module.register_forward_pre_hook(_Tell(self._before), prepend=True)
-        self._undo.append(pre.remove)
+        self._undo.append(_first(module, _Tell(self._before)).remove)
         # always called: a forward that raised must be known as ended
         post = module.register_forward_hook(_Tell(self._after), always_call=True)
         self._undo.append(post.remove)
