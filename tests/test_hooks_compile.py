@@ -156,7 +156,7 @@ def test_gradient_hooks_break_the_graph_of_an_older_torch(net: nn.Sequential, x:
 
     torch.compile(net, backend=counter)(x).sum().backward()
 
-    assert counter.frame_count > 1
+    assert counter.frame_count != 1  # torch 2.11 gives up the whole frame
     want = net[2].weight.sum(0).expand(4, 10)
     torch.testing.assert_close(given.stored[0], want)
     torch.testing.assert_close(h.stored[0], want * (net[0](x) > 0))
