@@ -81,11 +81,12 @@ class Plain(Dispatcher):
             return
         self._count += 1
         recording = is_grad_enabled()
-        odd = not output.is_cpu or output._is_view() or output.is_quantized
-        if odd or not (recording or not output.is_inference()):
+        if not output.is_cpu or output._is_view() or not (recording or not output.is_inference()):
             self._last = Storer(block.options, owned(module, args, {})).keep(output)
             return
-        if output.is_leaf and (module._buffers or (args and (output is args[0] or args[1:]))):
+        if output.is_leaf and (
+            output.is_quantized or module._buffers or (args and (output is args[0] or args[1:]))
+        ):
             self._last = snapshot(output, owned(module, args, {}))
             return
         try:
