@@ -281,7 +281,8 @@ def _mean_m2(x: Tensor, values: Any, s: Scratch) -> tuple[float, float]:
 def squares(values: Any) -> float:
     """The sum of squares of a contiguous float32 or float64 array; not finite if any value is not.
 
-    In pieces so short that BLAS starts no threads for them; between pieces in float64.
+    In pieces so short that BLAS starts no threads for them; between pieces in float64. Squares
+    may overflow: the caller silences numpy.
     """
     n = len(values)
     if n <= _PIECE:

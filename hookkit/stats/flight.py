@@ -89,7 +89,7 @@ class FlightRecorder(HookCallback):
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._parameters: list[tuple[str, str, nn.Parameter]] = []
-        self._checked = self._through = False
+        self._checked = self._through = self._noted = False
 
     # --- hooks
 
@@ -131,7 +131,7 @@ class FlightRecorder(HookCallback):
 
     def before_batch(self) -> None:
         """The next place in its memory; on a GPU, a look at what the last batch left."""
-        self._checked = self._through = False
+        self._checked = self._through = self._noted = False
         super().before_batch()
         if self.recording and self._tape is not None:
             self._look_late()
@@ -148,12 +148,13 @@ class FlightRecorder(HookCallback):
         if self.recording and (self._on_cpu() or self.on_nonfinite == "skip"):
             self._note_loss()
             self._note_gradients()
+            self._noted = self._through  # else a closure's forward and gradients are to come
             if self._look_now() and self.on_nonfinite == "skip":
                 raise CancelStepException
 
     def after_step(self) -> None:
         """Notes the gradients that the step used (a closure makes them within the step)."""
-        if self.recording and self.learn.stepped:
+        if self.recording and self.learn.stepped and not self._noted:
             self._note_gradients()
 
     def after_batch(self) -> None:

@@ -8,13 +8,15 @@ was cancelled, or whose step was left out, leaves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookkit.errors import OptionError
-from hookkit.hooks import attach, recomputing
+from hookkit.hooks import recomputing
+from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import Bins, edge_bins, range_bins
 from hookkit.moments.tallies import Tally
@@ -34,11 +36,33 @@ class Eye:
         return Eye, (self.tally,)
 
 
+class WhenOn(Dispatcher):
+    """A hook that passes its call on to `target[1]` while the eye `target[0]` is on.
+
+    Off, it costs this one test: 39 layers at every step of a training, whatever `every` is.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *seen: Any) -> Any:
+        """What the hook returns, None while the eye is off."""
+        target = self.target
+        return target[1](*seen) if target is not None and target[0].on else None
+
+
+class PreWhenOn(WhenOn):
+    """The same before the forward."""
+
+    __slots__ = ()
+
+    is_pre = True
+
+
 def output_hook(eye: Eye, row: int, pick: Callable[..., Any] | None = None) -> Callable[..., None]:
     """A forward hook that shows `eye` every tensor of the output, or of `pick(m, i, o)`."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not eye.on or recomputing():
+        if recomputing():
             return
         seen = output if pick is None else pick(module, args, output)
         if isinstance(seen, Tensor):
@@ -87,7 +111,9 @@ class StatsCallback(HookCallback):
             raise
 
     def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
-        return attach(module, output_hook(eye, row, self._given_hook))
+        check_hookable(module, type(self).__name__)
+        hook = partial(called, output_hook(eye, row, self._given_hook))
+        return Attached(module, WhenOn((eye, hook)))
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)

@@ -19,7 +19,14 @@ from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.moments.histograms import log_bins
 from hookkit.nested import named_leaves
 from hookkit.records import Record
-from hookkit.stats.gathering import Eye, checked_options, inverse_scale, unscale_of
+from hookkit.stats.gathering import (
+    Eye,
+    PreWhenOn,
+    WhenOn,
+    checked_options,
+    inverse_scale,
+    unscale_of,
+)
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.updates import ParamStats, named_parameters
 
@@ -123,8 +130,6 @@ def _attach_gradients(eye: Eye, row: int, module: nn.Module) -> Attached:
     """Shows `eye` the gradients of what `module` gives; tensors are hooked while it is on only."""
 
     def begin(module: nn.Module, output: Any) -> Any:
-        if not eye.on:
-            return None
         paths = [path for path, _ in named_leaves(output)]
 
         def receive(leaf: int, grad: Tensor) -> None:
@@ -133,7 +138,8 @@ def _attach_gradients(eye: Eye, row: int, module: nn.Module) -> Attached:
         return receive
 
     check_hookable(module, "GradientStats")
-    return Attached(module, *grad_dispatchers(GradState(begin), inputs=False))
+    before, after = grad_dispatchers(GradState(begin), inputs=False)
+    return Attached(module, PreWhenOn((eye, before)), WhenOn((eye, after)))
 
 
 class GradientStats(LayerStats):
