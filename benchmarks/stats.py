@@ -1,24 +1,29 @@
 """What watching a training costs: a step with statistics over a bare step, side by side with peers.
 
 Run `python benchmarks/stats.py` (`--rounds 15`, `--nets transformer,conv`, `--only hookkit`,
-`--compile`). Everything is measured in one process: in each round every method trains a block of
-steps of the same net, in shuffled order, over the bare block of the same round (CPU time of this
-thread, so that neighbours on the machine disturb little). A cell is the median ratio over the
-rounds. `bare again` shows the noise. Peers that are not installed are left out.
+`--compile`). Everything is measured in one process. Every method has a net of its own, watched from
+the first round to the last; in each round every method trains a block of steps, in shuffled order,
+over the mean of the bare blocks just before and after it (CPU time of this thread, so that
+neighbours on the machine disturb little). A cell is the median ratio over the rounds. `bare again`
+shows the noise. Peers that are not installed are left out.
 
 `reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
-operations that a step has above a bare one: on a GPU, waits and kernel launches.
+operations that a step has above a bare one: on a GPU, waits and kernel launches. With `--compile`,
+`graphs` are those that were compiled and `breaks` the places where Python had to step in.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -152,12 +157,23 @@ METHODS: dict[str, Watch] = {
 }
 
 
-def wandb_watch(model: nn.Module, opt: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def wandb_watch(model: nn.Module, opt: Any) -> Iterator[None]:
+    """Offline and quiet, its files in a folder that goes afterwards."""
+    os.environ["WANDB_MODE"] = "offline"  # "disabled" has no run to watch with
     import wandb
 
-    run = wandb.init(mode="offline", reinit=True, settings=wandb.Settings(silent=True))
-    run.watch(model, log="all", log_freq=1)
-    return run
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        settings = wandb.Settings(silent=True, console="off")
+        run = wandb.init(mode="offline", dir=folder, reinit="finish_previous", settings=settings)
+        run.watch(model, log="all", log_freq=1)
+        handle = opt.register_step_post_hook(lambda *args: run.log({}))
+        try:
+            yield
+        finally:
+            handle.remove()
+            run.unwatch(model)
+            run.finish()
 
 
 class Counter(TorchDispatchMode):
@@ -174,32 +190,55 @@ class Counter(TorchDispatchMode):
 
 
 def counted(net: Net) -> tuple[int, int]:
-    net.step()
     with Counter() as counter:
         net.step()
     return counter.ops, counter.reads
 
 
-def block(net: Net, watching: Watch | None) -> float:
-    """Seconds of CPU time per step; the first recorded step of a fit is in it."""
-    context = nullcontext() if watching is None else watching(net.model, net.opt)
-    with context:
+def block(net: Net, steps: int) -> float:
+    """Seconds of CPU time per step."""
+    start = time.process_time()
+    for _ in range(steps):
         net.step()
-        start = time.process_time()
-        for _ in range(net.steps):
-            net.step()
-        return (time.process_time() - start) / net.steps
+    return (time.process_time() - start) / steps
 
 
-def measure(net: Net, methods: dict[str, Watch], rounds: int) -> dict[str, list[float]]:
-    ratios: dict[str, list[float]] = {name: [] for name in methods}
-    names = list(methods)
+class Method:
+    """A net that is watched in one way, and the ratios of its steps to bare ones."""
+
+    def __init__(self, name: str, watching: Watch, make: Callable[[], Net], stack: ExitStack):
+        torch.compiler.reset()
+        counters: Any = torch._dynamo.utils.counters
+        counters.clear()
+        self.name, self.net = name, make()
+        stack.enter_context(watching(self.net.model, self.net.opt))
+        for _ in range(3):  # compiles, and allocates what is kept
+            self.net.step()
+        self.graphs = counters["stats"]["unique_graphs"]
+        self.breaks = sum(counters["graph_break"].values())
+        # a block of `every=10` holds one recorded step wherever it begins
+        steps = self.net.steps
+        self.steps = -(-steps // 10) * 10 if "every=10" in name else steps
+        self.ratios: list[float] = []
+
+
+def measure(bare: Net, methods: list[Method], rounds: int) -> list[float]:
+    """Fills the methods' ratios; seconds of the bare steps."""
+    times = [block(bare, bare.steps)]
     for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            bare = block(net, None)
-            ratios[name].append(block(net, methods[name]) / bare)
-    return ratios
+        for method in random.sample(methods, len(methods)):
+            mine = block(method.net, method.steps)
+            times.append(block(bare, bare.steps))
+            method.ratios.append(2 * mine / (times[-2] + times[-1]))
+    return times
+
+
+def keep_memory() -> None:
+    """Has glibc keep what is freed: else steps differ by the pages they happen to get anew."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)
+        libc.mallopt(-1, (1 << 31) - 1)
 
 
 def found(package: str) -> str:
@@ -217,6 +256,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     o = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     methods = dict(METHODS)
     if found("wandb"):
         methods["wandb.watch('all')"] = wandb_watch
@@ -224,17 +264,30 @@ def main() -> None:
     methods = {n: m for n, m in methods.items() if not wanted or any(w in n for w in wanted)}
     print(platform.machine(), f"torch {torch.__version__}", found("wandb"), f"{o.rounds} rounds")
     for name in o.nets.split(","):
-        net = Net(name, {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100}[name], o.compile)
-        bare = statistics.median(block(net, None) for _ in range(5))
-        ops = 0 if o.compile else counted(net)[0]
-        print(f"\n{name}: bare step {bare * 1e3:.2f} ms\n{'':38} ratio   added   ops  reads")
-        for method, ratios in measure(net, methods, o.rounds).items():
-            ratio, extra = statistics.median(ratios), ""
-            if not o.compile:
-                with methods[method](net.model, net.opt):
-                    more, reads = counted(net)
-                extra = f" {more - ops:5d}  {reads:5d}"
-            print(f"{method:38} {ratio:5.3f} {(ratio - 1) * bare * 1e3:6.2f} ms{extra}", flush=True)
+        report(name, methods, o.rounds, o.compile)
+
+
+def report(name: str, methods: dict[str, Watch], rounds: int, compiled: bool) -> None:
+    """Prints one net's table."""
+    steps = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100}[name]
+    with ExitStack() as stack:
+        nets = [Method(n, w, lambda: Net(name, steps, compiled), stack) for n, w in methods.items()]
+        bare = Net(name, steps, compiled)
+        bare.step()
+        seconds = statistics.median(measure(bare, nets, rounds))
+        columns = "graphs  breaks" if compiled else "  ops  reads"
+        title = f"{name}{', compiled' * compiled}: bare step {seconds * 1e3:.2f} ms"
+        print(f"\n{title}\n{'':38} ratio     added  {columns}")
+        ops = 0 if compiled else counted(bare)[0]
+        for m in nets:
+            ratio = statistics.median(m.ratios)
+            if compiled:
+                extra = f"{m.graphs:6d}  {m.breaks:6d}"
+            else:
+                more, reads = counted(m.net)
+                extra = f"{more - ops:5d}  {reads:5d}"
+            added = (ratio - 1) * seconds * 1e3
+            print(f"{m.name:38} {ratio:5.3f} {added:6.2f} ms  {extra}", flush=True)
 
 
 if __name__ == "__main__":
