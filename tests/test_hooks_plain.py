@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
 from hookkit.hooks.plain import Plain, Plains
 from hookkit.hooks.silence import Block
+from hookkit.selecting import select
 
 
 @pytest.fixture
@@ -273,3 +274,14 @@ def test_the_batch_is_what_its_hooks_say(net: nn.Sequential) -> None:
     plains.take_off()
     plains.take_off()
     assert plains.removed
+
+
+def test_removed_hooks_are_pickled_without_their_modules(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(4, 4000))
+    with hook_outputs(select(net, "0")) as h:
+        net(x)
+
+    data = pickle.dumps(h)
+
+    assert len(data) < 4000
+    assert pickle.loads(data).names == ("0",)

@@ -31,7 +31,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     """Many `Hook`s as one: registered all or none, entered, left and removed together.
 
     A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
-    (`h["fc"]`) where names are known.
+    (`h["fc"]`) where names are known. A `with` block records the calls of its thread: of asyncio
+    tasks that take turns in one, all.
     """
 
     _plains: Plains | None = None
@@ -195,8 +196,12 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the hooks one by one, which know how to be copied."""
-        return {**self.__dict__, "_hooks": self.hooks, "_plains": None, "_next": None}
+        """For copies and pickles: the hooks one by one, which know how to be copied.
+
+        Of removed ones no selection, which holds the modules.
+        """
+        hooks, chosen = self.hooks, None if self.removed else self._select
+        return {**self.__dict__, "_hooks": hooks, "_plains": None, "_next": None, "_select": chosen}
 
     def __repr__(self) -> str:
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
