@@ -208,6 +208,7 @@ class Scratch:
         self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
         self.sums = {dtype: torch.empty((), dtype=dtype) for dtype in self.values}
+        self.read = {dtype: total.numpy() for dtype, total in self.sums.items()}
         self.ones = {dtype: torch.ones(_PIECE, dtype=dtype).numpy() for dtype in self.values}
 
     def room(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -272,7 +273,8 @@ def _mean_m2(x: Tensor, values: Any, s: Scratch) -> tuple[float, float]:
     if n <= _PIECE:
         first = float(np.dot(values, s.ones[x.dtype][:n]))
     else:
-        first = float(torch.sum(x, 0, out=s.sums[x.dtype]).numpy())
+        torch.sum(x, 0, out=s.sums[x.dtype])
+        first = float(s.read[x.dtype])
     mean = first / n
     m2 = squares(values) - first * mean
     return mean, m2 if m2 > 0 or m2 != m2 else 0.0

@@ -53,17 +53,15 @@ def local_values(t: Tensor) -> Tensor:
     return t
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms, 0-d float64 on each tensor's device; float32 arithmetic for 16-bit tensors."""
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """(n,) float64 2-norms on the tensors' device; float32 arithmetic for 16-bit tensors."""
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    if not wide:
-        return []
-    norms = [n.real.double() for n in torch._foreach_norm(wide, 2)]
-    if any(t.device.type != "cpu" for t in wide):
-        return norms
-    small = [float(n.numpy()) < _SMALL for n in norms]
-    return [_small_norm(t) if s else n for t, n, s in zip(wide, norms, small, strict=True)]
+    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
+    if norms.is_cpu:
+        for i in np.flatnonzero(norms.numpy() < _SMALL):
+            norms[i] = _small_norm(wide[i])
+    return norms
 
 
 _SMALL = 1e-16  # below, squares leave float32
@@ -114,6 +112,7 @@ class ParamStats(Exports, Callback):
         self._facts: dict[str, dict[str, Any]] = {}
         self._rings: dict[torch.device, Ring] = {}
         self._before: dict[str, Tensor] = {}
+        self._live: dict[str, nn.Parameter] = {}
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
         self._cache: tuple[int, bool, Record] | None = None
@@ -134,7 +133,8 @@ class ParamStats(Exports, Callback):
         parameters = list(named_parameters(self.learn.model))
         if not parameters:
             return
-        now = {name: local_values(p) for name, _, p in parameters}
+        self._live = {name: p for name, _, p in parameters}
+        now = {name: local_values(p) for name, p in self._live.items()}
         if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
             n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
         }:
@@ -190,8 +190,7 @@ class ParamStats(Exports, Callback):
 
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
-        known = named_parameters(self.learn.model)
-        live = {name: p for name, _, p in known if name in self._before}
+        live, self._live = self._live, {}
         tables = {}
         for device in {t.device for t in self._before.values()}:
             names = [name for name in live if self._before[name].device == device]
@@ -252,10 +251,10 @@ class ParamStats(Exports, Callback):
 
     def cleanup_fit(self) -> None:
         """Gives back the copy of the weights."""
-        self._before, self._snapped = {}, False
+        self._before, self._live, self._snapped = {}, {}, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "learn": None, "_before": {}}
+        return {**self.__dict__, "learn": None, "_before": {}, "_live": {}}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
@@ -264,16 +263,17 @@ class ParamStats(Exports, Callback):
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
 
 
-def _table(weights: list[Tensor], updates: list[Tensor], grads: list[Tensor | None]) -> Tensor:
+def _table(weight: Tensor, update: Tensor, grads: list[Tensor | None]) -> Tensor:
     """(parameters, fields) float64 of one device, in a few operations for all of them."""
-    weight, update = torch.stack(weights).double(), torch.stack(updates).double()
-    zero, one = torch.zeros_like(weight[0]), torch.ones_like(weight[0])
-    norms = iter(_norms([g for g in grads if g is not None]))
-    grad = torch.stack([zero if g is None else next(norms).double() for g in grads])
-    has_grad = torch.stack([zero if g is None else one for g in grads])
+    one, known = torch.ones_like(weight), [g for g in grads if g is not None]
+    grad, has_grad = _norms(known) if known else torch.zeros_like(weight), one
+    if len(known) < len(grads):
+        zero, norms = torch.zeros_like(weight[0]), iter(grad)
+        grad = torch.stack([zero if g is None else next(norms) for g in grads])
+        has_grad = torch.stack([zero if g is None else one[0] for g in grads])
     ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
     bad = (~torch.isfinite(weight + update + grad)).double()
-    return torch.stack([weight, grad, update, ratio, bad, torch.ones_like(weight), has_grad], dim=1)
+    return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
 
 
 def _spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
