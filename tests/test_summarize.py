@@ -104,7 +104,7 @@ def test_a_bad_argument_gets_one_line_and_exit_code_two(
     ("args", "message"),
     [
         (["my_nets:broken"], "OSError: no weights on this disk"),
-        (["my_nets:net", "--input", "1,3,9,9"], "RuntimeError: mat1 and mat2 shapes"),
+        (["my_nets:net", "--input", "1,3,9,9"], "summarize: RuntimeError: "),
     ],
 )
 def test_a_model_that_fails_gives_exit_code_one(
