@@ -109,24 +109,25 @@ class Bins:
         """
         assert self.octaves
         low, high, m = self.octaves
-        first, last, end = (low + 127) << m, (high + 127) << m, 255 << m
-        bits = x.contiguous().numpy().view(np.uint32)
+        first, last = (low + 127) << m, (high + 127) << m
+        bits, half, n = x.contiguous().numpy().view(np.uint32), self.n // 2, self.n
         sides = _bincounts(bits >> np.uint32(23 - m), 512 << m).reshape(len(x), 2, 256 << m)
+        starts = [0, *range(first, last + 1), 255 << m]
+        found = np.add.reduceat(sides, starts, axis=2)
         table = np.zeros((len(x), self.width), np.int64)
-        half, n = self.n // 2, self.n
-        for side, bins in (sides[:, 0], table[:, half:n]), (sides[:, 1], table[:, :half][:, ::-1]):
-            bins[:, 0] = side[:, :first].sum(1)
-            bins[:, 1:-1] = side[:, first:last]
-            bins[:, -1] = side[:, last:end].sum(1)
+        table[:, half:n], table[:, :half] = found[:, 0, :-1], found[:, 1, -2::-1]
         if sides[:, :, 0].any():
             table[:, n] = np.count_nonzero(bits & np.uint32(ABSENT) == 0, axis=1)
             minus = np.count_nonzero(bits == _MINUS_ZERO, axis=1)
             table[:, half - 1] -= minus
             table[:, half] += minus
-        if (odd := sides[:, :, end:].sum((1, 2))).any():
+        odd = found[:, 0, -1] + found[:, 1, -1]
+        if odd.any():
             table[:, n + 3] = np.count_nonzero(bits == ABSENT, axis=1)
+            odd -= table[:, n + 3]
+        if odd.any():
             table[:, n + 2] = np.count_nonzero(bits & np.uint32(ABSENT) == _INF_BITS, axis=1)
-            table[:, n + 1] = odd - table[:, n + 2] - table[:, n + 3]
+            table[:, n + 1] = odd - table[:, n + 2]
         return torch.from_numpy(table)
 
 
