@@ -184,3 +184,49 @@ def test_it_says_when_it_has_undone_a_scale() -> None:
     assert record.value("mean", "a")[0] == 0.5
     assert record.meta["unscaled"]
     assert record.meta["dtype"] == ["torch.float16"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("Linear", (300, 1000)),
+        ("Linear", (3, 7001, 8)),
+        ("Linear", (12,)),
+        ("ReLU", (2, 3, 64, 20)),
+        ("Conv2d", (5, 8, 7, 7)),
+        ("Conv1d", (4, 6, 9)),
+        ("Conv2d", (1, 2, 400, 400)),
+    ],
+)
+def test_units_are_the_same_whole_and_in_parts(kind: str, shape: tuple[int, ...]) -> None:
+    x = randn(*shape)
+    x[..., : shape[-1] // 4] = -1
+    tally = Tally("activation", Options(window=4))
+    parts, whole = tally.rows(["in parts", "whole"], [kind, kind])
+
+    tally.see(parts, 0, "", x)
+    tally.see(whole, 0, "", x.double())  # float64 is taken by torch, all at once
+    tally.commit(0, 0, 0)
+
+    record, units = tally.record(), next(iter(tally.banks.values())).units
+    assert units is not None
+    for a, b in zip(units.now(parts), units.now(whole), strict=True):  # type: ignore[arg-type]
+        assert torch.equal(a, b)
+    start, n = units.places[parts]
+    mine, other = units.newer[:, start : start + n], units.newer[:, start + n :]
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
+    assert record.value("dead", 0)[0] == record.value("dead", 1)[0]
+    assert record.value("count", 0)[0] == x.numel()
+
+
+def test_it_counts_units_on_after_a_pickle() -> None:
+    tally = Tally("activation", Options(window=4))
+    (row,) = tally.rows(["fc"], ["Linear"])
+    tally.see(row, 0, "", randn(4, 8))
+    tally.commit(0, 0, 0)
+
+    again = pickle.loads(pickle.dumps(tally))
+    again.see(row, 0, "", -randn(4, 8).abs())
+    again.commit(1, 0, 1)
+
+    assert len(again.record().value("dead", "fc")) == 2
