@@ -407,7 +407,7 @@ def test_weights_that_begin_at_zero_are_named_unless_something_is_learnt():
     norm[1, 0] = 5.0
 
     f = found(Run(params=half, losses=FLAT), "zero_init")
-    assert (f.severity, f.layers) == ("warn", ("0.weight", "1.weight"))
+    assert (f.severity, f.layers) == ("sick", ("0.weight", "1.weight"))
     assert "zero_init" in alarms(Run(params=most, losses=FLAT))
     for quiet in (Run(params=half, losses=falling()), Run(params=half)):
         assert "zero_init" not in alarms(quiet)
@@ -556,7 +556,23 @@ def test_gradients_that_pile_up():
     growing = np.linspace(0.1, 30, 300)
 
     assert found(Run(losses=FLAT, grad_norms=growing), "grads_pile_up").severity == "sick"
-    assert "grads_pile_up" not in alarms(Run(losses=falling(), grad_norms=growing))
+    fresh = growing * np.random.default_rng(2).uniform(0.7, 1.4, 300)
+    assert "grads_pile_up" not in alarms(Run(losses=falling(), grad_norms=fresh))
+
+
+def test_a_norm_smoother_than_the_losses_is_a_sum_also_where_the_loss_falls():
+    growing, clipped = np.linspace(0.1, 30, 300), np.minimum(np.linspace(0.1, 30, 300), 1)
+
+    assert found(Run(losses=falling(), grad_norms=growing), "grads_pile_up").severity == "warn"
+    assert alarms(Run(losses=falling(), grad_norms=clipped)) == set()
+    assert alarms(Run(losses=2 + np.geomspace(1, 1e-3, 300), grad_norms=growing)) == set()
+
+
+def test_gradients_of_what_is_in_no_optimizer_pile_up_unseen():
+    sums = [np.full(N, 0.1), np.linspace(0.1, 30, N)]
+    p = weights(2, grad_norm=sums, update_norm=[1, 0], in_optimizer=[True, False])
+
+    assert alarms(Run(params=p, losses=FLAT[:N])) == {"not_in_optimizer", "not_learning"}
 
 
 def test_probabilities_by_output_by_layer_and_by_the_floor_of_the_loss():

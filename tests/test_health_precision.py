@@ -139,3 +139,12 @@ def test_under_autocast_outputs_that_come_near_the_end_of_float16_are_named():
 
     (f,) = [f for f in w.diagnose() if f.rule == "fp16_range"]
     assert f.layers == ("2",)
+
+
+def test_gradients_that_are_zero_in_every_layer_underflowed_if_nothing_is_learnt():
+    none = grads(rms=[0.0] * 3, zero=[1.0] * 3)
+    last_alive = grads(rms=[0.0, 0.0, 1e-3], zero=[1.0, 1.0, 0.0])
+
+    assert found(Run(gradients=none, losses=FLAT), "fp16_underflow").severity == "sick"
+    assert "fp16_underflow" not in alarms(Run(gradients=last_alive, losses=FLAT))
+    assert "fp16_underflow" not in alarms(Run(gradients=none, losses=falling()))

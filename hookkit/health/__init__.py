@@ -5,8 +5,11 @@
     signals.py    rules on activations
     attention.py  the rule on attention's logits
     precision.py  rules on float16
-    updates.py    rules on parameters, their gradients and updates
-    curves.py     rules on the loss and the gradient norm
+    noise.py      rules on layers that act otherwise in training: dropout, batch norm
+    updates.py    rules on learning rate, weight decay and the depth of gradients
+    still.py      rules on parameters that stay put
+    slips.py      rules on mistakes in the loop: zero_grad forgotten, softmax twice
+    curves.py     rules on the loss
 
 A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
 Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
@@ -18,9 +21,12 @@ How often they are right is measured by `benchmarks/diagnosis.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from hookkit.health import attention, curves, precision, signals, updates
+import numpy as np
+
+from hookkit.health import attention, curves, noise, precision, signals, slips, still, updates
 from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
 from hookkit.records import Run, as_run
@@ -31,23 +37,27 @@ Rule = Callable[[Run], Iterator[Finding]]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
-    curves.probabilities,
-    updates.unmoved,
-    updates.zero_init,
-    curves.grads_pile_up,
+    slips.probabilities,
+    still.unmoved,
+    still.zero_init,
+    slips.grads_pile_up,
     signals.input_scale,
     signals.bad_init,
     updates.lr_too_high,
     updates.weight_decay,
     updates.lr_too_low,
+    noise.dropout,
+    noise.small_batch,
     signals.dead,
     signals.saturated,
+    precision.fp16_underflow,
+    still.zero_gradient,
     updates.vanishing,
     updates.exploding,
     signals.non_finite,
     attention.attention_logits,
     precision.fp16_range,
-    precision.fp16_underflow,
+    curves.below_zero,
     curves.initial_loss,
     curves.not_learning,
     curves.spikes,
@@ -86,13 +96,26 @@ def diagnose(run: Any) -> Diagnosis:
     unjudged: list[tuple[str, str]] = []
     for rule in RULES:
         try:
-            findings += rule(run)
+            with np.errstate(all="ignore"):  # a run that overflowed is what they are to judge
+                findings += rule(run)
         except Missing as why:
             unjudged.append((rule.__name__, str(why)))
+    findings = [_as_grave_as(f, findings) for f in findings]
     findings.sort(key=lambda f: -SEVERITIES.index(f.severity))
     looked = run.activations or run.params or run.gradients
     n_layers = len(looked.names) if looked else 0
     return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))
+
+
+_BRINGS = {"input_scale": {"saturated", "dead"}}
+"""A cause, and what it brings about."""
+
+
+def _as_grave_as(f: Finding, findings: list[Finding]) -> Finding:
+    """An alarm as grave as the worst of its consequences, so that it is read before them."""
+    brought = [g.severity for g in findings if g.rule in _BRINGS.get(f.rule, ())]
+    worst = max([f.severity, *brought], key=SEVERITIES.index)
+    return f if f.severity == "info" else replace(f, severity=worst)
 
 
 health_report = diagnose

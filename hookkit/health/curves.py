@@ -51,6 +51,9 @@ def not_learning(run: Run) -> Iterator[Finding]:
         return
     start, end = read.start_level(series), read.end_level(series)
     worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
+    if np.isfinite(end) and read.in_turns(run):
+        yield _a_game(start, end, len(series))
+        return
     yield Finding(
         "diverging" if worse else "not_learning",
         "sick" if worse else "warn",
@@ -61,12 +64,86 @@ def not_learning(run: Run) -> Iterator[Finding]:
         f"{CHECKER}: 5 %; cs231n: chance is ln C",
         "the steps go too far: learning rate too high, or gradients that are never zeroed"
         if worse
-        else "see the other findings; without any: wrong labels, a model that is too small, or a "
+        else _frozen(run)
+        or "see the other findings; without any: wrong labels, a model that is too small, or a "
         "loss that need not fall (GAN, policy)",
         "lower the learning rate; check that zero_grad() runs every step"
         if worse
         else "try to learn one batch by heart: a sound model and loss can",
     )
+
+
+def _frozen(run: Run) -> str:
+    """The cause, where most matrices are frozen."""
+    if run.params is None:
+        return ""
+    free = [
+        trainable
+        for trainable, n in zip(
+            read.meta(run.params, "requires_grad", True),
+            read.meta(run.params, "ndim", 2),
+            strict=True,
+        )
+        if n >= 2
+    ]
+    frozen = free.count(False)
+    if 2 * frozen <= len(free):
+        return ""
+    return (
+        f"{frozen} of {len(free)} matrices are frozen (requires_grad is False): what they give "
+        "may not be enough to learn from, if it was meant at all"
+    )
+
+
+def _a_game(start: float, end: float, n: int) -> Finding:
+    return Finding(
+        "not_learning",
+        "info",
+        (),
+        (0, n - 1),
+        f"the loss began at {start:.3g} and ends at {end:.3g}; parts of the model move in turns",
+        "less than 5 % below its start, where no matrix moves at every step",
+        f"{CHECKER}: 5 %; Goodfellow et al. 2014 (arXiv 1406.2661): at a GAN's optimum neither "
+        "player gains",
+        "players that learn against each other: such a loss need not fall",
+        "judge by samples or scores, not by this loss",
+    )
+
+
+def below_zero(run: Run) -> Iterator[Finding]:
+    """A loss that cannot be below 0 and is, or that falls faster and faster without end."""
+    series = read.losses(run, 50)
+    known = series[np.isfinite(series)]
+    low, start, end = float(known.min()), read.start_level(known), read.end_level(known)
+    quarter = len(known) // 4
+    falls = [float(np.median(known[i * quarter :][:10])) for i in range(4)] + [end]
+    faster = falls[3] - falls[4] > 2 * max(falls[0] - falls[1], 0)
+    name = str(run.info.get("loss", run.info.get("loss_func", ""))).replace("_", "").lower()
+    never = low < -1e-3 and name.removesuffix("loss") in _NEVER_BELOW
+    if not never and not (end < -10 * max(abs(start), 1.0) and faster):
+        return
+    yield Finding(
+        "below_zero",
+        "sick",
+        (),
+        (0, len(series) - 1),
+        f"the loss falls to {low:.3g}"
+        + (f", and {name} cannot be below 0" if never else ", and faster the longer it falls"),
+        "below 0 where the loss cannot be; else ten times below its start, the last quarter of "
+        "the run falling twice as far as the first",
+        "exact for a loss whose name is known; the rest: hookkit, measured",
+        "a wrong sign (a likelihood to be raised is lowered), or probabilities where log "
+        "probabilities are expected"
+        if never
+        else "a wrong sign, or a loss with no lower end (a critic that nothing bounds)",
+        "check the sign of the loss and what it expects",
+    )
+
+
+_NEVER_BELOW = frozenset(
+    {"crossentropy", "nll", "mse", "l1", "smoothl1", "huber", "bce", "bcewithlogits"}
+    | {"binarycrossentropy", "binarycrossentropywithlogits"}
+)
 
 
 def spikes(run: Run) -> Iterator[Finding]:
@@ -96,97 +173,14 @@ def _jumps(series: Floats, t: int, level: float) -> bool:
     before = series[max(0, t - 128) : t]
     middle = np.median(before)
     sigma = 1.4826 * np.median(np.abs(before - middle))  # so that spikes do not hide each other
-    return bool(series[t] - middle > max(6 * sigma, 0.5 * abs(level)))
-
-
-def grads_pile_up(run: Run) -> Iterator[Finding]:
-    """A gradient norm that grows smoothly while the loss does not fall."""
-    norms = _grad_norms(run)
-    known = norms[np.isfinite(norms)]
-    if len(known) < 2 * read.MIN_RECORDS:
-        raise read.Missing("no gradient norms")
-    first = float(np.median(known[:3]))
-    peak = float(np.max(read_smooth(known)))
-    jitter = float(np.median(np.abs(np.diff(known)) / np.maximum(known[1:], 1e-300)))
-    if first <= 0 or peak < 10 * first or jitter > 0.15 or read.improved(run) is not False:
-        return
-    yield Finding(
-        "grads_pile_up",
-        "sick",
-        (),
-        (0, run.n_steps - 1),
-        f"the gradient norm grew {peak / first:.3g}-fold, changing by only {jitter:.0%} a step, "
-        "and the loss does not fall",
-        "10-fold, with a median change below 15 % a step",
-        "hookkit, measured: fresh batches make the norm jitter, a running sum is smooth",
-        "gradients are never zeroed: each step adds to the last one's",
-        "call optimizer.zero_grad() once per step",
-    )
-
-
-def read_smooth(values: Floats, n: int = 5) -> Floats:
-    """Medians of `n` neighbours, so that one wild batch is no peak."""
-    views = np.lib.stride_tricks.sliding_window_view(values, min(n, len(values)))
-    return np.asarray(np.median(views, axis=1))
-
-
-def _grad_norms(run: Run) -> Floats:
-    if run.grad_norms is not None and np.isfinite(run.grad_norms).any():
-        return np.asarray(run.grad_norms, np.float64)
-    norms = read.table(read.params(run), "grad_norm")
-    return np.asarray(np.sqrt(np.nansum(norms**2, axis=0)))
-
-
-def probabilities(run: Run) -> Iterator[Finding]:
-    """Probabilities fed to a loss that expects scores."""
-    name = str(run.info.get("loss", run.info.get("loss_func", "")))
-    if "CrossEntropy" not in name and "cross_entropy" not in name:
-        raise read.Missing("loss function unknown")
-    proof = _by_output(run) or _by_last_layer(run) or _by_floor(run)
-    if proof is None:
-        return
-    severity, layers, evidence = proof
-    yield Finding(
-        "probabilities",
-        severity,
-        layers,
-        (0, run.n_steps - 1),
-        evidence,
-        "rows of non-negative numbers that sum to 1 (or a loss that cannot pass below "
-        "ln(e + C - 1) - 1)",
-        "PyTorch, CrossEntropyLoss: the input is expected to contain unnormalised logits",
-        "a softmax (or sigmoid) before a loss that applies its own",
-        "return the scores from the model; apply softmax only to show probabilities",
-    )
-
-
-_Proof = tuple[str, tuple[str, ...], str]
-
-
-def _by_output(run: Run) -> _Proof | None:
-    if run.info.get("output_is_probabilities"):
-        return "sick", (), "the model's output rows are probabilities"
-    return None
-
-
-def _by_last_layer(run: Run) -> _Proof | None:
-    record = run.activations
-    if record is None or not record.names or record.types[-1] not in ("Softmax", "Sigmoid"):
-        return None
-    return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
-
-
-def _by_floor(run: Run) -> _Proof | None:
-    """With inputs in [0, 1] a cross entropy stays in [floor, floor + 1]; learning nears floor."""
-    if run.losses is None or not run.info.get("n_classes") or len(run.losses) < 50:
-        return None
-    series = run.losses[np.isfinite(run.losses)]
-    n = int(run.info["n_classes"])
-    floor = float(np.log(np.e + n - 1) - 1)
-    low, high, end = series.min(), series.max(), read.end_level(series)
-    if n < 3 or low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + 0.1:
-        return None
-    return "warn", (), f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
+    if series[t] - middle <= max(6 * sigma, 0.5 * abs(level)):
+        return False
+    if before.min() <= 0:
+        return True
+    # the noise of a loss near 0 is one of factors: batches without a mistake, and with one
+    # (from one to the next, so that a fall is no noise)
+    factor = 1.4826 * np.median(np.abs(np.diff(np.log(before)))) / np.sqrt(2)
+    return bool(np.log(series[t] / np.median(before[-16:])) > 6 * factor)
 
 
 def overfit(run: Run) -> Iterator[Finding]:

@@ -47,6 +47,9 @@ def fp16_underflow(run: Run) -> Iterator[Finding]:
     Reads gradients of outputs, or of parameters that are float16 themselves. Where a scale was
     undone (a GradScaler that `GradientStats` knows) there is nothing to find.
     """
+    if (nothing := _all_zero(run)) is not None:
+        yield nothing
+        return
     small = [*chain.from_iterable(_small(run, record) for record in (run.gradients, run.params))]
     if not small:
         record = run.activations
@@ -90,6 +93,32 @@ def _small(run: Run, record: Record | None) -> Iterator[tuple[str, float, float]
     for row, (early, late), lives in zip(rows, sizes.T, alive, strict=True):
         if lives and np.isfinite(early + late):
             yield record.names[row], float(early), float(late)
+
+
+def _all_zero(run: Run) -> Finding | None:
+    """Gradients that are exactly 0 in every float16 layer, the last one too."""
+    record = run.gradients
+    if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
+        return None
+    broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
+    if broken or read.improved(run) is not False:
+        return None
+    rows = _half_rows(run, record)
+    rms = read.table(record, "rms")[rows]
+    rows, rms = rows[np.isfinite(rms).any(axis=1)], rms[np.isfinite(rms).any(axis=1)]
+    if len(rows) < 2 or np.nan_to_num(rms).any():
+        return None
+    return Finding(
+        "fp16_underflow",
+        "sick",
+        read.names(record, rows),
+        read.span(record),
+        f"the gradients of all {len(rows)} layers in float16 are exactly 0, also of the last",
+        "exactly 0 in every record",
+        f"{IEEE}: 2^-24; {AMP}",
+        "half precision without loss scaling: all gradients are below float16's smallest number",
+        "scale the loss with torch.amp.GradScaler, or use bfloat16",
+    )
 
 
 def _half_rows(run: Run, record: Record) -> Ints:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hookkit.records import Floats, Record, Run
 
@@ -104,9 +105,15 @@ def names(record: Record, which: Iterable[int]) -> tuple[str, ...]:
 
 
 def start_level(series: Floats) -> float:
-    """Where a loss series begins: the median of its first steps (5, or a twentieth)."""
+    """Where a loss series begins: the median of its first steps (5, or a twentieth).
+
+    Of one that leapt up with the first step and never came back to its first value: that value.
+    """
     known = series[np.isfinite(series)]
-    return float(median(known[: max(5, len(known) // 20)]))
+    level = float(median(known[: max(5, len(known) // 20)]))
+    end = known[-max(5, len(known) // 10) :]
+    leapt = len(known) > 20 and 0 < 3 * known[0] < level and level > end.max()
+    return float(known[0]) if leapt and np.quantile(end, 0.1) > known[0] else level
 
 
 def end_level(series: Floats) -> float:
@@ -144,3 +151,25 @@ def improved(run: Run) -> bool | None:
         if start > chance and (abs(end - chance) < 0.05 * chance or end > 10 * chance):
             return False
     return bool(end < start - 0.05 * abs(start))
+
+
+def drifts(record: Record) -> npt.NDArray[np.bool_]:
+    """Whether the norm of each parameter differs between records, also where no step is seen."""
+    norms = np.nan_to_num(table(record, "weight_norm"))
+    return np.asarray(np.ptp(norms, axis=1) > 0)
+
+
+def in_turns(run: Run) -> bool:
+    """Whether no matrix moves at every step, and some never at the same: a GAN's two players."""
+    if run.params is None or len(run.params) < MIN_RECORDS:
+        return False
+    moves = np.nan_to_num(table(run.params, "update_norm")[matrices(run.params)]) > 0
+    if (drifts(run.params)[matrices(run.params)] & ~moves.any(axis=1)).any():
+        return True  # always in steps that were not recorded
+    moves = moves[moves.mean(axis=1) > 0.1]
+    if len(moves) < 2 or moves.mean(axis=1).max() > 0.95:
+        return False
+    meet = moves.astype(float) @ moves.T.astype(float)
+    first, second = np.unravel_index(int(meet.argmin()), meet.shape)
+    a, b = np.flatnonzero(moves[first]), np.flatnonzero(moves[second])
+    return bool(meet.min() == 0 and a[0] < b[-1] and b[0] < a[-1])

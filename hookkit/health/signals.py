@@ -12,6 +12,8 @@ from hookkit.records import Floats, Record, Run
 
 SAGEMAKER = "Amazon SageMaker Debugger"
 
+_FIRST = frozenset({"RNN", "LSTM", "GRU", "MultiheadAttention", *read.EMBEDDINGS})
+
 
 def non_finite(run: Run) -> Iterator[Finding]:
     """NaN or Inf: the first step, and the first layer in execution order."""
@@ -116,24 +118,30 @@ def dead(run: Run) -> Iterator[Finding]:
     if not relus:
         raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
     window = read.last_half(record)
-    if "dead" in record.values:
-        share = _floor(record.values["dead"][relus][:, window])
-    else:
-        share = (_floor(read.table(record, "zero")[relus][:, window]) >= 1).astype(float)
+    units = record.values.get("dead")
+    if units is None:
+        units = (read.table(record, "zero") >= 1).astype(float)
+    share, born_dead = _floor(units[relus][:, window]), units[:, :3]
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
         hit = [(i, s) for i, s in zip(relus, share, strict=True) if low < s <= high]
         if hit:
             worst = max(s for _, s in hit)
+            born = all(_floor(born_dead[[i]])[0] > low for i, _ in hit)
             yield Finding(
                 "dead",
                 severity,
                 read.names(record, [i for i, _ in hit]),
                 read.span(record, window),
-                f"up to {worst:.0%} of a ReLU layer's units are never above 0",
+                f"up to {worst:.0%} of a ReLU layer's units are never above 0"
+                + (", from the first step on" if born else ", and more than at first"),
                 "over 50 % of a layer's units (a note from 20 %)",
                 f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
-                "a learning rate that is too high, or biases that began far below 0",
-                "lower the learning rate, check the initial biases, or use LeakyReLU or GELU",
+                "biases (or weights) that began so that no input reaches these units"
+                if born
+                else "a learning rate that is too high",
+                "check the initial biases and weights, or use LeakyReLU or GELU"
+                if born
+                else "lower the learning rate, or use LeakyReLU or GELU",
             )
 
 
@@ -175,20 +183,32 @@ def saturated(run: Run) -> Iterator[Finding]:
         )
     window = read.last_half(record)
     share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
+    learns = read.improved(run)
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
         hit = [(i, s) for i, s in zip(which, share, strict=True) if low < s <= high]
         if hit:
+            gates = learns is not False and all(_is_gate(record, i) for i, _ in hit)
             yield Finding(
                 "saturated",
-                severity,
+                "info" if gates else severity,
                 read.names(record, [i for i, _ in hit]),
                 read.span(record, window),
                 f"at least {max(s for _, s in hit):.0%} of a layer is at the ends of its range",
                 "over 50 % beyond |tanh| 0.97, or sigmoid below 0.03 or above 0.97",
                 f"0.97: Karpathy, makemore part 3; 50 % of a layer: {SAGEMAKER}",
-                "weights or inputs that are too large: the slope there is almost 0",
-                "standardise the inputs, start with smaller weights, or put a norm before it",
+                "gates that their biases begin shut or open, which is often meant"
+                if gates
+                else "weights or inputs that are too large: the slope there is almost 0",
+                "nothing, if it is meant; else begin with biases nearer to 0"
+                if gates
+                else "standardise the inputs, start with smaller weights, or put a norm before it",
             )
+
+
+def _is_gate(record: Record, row: int) -> bool:
+    """Whether a sigmoid begins all at one end: a bias does that, large inputs go to both."""
+    mean, std = (read.table(record, s)[row, 0] for s in ("mean", "std"))
+    return record.types[row] == "Sigmoid" and abs(mean - 0.5) > 0.45 and std < 0.05
 
 
 def _saturation(record: Record, row: int) -> Floats:
@@ -206,6 +226,7 @@ def _saturation(record: Record, row: int) -> Floats:
 def bad_init(run: Run) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
     record = read.activations(run)
+    yield from _amplifies(run, record)
     which = read.rows(record, read.PRE_ACTIVATION)
     if len(which) < 4:
         return
@@ -233,6 +254,26 @@ def bad_init(run: Run) -> Iterator[Finding]:
         )
 
 
+def _amplifies(run: Run, record: Record) -> Iterator[Finding]:
+    """A recurrence whose output is huge before training: each step makes it larger."""
+    rms = read.table(record, "rms")[:, 0]
+    hit = [i for i in read.rows(record, ("RNN",)) if rms[i] > 100]
+    if hit:
+        yield Finding(
+            "bad_init",
+            "sick" if read.improved(run) is False else "info",
+            read.names(record, hit),
+            read.span(record, slice(0, 1)),
+            f"the output of a recurrence has RMS {rms[hit].max():.3g} before training",
+            "above 100, where a tanh keeps it below 1",
+            "Pascanu et al. 2013 (arXiv 1211.5063): a recurrence whose largest singular value is "
+            "above 1 may explode; 100: hookkit, measured",
+            "recurrent weights that begin too large for the length of the sequence",
+            "begin with the identity or a smaller orthogonal matrix, use an LSTM or GRU, or clip "
+            "gradients",
+        )
+
+
 def input_scale(run: Run) -> Iterator[Finding]:
     """A first layer, with no norm behind it, whose output is huge: inputs nobody standardised."""
     record = read.activations(run)
@@ -240,12 +281,14 @@ def input_scale(run: Run) -> Iterator[Finding]:
     if not which:
         return
     row = which[0]
+    if set(record.types[:row]) & _FIRST:
+        return  # it is not inputs that this layer is given
     normed = "Norm" in "".join(record.types[row : row + 2])
     rms = float(read.table(record, "rms")[row, 0])
     if rms > 20:
         yield Finding(
             "input_scale",
-            "info" if normed else "warn",
+            "info" if normed else "sick" if read.improved(run) is False else "warn",
             (record.names[row],),
             read.span(record, slice(0, 1)),
             f"the first layer's output has RMS {rms:.3g} before training",

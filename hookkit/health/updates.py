@@ -1,4 +1,4 @@
-"""Rules on parameters: learning rate, what never moves, gradients that miss, vanish or explode."""
+"""Rules on steps and gradients: learning rate, weight decay, gradients that vanish or explode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
-from hookkit.health.signals import SAGEMAKER
 from hookkit.records import Floats, Record, Run
 
 CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker (arXiv 2204.00694)"
@@ -24,7 +23,7 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
     learns = read.improved(run)
     fast = (early > 0.1) | (peak > 0.5)
     if learns:  # something is learnt: only what cannot be meant is an alarm
-        fast = (early > 0.05) & (peak > 0.5)
+        fast = (early > 0.05) & (peak > 0.5) & (len(which) > 1)  # a head of its own may leap
     elif learns is None:
         fast = read.median(ratio, axis=1) > 0.1
     if fast.mean() <= 0.5:
@@ -38,7 +37,8 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         f"and up to {peak.max():.2g}" + (" while the loss does not fall" * (learns is False)),
         "above 1e-1 in most matrices (where the loss falls: 5e-1 in one step)",
         f"{CHECKER}: log10 within -4 and -1; {CS231N}",
-        "the learning rate is too high",
+        "the learning rate is too high"
+        + (" (or the loss is climbed: a wrong sign)" if learns is False else ""),
         "divide the learning rate by 10, or warm it up",
     )
 
@@ -47,10 +47,10 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     """Most matrices hardly move; an alarm only when the loss does not fall either."""
     record, which, ratio = _ratios(run)
     whole = read.median(ratio, axis=1)
-    slow = (whole < 1e-4) & (whole > 0)
+    slow = (whole < 1e-4) & ~read.in_turns(run)
     early = read.median(ratio[:, :20], axis=1)  # what leapt at first is not slow: it broke
     learns = read.improved(run)
-    if slow.mean() <= 0.5 or learns or (early > 1e-2).mean() > 0.5 or _fades(record):
+    if slow.mean() <= 0.5 or learns or (early > 1e-2).mean() > 0.5 or fades(record):
         return
     yield Finding(
         "lr_too_low",
@@ -61,14 +61,25 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
         + ("" if learns is None else " and the loss does not fall"),
         "below 1e-4 in most matrices",
         f"{CHECKER}: log10 within -4 and -1; {CS231N}",
-        "the learning rate is too low",
+        "the learning rate is too low"
+        + (", or most steps are below the precision of the weights" * bool((whole == 0).any()))
+        + (", or gradients are clipped to almost nothing" * _clipped(record)),
         "multiply the learning rate by 10 (nothing, if this is fine-tuning and it is meant)",
     )
+
+
+def _clipped(record: Record) -> bool:
+    """Whether the norm of all gradients is the same at every step, and small."""
+    norms = np.sqrt(np.nansum(np.asarray(record.values.get("grad_norm", [])) ** 2, axis=0))
+    norms = norms[np.isfinite(norms) & (norms > 0)] if norms.ndim else norms.reshape(0)
+    return bool(len(norms) and np.ptp(norms) < 1e-3 * norms[0] and norms[0] < 1e-2)
 
 
 def _ratios(run: Run) -> tuple[Record, list[int], Floats]:
     """update:weight of matrices that have weights, from the first record on, and do move."""
     record = read.params(run)
+    if run.info.get("optimizer") == "LBFGS":
+        raise read.Missing("LBFGS searches its own step")
     ratio = read.table(record, "update_ratio")
     norm = read.table(record, "weight_norm")
     ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
@@ -79,99 +90,13 @@ def _ratios(run: Run) -> tuple[Record, list[int], Floats]:
     return record, which, ratio[which]
 
 
-def _fades(record: Record) -> bool:
+def fades(record: Record) -> bool:
     """Whether the first matrix' gradients vanish against the last one's: then none can move."""
     which = read.matrices(record)
     if len(which) < 3 or "grad_rms" not in record.values:
         return False
     size = read.median(record.values["grad_rms"][which], axis=1)
     return bool(size[0] < 1e-4 and size[0] < 1e-3 * size[-1])
-
-
-def zero_init(run: Run) -> Iterator[Finding]:
-    """Weights that all begin at 0, so that no unit differs from its neighbours."""
-    record = read.params(run)
-    which = read.matrices(record)
-    norm = read.table(record, "weight_norm")
-    zero = [i for i in which if norm[i, 0] == 0]
-    if not zero or len(zero) < len(which) / 2 or read.improved(run) is not False:
-        return
-    yield Finding(
-        "zero_init",
-        "warn",
-        read.names(record, zero),
-        read.span(record, slice(0, 1)),
-        f"{len(zero)} of {len(which)} matrices begin at exactly 0 and the loss does not fall",
-        "at least half of the matrices",
-        "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
-        "weights all begin at 0: the units of a layer get the same gradient, or none",
-        "initialise at random (zeros only in the last layer of a branch)",
-    )
-
-
-def unmoved(run: Run) -> Iterator[Finding]:
-    """Trainable parameters that are in no optimizer, get no gradient, or stay put."""
-    record = read.params(run)
-    trainable = np.array(read.meta(record, "requires_grad", True), bool)
-    held = np.array([x is not False for x in read.meta(record, "in_optimizer", True)], bool)
-    update = read.table(record, "update_norm")
-    moved = (np.nan_to_num(update) > 0).any(1) | ~np.isfinite(update).any(1)
-    moved |= (np.nan_to_num(record.values.get("nonfinite", 0 * update)) > 0).any(1)
-    grads = np.nan_to_num(read.table(record, "grad_norm"))
-    graded = np.nanmax(grads, axis=1) > 0
-    seen = np.isfinite(record.values["grad_norm"]).any(1)
-    matrix = np.array(read.meta(record, "ndim", 2)) >= 2
-    learnt = trainable & np.array(read.meta(record, "numel", 1), float).astype(bool)
-    still = learnt & ~moved
-    yield from _unmoved(record, still & ~held, "not_in_optimizer")
-    yield from _unmoved(record, still & held & ~seen, "no_gradient")
-    zero = still & held & seen & ~graded
-    yield from _unmoved(record, zero & matrix, "zero_gradient")
-    if not _fades(record):  # else `vanishing` says why
-        yield from _unmoved(record, still & held & graded & matrix, "unmoved")
-
-
-_STILL = {
-    "not_in_optimizer": (
-        "trainable, but in no optimizer group: never moves",
-        "the optimizer was made without it (a layer added later, or a sub-module left out)",
-        "give the optimizer all of model.parameters(), or freeze it with requires_grad_(False)",
-    ),
-    "no_gradient": (
-        "trainable, but no gradient ever reaches it",
-        "the loss does not depend on it: a detach(), a no_grad block, an unused branch",
-        "find where the graph is cut, or freeze it with requires_grad_(False)",
-    ),
-    "zero_gradient": (
-        "its gradient is exactly 0 at every step",
-        "its inputs are always 0, or all behind it is: dead units, zeros as initial weights",
-        "look at its inputs; initialise at random (zeros only in the last layer of a branch)",
-    ),
-    "unmoved": (
-        "gets a gradient but never moves",
-        "a learning rate of 0 for its group, or steps below the precision of its dtype",
-        "check the learning rate of its group; keep a float32 copy of half-precision weights",
-    ),
-}
-
-
-def _unmoved(record: Record, which: Floats, rule: str) -> Iterator[Finding]:
-    hit = np.flatnonzero(which)
-    if not len(hit):
-        return
-    what, cause, fix = _STILL[rule]
-    n = f"{len(hit)} parameter{'s' * (len(hit) != 1)}"
-    yield Finding(
-        rule,
-        "sick" if rule == "zero_gradient" else "warn",
-        read.names(record, hit),
-        read.span(record),
-        f"{n}: {what}",
-        "exactly no change over all records",
-        f"exact; {SAGEMAKER}, UnchangedTensor",
-        cause,
-        fix,
-    )
 
 
 def vanishing(run: Run) -> Iterator[Finding]:
@@ -186,7 +111,8 @@ def exploding(run: Run) -> Iterator[Finding]:
 
 def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     record = read.params(run)
-    which = read.matrices(record)
+    began = read.table(record, "weight_norm")[:, 0]  # at 0 it holds gradients back, by design
+    which = [i for i in read.matrices(record) if began[i] != 0]
     grads = read.table(record, "grad_rms")[which][:, : max(read.MIN_RECORDS, len(record) // 3)]
     size = read.median(grads, axis=1)
     known = np.isfinite(size) & (size > 0)
@@ -196,7 +122,9 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     order = float(np.corrcoef(np.arange(len(size)), np.log(size))[0, 1]) if np.ptp(size) else 0.0
     ratio = float(size[0] / size[-1])
     first, last = record.names[which[0]], record.names[which[-1]]
-    hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6
+    # not the first matrix alone: one channel before a norm has no gradient either
+    shared = float(np.median(size[: max(1, len(size) // 2)]) / size[-1]) < 1e-3**0.5
+    hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6 and shared
     if not vanish:
         hit = ratio > 70 and order < -0.6 and read.improved(run) is not True
     severity = {True: "warn", False: "sick", None: "warn" if vanish else "info"}

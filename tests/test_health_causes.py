@@ -1,0 +1,291 @@
+"""The cause before its consequence, and silence where an odd sight is meant.
+
+Each test is a kind of training that a rule once misjudged: GANs, experts, gates, fine-tuning, …
+"""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_health import FLAT, N, acts, alarms, falling, found, weights
+from torch import nn
+
+from hookkit import ActivationStats, ParamStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+EVEN = np.arange(N) % 2 == 0
+CE = {"n_classes": 10, "loss_func": "CrossEntropyLoss"}
+
+
+def first(run):
+    return diagnose(run)[0].rule
+
+
+# losses
+
+
+def test_players_that_move_in_turns_need_not_lower_their_loss():
+    turns = weights(update_norm=[EVEN, EVEN, ~EVEN, ~EVEN])
+
+    assert found(Run(params=turns, losses=FLAT), "not_learning").severity == "info"
+    assert alarms(Run(params=turns, losses=FLAT)) == set()
+
+
+def test_a_player_that_moves_between_the_records_is_not_still():
+    norm = np.tile(5.0 + 0.01 * np.arange(N), (4, 1))
+    every_other = weights(update_norm=[1, 1, 0, 0], weight_norm=norm)
+
+    assert alarms(Run(params=every_other, losses=FLAT)) == set()
+
+
+def test_parts_that_are_trained_one_after_the_other_are_no_game():
+    early = np.arange(N) < N // 2
+    phases = weights(update_norm=[early, early, ~early, ~early])
+
+    assert "not_learning" in alarms(Run(params=phases, losses=FLAT))
+
+
+def test_a_loss_that_leaps_with_the_first_step_did_not_fall():
+    leaps = np.r_[2.3, np.geomspace(1e4, 3.4, 40), np.full(259, 3.4)]
+    fast = weights(update_ratio=[0.9] * 4)
+
+    assert found(Run(losses=leaps), "not_learning").evidence.startswith("the loss began at 2.3")
+    assert found(Run(params=fast, losses=leaps), "lr_too_high").severity == "sick"
+
+
+def test_one_lucky_first_batch_is_no_leap():
+    lucky = np.random.default_rng(0).lognormal(-3, 1, 300) * np.linspace(1, 0.5, 300)
+    lucky[0] = 1e-4
+
+    assert alarms(Run(losses=lucky)) == set()
+
+
+def test_a_frozen_model_that_does_not_learn_is_told_so():
+    p = weights(update_norm=[0, 0, 0, 1], requires_grad=[False] * 3 + [True])
+
+    assert "3 of 4 matrices are frozen" in found(Run(params=p, losses=FLAT), "not_learning").cause
+    assert "frozen" not in found(Run(params=weights(), losses=FLAT), "not_learning").cause
+
+
+def test_a_loss_below_where_it_can_be_is_sick():
+    run = Run(losses=falling(end=-0.9), info={"loss_func": "NLLLoss"})
+
+    f = found(run, "below_zero")
+
+    assert f.severity == "sick"
+    assert "cannot be below 0" in f.evidence
+    for fine in ({"loss_func": "GaussianNLLLoss"}, {}):
+        assert alarms(Run(losses=falling(end=-0.9), info=fine)) == set()
+
+
+def test_a_loss_that_falls_faster_and_faster_has_the_wrong_sign():
+    t = np.linspace(0, 1, 300)
+
+    assert "wrong sign" in found(Run(losses=-2.3 - 300 * t**3), "below_zero").cause
+    assert alarms(Run(losses=-2.3 - 100 * (1 - np.exp(-5 * t)))) == set()
+
+
+def test_probabilities_where_their_logarithm_is_expected():
+    softmax = acts(("Linear", "ReLU", "Linear", "Softmax"))
+
+    f = found(Run(softmax, losses=falling(), info={"loss_func": "NLLLoss"}), "probabilities")
+
+    assert "NLLLoss" in f.source
+    assert "log_softmax" in f.fix
+
+
+def test_small_losses_jump_by_factors():
+    noisy = np.random.default_rng(3).lognormal(-4, 0.8, 300)
+    broken = noisy.copy()
+    broken[[100, 150, 200, 250]] = 50.0
+
+    assert "spikes" not in {f.rule for f in diagnose(Run(losses=noisy))}
+    assert found(Run(losses=broken), "spikes").severity == "warn"
+
+
+# steps and gradients
+
+
+def test_a_head_that_trains_alone_may_leap():
+    leaps = np.full((1, N), 1e-2)
+    leaps[:, :30] = 0.6
+
+    assert alarms(Run(params=weights(1, update_ratio=leaps), losses=falling())) == set()
+    assert "lr_too_high" in alarms(Run(params=weights(1, update_ratio=leaps), losses=FLAT))
+
+
+def test_lbfgs_chooses_its_own_step():
+    d = diagnose(Run(params=weights(update_ratio=[2.0] * 4), info={"optimizer": "LBFGS"}))
+
+    assert d.healthy
+    assert dict(d.unjudged)["lr_too_high"] == "LBFGS searches its own step"
+
+
+def test_a_last_matrix_that_began_at_zero_holds_gradients_back():
+    norm = np.full((4, N), 5.0)
+    norm[3, 0] = 0
+    held = weights(grad_rms=[1e-9, 1e-9, 1e-9, 1e-3], weight_norm=norm)
+
+    assert alarms(Run(params=held, losses=falling())) == set()
+
+
+def test_one_first_matrix_without_gradient_is_no_fading():
+    one = weights(6, grad_rms=[1e-7, 1e-3, 1e-2, 1e-2, 1e-2, 1e-2])
+    many = weights(6, grad_rms=[1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+
+    assert alarms(Run(params=one, losses=falling())) == set()
+    assert "vanishing" in alarms(Run(params=many, losses=falling()))
+
+
+def test_a_low_rate_says_what_else_makes_steps_small():
+    still = np.zeros((4, N))
+    still[:, ::10] = 1e-6
+    swallowed = weights(update_ratio=still)
+    clipped = weights(update_ratio=[1e-7] * 4, grad_norm=[1e-5] * 4)
+
+    assert "precision" in found(Run(params=swallowed, losses=FLAT), "lr_too_low").cause
+    assert "clipped" in found(Run(params=clipped, losses=FLAT), "lr_too_low").cause
+    assert (
+        "clipped"
+        not in found(Run(params=weights(update_ratio=[1e-7] * 4), losses=FLAT), "lr_too_low").cause
+    )
+
+
+# what stays put
+
+
+def test_a_layer_that_never_runs_is_told_from_a_cut_graph():
+    asleep = acts(rms=[1, 1, np.nan])
+    p = weights(3, update_norm=[1, 1, 0], grad_norm=[1, 1, np.nan])
+
+    assert "never runs" in found(Run(asleep, params=p), "no_gradient").evidence
+    assert "detach()" in found(Run(acts(), params=p), "no_gradient").cause
+
+
+def test_a_rate_that_is_zero_too_soon_is_named_and_an_arrival_is_not():
+    stop, fading = np.arange(N) < 3, np.where(np.arange(N) < 3, 1.0, 1e-9)
+    halted = weights(update_norm=[stop] * 4)
+
+    f = found(Run(params=halted, losses=FLAT), "unmoved")
+
+    assert f.evidence == "no matrix moves after step 2, though gradients go on"
+    assert "schedule" in f.cause
+    assert alarms(Run(params=halted, losses=falling())) == set()
+    assert alarms(Run(params=weights(update_norm=[stop] * 4, grad_norm=[fading] * 4))) == set()
+
+
+def test_dead_units_come_before_the_gradients_they_stop():
+    p = weights(3, update_norm=[0, 1, 1], grad_norm=[0, 1, 1])
+
+    assert first(Run(acts(dead=[0, 1, 0]), params=p, losses=FLAT)) == "dead"
+
+
+def test_a_relu_that_was_not_recorded_is_guessed_from_what_it_is_given():
+    p = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+    linear = ("Linear",) * 3
+
+    f = found(Run(acts(linear, max=[3, -1, 3]), params=p, losses=FLAT), "dead")
+
+    assert (f.layers, f.severity) == (("1.weight",), "sick")
+    assert first(Run(acts(linear), params=p, losses=FLAT)) == "zero_gradient"
+
+
+def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.RNN(2, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model, x = Late(), torch.zeros(8, 300, 2)
+    x[:, 0] = torch.randn(8, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(12):
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.randint(2, (8,))).backward()
+            opt.step()
+
+    f = found(w.run(), "vanishing")
+    assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "sick")
+
+
+# activations
+
+
+def test_dead_units_are_told_by_when_they_died():
+    later = np.zeros((3, N))
+    later[1, 20:] = 0.95
+
+    assert "from the first step on" in found(Run(acts(dead=[0, 0.95, 0])), "dead").evidence
+    assert "learning rate" in found(Run(acts(dead=later)), "dead").cause
+    assert "biases" in found(Run(acts(dead=[0, 0.95, 0])), "dead").cause
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "info"), (FLAT, "sick")])
+def test_a_gate_that_its_bias_shuts_is_a_note_where_the_loss_falls(losses, severity):
+    types = ("Linear", "Sigmoid", "Linear")
+    shut = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.02, 0], std=[1, 0.01, 1])
+    both = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.5, 0], std=[1, 0.49, 1])
+
+    assert found(Run(shut, losses=losses), "saturated").severity == severity
+    assert found(Run(both, losses=losses), "saturated").severity == "sick"
+
+
+def test_inputs_are_named_before_what_they_saturate():
+    big = acts(("Linear", "Tanh", "Linear"), rms=[80, 1, 1], saturated=[0, 0.95, 0])
+
+    assert first(Run(big, losses=falling())) == "input_scale"
+
+
+def test_a_head_behind_a_recurrence_is_given_no_inputs():
+    big = acts(("GRU", "Linear"), rms=[1, 80], mean=[0, 0], std=[1, 1], min=[0, 0], max=[1, 1],
+               zero=[0, 0], nonfinite=[0, 0])  # fmt: skip
+
+    assert alarms(Run(big, losses=falling())) == set()
+
+
+def test_a_recurrence_that_amplifies_began_too_large():
+    loud = acts(("RNN", "Linear", "Linear"), rms=[1e4, 1e4, 1e4])
+
+    assert found(Run(loud, losses=FLAT), "bad_init").layers == ("0",)
+    assert alarms(Run(loud, losses=falling())) == set()
+
+
+def test_dropout_that_leaves_nothing_is_named_where_the_loss_stays():
+    types = ("Linear", "ReLU", "Dropout", "Linear")
+    run = acts(types, zero=[0, 0.5, 0.995, 0])
+
+    assert first(Run(run, losses=FLAT)) == "dropout"
+    assert alarms(Run(run, losses=falling())) == set()
+    assert "dropout" not in alarms(Run(acts(types, zero=[0, 0.8, 0.9, 0]), losses=FLAT))
+
+
+@pytest.mark.parametrize(("batch", "seen"), [(2, {"small_batch"}), (64, set())])
+def test_batch_norm_of_two_examples_is_named(batch, seen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(12):
+            opt.zero_grad()
+            model(torch.randn(batch, 4)).pow(2).mean().backward()
+            opt.step()
+
+    assert alarms(w.run()) & {"small_batch"} == seen
+
+
+def test_a_run_that_overflowed_is_judged_without_a_warning():
+    inf = np.full((4, N), 5.0)
+    inf[:, 20:] = np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        d = diagnose(Run(params=weights(weight_norm=inf, grad_norm=inf * 1e300, update_norm=inf)))
+
+    assert d is not None
