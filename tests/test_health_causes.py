@@ -241,7 +241,11 @@ def test_a_gate_that_its_bias_shuts_is_a_note_where_the_loss_falls(losses, sever
 def test_inputs_are_named_before_what_they_saturate():
     big = acts(("Linear", "Tanh", "Linear"), rms=[80, 1, 1], saturated=[0, 0.95, 0])
 
+    still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+    wide = acts(("Linear", "Linear", "Linear"), rms=[80, 1, 1])
+
     assert first(Run(big, losses=falling())) == "input_scale"
+    assert first(Run(wide, params=still, losses=falling())) == "input_scale"
 
 
 def test_a_head_behind_a_recurrence_is_given_no_inputs():

@@ -107,7 +107,7 @@ def diagnose(run: Any) -> Diagnosis:
     return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))
 
 
-_BRINGS = {"input_scale": {"saturated", "dead"}}
+_BRINGS = {"input_scale": {"saturated", "dead", "zero_gradient"}}
 """A cause, and what it brings about."""
 
 
