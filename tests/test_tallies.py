@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hookkit.moments import banks
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.rings import Axis
@@ -52,6 +53,72 @@ def test_histograms_merge_too() -> None:
 
     assert record.hist is not None
     assert record.hist.sum() == sum(min(len(x), 64) for x in data)
+
+
+def busy(seed: int) -> Tally:
+    """Steps as trainings have them: small and large, repeated, kept, dropped, looked at, halved."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def chance(share: float) -> bool:
+        return torch.rand((), generator=draw).item() < share
+
+    tally = Tally("activation", Options(bins=log_bins(), sample=64))
+    tally.axis.limit = 8
+    for step in range(40):
+        for batch in range(1 + chance(0.2)):
+            if batch:
+                tally.fold()
+            for i in range(2 + step // 10):
+                (row,) = tally.rows([f"layer{i}"], ["Linear"])
+                for _ in range(1 + chance(0.1)):
+                    x = torch.randn(100 * (i + 1), generator=draw)
+                    tally.see(row, 0, "", x.half() if chance(0.1) else x * (x > 0))
+                if chance(0.02):
+                    tally.drop()
+        tally.commit(step, 0, step)
+        tally.axis.limit = 8
+        if chance(0.1):
+            tally = pickle.loads(pickle.dumps(tally)) if chance(0.5) else tally
+            tally.record()
+    return tally
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("small", "late", "values"), [(400, 5, 1 << 20), (1 << 14, 32, 900)])
+def test_what_waits_is_recorded_as_what_does_not(
+    seed: int, small: int, late: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_of(tally: Tally) -> dict[str, object]:
+        record = tally.record()
+        return {**record.values, "hist": record.hist, "spans": record.spans}
+
+    monkeypatch.setattr(banks, "SMALL", -1)
+    monkeypatch.setattr(banks, "MOST_LATE", 1)
+    want = all_of(busy(seed))
+    monkeypatch.setattr(banks, "SMALL", small)
+    monkeypatch.setattr(banks, "MOST_LATE", late)
+    monkeypatch.setattr(banks, "LATE_VALUES", values)
+    found = all_of(busy(seed))
+
+    assert want.keys() == found.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(banks, "LATE_VALUES", 1000)
+    tally = Tally("activation", Options())
+    rows = tally.rows([f"layer{i}" for i in range(30)], ["Linear"] * 30)
+
+    for step in range(50):
+        for row in rows:
+            tally.see(row, 0, "", randn(99))
+            (bank,) = tally.banks.values()
+            assert bank.n_unread <= 1000
+            assert bank.n_late <= 2000
+        tally.commit(step, 0, step)
+
+    assert len(tally.record()) == 50
 
 
 def test_memory_stays_bounded_over_ten_thousand_steps() -> None:

@@ -50,6 +50,26 @@ class Options:
     window: int = 0
 
 
+# On a CPU a small tensor is copied and looked at later, when there are many: what it costs is not
+# the reading but the code for it, which the model has driven out of the cache, and drives it out
+# in its turn. Records wait likewise: so many at most, of so many values (4 MiB, as many sampled).
+SMALL = 1 << 14
+MOST_LATE = 32
+LATE_VALUES = 1 << 20
+
+
+@dataclass(slots=True)
+class Late:
+    """A record that is not in the ring yet: its column, and what is known or yet to be read."""
+
+    column: int
+    into: bool
+    most: int
+    turn: int
+    seen: dict[int, tuple[float, ...]]
+    unread: dict[int, tuple[Any, int]]
+
+
 class Bank:
     """The tables of one device; a row per layer.
 
@@ -60,7 +80,8 @@ class Bank:
 
     Attributes:
         live: (rows, 9) moments of the batch at hand (on CUDA in `sums`, see `kernels`; on the CPU
-            in `seen`, by row, as Python floats).
+            in `seen`, by row, as Python floats, or still `unread`).
+        late: records that wait for others before they go into the ring; CPU only.
         kept: the same of earlier batches of this optimizer step (gradient accumulation), or None.
         samples: (rows, sample) float32 of the last call of each row in this batch.
         counts: (rows, width) int64 of earlier calls, and of everything with `exact_hist`.
@@ -79,11 +100,16 @@ class Bank:
         self.kept: Tensor | None = None
         self.kept_counts: Tensor | None = None
         self.sampled: dict[int, int] = {}
+        self.counted = False  # whether `counts` has anything
         self.hist: Ring | None = None
         self.fused = kernels.serves(device)
         self.on_cpu = device.type == "cpu" and not self.fused
         self.seen: dict[int, tuple[float, ...]] = {}
+        self.unread: dict[int, tuple[Any, int]] = {}  # row: values, how often each counts
+        self.late: list[Late] = []
+        self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
         self.scratch = Scratch()
+        self.patient = self.on_cpu and not (options.window or options.exact_hist)
         self.units = Units(options.window, device) if options.window else None
         with torch.inference_mode(False):
             self._grow(max(rows, 1))
@@ -94,6 +120,7 @@ class Bank:
 
     def _grow(self, rows: int) -> None:
         """Room for `rows`, keeping what is there."""
+        self.flush()
         live = empty_rows(rows, self.device, self.dtype)
         if self.rows:
             live[: self.rows] = self.live
@@ -103,17 +130,26 @@ class Bank:
             if self.rows:
                 sums[: self.rows] = self.sums
             self.sums = sums
+        self.slots = MOST_LATE
         if self.options.bins:
-            shape = rows, self.options.sample
+            size = rows * self.options.sample
+            self.slots = max(min(LATE_VALUES // size, MOST_LATE), 1) if self.on_cpu else 1
+            shape = self.slots, rows, self.options.sample
             blank = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
-            samples = blank.view(torch.float32)
+            staged = blank.view(torch.float32)
             width = self.options.bins.width
             counts = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
             if self.rows:
-                samples[: self.rows], counts[: self.rows] = self.samples, self.counts
-            self.samples, self.counts, self.sample_rows = samples, counts, samples.unbind()
-            self.sample_arrays: Any = samples.numpy() if self.on_cpu else None
+                staged[0, : self.rows], counts[: self.rows] = self.samples, self.counts
+            self.staged, self.counts = staged, counts
+            self.staged_arrays: Any = staged.numpy() if self.on_cpu else None
+            self._use_slot(0)
         self.rows = rows
+
+    def _use_slot(self, slot: int) -> None:
+        """Has the samples of the batch at hand go to `slot`."""
+        self.samples = self.staged[slot]
+        self.sample_arrays: Any = self.staged_arrays[slot] if self.on_cpu else None
 
     def take(self, row: int, t: Tensor, kind: str) -> None:
         """Add the plain tensor `t`, which a module of class `kind` gave, to `row`."""
@@ -121,11 +157,30 @@ class Bank:
             with torch.inference_mode(False):
                 self._grow(max(2 * self.rows, row + 1))
         x, times = flat(t)
-        values, along = array_of(x) if self.on_cpu else None, None
+        values = array_of(x) if self.on_cpu else None
+        known = row in self.seen or row in self.unread
+        if self.patient and values is not None and len(values) <= SMALL and not known:
+            self.unread[row] = values.copy(), times
+            self.n_unread += len(values)
+            if self.n_unread > LATE_VALUES:
+                self._read()
+            return
+        if known:
+            self._read()
+        along = None
         if self.units is not None:
             along = None if values is None else self.units.along(row, t, kind)
             if along is None:
                 self.units.take(row, t, kind)
+        self._take(row, x, values, times, along)
+
+    def _read(self) -> None:
+        """Look at what was only copied of the batch at hand."""
+        unread, self.unread, self.n_unread = self.unread, {}, 0
+        for row, (values, times) in unread.items():
+            self._take(row, torch.from_numpy(values), values, times, None)
+
+    def _take(self, row: int, x: Tensor, values: Any, times: int, along: Any) -> None:
         if self.on_cpu:
             self._take_cpu(row, x, values, times, along)
         else:
@@ -155,6 +210,7 @@ class Bank:
 
     def _count_all(self, row: int, x: Tensor, times: int) -> None:
         assert self.options.bins is not None
+        self.counted = True
         for part in torch.split(x, 1 << 20):
             self.counts[row] += (
                 self.options.bins.count(_narrow(part).float().unsqueeze(0))[0] * times
@@ -164,9 +220,10 @@ class Bank:
         assert self.options.bins is not None
         size, n = self.options.sample, x.numel()
         if row in self.sampled:  # a module that runs twice: count its first sample now
+            self.counted = True
             self.counts[row] += self.options.bins.count(self.samples[row : row + 1])[0]
             if n < self.sampled[row]:
-                self.sample_rows[row].view(torch.int32)[n:] = ABSENT
+                self.samples[row].view(torch.int32)[n:] = ABSENT
         part = slice(0, n)
         if n > size:
             stride = coprime_stride(n, size)
@@ -176,7 +233,7 @@ class Bank:
         if values is not None and x.dtype is torch.float32:
             self.sample_arrays[row, :k] = values[part]  # as below, in a third of the time
         else:
-            self.sample_rows[row][:k].copy_(_narrow(x[part]))
+            self.samples[row, :k].copy_(_narrow(x[part]))
 
     def _all_counts(self) -> Tensor:
         """(rows, width) int64 of everything seen in this batch."""
@@ -189,19 +246,24 @@ class Bank:
         """Forget the batch at hand."""
         if self.on_cpu:
             self.seen.clear()
+            self.unread.clear()
+            self.n_unread = 0
         elif self.fused:
             kernels.clear(self.sums)
         else:
             self.live.copy_(self.fresh)
         if self.units is not None:
             self.units.drop()
-        if self.options.bins:
+        if self.counted:
             self.counts.zero_()
+            self.counted = False
+        if self.sampled:
             self.samples.view(torch.int32).fill_(ABSENT)
             self.sampled.clear()
 
     def fold(self, finite_only: bool = False) -> None:
         """Keep the batch at hand (if it is finite throughout) for the step it belongs to."""
+        self._read()
         live = self._live()
         if finite_only:
             fine = live[:, -1].sum() == 0
@@ -227,9 +289,14 @@ class Bank:
     def _live(self) -> Tensor:
         """(rows, 9) moments of the batch at hand."""
         if self.on_cpu:
-            rows = [self.seen.get(row, EMPTY) for row in range(self.rows)]
-            return torch.from_numpy(np.array(rows))
+            self._read()
+            return self._table([self.seen])[0]
         return kernels.collapse(self.sums) if self.fused else self.live.clone()
+
+    def _table(self, seen: list[dict[int, tuple[float, ...]]]) -> Tensor:
+        """(len(seen), rows, 9) float64 moments."""
+        rows = range(self.rows)
+        return torch.from_numpy(np.array([[one.get(row, EMPTY) for row in rows] for one in seen]))
 
     def _with_kept(self, rows: Tensor) -> Tensor:
         """`rows` merged with what earlier batches of this step gave."""
@@ -246,6 +313,11 @@ class Bank:
 
     def commit(self, column: int, into: bool, most: int) -> None:
         """Put everything seen since the last commit into the ring, of `most` columns in the end."""
+        if self.on_cpu and self.kept is None and not self.counted:
+            self._commit_late(Late(column, into, most, self.turn, self.seen, self.unread))
+            return
+        self._read()
+        self.flush()
         self.ring.put(column, self._with_kept(self._live()), into, most)
         if self.hist is not None:
             self.hist.put(column, self._counts()[:, :-1], into, most)
@@ -253,8 +325,60 @@ class Bank:
             self.units.commit(column, into, self.rows, most)
         self.forget()
 
+    def _commit_late(self, record: Late) -> None:
+        """As `commit`, but into the ring together with others."""
+        self.late.append(record)
+        self.n_late += self.n_unread
+        self.seen, self.unread, self.n_unread = {}, {}, 0
+        if self.units is not None:
+            self.units.commit(record.column, record.into, self.rows, record.most)
+            self.units.forget()
+        self.sampled.clear()
+        if len(self.late) >= self.slots or self.n_late > LATE_VALUES:
+            self.flush()
+        elif self.hist is not None:
+            self._use_slot(len(self.late))
+
+    def flush(self) -> None:
+        """Bring the ring up to the last commit."""
+        late, self.late, self.n_late = self.late, [], 0
+        if not late:
+            return
+        self._read_late(late)
+        tables = self._table([record.seen for record in late])
+        counts: Any = [None] * len(late)
+        if self.hist is not None and self.options.bins is not None:
+            staged = self.staged[: len(late)]
+            found = self.options.bins.count(staged.view(-1, self.options.sample))
+            counts = found.view(len(late), self.rows, -1)[..., :-1]
+        for record, table, count in zip(late, tables, counts, strict=True):
+            self.ring.put(record.column, table, record.into, record.most)
+            if self.hist is not None:
+                self.hist.put(record.column, count, record.into, record.most)
+        if self.hist is not None:
+            if self.sampled:  # the batch at hand goes on in the first slot
+                staged[0] = self.samples
+                self.samples.view(torch.int32).fill_(ABSENT)
+                staged = staged[1:]
+            staged.view(torch.int32).fill_(ABSENT)
+            self._use_slot(0)
+
+    def _read_late(self, late: list[Late]) -> None:
+        """Look at what was only copied of records that wait; the batch at hand is kept apart."""
+        apart = self.seen, self.unread, self.n_unread, self.sampled, self.turn
+        for slot, record in enumerate(late):
+            self.seen, self.unread, self.sampled = record.seen, record.unread, {}
+            self.turn = record.turn
+            if self.hist is not None:
+                self._use_slot(slot)
+            self._read()
+        self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
+        if self.hist is not None and len(late) < self.slots:
+            self._use_slot(len(late))
+
     def halve(self, n: int) -> None:
         """Halve the resolution of the first `n` columns."""
+        self.flush()
         for ring in self._rings():
             ring.halve(n)
 
@@ -267,11 +391,12 @@ class Bank:
         """Memory of all tables and rings."""
         tables = [self.live, self.fresh, *(ring.data for ring in self._rings())]
         if self.options.bins:
-            tables += [self.samples, self.counts]
+            tables += [self.staged, self.counts]
         return sum(t.numel() * t.element_size() for t in tables)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past only (a `Tally` has put it on the CPU before)."""
+        self.flush()
         names = ("options", "rows", "turn", "ring", "hist", "units")
         return {name: getattr(self, name) for name in names}
 

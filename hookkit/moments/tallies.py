@@ -218,6 +218,7 @@ class Tally:
         counts = torch.zeros(n, rows, width, dtype=torch.int64)
         units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64)
         for bank in self.banks.values():
+            bank.flush()
             mine = bank.ring.read(n).double()[:, :rows]
             here = slice(mine.shape[1])
             table[:, here] = merge(table[:, here], mine)
