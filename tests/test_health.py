@@ -560,6 +560,12 @@ def test_gradients_that_pile_up():
     assert "grads_pile_up" not in alarms(Run(losses=falling(), grad_norms=fresh))
 
 
+def test_an_explosion_that_passes_is_no_sum():
+    passes = np.r_[np.geomspace(1e9, 1e11, 20), np.geomspace(1e11, 1e3, 280)]
+
+    assert "grads_pile_up" not in alarms(Run(losses=FLAT, grad_norms=passes))
+
+
 def test_a_norm_smoother_than_the_losses_is_a_sum_also_where_the_loss_falls():
     growing, clipped = np.linspace(0.1, 30, 300), np.minimum(np.linspace(0.1, 30, 300), 1)
 

@@ -21,7 +21,8 @@ def grads_pile_up(run: Run) -> Iterator[Finding]:
     peak = float(np.max(read_smooth(known)))
     jitter = float(np.median(np.abs(np.diff(known)) / np.maximum(known[1:], 1e-300)))
     learns = read.improved(run)
-    stuck = peak >= 10 * first and jitter <= 0.15 and learns is False
+    lasts = known[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
+    stuck = peak >= 10 * first and jitter <= 0.15 and learns is False and bool(lasts)
     if first <= 0 or not (stuck or (learns and _too_smooth(run, known))):
         return
     yield Finding(
