@@ -52,10 +52,10 @@ class Options:
 
 # On a CPU a small tensor is copied and looked at later, when there are many: what it costs is not
 # the reading but the code for it, which the model has driven out of the cache, and drives it out
-# in its turn. Records wait likewise: so many at most, of so many values (4 MiB, as many sampled).
+# in its turn. Records wait likewise: so many at most, of so many values (1 MiB, as many sampled).
 SMALL = 1 << 14
 MOST_LATE = 32
-LATE_VALUES = 1 << 20
+LATE_VALUES = 1 << 18
 
 
 @dataclass(slots=True)
