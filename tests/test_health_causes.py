@@ -271,10 +271,13 @@ def test_dropout_that_leaves_nothing_is_named_where_the_loss_stays():
     assert "dropout" not in alarms(Run(acts(types, zero=[0, 0.8, 0.9, 0]), losses=FLAT))
 
 
-@pytest.mark.parametrize(("batch", "seen"), [(2, {"small_batch"}), (64, set())])
-def test_batch_norm_of_two_examples_is_named(batch, seen):
+@pytest.mark.parametrize(
+    ("batch", "free", "seen"), [(2, True, {"small_batch"}), (2, False, set()), (64, True, set())]
+)
+def test_batch_norm_of_two_examples_is_named(batch, free, seen):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model[1].requires_grad_(free).train(free)
     opt = torch.optim.SGD(model.parameters(), 0.01)
     with watch(model, opt, ActivationStats(), ParamStats()) as w:
         for _ in range(12):

@@ -42,7 +42,9 @@ def dropout(run: Run) -> Iterator[Finding]:
 def small_batch(run: Run) -> Iterator[Finding]:
     """Batch norm whose mean and variance come from four values or fewer."""
     record, params = read.activations(run), read.params(run)
-    features = dict(zip(params.names, read.meta(params, "numel", 0), strict=True))
+    facts = (read.meta(params, key, 0) for key in ("numel", "requires_grad"))
+    # a frozen one most likely runs with the statistics it was given
+    features = {name: n * bool(free) for name, n, free in zip(params.names, *facts, strict=True)}
     few = []
     for i in read.rows(record, BATCH_NORMS):
         n = features.get(f"{record.names[i]}.weight", 0)
