@@ -206,8 +206,9 @@ def test_copies_of_inputs_and_outputs_change_nothing(entry: Entry) -> None:
         (outs, edit_outputs(leaf_modules_of(outs), copy_output)),
     ):
         got = ran(entry, model, edits)[0]
-        for a, b in zip(got, plain[0], strict=True):  # a copy's strides may choose another kernel
-            assert same([a], [b]) or torch.allclose(a, b)
+        for a, b in zip(got, plain[0], strict=True):
+            # a copy may choose another kernel: by its strides, or since query is no longer key
+            assert same([a], [b]) or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def leaf_modules_of(model: nn.Module) -> dict[str, nn.Module]:
