@@ -285,3 +285,20 @@ def test_removed_hooks_are_pickled_without_their_modules(x: Tensor) -> None:
 
     assert len(data) < 4000
     assert pickle.loads(data).names == ("0",)
+
+
+def test_one_that_another_thread_takes_off_in_the_middle_of_a_call_lets_the_model_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = nn.LSTM(4, 4)  # a tuple: the slow path
+    h = hook_output(layer)
+
+    def taken_off(*seen: object) -> tuple[object, ...]:
+        h.remove()
+        return ()
+
+    monkeypatch.setattr("hookkit.hooks.plain.owned", taken_off)
+
+    output, _ = layer(torch.randn(2, 3, 4))
+
+    assert output.shape == (2, 3, 4)

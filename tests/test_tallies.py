@@ -297,3 +297,27 @@ def test_it_counts_units_on_after_a_pickle() -> None:
     again.commit(1, 0, 1)
 
     assert len(again.record().value("dead", "fc")) == 2
+
+
+def test_an_interrupt_while_what_waits_is_read_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tally, data = filled(20, limit=64, bins=log_bins(), sample=64)
+    (bank,) = tally.banks.values()
+    assert len(bank.late) == 20
+    real, calls = banks.cpu_row, itertools.count()
+
+    def interrupted(*args: object) -> object:
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(banks, "cpu_row", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tally.record()
+    record = tally.record()
+
+    assert record.value("count", 0).tolist() == [len(x) for x in data]
+    np.testing.assert_allclose(
+        record.value("mean", 0), [x.double().mean().item() for x in data], rtol=1e-5
+    )

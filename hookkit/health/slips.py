@@ -18,7 +18,7 @@ def grads_pile_up(run: Run) -> Iterator[Finding]:
     if len(known) < 2 * read.MIN_RECORDS:
         raise read.Missing("no gradient norms")
     first = float(np.median(known[:3]))
-    peak = float(np.max(read_smooth(known)))
+    peak = float(np.max(_smoothed(known)))
     jitter = float(np.median(np.abs(np.diff(known)) / np.maximum(known[1:], 1e-300)))
     learns = read.improved(run)
     lasts = known[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
@@ -55,7 +55,7 @@ def _jitter(series: Floats) -> float:
     return float(read.median(np.abs(np.diff(late)) / np.maximum(np.abs(late[1:]), 1e-300)))
 
 
-def read_smooth(values: Floats, n: int = 5) -> Floats:
+def _smoothed(values: Floats, n: int = 5) -> Floats:
     """Medians of `n` neighbours, so that one wild batch is no peak."""
     views = np.lib.stride_tricks.sliding_window_view(values, min(n, len(values)))
     return np.asarray(np.median(views, axis=1))

@@ -62,7 +62,9 @@ def leave_eager(entered: bool) -> None:
 def _set_eager(frames: Any) -> Callable[[], object] | None:
     """Sets the compiler's stance; what puts it back, or None if it cannot be set here."""
     callback = getattr(
-        getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", None
+        getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+        "get_eval_frame_callback",
+        None,
     )
     try:
         if callback and hasattr(frames, "_stance") and hasattr(frames, "DynamoStance"):

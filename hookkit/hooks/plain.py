@@ -38,27 +38,25 @@ set_grad_enabled = torch._C._set_grad_enabled  # the context managers cost ten t
 class Plain(Dispatcher):
     """Forward hook that stores a snapshot of the last output, here. Its target is its block.
 
-    It stands in for its `Hook` wherever a dispatcher asks for one, so that none need exist.
+    It stands in for its `Hook` wherever a dispatcher asks for one, so that none need exist. The
+    block is kept besides: another thread may take this off in the middle of a call.
     """
 
-    __slots__ = ("_count", "_last", "_missed", "_traced")
+    __slots__ = ("_block", "_count", "_last", "_missed", "_traced")
 
     with_kwargs = False
     _all = None
 
     def __init__(self, target: Block | None = None, key: int | None = None) -> None:
         super().__init__(target, key)
+        self._block: Any = target
         self._count, self._traced = 0, False
         self._last: Any = None
         self._missed: str | None = None
 
     @property
-    def _block(self) -> Block:
-        return self.target  # type: ignore[no-any-return]
-
-    @property
     def _options(self) -> Options:
-        return self.target.options  # type: ignore[no-any-return]
+        return self._block.options  # type: ignore[no-any-return]
 
     def _keep(self, kept: Kept) -> None:
         self._last = kept
@@ -120,7 +118,7 @@ class PlainHook(Hook):
     _traced = _of_plain("_traced")
 
     def _dispatchers(self) -> tuple[Dispatcher, ...]:
-        self._plain.target = self._block
+        self._plain.target = self._plain._block = self._block
         return (self._plain,)
 
     def _on_module(self) -> list[Dispatcher]:
@@ -128,6 +126,7 @@ class PlainHook(Hook):
 
     def _take_over(self, placed: Sequence[Dispatcher]) -> Hook:
         self._plain = cast("Plain", placed[0]) if placed else Plain()
+        self._plain._block = self._block
         self._plain.target, self.removed = (self._block, False) if placed else (None, True)
         return self
 
@@ -146,7 +145,8 @@ class Plains:
         try:
             for module in modules:  # as Plain(block).put_on(module): 1 µs less each
                 call = Plain.__new__(Plain)
-                call.target, call.key = block, new_key()
+                call.target = call._block = block
+                call.key = new_key()
                 call._count, call._last, call._missed, call._traced = 0, None, None, False
                 self.calls.append(call)
                 self.modules.append(ref(module))

@@ -91,7 +91,6 @@ class Bank:
     sums: Tensor
     samples: Tensor
     counts: Tensor
-    sample_rows: tuple[Tensor, ...]
 
     def __init__(self, options: Options, device: torch.device, rows: int) -> None:
         self.options, self.device = options, device
@@ -176,9 +175,11 @@ class Bank:
 
     def _read(self) -> None:
         """Look at what was only copied of the batch at hand."""
-        unread, self.unread, self.n_unread = self.unread, {}, 0
-        for row, (values, times) in unread.items():
+        for row in list(self.unread):
+            values, times = self.unread[row]
             self._take(row, torch.from_numpy(values), values, times, None)
+            del self.unread[row]  # only now: an interrupt loses nothing, nor counts it twice
+        self.n_unread = 0
 
     def _take(self, row: int, x: Tensor, values: Any, times: int, along: Any) -> None:
         if self.on_cpu:
@@ -254,10 +255,11 @@ class Bank:
             self.live.copy_(self.fresh)
         if self.units is not None:
             self.units.drop()
-        if self.counted:
+        # on a device always: what a CUDA graph replays is written without Python being told
+        if self.counted or (self.options.bins and not self.on_cpu):
             self.counts.zero_()
             self.counted = False
-        if self.sampled:
+        if self.sampled or (self.options.bins and not self.on_cpu):
             self.samples.view(torch.int32).fill_(ABSENT)
             self.sampled.clear()
 
@@ -341,7 +343,7 @@ class Bank:
 
     def flush(self) -> None:
         """Bring the ring up to the last commit."""
-        late, self.late, self.n_late = self.late, [], 0
+        late = self.late
         if not late:
             return
         self._read_late(late)
@@ -362,19 +364,22 @@ class Bank:
                 staged = staged[1:]
             staged.view(torch.int32).fill_(ABSENT)
             self._use_slot(0)
+        self.late, self.n_late = [], 0  # last: an interrupt loses nothing
 
     def _read_late(self, late: list[Late]) -> None:
         """Look at what was only copied of records that wait; the batch at hand is kept apart."""
         apart = self.seen, self.unread, self.n_unread, self.sampled, self.turn
-        for slot, record in enumerate(late):
-            self.seen, self.unread, self.sampled = record.seen, record.unread, {}
-            self.turn = record.turn
-            if self.hist is not None:
-                self._use_slot(slot)
-            self._read()
-        self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
-        if self.hist is not None and len(late) < self.slots:
-            self._use_slot(len(late))
+        try:
+            for slot, record in enumerate(late):
+                self.seen, self.unread, self.sampled = record.seen, record.unread, {}
+                self.turn = record.turn
+                if self.hist is not None:
+                    self._use_slot(slot)
+                self._read()
+        finally:
+            self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
+            if self.hist is not None and len(late) < self.slots:
+                self._use_slot(len(late))
 
     def halve(self, n: int) -> None:
         """Halve the resolution of the first `n` columns."""
@@ -392,7 +397,8 @@ class Bank:
         tables = [self.live, self.fresh, *(ring.data for ring in self._rings())]
         if self.options.bins:
             tables += [self.staged, self.counts]
-        return sum(t.numel() * t.element_size() for t in tables)
+        waiting = 4 * (self.n_late + self.n_unread)
+        return waiting + sum(t.numel() * t.element_size() for t in tables)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past only (a `Tally` has put it on the CPU before)."""
