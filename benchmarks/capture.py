@@ -159,10 +159,14 @@ def hookkit_noop_kept(model: nn.Module, names: list[str], x: Tensor) -> Capture:
 
 
 def hookkit(model: nn.Module, names: list[str], x: Tensor) -> Capture:
+    return hookkit_with(model, names, x)
+
+
+def hookkit_with(model: nn.Module, names: list[str], x: Tensor, **options: bool) -> Capture:
     modules = [model.get_submodule(n) for n in names]
 
     def run() -> Sequence[Tensor]:
-        with hook_outputs(modules) as h:
+        with hook_outputs(modules, **options) as h:
             model(x)
         return h.stored
 
@@ -170,14 +174,11 @@ def hookkit(model: nn.Module, names: list[str], x: Tensor) -> Capture:
 
 
 def hookkit_live(model: nn.Module, names: list[str], x: Tensor) -> Capture:
-    modules = [model.get_submodule(n) for n in names]
+    return hookkit_with(model, names, x, detach=False)
 
-    def run() -> Sequence[Tensor]:
-        with hook_outputs(modules, clone=False) as h:
-            model(x)
-        return h.stored
 
-    return run
+def hookkit_detached(model: nn.Module, names: list[str], x: Tensor) -> Capture:
+    return hookkit_with(model, names, x, clone=False)
 
 
 def hookkit_kept(model: nn.Module, names: list[str], x: Tensor) -> Capture:
@@ -253,7 +254,8 @@ METHODS: dict[str, Method] = {
     "raw store": raw,
     "raw detach + clone": raw_clone,
     "hookkit hook_outputs": hookkit,
-    "hookkit hook_outputs(clone=False)": hookkit_live,
+    "hookkit hook_outputs(clone=False)": hookkit_detached,
+    "hookkit hook_outputs(detach=False)": hookkit_live,
     "fastai hook_outputs": fastai,
     "baukit TraceDict": baukit,
     "surgeon Inspect": surgeon,

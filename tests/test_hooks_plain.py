@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hookkit.errors import OverwrittenWarning
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
 from hookkit.hooks.plain import Plain, Plains
 from hookkit.hooks.silence import Block
@@ -269,11 +270,10 @@ def test_the_batch_is_what_its_hooks_say(net: nn.Sequential) -> None:
     plains = Plains(list(net), None, Block(hook_output(net[0])._options))
 
     assert all(type(call) is Plain for call in plains.calls)
-    assert not plains.fired
-    assert not plains.removed
-    plains.take_off()
-    plains.take_off()
-    assert plains.removed
+    assert plains.on
+    assert not plains.take_off()  # none has fired
+    assert not plains.take_off()
+    assert not plains.on
 
 
 def test_removed_hooks_are_pickled_without_their_modules(x: Tensor) -> None:
@@ -302,3 +302,89 @@ def test_one_that_another_thread_takes_off_in_the_middle_of_a_call_lets_the_mode
     output, _ = layer(torch.randn(2, 3, 4))
 
     assert output.shape == (2, 3, 4)
+
+
+LIVE = pytest.mark.parametrize("options", [{"clone": False}, {"detach": False}], ids=str)
+
+
+@LIVE
+def test_live_hooks_give_what_the_module_gave(
+    options: dict[str, bool], net: nn.Sequential, x: Tensor
+) -> None:
+    with hook_outputs(net, **options) as h:
+        y = net(x)
+        inside = h.stored[2]
+
+    for stored in (inside, h.stored[2], h[2].stored):
+        assert stored.data_ptr() == y.data_ptr()
+        assert stored.requires_grad is ("detach" in options)
+    assert h[2].stored is h[2].stored
+    assert [hook.n_calls for hook in h] == [1, 1, 1]
+
+
+@LIVE
+def test_a_live_hook_tells_of_a_later_write_wherever_it_is_read(
+    options: dict[str, bool], net: nn.Sequential, x: Tensor
+) -> None:
+    for read in (lambda h: h.stored, lambda h: h[0].stored):
+        with hook_outputs(net[:1], **options) as h:
+            y = net[0](x)
+            with torch.no_grad():
+                y.mul_(2)
+            with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten"):
+                read(h)
+        read(h)  # told once
+
+
+@LIVE
+def test_a_live_hook_left_in_place_holds_no_graph_it_need_not(
+    options: dict[str, bool], net: nn.Sequential, x: Tensor
+) -> None:
+    h = hook_output(net[2], **options)
+    y = net(x)
+    given = weakref.ref(y)  # with its graph
+    del y
+    gc.collect()
+
+    assert (given() is None) == ("clone" in options)
+    assert h.stored.shape == (3, 2)
+
+
+def test_after_a_block_live_hooks_hold_no_graph(net: nn.Sequential, x: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError), hook_outputs(net, clone=False) as h:  # noqa: PT012
+        y = net(x)
+        given = weakref.ref(y)  # with its graph
+        _ = 1 / 0
+
+    del y
+    gc.collect()
+    assert given() is None
+    assert h.stored[2].shape == (3, 2)
+
+
+@LIVE
+def test_live_hooks_keep_odd_outputs_as_other_hooks_do(options: dict[str, bool], x: Tensor) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[0, :1]
+
+    m, big = Odd(), torch.randn(100, 100)
+    with hook_output(m, **options) as h:
+        m(big)
+    assert h.stored.untyped_storage().nbytes() == 4  # not the whole of `big`
+    with hook_output(m, **options) as h, torch.inference_mode():
+        m(big)
+    assert not h.stored.is_inference()
+
+
+@LIVE
+def test_copies_of_live_hooks_work_where_the_module_owns_them(
+    options: dict[str, bool], x: Tensor
+) -> None:
+    m = _Owner()
+    m.hook.remove()
+    m.hook = hook_output(m.fc, **options)
+    twin = copy.deepcopy(m)
+
+    assert torch.equal(twin(x), m.fc(x))
+    assert m.hook.n_calls == 1

@@ -33,7 +33,7 @@ is_transformed: Callable[[Tensor], bool] = getattr(
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
-_USUAL = ("forward", None, "last", None, None)
+_USUAL = ("forward", None, "last", None)
 
 
 def is_on(value: Any, what: str, who: str) -> bool:
@@ -61,7 +61,8 @@ class Options:
     clone: bool | None = None
     dtype: torch.dtype | None = None
     stop: bool = False
-    plain: bool = field(init=False)  # nothing but the last output's snapshot: the fast path
+    plain: bool = field(init=False)  # the last output and nothing more: the fast path
+    live: bool = field(init=False)  # as it is: a later in-place operation changes what is stored
 
     def __post_init__(self) -> None:
         if self.hook_func is not None and not callable(self.hook_func):
@@ -93,14 +94,11 @@ class Options:
             )
 
         # a whole tuple at once: this runs at each `with hook_outputs(…)`
-        usual = (self.kind, self.hook_func, self.keep, self.clone, self.dtype) == _USUAL
-        plain = usual and self.detach and not (self.cpu or self.gather or self.stop)
+        usual = (self.kind, self.hook_func, self.keep, self.dtype) == _USUAL
+        plain = usual and not (self.clone or self.cpu or self.gather or self.stop)
+        live = self.clone is False or (self.clone is None and not self.detach)
         object.__setattr__(self, "plain", plain)
-
-    @property
-    def live(self) -> bool:
-        """Tensors are stored as they are, and a later in-place operation changes them."""
-        return self.clone is False or (self.clone is None and not self.detach)
+        object.__setattr__(self, "live", live)
 
 
 def lent(t: Tensor, given: Iterable[Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Self, overload
 
 import torch
 from fastcore.foundation import L
-from torch import Tensor, nn
+from torch import nn
 from torch.jit import ScriptModule
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
@@ -109,9 +109,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         """What each hook stored in its last call, in order; None where it was not called."""
         if self._plains is None:
             return L(h.stored for h in self.hooks)
-        calls = self._plains.calls
-        bare = [c._last for c in calls if type(c._last) is Tensor and not c._traced]
-        return as_L(bare if len(bare) == len(calls) else [h.stored for h in self.hooks])
+        bare = self._plains.bare
+        return as_L([h.stored for h in self.hooks] if bare is None else bare)
 
     @property
     def silent(self) -> dict[str, str]:
@@ -122,7 +121,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     def removed(self) -> bool:
         """True when no hook is registered."""
         if self._hooks is None and self._plains is not None:
-            return self._plains.removed
+            return not self._plains.on
         return all(h.removed for h in self.hooks)
 
     def register(self) -> None:
@@ -136,10 +135,14 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def remove(self) -> None:
         """Takes all hooks off their modules; what was stored stays."""
-        if self._plains is not None:
-            self._plains.take_off()
+        self._take_off()
+
+    def _take_off(self) -> bool:
+        """`remove`; whether each is known to have stored something."""
+        fired = self._plains is not None and self._plains.take_off()
         for h in self._hooks or ():
             h.remove()
+        return fired
 
     def __enter__(self) -> Self:
         if self.removed:
@@ -154,8 +157,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     ) -> bool:
         if self._block.inner():
             return False
-        self.remove()
-        fired = self._plains is not None and self._plains.fired
+        fired = self._take_off()
         return self._block.leave(() if fired else self.hooks, e)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Plain hooks: those that store nothing but a snapshot of the last output. They have to be fast.
+"""Plain hooks: those that store the last output and nothing more. They have to be fast.
 
 A `with hook_outputs(layers)` puts one hook on each layer for one forward pass, and what it costs is
 mostly the objects that it makes, in a cache that the model has just emptied. So there is one small
@@ -42,10 +42,11 @@ class Plain(Dispatcher):
     block is kept besides: another thread may take this off in the middle of a call.
     """
 
-    __slots__ = ("_block", "_count", "_last", "_missed", "_traced")
+    __slots__ = ("_block", "_count", "_last", "_missed", "_traced", "_version")
 
     with_kwargs = False
     _all = None
+    _version: int  # of what is stored live
 
     def __init__(self, target: Block | None = None, key: int | None = None) -> None:
         super().__init__(target, key)
@@ -61,6 +62,12 @@ class Plain(Dispatcher):
     def _keep(self, kept: Kept) -> None:
         self._last = kept
         self._count += 1
+
+    def _settle(self) -> None:
+        """Makes what is stored fit to stay when the block ends."""
+
+    def _kept(self) -> Any:
+        return self._last
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward."""
@@ -98,6 +105,53 @@ class Plain(Dispatcher):
                 set_grad_enabled(True)
 
 
+class Live(Plain):
+    """The same for `clone=False`: the output itself, with the version that it had.
+
+    In a block it is detached at the end of the block, where that is cheap.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the forward."""
+        block = self.target
+        if block is None:
+            return
+        thread = block.thread
+        if (
+            type(output) is not Tensor
+            or is_dynamo_compiling()
+            or graph_task() != -1
+            or is_transforming()
+            or (thread is not None and thread != get_ident())
+        ):
+            observe(cast("Hook", self), module, (), same, output)
+            return
+        self._count += 1
+        if output._is_view() or output.is_inference():
+            self._last = Storer(block.options).keep(output)
+            return
+        self._last, self._version = output, output._version
+        if thread is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._block.options.detach and type(self._last) is Tensor:
+            self._last = self._last.detach()
+
+    def _kept(self) -> Any:
+        if type(self._last) is Tensor and not self._traced:
+            self._settle()
+            self._last = Kept(self._last, [(self._last, self._version)])
+        return self._last
+
+
+def kind_of(options: Options) -> type[Plain]:
+    """What stands on the module, for these plain `options`."""
+    return Live if options.live else Plain
+
+
 def _of_plain(name: str) -> Any:
     def read(self: PlainHook) -> Any:
         return getattr(self._plain, name)
@@ -113,9 +167,14 @@ class PlainHook(Hook):
 
     _plain: Plain
     _count = _of_plain("_count")
-    _last = _of_plain("_last")
+    _last = property(lambda self: self._plain._kept(), _of_plain("_last").fset)
     _missed = _of_plain("_missed")
     _traced = _of_plain("_traced")
+
+    def remove(self) -> None:
+        """Takes the hook off its module; what was stored stays. Nothing if it is off already."""
+        super().remove()
+        self._plain._settle()
 
     def _dispatchers(self) -> tuple[Dispatcher, ...]:
         self._plain.target = self._plain._block = self._block
@@ -125,26 +184,31 @@ class PlainHook(Hook):
         return [self._plain]
 
     def _take_over(self, placed: Sequence[Dispatcher]) -> Hook:
-        self._plain = cast("Plain", placed[0]) if placed else Plain()
+        self._plain = cast("Plain", placed[0]) if placed else kind_of(self._options)()
         self._plain._block = self._block
         self._plain.target, self.removed = (self._block, False) if placed else (None, True)
         return self
 
 
 class Plains:
-    """Registered plain hooks on many modules, in the order of `calls`; the modules held weakly."""
+    """Registered plain hooks on many modules, in the order of `calls`; the modules held weakly.
 
-    __slots__ = ("block", "calls", "modules", "names")
+    Attributes:
+        on: False once they were all taken off.
+    """
+
+    __slots__ = ("block", "calls", "modules", "names", "on")
 
     def __init__(
         self, modules: Iterable[nn.Module], names: Sequence[str | None] | None, block: Block
     ) -> None:
         self.calls: list[Plain] = []
         self.modules: list[ref[nn.Module]] = []
-        self.block, self.names = block, names
+        self.block, self.names, self.on = block, names, True
         try:
-            for module in modules:  # as Plain(block).put_on(module): 1 µs less each
-                call = Plain.__new__(Plain)
+            kind = kind_of(block.options)
+            for module in modules:  # as kind(block).put_on(module): 1 µs less each
+                call = kind.__new__(kind)
                 call.target = call._block = block
                 call.key = new_key()
                 call._count, call._last, call._missed, call._traced = 0, None, None, False
@@ -155,22 +219,38 @@ class Plains:
             self.take_off()
             raise
 
-    def take_off(self) -> None:
-        """Takes all off their modules, and makes them inert for a call under way."""
+    def take_off(self) -> bool:
+        """Takes all off their modules, and makes them inert for a call under way.
+
+        Returns:
+            Whether each has stored something.
+        """
+        fired = True
         for call, weak in zip(self.calls, self.modules):  # noqa: B905 (as long, unless interrupted)
             module, call.target = weak(), None
             if module is not None and call.key in module._forward_hooks:
                 del module._forward_hooks[call.key]
+            if call._last is None:
+                fired = False
+        self.on = False
+        if self.block.options.live:
+            for call in self.calls:
+                call._settle()
+        return fired
 
     @property
-    def removed(self) -> bool:
-        """True when none is on its module."""
-        return all(call.target is None for call in self.calls)
-
-    @property
-    def fired(self) -> bool:
-        """True when each has stored something."""
-        return all([c._last is not None for c in self.calls])  # noqa: C419 (a list is faster)
+    def bare(self) -> list[Tensor] | None:
+        """What each stored, where all of them can be given as they are: most often."""
+        live = self.block.options.live
+        if live:
+            for call in self.calls:
+                call._settle()
+        found = [c._last for c in self.calls if type(c._last) is Tensor and not c._traced]
+        if len(found) < len(self.calls):
+            return None
+        if live and any([c._last._version != c._version for c in self.calls]):  # noqa: C419
+            return None
+        return found
 
     def hooks(self) -> list[Hook]:
         """A `Hook` around each."""
