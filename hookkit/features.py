@@ -161,12 +161,15 @@ class _Call:
         self.stop = extractor.stop and extractor.keep == "first"
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
-        self.thread = get_ident()
+        self.thread, self.elsewhere = get_ident(), False
 
     def see(self, key: str, leaf: str, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
         """Forward hook: takes what is wanted of the output, and ends the forward if that is all."""
         found = self.found[key]
-        if get_ident() != self.thread or (found and self.keep == "first"):
+        if get_ident() != self.thread:
+            self.elsewhere = True
+            return
+        if found and self.keep == "first":
             return
         self.n_missing -= not found
         if self.keep == "last":
@@ -196,10 +199,17 @@ class _Call:
         """What was collected, by name; None, with a warning, for layers that did not run."""
         if missing := [key for key, found in self.found.items() if not found]:
             shown = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
+            if self.elsewhere:
+                why = "ran only in other threads"
+                cure = "In DataParallel, wrap the extractor: DataParallel(feature_extractor(…))."
+            else:
+                why = "were not reached by this input"
+                cure = (
+                    "Leave them out, or see which layers this input runs with print_sizes(model)."
+                )
             warn(
-                f"feature_extractor: {len(missing)} of {len(self.found)} layers were not reached "
-                f"by this input: {shown}. The whole model ran, and they are None. Leave them out, "
-                f"or see which layers this input runs with print_sizes(model).",
+                f"feature_extractor: {len(missing)} of {len(self.found)} layers {why}: {shown}. "
+                f"The whole model ran, and they are None. {cure}",
                 NeverFiredWarning,
                 stacklevel=5,
             )
