@@ -10,9 +10,7 @@ from torch import Tensor
 from hookkit.moments.moments import (
     EMPTY,
     FIELDS,
-    Scratch,
     array_of,
-    cpu_row,
     empty_rows,
     flat,
     merge,
@@ -22,6 +20,7 @@ from hookkit.moments.moments import (
     statistics,
     working_dtype,
 )
+from hookkit.moments.sweeps import cpu_row
 
 EPS = 0.05
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +49,7 @@ def fast(t: Tensor) -> dict[str, float]:
     x = plain(t)
     assert x is not None
     values, times = flat(x)
-    row = cpu_row(values, EPS, Scratch(), array_of(values))
+    row = cpu_row(values, EPS, array_of(values))
     scale = {"n", "m2", "near", "zero", "bad"}
     named = dict(zip(FIELDS[1:], row, strict=True))
     return {k: v * times if k in scale else v for k, v in named.items()}
@@ -229,3 +228,15 @@ def test_a_lazy_clone_is_read_without_making_it_a_copy() -> None:
     check(fast(clone), reference(x))
 
     assert torch._C._is_cow_tensor(clone)
+
+
+@pytest.mark.parametrize(
+    "name", ["Inf", "squares overflow", "small numbers", "mean/std 1e4", "NaN"]
+)
+def test_numpys_error_state_is_the_users_own(name: str) -> None:
+    tiny = torch.full((100,), 1e-30)
+    with np.errstate(all="raise"):
+        before = np.geterr()
+        check(fast(CASES[name]), reference(CASES[name]))
+        assert fast(tiny)["max"] == tiny[0].item()
+        assert np.geterr() == before

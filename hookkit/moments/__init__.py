@@ -1,5 +1,7 @@
 """The numbers that sum up a tensor: exact, in one read, merged without loss.
 
+moments     Rows of moments: their fields, how they merge, and the way to one on any device.
+sweeps      Moments of a CPU tensor in one read: in chunks that stay in the cache.
 histograms  Histograms that need no range in advance: signed logarithmic bins, from a bounded
             sample.
 rings       Memory that never grows past a bound: a ring of records that halves its resolution
@@ -14,8 +16,6 @@ kernels     Moments on CUDA in one read: a Triton kernel, where Triton is (PyTor
 """
 
 from hookkit.moments.moments import (
-    Scratch,
-    cpu_row,
     empty_rows,
     flat,
     merge,
@@ -27,8 +27,6 @@ from hookkit.moments.moments import (
 )
 
 __all__ = [
-    "Scratch",
-    "cpu_row",
     "empty_rows",
     "flat",
     "merge",

@@ -18,9 +18,7 @@ from hookkit.moments.histograms import ABSENT, Bins, coprime_stride
 from hookkit.moments.moments import (
     EMPTY,
     N_FIELDS,
-    Scratch,
     array_of,
-    cpu_row,
     empty_rows,
     flat,
     merge,
@@ -28,6 +26,7 @@ from hookkit.moments.moments import (
     moments,
 )
 from hookkit.moments.rings import Ring
+from hookkit.moments.sweeps import Reader, cpu_row
 from hookkit.moments.units import Units
 
 
@@ -107,7 +106,6 @@ class Bank:
         self.unread: dict[int, tuple[Any, int]] = {}  # row: values, how often each counts
         self.late: list[Late] = []
         self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
-        self.scratch = Scratch()
         self.patient = self.on_cpu and not (options.window or options.exact_hist)
         self.units = Units(options.window, device) if options.window else None
         with torch.inference_mode(False):
@@ -166,12 +164,12 @@ class Bank:
             return
         if known:
             self._read()
-        along = None
+        reader = None
         if self.units is not None:
-            along = None if values is None else self.units.along(row, t, kind)
-            if along is None:
+            reader = None if values is None else self.units.reader(row, t, kind)
+            if reader is None:
                 self.units.take(row, t, kind)
-        self._take(row, x, values, times, along)
+        self._take(row, x, values, times, reader)
 
     def _read(self) -> None:
         """Look at what was only copied of the batch at hand."""
@@ -181,9 +179,9 @@ class Bank:
             del self.unread[row]  # only now: an interrupt loses nothing, nor counts it twice
         self.n_unread = 0
 
-    def _take(self, row: int, x: Tensor, values: Any, times: int, along: Any) -> None:
+    def _take(self, row: int, x: Tensor, values: Any, times: int, reader: Reader | None) -> None:
         if self.on_cpu:
-            self._take_cpu(row, x, values, times, along)
+            self._take_cpu(row, x, values, times, reader)
         else:
             self._take_device(row, x, times)
         if self.options.exact_hist:
@@ -191,8 +189,10 @@ class Bank:
         elif self.options.bins:
             self._sample(row, x, values)
 
-    def _take_cpu(self, row: int, x: Tensor, values: Any, times: int, along: Any) -> None:
-        new: Any = cpu_row(x, self.options.eps, self.scratch, values, along)
+    def _take_cpu(
+        self, row: int, x: Tensor, values: Any, times: int, reader: Reader | None
+    ) -> None:
+        new: Any = cpu_row(x, self.options.eps, values, reader)
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)

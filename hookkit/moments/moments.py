@@ -6,7 +6,7 @@ and exactly zero, and how many values were not finite. Rows of different tensors
 ranks merge exactly (`merge`, Chan et al. 1983), so nothing is lost by summing up early.
 
 Three ways to a row, one truth: `moments` (any device, no branch on data; the oracle of the
-others), `cpu_row` (chunks that stay in the cache), and `kernels.py` (one read on CUDA).
+others), `sweeps.py` (chunks that stay in the cache of a CPU), and `kernels.py` (one read on CUDA).
 """
 
 from __future__ import annotations
@@ -26,21 +26,6 @@ EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
 
 Row = tuple[float, float, float, float, float, float, float, float]
 """`FIELDS` without `calls`."""
-
-CHUNK = 1 << 17
-# 512 KiB of float32 stay in a core's L2 while sum, dot, min, max and the counts read them:
-# 0.45 ns a value for all of them, against 1.3 ns over a whole tensor from memory and 5.6 ns
-# for torch.var_mean alone, which is not vectorized on the CPU.
-
-_ILL = 0.1
-# One pass of sums loses log10(mean²/var) of fp32's 7 digits; below this ratio we shift and redo.
-
-_TINY = 1e-15
-# Squares of differences between values of at most this size leave float32 below.
-
-_PIECE = 8192
-# OpenBLAS dots start threads above 10,000 values. Up to here its calls (1 µs, half of that the
-# call) beat torch's (2.3 to 2.9 µs); in pieces of this size they take half the time of torch.dot.
 
 _unwrapped = getattr(torch._C, "_functorch", None)
 _is_cow: Any = getattr(torch._C, "_is_cow_tensor", lambda t: False)
@@ -199,133 +184,6 @@ def statistics(rows: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float6
         "zero": zero / some,
         "nonfinite": np.where(calls > 0, bad, np.nan),
     }
-
-
-class Scratch:
-    """Work space for `cpu_row`: allocated once per recorder, so that a hook allocates nothing."""
-
-    def __init__(self) -> None:
-        self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
-        self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
-        self.sums = {dtype: torch.empty((), dtype=dtype) for dtype in self.values}
-        self.read = {dtype: total.numpy() for dtype, total in self.sums.items()}
-        self.ones = {dtype: torch.ones(_PIECE, dtype=dtype).numpy() for dtype in self.values}
-
-    def room(self, n: int, dtype: torch.dtype) -> Tensor:
-        """(n,) uninitialised values, valid until the next call for the same dtype."""
-        if self.values[dtype].numel() < n:
-            self.values[dtype] = torch.empty(CHUNK, dtype=dtype)
-        return self.values[dtype][:n]
-
-
-def cpu_row(x: Tensor, eps: float, scratch: Scratch, values: Any = None, along: Any = None) -> Row:
-    """The row (without `calls`) of a flat CPU tensor, read once in chunks that fit the cache.
-
-    fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks. Reads
-    results through numpy's view of them: memory that is already here, no tensor read-out.
-
-    Args:
-        x: (n,) of any dtype and stride.
-        values: `array_of(x)`.
-        along: `Units.along`, shown each chunk of `values` too.
-    """
-    dtype = x.dtype if values is not None else working_dtype(x)
-    n = x.numel()
-    if n == 0:
-        return EMPTY[1:]
-    total: Row | None = None
-    size = CHUNK if along is None else CHUNK // along[0] * along[0]
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in the sums
-        for start in range(0, n, size):
-            part = x if n <= size else x[start : start + size]
-            if values is None:
-                part = scratch.room(part.numel(), dtype).copy_(part)
-                row = _chunk(part, part.numpy(), eps, scratch)
-            else:
-                row = _chunk(part, values[start : start + size], eps, scratch)
-                if along is not None:
-                    along[1](values[start : start + size])
-            total = row if total is None else merge_row(total, row)
-    assert total is not None
-    return total
-
-
-def _chunk(x: Tensor, values: Any, eps: float, s: Scratch) -> Row:
-    n, dtype = len(values), x.dtype
-    mean, m2 = _mean_m2(x, values, s)
-    if not math.isfinite(m2):
-        return _with_nonfinite(x, eps, s)
-    lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-    if lo < hi and dtype is torch.float32 and max(-lo, hi) < _TINY:
-        return tuple(moments(x.double(), eps)[1:].tolist())
-    near, zero = _counts(values, lo, hi, eps, s)
-    if m2 < _ILL * mean * mean * n:  # last: it may overwrite the room that x lies in
-        near_mean = mean if dtype is torch.float64 else float(np.float32(mean))
-        shifted = torch.sub(x, near_mean, out=s.room(n, dtype))
-        rest, m2 = _mean_m2(shifted, shifted.numpy(), s)
-        mean = near_mean + rest
-    return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
-
-
-def _mean_m2(x: Tensor, values: Any, s: Scratch) -> tuple[float, float]:
-    """Mean and sum of squared deviations; not finite where a value or a square is not."""
-    n = len(values)
-    if n <= _PIECE:
-        first = float(np.dot(values, s.ones[x.dtype][:n]))
-    else:
-        torch.sum(x, 0, out=s.sums[x.dtype])
-        first = float(s.read[x.dtype])
-    mean = first / n
-    m2 = squares(values) - first * mean
-    return mean, m2 if m2 > 0 or m2 != m2 else 0.0
-
-
-def squares(values: Any) -> float:
-    """The sum of squares of a contiguous float32 or float64 array; not finite if any value is not.
-
-    In pieces so short that BLAS starts no threads for them; between pieces in float64. Squares
-    may overflow: the caller silences numpy.
-    """
-    n = len(values)
-    if n <= _PIECE:
-        return float(np.dot(values, values))
-    whole = n - n % _PIECE
-    pieces, rest = values[:whole].reshape(-1, _PIECE), values[whole:]
-    sums = np.add.reduce(_vecdot(pieces, pieces), dtype=np.float64)
-    return float(sums) + float(np.dot(rest, rest))
-
-
-def _rows_dot(a: Any, b: Any) -> Any:
-    return np.matmul(a[:, None, :], b[:, :, None])[:, 0, 0]
-
-
-_vecdot: Any = getattr(np, "vecdot", _rows_dot)  # numpy 2 has it
-
-
-def _counts(values: Any, lo: float, hi: float, eps: float, s: Scratch) -> tuple[int, int]:
-    """How many of the `values` between `lo` and `hi` are near zero, and how many are zero."""
-    n = len(values)
-    if lo > eps or hi < -eps:
-        return 0, 0
-    flags, near = s.flags[:n], n
-    if lo < -eps or hi > eps:
-        np.less_equal(values, eps, out=flags)
-        if lo < -eps:
-            np.not_equal(flags, np.less(values, -eps, out=s.others[:n]), out=flags)
-        near = int(np.count_nonzero(flags))
-    if not near or lo > 0 or hi < 0:
-        return near, 0
-    return near, int(np.count_nonzero(np.equal(values, 0, out=flags)))
-
-
-def _with_nonfinite(x: Tensor, eps: float, s: Scratch) -> Row:
-    """NaN or Inf are in `x`, or its squares overflow: the finite part, in float64."""
-    finite = x[torch.isfinite(x)].double()
-    bad = float(x.numel() - finite.numel())
-    if finite.numel() == 0:
-        return (*EMPTY[1:-1], bad)
-    row = moments(finite, eps).numpy().tolist()
-    return (*row[1:-1], bad)
 
 
 def merge_row(a: Any, b: Any) -> Row:

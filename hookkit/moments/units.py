@@ -8,24 +8,20 @@ full; so a judgement rests on `window / 2` to `window` records, in constant memo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.moments.moments import CHUNK
 from hookkit.moments.rings import Ring
+from hookkit.moments.sweeps import CHUNK, Reader, scratch
 
 TAU = 0.025
 """A unit whose mean |x| is at most this share of its layer's mean is dormant.
 
 Source: Sokar et al. 2023, "The Dormant Neuron Phenomenon in Deep Reinforcement Learning", eq. 1.
 """
-
-Along = tuple[int, Callable[[Any], None]]
 
 _TWO_SIDED = ("Tanh", "Hardtanh", "Softsign")
 _ONE_SIDED = ("Sigmoid", "Hardsigmoid")
@@ -52,6 +48,23 @@ def channel_dim(kind: str, ndim: int) -> int:
     return 1 if kind.startswith(_FIRST) or ndim >= 4 else ndim - 1
 
 
+class _Reader:
+    """Shown the values of a (rows, n, each) tensor in chunks of whole rows, adds them to `here`."""
+
+    def __init__(self, here: Any, shape: tuple[int, int, int]) -> None:
+        self.here, self.shape, self.multiple = here, shape, math.prod(shape)
+
+    def look(self, values: Any) -> None:
+        """Takes the next chunk."""
+        table, room = values.reshape(-1, self.multiple), scratch.room(len(values), torch.float32)
+        size = np.abs(values, out=room.numpy()).reshape(table.shape)
+        top = np.maximum.reduce(table, axis=0).reshape(self.shape)
+        np.maximum(self.here[0], np.maximum.reduce(top, axis=(0, 2)), out=self.here[0])
+        with np.errstate(all="ignore"):
+            total = np.add.reduce(size, axis=0).reshape(self.shape)
+            self.here[1] += np.add.reduce(total, axis=(0, 2))
+
+
 class Units:
     """What a bank knows of the units of its rows, all rows side by side in flat (4, units) tables.
 
@@ -73,7 +86,6 @@ class Units:
         self.older, self.newer = self._blank(0), self._blank(0)
         self.row_of = torch.zeros(0, dtype=torch.int64, device=device)
         self.bounded = torch.zeros(0, dtype=torch.bool, device=device)
-        self._room = np.empty(CHUNK if device.type == "cpu" else 0, np.float32)
         self.ring = Ring(1, len(self.FIELDS), torch.float32, device, counts=True)
 
     def _blank(self, n: int) -> Tensor:
@@ -121,12 +133,10 @@ class Units:
             full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
             here[3] += _reduced(full, dim, torch.sum)
 
-    def along(self, row: int, x: Tensor, kind: str) -> Along | None:
+    def reader(self, row: int, x: Tensor, kind: str) -> Reader | None:
         """`take` for a CPU tensor in parts, for whoever reads it anyway: memory is read once.
 
-        Returns:
-            How many values a part is to be a multiple of, and what is to be called with each, in
-            order, as a flat array; or None where only `take` will do.
+        None where only `take` will do.
         """
         if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)) or x.dtype is not torch.float32:
             return None
@@ -141,15 +151,7 @@ class Units:
         start = self._place(row, n, False)
         here = self._arrays[:, start : start + n]
         here[2] += rows * each
-        return fold * n * each, partial(self._add_array, here, (fold, n, each))
-
-    def _add_array(self, here: Any, shape: tuple[int, int, int], x: Any) -> None:
-        table, room = x.reshape(-1, math.prod(shape)), self._room[: x.size]
-        size = np.abs(x, out=room).reshape(table.shape)
-        top = np.maximum.reduce(table, axis=0).reshape(shape)
-        total = np.add.reduce(size, axis=0).reshape(shape)
-        np.maximum(here[0], np.maximum.reduce(top, axis=(0, 2)), out=here[0])
-        here[1] += np.add.reduce(total, axis=(0, 2))
+        return _Reader(here, (fold, n, each))
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -219,11 +221,11 @@ class Units:
         self.forget()
         state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
         self.ring.data = self.ring.data.cpu()
-        return {**state, "device": torch.device("cpu"), "_arrays": None, "_room": None}
+        return {**state, "device": torch.device("cpu"), "_arrays": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._arrays, self._room = self.live.numpy(), np.empty(CHUNK, np.float32)
+        self._arrays = self.live.numpy()
 
 
 _NOBODY = 1 << 40
