@@ -158,18 +158,19 @@ Versions = list[tuple[Tensor, int]]
 
 
 class Kept:
-    """One stored value with what is needed to read it: versions of live tensors, a CUDA event."""
+    """One stored value with what is needed to read it: versions of live tensors, CUDA events."""
 
-    __slots__ = ("event", "fresh", "value", "versions")
+    __slots__ = ("events", "fresh", "value", "versions")
 
-    def __init__(self, value: Any, versions: Versions | None = None, event: Any = None) -> None:
-        self.value, self.versions, self.event, self.fresh = value, versions, event, True
+    def __init__(self, value: Any, versions: Versions | None = None, events: Any = ()) -> None:
+        self.value, self.versions, self.events, self.fresh = value, versions, events, True
 
     def read(self, who: str, hook: Any, gather: bool) -> Any:
         """The value: arrived, not overwritten (else a warning, once), whole over the ranks."""
-        if self.event is not None:
-            self.event.synchronize()  # sync: once per value, at its first read
-            self.event = None
+        if self.events:
+            for event in self.events:
+                event.synchronize()  # sync: once per copied tensor, at its first read
+            self.events = ()
         if self.versions and any(t._version != v for t, v in self.versions):
             self.versions = None
             warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
@@ -212,11 +213,11 @@ def _is_crumb(t: Tensor) -> bool:
 class Storer:
     """Turns what a hook saw into what it stores, one tensor at a time, as `Options` ask."""
 
-    __slots__ = ("event", "given", "options")
+    __slots__ = ("events", "given", "options")
 
     def __init__(self, options: Options, given: Iterable[Any] = ()) -> None:
         self.options, self.given = options, given
-        self.event: Any = None
+        self.events: tuple[Any, ...] = ()
 
     def keep(self, x: Any) -> Kept:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
@@ -226,8 +227,8 @@ class Storer:
         if self.options.live and not is_compiling():
             found = (value,) if bare else leaves(value)
             versions = [(t, t._version) for t in found if not t.is_inference()]
-        event, self.event = self.event, None
-        return Kept(value, versions, event)
+        events, self.events = self.events, ()
+        return Kept(value, versions, events)
 
     def tensor(self, t: Tensor) -> Tensor:
         """One tensor as it is stored."""
@@ -243,13 +244,16 @@ class Storer:
         return t.clone() if o.clone else snapshot(whole, self.given)
 
     def _offloaded(self, t: Tensor) -> Tensor:
-        if t.is_cuda and not t.requires_grad and not is_compiling():
+        # pinned memory holds plain tensors: no sparse, nested, quantized ones, no subclasses'
+        plain = t.layout is torch.strided and not (t.is_nested or t.is_quantized)
+        if t.is_cuda and plain and not t.requires_grad and not is_compiling():
             return self._offloaded_async(t)
         return t.cpu()
 
     def _offloaded_async(self, t: Tensor) -> Tensor:
         host = torch.empty_like(t, device="cpu", pin_memory=True)
         host.copy_(t, non_blocking=True)
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(torch.cuda.current_stream(t.device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(t.device))
+        self.events = (*self.events, event)  # the parts of a structure may be on several devices
         return host
