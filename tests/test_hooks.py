@@ -29,6 +29,7 @@ from hookkit.errors import (
 )
 from hookkit.hooks import (
     Hook,
+    Hooks,
     StopForward,
     attach,
     hook_all,
@@ -337,6 +338,51 @@ def test_edit_of_inputs_replaces_them(net: nn.Sequential, x: Tensor) -> None:
         y = net(x)
 
     torch.testing.assert_close(y, net[2].bias.expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (
+            lambda m, i, o: o[0],
+            r"Hook on LSTM\(4, 5\): the replacement is 2×5, the layer gave tuple \(2×5, \(1×5,",
+        ),
+        (lambda m, i, o: [*o], r"the replacement is list \[2×5, .*Return the same structure, or"),
+        (lambda m, i, o: (o[0], o[1][0]), r"the replacement is tuple \(2×5, 1×5\), the layer"),
+        (lambda m, i, o: False, r"the replacement is bool False"),
+    ],
+)
+def test_an_edit_of_another_structure_names_the_layer(f: Any, message: str) -> None:
+    m, x = nn.LSTM(4, 5), torch.zeros(2, 4)
+
+    with pytest.raises(HookError, match=message), Hook(m, f, edit=True):
+        m(x)
+
+    with Hook(m, lambda m, i, o: (o[0] + 1, o[1]), edit=True):
+        torch.testing.assert_close(m(x)[0], m.forward(x)[0] + 1)
+
+
+def test_an_edit_of_inputs_gives_as_many_as_there_are() -> None:
+    m, x = nn.Bilinear(2, 3, 4), (torch.zeros(5, 2), torch.ones(5, 3))
+    told = r"'two' \(Bilinear\): 1 positional inputs were returned.*called with \(5×2, 5×3\)"
+
+    with (
+        pytest.raises(HookError, match=told),
+        Hooks({"two": m}, lambda m, i: i[0], pre=True, edit=True),
+    ):
+        m(*x)
+    with Hook(m, lambda m, i: (i[0] + 1, i[1]), pre=True, edit=True):
+        torch.testing.assert_close(m(*x), m.forward(x[0] + 1, x[1]))
+
+
+def test_an_edit_of_a_leaf_gives_a_leaf() -> None:
+    m, x = nn.LSTM(4, 5), torch.zeros(2, 4)
+
+    with (
+        pytest.raises(HookError, match=r"the replacement is tuple \(2×5,\), the layer gave 2×5"),
+        Hook(m, lambda m, i, o: (o,), edit=True, leaf="[0]"),
+    ):
+        m(x)
 
 
 def test_without_edit_nothing_is_replaced(net: nn.Sequential, x: Tensor) -> None:

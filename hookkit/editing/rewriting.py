@@ -16,7 +16,8 @@ from hookkit.editing.changing import Change, Where
 from hookkit.errors import HookError
 from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
 from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
-from hookkit.nested import Inputs, describe, named_leaves, paths_of, pick, put
+from hookkit.hooks.observing import check_same, positional
+from hookkit.nested import Inputs, describe, paths_of, pick, put
 
 Kind = Literal["output", "input", "grad"]
 Function = Callable[..., Any]
@@ -65,7 +66,7 @@ class Edit:
         new = self.changed(module, value, Inputs(args, kwargs), value)
         if new is None:
             return None
-        self.check(value, new)
+        check_same(self.who, self.label, value, new)
         return put(output, self.leaf, new) if self.leaf else new
 
     def on_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -78,10 +79,10 @@ class Edit:
         if new is None:
             return None
         if self.leaf:
-            self.check(value, new)
+            check_same(self.who, self.label, value, new)
             new = put(inputs, self.leaf, new)
         elif not isinstance(new, Inputs):
-            new = Inputs(self.positional(inputs, new), kwargs)
+            new = Inputs(positional(self.who, self.label, inputs, new), kwargs)
         return tuple(new), new.kwargs
 
     def on_forward(self, module: nn.Module, output: Any) -> Receive | None:
@@ -140,28 +141,6 @@ class Edit:
                 f"Select a path that is there: {paths_of(x)}."
             ) from e
 
-    def check(self, old: Any, new: Any) -> None:
-        """Raises unless `new` has the containers of `old`, with tensors in the same places."""
-        if isinstance(old, Tensor) and isinstance(new, Tensor):
-            return
-        same = type(old) is type(new) and _paths(old) == _paths(new)
-        if not same and _paths(old):
-            raise HookError(
-                f"{self.who} on {self.label()}: the replacement is {_told(new)}, the layer gave "
-                f"{_told(old)}. Return the same structure, or None to leave it."
-            )
-
-    def positional(self, inputs: Inputs, new: Any) -> tuple[Any, ...]:
-        """The positional inputs that `new` stands for."""
-        values = new if isinstance(new, tuple) else (new,)
-        if len(values) != len(inputs):
-            raise HookError(
-                f"{self.who} on {self.label()}: {len(values)} positional inputs were returned, the "
-                f"layer was called with {describe(inputs)}. Return as many, or "
-                f"Inputs(args, kwargs) for all."
-            )
-        return values
-
     def label(self) -> str:
         """The layer in words, for messages."""
         module = self.module()
@@ -184,11 +163,3 @@ def _receiver(edit: ref[Edit], module: ref[nn.Module]) -> Receive:
         return None if e is None or m is None else e.on_grad(m, grad)
 
     return receive
-
-
-def _paths(x: Any) -> list[str]:
-    return [path for path, _ in named_leaves(x)]
-
-
-def _told(x: Any) -> str:
-    return describe(x) if isinstance(x, Tensor) else f"{type(x).__name__} {describe(x)}"

@@ -44,7 +44,7 @@ class Hook:
         gather: reading `stored` joins the ranks' batches; every rank has to read it.
         pre: before the forward instead of after it.
         edit: what `hook_func` returns (unless None) replaces the output (pre: the inputs, as one
-            value, a tuple or `Inputs`; backward: `grad_input`).
+            value, a tuple or `Inputs`; backward: `grad_input`). Of another structure it raises.
         keep: `"last"` call, or `"all"` calls, in `.calls`.
         clone: None stores a snapshot (live tensors with `detach=False`); True clones; False
             stores the live tensor, and reading one that was overwritten since warns.
@@ -56,7 +56,7 @@ class Hook:
     Raises:
         ArgumentError: `m` is no module, `hook_func` no function.
         OptionError: an option has a value that cannot work.
-        HookError: `m` is scripted.
+        HookError: `m` is scripted; or, as the model runs, an edit gave another structure.
 
     >>> m = nn.Linear(2, 3)
     >>> with Hook(m, lambda m, i, o: tuple(o.shape)) as h:

@@ -18,7 +18,7 @@ from hookkit.errors import HookError
 from hookkit.hooks.capturing import Kept, Storer, lent, owned
 from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling, is_exporting
 from hookkit.hooks.gradients import Receive
-from hookkit.nested import Inputs, describe, leaves, pick, put, tmap
+from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
 
 if TYPE_CHECKING:
     from hookkit.hooks.hooking import Hook
@@ -44,7 +44,10 @@ class Forward(Dispatcher):
             inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
         given = (*inputs, *inputs.kwargs.values(), *((x,) if theirs else ()))
         new = observe(hook, module, given, called, o.hook_func, module, inputs, x)
-        return put(output, leaf, new) if leaf and new is not None else new
+        if new is None:
+            return None
+        check_same(o.who, lambda: hook.label, x, new)
+        return put(output, leaf, new) if leaf else new
 
 
 class Pre(Dispatcher):
@@ -69,10 +72,12 @@ class Pre(Dispatcher):
         new = observe(hook, module, given, called, o.hook_func, module, x)
         if new is None:
             return None
-        new = put(inputs, leaf, new) if leaf else new
+        if leaf:
+            check_same(o.who, lambda: hook.label, x, new)
+            new = put(inputs, leaf, new)
         if isinstance(new, Inputs):
             return tuple(new), new.kwargs
-        return (new if isinstance(new, tuple) else (new,)), kwargs
+        return positional(o.who, lambda: hook.label, inputs, new), kwargs
 
 
 class Backward(Dispatcher):
@@ -131,6 +136,37 @@ def _flat(output: Any) -> bool:
     if not isinstance(output, tuple) or type(output).__module__ == "torch.return_types":
         return False
     return all(isinstance(t, Tensor) or not leaves(t) for t in output)
+
+
+def check_same(who: str, label: Callable[[], str], old: Any, new: Any) -> None:
+    """Raises unless `new` has the containers of `old`, with tensors in the same places."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return
+    same = type(old) is type(new) and _paths(old) == _paths(new)
+    if not same and _paths(old):
+        raise HookError(
+            f"{who} on {label()}: the replacement is {_told(new)}, the layer gave {_told(old)}. "
+            "Return the same structure, or None to leave it."
+        )
+
+
+def positional(who: str, label: Callable[[], str], inputs: Inputs, new: Any) -> tuple[Any, ...]:
+    """The positional inputs that `new` stands for; raises unless there are as many of them."""
+    values = new if isinstance(new, tuple) else (new,)
+    if len(values) != len(inputs):
+        raise HookError(
+            f"{who} on {label()}: {len(values)} positional inputs were returned, the layer was "
+            f"called with {describe(inputs)}. Return as many, or Inputs(args, kwargs) for all."
+        )
+    return values
+
+
+def _paths(x: Any) -> list[str]:
+    return [path for path, _ in named_leaves(x)]
+
+
+def _told(x: Any) -> str:
+    return describe(x) if isinstance(x, Tensor) else f"{type(x).__name__} {describe(x)}"
 
 
 def same(x: Any) -> Any:
