@@ -95,6 +95,14 @@ class Dispatcher:
             if self.with_kwargs:
                 module._forward_hooks_with_kwargs.pop(self.key, None)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script alone asks a hook for its name; this error is what it shows
+        raise AttributeError(
+            "hookkit: torch.jit.script compiles a module's hooks with it, and cannot compile those "
+            "of hookkit. Script the model before they are put on, or after they were removed."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         return type(self)(None, self.key)
 
