@@ -49,7 +49,8 @@ def fast(t: Tensor) -> dict[str, float]:
     x = plain(t)
     assert x is not None
     values, times = flat(x)
-    row = cpu_row(values, EPS, array_of(values))
+    array = array_of(values)
+    row = cpu_row(values if array is None else array, EPS)
     scale = {"n", "m2", "near", "zero", "bad"}
     named = dict(zip(FIELDS[1:], row, strict=True))
     return {k: v * times if k in scale else v for k, v in named.items()}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.moments import banks
+from hookkit.moments import waiting
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.rings import Axis
@@ -92,12 +92,12 @@ def test_what_waits_is_recorded_as_what_does_not(
         record = tally.record()
         return {**record.values, "hist": record.hist, "spans": record.spans}
 
-    monkeypatch.setattr(banks, "SMALL", -1)
-    monkeypatch.setattr(banks, "MOST_LATE", 1)
+    monkeypatch.setattr(waiting, "SMALL", -1)
+    monkeypatch.setattr(waiting, "MOST_LATE", 1)
     want = all_of(busy(seed))
-    monkeypatch.setattr(banks, "SMALL", small)
-    monkeypatch.setattr(banks, "MOST_LATE", late)
-    monkeypatch.setattr(banks, "LATE_VALUES", values)
+    monkeypatch.setattr(waiting, "SMALL", small)
+    monkeypatch.setattr(waiting, "MOST_LATE", late)
+    monkeypatch.setattr(waiting, "LATE_VALUES", values)
     found = all_of(busy(seed))
 
     assert want.keys() == found.keys()
@@ -106,7 +106,7 @@ def test_what_waits_is_recorded_as_what_does_not(
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(banks, "LATE_VALUES", 1000)
+    monkeypatch.setattr(waiting, "LATE_VALUES", 1000)
     tally = Tally("activation", Options())
     rows = tally.rows([f"layer{i}" for i in range(30)], ["Linear"] * 30)
 
@@ -305,14 +305,14 @@ def test_an_interrupt_while_what_waits_is_read_loses_nothing(
     tally, data = filled(20, limit=64, bins=log_bins(), sample=64)
     (bank,) = tally.banks.values()
     assert len(bank.late) == 20
-    real, calls = banks.cpu_row, itertools.count()
+    real, calls = waiting.cpu_row, itertools.count()
 
     def interrupted(*args: object) -> object:
         if next(calls) == 7:
             raise KeyboardInterrupt
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(banks, "cpu_row", interrupted)
+    monkeypatch.setattr(waiting, "cpu_row", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tally.record()
     record = tally.record()

@@ -10,6 +10,7 @@ units       Dead, dormant and saturated units (channels): judged over a window o
             batch.
 banks       The tables of one device: what hooks handed in since the last step, and the ring of
             the past.
+waiting     The tables of the CPU, where what is small waits until there is much of it.
 tallies     The tally: what hooks hand in, kept on the data's device until somebody reads.
 kernels     Moments on CUDA in one read: a Triton kernel, where Triton is (PyTorch for CUDA
             brings it).

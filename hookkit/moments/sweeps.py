@@ -64,29 +64,26 @@ class _Scratch(threading.local):
 scratch = _Scratch()
 
 
-def cpu_row(x: Tensor, eps: float, values: Any = None, reader: Reader | None = None) -> Row:
-    """The row (without `calls`) of a flat CPU tensor, read once in chunks that fit the cache.
+def cpu_row(x: Any, eps: float, reader: Reader | None = None) -> Row:
+    """The row (without `calls`) of flat values on the CPU, read once in chunks that fit the cache.
 
     fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks. Reads
     results through numpy's view of them: memory that is already here, no tensor read-out.
 
     Args:
-        x: (n,) of any dtype and stride.
-        values: `array_of(x)`.
-        reader: shown each chunk of `values` too.
+        x: (n,) array of float32 or float64, or a tensor of any dtype and stride.
+        reader: shown each chunk of the array too.
     """
-    n = x.numel()
+    n = len(x)
     if n == 0:
         return EMPTY[1:]
     size = CHUNK if reader is None else CHUNK // reader.multiple * reader.multiple
 
     total: Row | None = None
     for start in range(0, n, size):
-        if values is None:
-            part = x[start : start + size]
-            chunk = scratch.room(part.numel(), working_dtype(x)).copy_(part).numpy()
-        else:
-            chunk = values[start : start + size]
+        chunk = x[start : start + size]
+        if isinstance(chunk, Tensor):
+            chunk = scratch.room(len(chunk), working_dtype(x)).copy_(chunk).numpy()
         row = _chunk(chunk, eps)
         total = row if total is None else merge_row(total, row)
         if reader is not None:

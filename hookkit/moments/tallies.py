@@ -24,11 +24,13 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.errors import HookError
 from hookkit.hooks.dispatching import is_exporting
+from hookkit.moments import kernels
 from hookkit.moments.banks import Bank, Options
 from hookkit.moments.histograms import sample_error
 from hookkit.moments.moments import (
     N_FIELDS,
     empty_rows,
+    floats_of,
     merge,
     plain,
     statistics,
@@ -36,6 +38,7 @@ from hookkit.moments.moments import (
 )
 from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.units import Units, shares
+from hookkit.moments.waiting import WaitingBank
 from hookkit.records import Record
 
 
@@ -96,6 +99,10 @@ class Tally:
             if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
+        if self.unscale is None and not leaf and (array := floats_of(t)) is not None:
+            self.dtypes[row] = t.dtype
+            self._bank(_CPU).take_array(row, array, t, self.types[row])
+            return
         values = plain(t)
         if values is None:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
@@ -117,7 +124,7 @@ class Tally:
     def _bank(self, device: torch.device) -> Bank:
         bank = self.banks.get(device)
         if bank is None:
-            bank = self.banks[device] = Bank(self.options, device, len(self.names))
+            bank = self.banks[device] = bank_of(self.options, device, len(self.names))
             bank.turn = self.n_commits
         return bank
 
@@ -268,7 +275,7 @@ class Tally:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
-        one = Bank(self.options, torch.device("cpu"), len(self.names))
+        one = WaitingBank(self.options, len(self.names))
         one.ring.data, counts, units = self._tables(len(self.axis), len(self.names))
         if one.hist is not None:
             one.hist.data = counts.to(one.hist.data.dtype)
@@ -285,6 +292,14 @@ class Tally:
         self._enlist()
 
 
+def bank_of(options: Options, device: torch.device, rows: int) -> Bank:
+    """New tables for what is on `device`."""
+    if device.type == "cpu" and not kernels.serves(device):
+        return WaitingBank(options, rows)
+    return Bank(options, device, rows)
+
+
+_CPU = torch.device("cpu")
 _ids = itertools.count()
 _seers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

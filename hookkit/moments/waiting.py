@@ -1,0 +1,245 @@
+"""The tables of the CPU, where what is small waits until there is much of it.
+
+What looking at a small tensor costs is not the reading but the code for it, which the model has
+driven out of the cache, and which drives out the model's in its turn. So it is copied, and looked
+at later, together with others; records wait likewise before they go into the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit.moments.banks import Bank, Options, narrow
+from hookkit.moments.histograms import ABSENT
+from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
+from hookkit.moments.sweeps import Reader, cpu_row
+
+SMALL = 1 << 14
+"""Tensors of at most so many values wait."""
+
+MOST_LATE = 32
+LATE_VALUES = 1 << 18
+"""Most records that wait, and most values that wait with them (1 MiB, as many sampled)."""
+
+
+@dataclass(slots=True)
+class Late:
+    """A record that is not in the ring yet: its column, and what is known or yet to be read."""
+
+    column: int
+    into: bool
+    most: int
+    turn: int
+    seen: dict[int, tuple[float, ...]]
+    unread: dict[int, tuple[Any, int]]
+
+
+class WaitingBank(Bank):
+    """The tables of the CPU. Moments are Python floats here until they go into the ring.
+
+    Attributes:
+        seen: moments of the batch at hand, by row.
+        unread: by row, copied values that are to be looked at, and how often each counts.
+        late: records that wait for others before they go into the ring.
+    """
+
+    def __init__(self, options: Options, rows: int) -> None:
+        self.seen: dict[int, tuple[float, ...]] = {}
+        self.unread: dict[int, tuple[Any, int]] = {}
+        self.late: list[Late] = []
+        self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
+        self.patient = not (options.window or options.exact_hist)
+        super().__init__(options, torch.device("cpu"), rows)
+
+    def _grow(self, rows: int) -> None:
+        self.flush()
+        super()._grow(rows)
+
+    def _grow_moments(self, old: int) -> None:
+        """Nothing: they are kept by row."""
+
+    def _blank_samples(self) -> Tensor:
+        """Those of the batch at hand, after as many more as records may wait."""
+        assert self.options.bins is not None
+        size = self.rows * self.options.sample
+        self.slots = max(min(LATE_VALUES // size, MOST_LATE), 1)
+        shape = self.slots, self.rows, self.options.sample
+        self.staged = torch.full(shape, ABSENT, dtype=torch.int32).view(torch.float32)
+        self.staged_arrays: Any = self.staged.numpy()
+        self.sample_arrays: Any = self.staged_arrays[0]
+        return self.staged[0]
+
+    def _use_slot(self, slot: int) -> None:
+        """Has the samples of the batch at hand go to `slot`."""
+        if self.options.bins:
+            self.samples, self.sample_arrays = self.staged[slot], self.staged_arrays[slot]
+
+    # --- the batch at hand
+
+    def take(self, row: int, t: Tensor, kind: str) -> None:
+        """Add the plain tensor `t`, which a module of class `kind` gave, to `row`."""
+        x, times = flat(t)
+        array = array_of(x)
+        if array is not None:
+            self.take_array(row, array, t, kind, times)
+            return
+        self._room_for(row)
+        if row in self.unread:
+            self._read()
+        if self.units is not None:
+            self.units.take(row, t, kind)
+        self._take_row(row, x, times)
+        if self.options.exact_hist:
+            self._count(row, x, times)
+
+    def take_array(self, row: int, array: Any, t: Tensor, kind: str, times: int = 1) -> None:
+        """Add `t`, whose values are the flat `array`, each so many times."""
+        self._room_for(row)
+        known = row in self.seen or row in self.unread
+        if self.patient and len(array) <= SMALL and not known:
+            self.unread[row] = array.copy(), times
+            self.n_unread += len(array)
+            if self.n_unread > LATE_VALUES:
+                self._read()
+            return
+        if known:
+            self._read()
+        reader = None
+        if self.units is not None:
+            reader = self.units.reader(row, t, kind)
+            if reader is None:
+                self.units.take(row, t.detach(), kind)
+        self._take_row(row, array, times, reader)
+        if self.options.exact_hist:
+            self._count(row, torch.from_numpy(array), times)
+
+    def _read(self) -> None:
+        """Look at what was only copied of the batch at hand."""
+        for row in list(self.unread):
+            self._take_row(row, *self.unread[row])
+            del self.unread[row]  # only now: an interrupt loses nothing, nor counts it twice
+        self.n_unread = 0
+
+    def _take_row(self, row: int, x: Any, times: int, reader: Reader | None = None) -> None:
+        new: Any = cpu_row(x, self.options.eps, reader)
+        if times > 1:
+            n, mean, m2, lo, hi, near, zero, bad = new
+            new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
+        calls, *old = self.seen.get(row, (0.0,))
+        self.seen[row] = (calls + 1, *(merge_row(old, new) if calls else new))
+        if self.options.bins and not self.options.exact_hist:
+            self._sample(row, x)
+
+    def _sample(self, row: int, x: Any) -> None:
+        part, k = self._part(row, len(x))
+        if isinstance(x, np.ndarray) and x.dtype == np.float32:
+            self.sample_arrays[row, :k] = x[part]  # as below, in a third of the time
+        else:
+            some = torch.as_tensor(x[part])
+            self.samples[row, :k].copy_(narrow(some))
+
+    def _live(self) -> Tensor:
+        self._read()
+        return self._table([self.seen])[0]
+
+    def _table(self, seen: list[dict[int, tuple[float, ...]]]) -> Tensor:
+        """(len(seen), rows, 9) float64 moments."""
+        rows = range(self.rows)
+        return torch.from_numpy(np.array([[one.get(row, EMPTY) for row in rows] for one in seen]))
+
+    def _drop_moments(self) -> None:
+        self.seen.clear()
+        self.unread.clear()
+        self.n_unread = 0
+
+    def _drop_counts(self) -> None:
+        if self.counted:
+            self.counts.zero_()
+            self.counted = False
+        if self.sampled:
+            self.samples.view(torch.int32).fill_(ABSENT)
+            self.sampled.clear()
+
+    # --- records
+
+    def commit(self, column: int, into: bool, most: int) -> None:
+        """Close the record; it goes into the ring when there are others, or somebody reads."""
+        if self.kept is not None or self.counted:
+            self._read()
+            self.flush()
+            super().commit(column, into, most)
+            return
+        self.late.append(Late(column, into, most, self.turn, self.seen, self.unread))
+        self.n_late += self.n_unread
+        self.seen, self.unread, self.n_unread = {}, {}, 0
+        if self.units is not None:
+            self.units.commit(column, into, self.rows, most)
+            self.units.forget()
+        self.sampled.clear()
+        slots = self.slots if self.options.bins else MOST_LATE
+        if len(self.late) >= slots or self.n_late > LATE_VALUES:
+            self.flush()
+        else:
+            self._use_slot(len(self.late))
+
+    def flush(self) -> None:
+        """Bring the ring up to the last commit."""
+        late = self.late
+        if not late:
+            return
+        self._read_late(late)
+        tables = self._table([record.seen for record in late])
+        counts: Any = [None] * len(late)
+        if self.hist is not None and self.options.bins is not None:
+            staged = self.staged[: len(late)]
+            found = self.options.bins.count(staged.view(-1, self.options.sample))
+            counts = found.view(len(late), self.rows, -1)[..., :-1]
+        for record, table, count in zip(late, tables, counts, strict=True):
+            self.ring.put(record.column, table, record.into, record.most)
+            if self.hist is not None:
+                self.hist.put(record.column, count, record.into, record.most)
+        if self.hist is not None:
+            if self.sampled:  # the batch at hand goes on in the first slot
+                staged[0] = self.samples
+                self.samples.view(torch.int32).fill_(ABSENT)
+                staged = staged[1:]
+            staged.view(torch.int32).fill_(ABSENT)
+            self._use_slot(0)
+        self.late, self.n_late = [], 0  # last: an interrupt loses nothing
+
+    def _read_late(self, late: list[Late]) -> None:
+        """Look at what was only copied of records that wait; the batch at hand is kept apart."""
+        apart = self.seen, self.unread, self.n_unread, self.sampled, self.turn
+        try:
+            for slot, record in enumerate(late):
+                self.seen, self.unread, self.sampled = record.seen, record.unread, {}
+                self.turn = record.turn
+                self._use_slot(slot)
+                self._read()
+        finally:
+            self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
+            if len(late) < (self.slots if self.options.bins else MOST_LATE):
+                self._use_slot(len(late))
+
+    def _tables(self) -> list[Tensor]:
+        return [self.staged, self.counts] if self.options.bins else []
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all tables and rings, and of what waits."""
+        return super().n_bytes + 4 * (self.n_late + self.n_unread)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: the past only (a `Tally` has put it here before)."""
+        self.flush()
+        names = ("options", "rows", "turn", "ring", "hist", "units")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"], state["rows"])  # type: ignore[misc]
+        self.__dict__.update(state)
