@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -433,3 +434,81 @@ def test_smoothing_does_not_lag_and_steps_over_nan() -> None:
     assert smooth[20] == pytest.approx(20.0)
     assert np.isnan(smooth[50])
     assert smooth[51] == pytest.approx(np.nanmean(ramp[49:54]))
+
+
+NAMES = ("_conv_stem", "$p_a$", "open$x^{$", "_fc")
+"""Names that matplotlib would leave out of a legend, or read as formulas."""
+
+
+def named(names: tuple[str, ...]) -> Run:
+    run = made.run([f"l{i}" for i in range(len(names))], n=20)
+
+    def renamed(r: Record | None) -> Record | None:
+        return None if r is None else replace(r, names=names[: len(r.names)])
+
+    records = (run.activations, run.gradients)
+    activations, gradients = (renamed(r) for r in records)
+    assert run.params is not None
+    params = replace(run.params, names=tuple(f"{n}.w{i}" for i, n in enumerate(names * 2)))
+    return replace(run, activations=activations, gradients=gradients, params=params)
+
+
+def texts(figure: Any) -> set[str]:
+    return {t.get_text().replace("\\$", "$") for t in figure.findobj(mpl.text.Text)}
+
+
+def test_names_stand_in_a_picture_as_they_are() -> None:
+    figure = plotting.plot_stats(named(NAMES))
+
+    assert plotting.png(figure)
+    (legend,) = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
+    assert [t.get_text().replace("\\$", "$") for t in legend.get_texts()] == list(NAMES)
+
+
+@pytest.mark.parametrize("name", ["plot_run", "color_dim", "plot_depth", "plot_layer_stats"])
+def test_a_dollar_in_a_layers_name_is_no_formula(name: str) -> None:
+    picture = PICTURES[name](replace(named(("$p_a^{$", *NAMES[1:])), params=None))
+
+    assert plotting.png(picture)
+    assert any("$p_a^{$" in text for text in texts(picture))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", ["plot_run", "plot_stats", "plot_loss", "color_dim one layer"])
+def test_few_steps_are_counted_in_whole_numbers(name: str, n: int) -> None:
+    picture = PICTURES[name](made.run(n=n))
+
+    ax = picture.figure.axes[0]
+    assert plotting.png(picture)
+    assert all(float(tick).is_integer() for tick in ax.xaxis.get_major_locator()())
+
+
+def test_a_picture_is_saved_as_what_its_name_says(tmp_path: Path) -> None:
+    ax = plotting.plot_updates(made.run(n=20))
+
+    with pytest.raises(OptionError, match=r'PNG is what save writes\. Name it "run\.png"'):
+        plotting.save(ax, tmp_path / "run.pdf")
+    assert not list(tmp_path.iterdir())
+
+    assert plotting.save(ax, tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_what_cannot_be_drawn_on_is_refused(name: str) -> None:
+    given = {"ax" if name in ON_AXES else "fig": "here"}
+
+    with pytest.raises(ArgumentError, match=r"='here' was given, a str\. Give a"):
+        PICTURES[name](made.run(n=20), **given)
+
+
+def test_what_is_no_picture_is_not_saved() -> None:
+    with pytest.raises(ArgumentError, match="a picture was expected, NoneType was given"):
+        plotting.png(None)
+
+
+@pytest.mark.parametrize("findings", ["sick", 3, [None]])
+def test_what_is_no_finding_is_refused(findings: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"which is no finding\. Give what diagnose\(run\) gave"
+    ):
+        plotting.plot_run(made.run(n=20), findings=findings)

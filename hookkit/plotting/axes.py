@@ -26,9 +26,24 @@ RANGE = (1e-301, 1e301)
 KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
 
 
+def literal(text: str) -> str:
+    """`text` as it stands: between two dollar signs matplotlib would read a formula.
+
+    >>> literal("cost in $ or $US")
+    'cost in \\\\$ or \\\\$US'
+    """
+    return text.replace("$", r"\$")
+
+
 def title(ax: Any, text: str, pad: float | None = None) -> None:
     """A small title at the left."""
-    ax.set_title(text, fontsize=10, loc="left", pad=pad)
+    ax.set_title(literal(text), fontsize=10, loc="left", pad=pad)
+
+
+def count_steps(ax: Any) -> None:
+    """Says that x counts optimizer steps, which are whole also where there are few."""
+    ax.set_xlabel("optimizer step", fontsize=9)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def plain(ax: Any) -> None:
@@ -53,7 +68,10 @@ def name_layers(axis: Any, names: Sequence[str], most: int, rotation: float = 0)
     ticks = layer_ticks(names, most)
     size = 7 if len(ticks) <= 20 else 6
     axis.set_ticks(
-        [i for i, _ in ticks], [name for _, name in ticks], fontsize=size, rotation=rotation
+        [i for i, _ in ticks],
+        [literal(name) for _, name in ticks],
+        fontsize=size,
+        rotation=rotation,
     )
 
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.errors import missing_extra
-from hookkit.plotting.axes import INK
+from hookkit.errors import ArgumentError, OptionError, missing_extra
+from hookkit.plotting.axes import INK, literal
 
 try:
     import matplotlib as mpl
+    from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
     from matplotlib.patches import Patch
 except ImportError:
     raise missing_extra("matplotlib", "plot", "draw") from None
@@ -37,8 +38,17 @@ def offscreen() -> Iterator[None]:
 
 
 def png(picture: Any, dpi: int = 100) -> bytes:
-    """A Figure or Axes as the bytes of a PNG file, on white; a figure of pyplot's is closed."""
-    figure = picture if isinstance(picture, Figure) else picture.figure
+    """A Figure or Axes as the bytes of a PNG file, on white; a figure of pyplot's is closed.
+
+    Raises:
+        ArgumentError: `picture` is neither.
+    """
+    figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
+    if not isinstance(figure, Figure):
+        raise ArgumentError(
+            f"a picture was expected, {type(picture).__name__} was given. "
+            f"Give the Figure or the Axes that a plot_… function returned."
+        )
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
     if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
@@ -47,10 +57,25 @@ def png(picture: Any, dpi: int = 100) -> bytes:
 
 
 def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
-    """Writes a Figure or Axes to `path` as PNG; the path."""
+    """Writes a Figure or Axes to `path` as PNG; missing parent folders are made. The path.
+
+    Raises:
+        ArgumentError: `picture` is neither.
+        OptionError: the name's ending is that of another format.
+    """
     path = Path(path)
-    path.write_bytes(png(picture, dpi))
+    if path.suffix.lower() in _OTHERS:
+        raise OptionError(
+            f'"{path.name}" was to be saved, and PNG is what save writes. Name it '
+            f'"{path.stem}.png", or call the Figure\'s own savefig("{path.name}").'
+        )
+    drawn = png(picture, dpi)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(drawn)
     return path
+
+
+_OTHERS = {".pdf", ".svg", ".svgz", ".eps", ".ps", ".jpg", ".jpeg", ".webp", ".tif", ".tiff"}
 
 
 def pyplot() -> Any:
@@ -63,14 +88,25 @@ def pyplot() -> Any:
 def new_figure(fig: Any, width: float, height: float, *, constrained: bool = True) -> Any:
     """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`."""
     if fig is not None:
-        return fig
+        return _checked("fig", fig, FigureBase, "Figure or SubFigure")
     make = Figure if _offscreen.get() else pyplot().figure
     return make(figsize=(width, height), layout="constrained" if constrained else None)
 
 
 def new_axes(ax: Any, width: float, height: float) -> Any:
     """`ax`, or the only Axes of a new figure."""
-    return new_figure(None, width, height).subplots() if ax is None else ax
+    if ax is not None:
+        return _checked("ax", ax, Axes, "Axes")
+    return new_figure(None, width, height).subplots()
+
+
+def _checked(name: str, given: Any, kind: type, word: str) -> Any:
+    if not isinstance(given, kind):
+        raise ArgumentError(
+            f"{name}={given!r:.60} was given, a {type(given).__name__}. Give a {word} of "
+            f"matplotlib's, or none for a new one."
+        )
+    return given
 
 
 def colour_map(name: str, **extremes: Any) -> Any:
@@ -94,7 +130,7 @@ def depth_scale(n: int) -> Any:
 
 def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
     """Below a figure: lines of text at the left, what its special colours mean at the right."""
-    words = [Patch(fc="none", ec="none", label=line) for line in lines]
+    words = [Patch(fc="none", ec="none", label=literal(line)) for line in lines]
     patches = [Patch(fc=c, ec=INK, lw=0.5, label=meaning) for meaning, c in colours.items()]
     if words:
         text = {"handlelength": 0, "handletextpad": 0, "loc": "outside lower left"}

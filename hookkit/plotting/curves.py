@@ -12,6 +12,8 @@ from hookkit.plotting.axes import (
     FAINT,
     INK,
     KINDS,
+    count_steps,
+    literal,
     log_y,
     mark_broken,
     mark_epochs,
@@ -64,7 +66,9 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     if never.any():
         still = ", ".join(record.names[i] for i in np.flatnonzero(never))
         text = f"never moved: {plotdata.shorten(still, 80)}"
-        ax.annotate(text, (0.01, 0.02), xycoords="axes fraction", fontsize=8, weight="bold")
+        ax.annotate(
+            literal(text), (0.01, 0.02), xycoords="axes fraction", fontsize=8, weight="bold"
+        )
     return ax
 
 
@@ -113,7 +117,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
-    fig.suptitle(f"{plotdata.label(record, row)}: {KINDS[record.kind]}", fontsize=10)
+    fig.suptitle(literal(f"{plotdata.label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
     return fig
 
 
@@ -144,7 +148,7 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
         broken = plotdata.nonfinite(record)
         mark_broken(ax, record.steps, (broken if rows is None else broken[rows]).any(axis=0))
         mark_epochs(ax, record)
-    ax.set_xlabel("optimizer step", fontsize=9)
+    count_steps(ax)
     plain(ax)
 
 
@@ -153,20 +157,19 @@ def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, ls: str
     rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
     colours = depth_colours(len(rows))
     marker = "." if len(x) < 30 else ""
-    for colour, i in zip(colours, rows, strict=True):
-        ax.plot(
-            x,
-            table[i],
-            color=colour,
-            lw=1.4 if len(rows) <= 30 else 0.8,
-            ls=ls,
-            marker=marker,
-            label=plotdata.shorten(record.names[i], 28),
-        )
+    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, "ls": ls, "marker": marker}
+    lines = [
+        ax.plot(x, table[i], color=colour, **style)[0]
+        for colour, i in zip(colours, rows, strict=True)
+    ]
     if not key or not rows:
         return
     if len(rows) <= 12:
-        ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+        legend = ax.legend(lines, map(str, rows), fontsize=7, frameon=False, **place)
+        # named now: a label that begins with an underscore is left out of a legend
+        for text, i in zip(legend.get_texts(), rows, strict=True):
+            text.set_text(literal(plotdata.shorten(record.names[i] or "(model)", 28)))
         return
     bar = ax.figure.colorbar(depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hookkit.errors import ArgumentError
 from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BROKEN,
     KINDS,
     NEVER,
+    count_steps,
     mark_epochs,
     name_layers,
     nothing,
@@ -45,11 +47,14 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
 
     Returns:
         The Figure: a panel and a colour bar for each record that is there.
+
+    Raises:
+        ArgumentError: `findings` has something else in it.
     """
     run = plotdata.as_run(run)
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]
-    found = diagnosed(run) if findings is None else findings
+    found = diagnosed(run) if findings is None else _checked(findings)
     fig = new_figure(fig, 10, sum(heights) + 0.9 + 0.17 * min(7, len(found)))
     if not panels:
         nothing(fig.subplots(), "nothing was recorded")
@@ -59,7 +64,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     for ax, record, height in zip(axes, panels, heights, strict=True):
         met |= _heat(ax, record, most_labels=int(8 * height))
         mark_epochs(ax, record, label=ax is axes[0])
-    axes[-1].set_xlabel("optimizer step", fontsize=9)
+    count_steps(axes[-1])
     lines = _mark_findings(axes, panels, found)
     key(fig, {word: colour for word, colour in WORDS.items() if word in met}, lines)
     return fig
@@ -107,6 +112,19 @@ def diagnosed(run: Run) -> Sequence[Any]:
     from hookkit import health
 
     return health.diagnose(run)
+
+
+def _checked(findings: Any) -> Sequence[Any]:
+    found = list(findings) if isinstance(findings, Iterable) else [findings]
+    if alien := [f for f in found if not all(hasattr(f, name) for name in _OF_A_FINDING)]:
+        raise ArgumentError(
+            f"plot_run(findings=…) holds {alien[0]!r:.60}, which is no finding. "
+            f"Give what diagnose(run) gave, or some of it; [] marks nothing."
+        )
+    return found
+
+
+_OF_A_FINDING = ("severity", "rule", "layers", "steps")
 
 
 def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> list[str]:

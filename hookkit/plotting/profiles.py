@@ -16,6 +16,7 @@ from hookkit.plotting.axes import (
     INK,
     KINDS,
     ORANGE,
+    count_steps,
     log_y,
     mark_broken,
     mark_epochs,
@@ -24,7 +25,7 @@ from hookkit.plotting.axes import (
     plain,
     title,
 )
-from hookkit.plotting.canvas import depth_colours, new_figure
+from hookkit.plotting.canvas import depth_colours, new_axes, new_figure
 from hookkit.records import Floats, Record, Run
 
 MOST_POINTS = 60
@@ -131,8 +132,9 @@ def plot_loss(
             f"out at the beginning. Use 0 for none, or a positive whole number{most}."
         )
     if ax is not None:
+        ax = new_axes(ax, 10, 3.6)
         _losses(ax, run, skip_start, with_valid)
-        ax.set_xlabel("optimizer step", fontsize=9)
+        count_steps(ax)
         return ax
     steps, norms = plotdata.gradient_norms(run)
     steps, norms = steps[steps >= skip_start], norms[steps >= skip_start]
@@ -145,7 +147,7 @@ def plot_loss(
         _series(axes[1], steps, norms, "gradient norm")
         title(axes[1], "Global gradient norm")
         log_y(axes[1], norms)
-    axes[-1].set_xlabel("optimizer step", fontsize=9)
+    count_steps(axes[-1])
     return fig
 
 

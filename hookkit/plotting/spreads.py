@@ -14,6 +14,8 @@ from hookkit.plotting.axes import (
     BROKEN,
     KINDS,
     NEVER,
+    count_steps,
+    literal,
     mark_epochs,
     nothing,
     plain,
@@ -123,7 +125,7 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
         if grid.columns > 1:
             at, text = (c * right + xs[0], r * up + high), {"textcoords": "offset points"}
-            ax.annotate(grid.name(record, row), at, (0, 2), fontsize=grid.size, **text)
+            ax.annotate(literal(grid.name(record, row)), at, (0, 2), fontsize=grid.size, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
     y = np.concatenate([np.arange(high + 1) + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
@@ -147,6 +149,7 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if grid.rows == 1 else 5)
     ys = [place - bins[0] + r * up for r in range(grid.rows) for place in places]
     size = min(8, grid.size + 0.5)
+    count_steps(ax)
     ax.set_yticks(ys, labels * grid.rows, fontsize=size)
     if grid.columns == 1:
         mark_epochs(ax, record)
@@ -155,7 +158,6 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
         ends = [int(record.steps[0]), int(record.steps[-1])]
         ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=size)
     ax.tick_params(length=2)
-    ax.set_xlabel("optimizer step", fontsize=9)
     ax.spines[:].set_visible(False)
 
 
