@@ -9,13 +9,15 @@ from __future__ import annotations
 import csv
 import json
 import zipfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from hookkit.errors import ArgumentError, OptionError, missing_extra
+from hookkit.errors import ArgumentError, OptionError, missing_extra, nearest
 from hookkit.records import Record, Run
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
@@ -37,7 +39,7 @@ def records_of(source: Any) -> list[Record]:
     for reading in ("record", "run", "run_record"):
         if callable(read := getattr(source, reading, None)):
             return records_of(read())
-    if isinstance(source, Iterable) and not isinstance(source, str):
+    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
         return [record for item in source for record in records_of(item)]
     raise ArgumentError(
         f"a record was expected, {type(source).__name__} was given. Give a Record, a Run, a "
@@ -75,8 +77,12 @@ def to_df(source: Any) -> Any:
 
 
 def to_csv(source: Any, path: str | Path) -> Path:
-    """Writes the tidy table as CSV (numbers to full precision, nothing for NaN); the path."""
+    """Writes the tidy table as CSV (numbers to full precision, nothing for NaN); the path.
+
+    Missing parent folders are made.
+    """
     path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -88,6 +94,8 @@ def to_csv(source: Any, path: str | Path) -> Path:
 
 def save(source: Any, path: str | Path) -> Path:
     """Writes records to one compressed `.npz` file, without pickles; the path.
+
+    Missing parent folders are made.
 
     >>> import tempfile
     >>> from hookkit.records import Record
@@ -109,6 +117,7 @@ def save(source: Any, path: str | Path) -> Path:
         for name, table in r.values.items():
             arrays[f"{i}/values/{name}"] = table
     text = json.dumps({"hookkit": 1, "records": heads}, default=_plain)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:  # a file, since numpy adds .npz to a name that lacks it
         np.savez_compressed(file, head=np.array(text), **arrays)
     return path
@@ -125,20 +134,20 @@ def load(path: str | Path) -> list[Record]:
     """The records that `save` wrote, equal in every value.
 
     Raises:
-        OptionError: the file is not one of `save`'s.
+        OptionError: the file is not one of `save`'s, or is damaged.
     """
-    foreign = f"{path} was to be loaded; hookkit did not write it. Use save(…, path)."
     try:
-        opened = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile):
-        raise OptionError(foreign) from None
-    if not isinstance(opened, np.lib.npyio.NpzFile):
-        raise OptionError(foreign)
-    with opened as file:
-        if "head" not in file:
-            raise OptionError(foreign)
-        heads = json.loads(str(file["head"]))["records"]
-        return [_loaded(file, i, head) for i, head in enumerate(heads)]
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            heads = json.loads(str(file["head"]))["records"]
+            return [_loaded(file, i, head) for i, head in enumerate(heads)]
+    except _UNREADABLE as why:
+        raise OptionError(
+            f"{path} was to be loaded; hookkit did not write it, or it is damaged. "
+            f"Use save(…, path)."
+        ) from why
+
+
+_UNREADABLE = (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def _loaded(file: Any, i: int, head: dict[str, Any]) -> Record:
@@ -157,23 +166,30 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> list[dict[str, Any]]:
         statistic: any that both recorded, such as `"update_ratio"`.
 
     Returns:
-        A list of `{"kind", "layer", "a", "b", "ratio"}`, the largest change first; medians over
-        the steps that both cover.
+        A list of `{"kind", "layer", "a", "b", "ratio"}`, the largest change first, and last those
+        that did not run in one of them (NaN); medians over the steps that both cover.
 
     Raises:
         OptionError: they have no layer with that statistic in common.
     """
-    rows = []
-    for x in records_of(a):
-        for y in records_of(b):
+    rows, mine, others = [], records_of(a), records_of(b)
+    for x in mine:
+        for y in others:
             if x.kind == y.kind and statistic in x.values and statistic in y.values:
                 rows += _compared(x, y, statistic)
     if not rows:
         raise OptionError(
             f'"{statistic}" of two runs was to be compared; they have no layer with it in common. '
-            f"Use names and statistics that both recorded."
+            f"Both recorded {_common(mine, others)}."
         )
-    return sorted(rows, key=lambda row: -abs(_log(row["ratio"])))
+    return sorted(rows, key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
+
+
+def _common(a: list[Record], b: list[Record]) -> str:
+    """The statistics that both have of layers that both have, in words."""
+    pairs = [(x, y) for x in a for y in b if x.kind == y.kind and {*x.names} & {*y.names}]
+    found = [f'"{name}"' for x, y in pairs for name in x.values if name in y.values]
+    return ", ".join(dict.fromkeys(found)) or "no layer of the same kind and name"
 
 
 def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:
@@ -205,23 +221,43 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
     Args:
         writer: torch's or tensorboardX's SummaryWriter; it is neither flushed nor closed.
         source: a Record, a Run, a recording callback, a Learner, a Watcher, or a list of these.
-        statistics: which scalars; None takes about five per kind.
+        statistics: which scalars, a list of names (or one name); None takes about five per kind,
+            [] none.
 
     Raises:
-        ArgumentError: `writer` cannot take scalars.
+        ArgumentError: `writer` cannot take scalars, or not the histograms that are there.
+        OptionError: one of `statistics` was recorded nowhere.
     """
-    if not callable(getattr(writer, "add_scalar", None)):
+    records = records_of(source)
+    needed = ["add_scalar", *["add_histogram_raw"] * any(r.hist is not None for r in records)]
+    if missing := [name for name in needed if not callable(getattr(writer, name, None))]:
         raise ArgumentError(
-            f"log_to needs a SummaryWriter, {type(writer).__name__} was given. "
-            f"Make one: torch.utils.tensorboard.SummaryWriter(log_dir)."
+            f"log_to needs a SummaryWriter, {type(writer).__name__} was given, which has no "
+            f"{missing[0]}. Make one: torch.utils.tensorboard.SummaryWriter(log_dir)."
         )
-    for record in records_of(source):
-        wanted = statistics or (_PARAM_SCALARS if record.kind == "param" else _SCALARS)
-        for statistic in wanted:
+    wanted = None if statistics is None else _checked(statistics, records)
+    for record in records:
+        usual = _PARAM_SCALARS if record.kind == "param" else _SCALARS
+        for statistic in usual if wanted is None else wanted:
             _log_scalars(writer, record, statistic)
         if record.hist is not None:
             for row in range(len(record.names)):
                 _log_hist(writer, record, row)
+
+
+def _checked(statistics: Any, records: list[Record]) -> list[str]:
+    """The names in `statistics`, each recorded somewhere in `records`."""
+    one = isinstance(statistics, str) or not isinstance(statistics, Iterable)
+    wanted = [statistics] if one else list(statistics)
+    known = list(dict.fromkeys(name for record in records for name in record.values))
+    for name in wanted:
+        if records and name not in known:
+            near = nearest(str(name), known) or known
+            raise OptionError(
+                f"log_to(statistics=…) names {name!r}, which was not recorded. "
+                f"Use some of: {', '.join(near)}."
+            )
+    return wanted
 
 
 def _tag(record: Record, row: int) -> str:

@@ -2,11 +2,14 @@
 
 import csv
 import math
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.exports import compare, load, log_to, save, to_csv, to_df
@@ -74,13 +77,6 @@ def test_npz_gives_everything_back(tmp_path: Path) -> None:
             np.testing.assert_array_equal(table, new.values[name])
 
 
-def test_another_file_is_not_loaded(tmp_path: Path) -> None:
-    np.savez(tmp_path / "other.npz", x=np.ones(2))
-
-    with pytest.raises(OptionError, match="did not write it"):
-        load(tmp_path / "other.npz")
-
-
 def test_runs_are_compared_by_layer() -> None:
     rows = compare(record(), record(3.0), "std")
 
@@ -137,3 +133,87 @@ def test_what_is_no_record_or_writer_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with pytest.raises(ArgumentError, match="SummaryWriter"):
         log_to(object(), record())
+
+
+@pytest.mark.parametrize("statistics", ["men", ["mean", "men"], 3])
+def test_a_statistic_that_was_not_recorded_is_not_logged_in_silence(statistics: Any) -> None:
+    writer = Writer()
+
+    with pytest.raises(OptionError, match=r"which was not recorded\. Use some of: mean"):
+        log_to(writer, record(), statistics=statistics)
+    assert not writer.scalars
+
+
+@pytest.mark.parametrize(("statistics", "n"), [("std", 6), (["std", "max"], 12), ([], 0)])
+def test_only_the_named_statistics_are_logged(statistics: Any, n: int) -> None:
+    writer = Writer()
+
+    log_to(writer, record(), statistics=statistics)
+
+    assert len(writer.scalars) == n
+
+
+def test_a_writer_that_takes_no_histograms_is_refused_before_it_gets_anything() -> None:
+    writer: Any = SimpleNamespace(add_scalar=lambda *args: pytest.fail("it got something"))
+
+    with pytest.raises(ArgumentError, match="which has no add_histogram_raw"):
+        log_to(writer, record())
+
+
+def test_layers_that_did_not_run_come_last_in_a_comparison() -> None:
+    other = record(3.0)
+    other.values["std"][0] = math.nan
+
+    rows = compare(record(), other, "std")
+
+    assert [row["layer"] for row in rows] == ["fc", "body.conv"]
+    assert math.isnan(rows[1]["ratio"])
+
+
+def test_a_comparison_that_cannot_be_says_what_can() -> None:
+    with pytest.raises(OptionError, match='Both recorded "mean", "std", "rms", "min", "max"'):
+        compare(record(), record(), "rmss")
+    with pytest.raises(OptionError, match="Both recorded no layer of the same kind and name"):
+        compare(record(), record(kind="gradient"))
+
+
+def broken(path: Path) -> None:
+    save(record(), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:600] + bytes(200) + whole[800:])
+
+
+FOREIGN: dict[str, Any] = {
+    "damaged": broken,
+    "cut off": lambda path: path.write_bytes(save(record(), path).read_bytes()[:900]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no head": lambda path: np.savez(path, x=np.ones(2)),
+    "another head": lambda path: np.savez(path, head=np.array("title")),
+    "other records": lambda path: np.savez(path, head=np.array('{"records": [{"kind": "x"}]}')),
+    "one array": lambda path: path.write_bytes(npy()),
+}
+
+
+def npy() -> bytes:
+    file = BytesIO()
+    np.save(file, np.ones(3))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_file_that_is_not_ours_or_damaged_is_told(what: str, tmp_path: Path) -> None:
+    FOREIGN[what](path := tmp_path / "run.npz")
+
+    with pytest.raises(OptionError, match="did not write it, or it is damaged"):
+        load(path)
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    assert to_csv(record(), tmp_path / "a" / "run.csv").exists()
+    assert len(load(save(record(), tmp_path / "b" / "c" / "run.npz"))) == 1
+
+
+@pytest.mark.parametrize("other", [np.ones(3), torch.ones(()), {"a": 1}, "run.npz"])
+def test_what_holds_no_records_is_refused(other: Any) -> None:
+    with pytest.raises(ArgumentError, match="a record was expected"):
+        to_csv(other, "nowhere.csv")

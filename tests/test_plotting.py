@@ -509,6 +509,6 @@ def test_what_is_no_picture_is_not_saved() -> None:
 @pytest.mark.parametrize("findings", ["sick", 3, [None]])
 def test_what_is_no_finding_is_refused(findings: Any) -> None:
     with pytest.raises(
-        ArgumentError, match=r"which is no finding\. Give what diagnose\(run\) gave"
+        ArgumentError, match=r"is no finding\. Give what diagnose\(run\)"
     ):
         plotting.plot_run(made.run(n=20), findings=findings)
