@@ -146,6 +146,52 @@ def test_a_part_of_the_input_that_is_written_alone_is_no_matter() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+class Twice(nn.Module):
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, self.f(y)
+
+
+def one_is_written(m: nn.Module, x: Tensor) -> Tensor:
+    a, b = m(x)
+    a.mul_(3)
+    return (a.sum() + b.sum()).pow(2)
+
+
+def the_other_is_written(m: nn.Module, x: Tensor) -> Tensor:
+    a, b = m(x)
+    b.mul_(3)
+    return (a.sum() + b.sum()).pow(2)
+
+
+@pytest.mark.parametrize("use", [one_is_written, the_other_is_written])
+@pytest.mark.parametrize("f", [lambda y: y, lambda y: y.view(-1), lambda y: y.t()])
+def test_outputs_that_share_their_memory_and_part_are_told(
+    use: Callable[..., Tensor], f: Callable[[Tensor], Tensor]
+) -> None:
+    m = Twice(f)
+    want = results(use, m, nullcontext())
+
+    with pytest.warns(OverwrittenWarning, match=r"gradients of Twice.* or twice\. One of the two"):
+        got = results(use, m, hook_output(m, grad=True))
+
+    assert got[0] != want[0]  # which is what is told
+
+
+def test_outputs_that_share_their_memory_and_are_only_read_have_a_gradient_each() -> None:
+    m = Twice(lambda y: y)
+
+    with hook_output(m, grad=True) as h:
+        a, b = m(torch.ones(2, requires_grad=True))
+        (a * 2 + b * 3).sum().backward()
+
+    torch.testing.assert_close(h.stored, (torch.full((2,), 2.0), torch.full((2,), 3.0)))
+
+
 def test_a_parameter_that_a_module_returns_is_told_when_it_is_written() -> None:
     m = Weight()
     h = hook_output(m, grad=True)

@@ -13,6 +13,7 @@ be without the hook. Where the other is still in use, that is told (`parting`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,12 +56,13 @@ def on_grad(
     numbers = iter(range(len(found)))
     # One output may go into another inside the module (an LSTMCell's c into its h).
     several = sum(t.requires_grad for t in found) > 1
+    memories = Counter(map(_memory, found)) if several and not is_compiling() else Counter()
 
     def one(t: Tensor) -> Tensor:
         i = next(numbers)
         if not t.requires_grad:
             return t
-        shared = not is_compiling() and _needs_tap(t, versions)
+        shared = memories[_memory(t)] > 1 or (not is_compiling() and _needs_tap(t, versions))
         handed = tap(t) if several or shared or is_compiling() else t
         _listen(handed, partial(receive, i))
         if shared and watched is not None:
@@ -83,6 +85,11 @@ def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
     if t.is_leaf or t._is_view():
         return True
     return versions is not None and versions.get(id(t)) == t._version
+
+
+def _memory(t: Tensor) -> int:
+    """The same number for tensors that autograd knows to share their memory."""
+    return 0 if is_compiling() else id(t if t._base is None else t._base)
 
 
 def tap(t: Tensor) -> Tensor:

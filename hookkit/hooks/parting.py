@@ -77,7 +77,7 @@ class Parted:
         if layer := self.told():
             warnings.warn(
                 f"gradients of {layer} were asked for, and what it returns shares its memory with "
-                "its input or a parameter. One of the two was changed in place afterwards, which "
+                "its input or a parameter, or twice. One of the two was changed in place, which "
                 "the other did not see, as it does without the hook: values may differ. Hook the "
                 "layer before or after it instead, or make that operation out of place.",
                 OverwrittenWarning,
