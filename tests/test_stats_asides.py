@@ -10,10 +10,10 @@ from torch import nn
 from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, OptionError, SelectionError
 from hookkit.exports import load
 from hookkit.moments.moments import merge, moments
-from hookkit.moments.sweeps import cpu_row
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.moments.sweeps import cpu_row, norm
+from hookkit.stats import ActivationStats, GradientStats, ParamStats, updates
 from hookkit.stats.flight import FlightRecorder
-from hookkit.stats.updates import _norms
+from hookkit.stats.norms import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
@@ -111,7 +111,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 
 def test_norms_whose_squares_leave_float32():
     tiny, zero, one = torch.full((4,), 1e-24), torch.zeros(3), torch.ones(4)
-    norms = [float(n) for n in _norms([tiny, zero, one])]
+    norms = [float(n) for n in norms_of([tiny, zero, one])]
     assert norms == pytest.approx([2e-24, 0, 2], rel=1e-6)
     assert norms[0] > 0
 
@@ -192,3 +192,42 @@ def test_every_is_a_whole_number(every):
 def test_keep_is_a_whole_number(keep):
     with pytest.raises(OptionError, match="2 batches or more"):
         FlightRecorder(keep=keep)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-24, 1e30, 0.0])
+def test_the_ways_to_a_norm_agree(scale):
+    x, y = (scale * torch.randn(100_000) for _ in range(2))
+    copy = np.zeros(100_000, np.float32)
+
+    assert norm(x.numpy(), copy=copy) == pytest.approx(x.double().norm().item(), rel=1e-6)
+    assert (copy == x.numpy()).all()
+    want = (x.double() - y.double()).norm().item()
+    assert norm(x.numpy(), minus=y.numpy()) == pytest.approx(want, rel=1e-6)
+    assert norm(x.numpy(), minus=x.numpy()) == 0
+
+
+def test_small_and_large_models_have_the_same_norms(monkeypatch):
+    def run(few):
+        monkeypatch.setattr(updates, "FEW", few)
+        torch.manual_seed(0)
+        stats = ParamStats()
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        model[0].bias.requires_grad_(False)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        with watch(model, opt, stats):
+            for _ in range(3):
+                model(torch.randn(4, 8)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        return stats.record().values
+
+    fast, slow = run(1 << 19), run(0)
+    for key, values in slow.items():
+        np.testing.assert_allclose(fast[key], values, rtol=1e-5, err_msg=key)
+
+
+def test_a_norm_of_a_nan_is_told_and_numpys_error_state_kept():
+    x = np.array([1.0, np.nan, 2.0], np.float32)
+    with np.errstate(all="raise"):
+        assert np.isnan(norm(x))
+        assert norm(np.full(3, np.inf, np.float32)) == np.inf

@@ -30,6 +30,9 @@ _TINY = 1e-15
 _PIECE = 8192
 # OpenBLAS dots start threads above 10,000 values.
 
+_SMALL = 1e-30
+# A smaller sum of float32 squares has lost some of them.
+
 _ONES = {kind: np.ones(_PIECE, kind) for kind in (np.float32, np.float64)}
 
 _LARGE = {np.float32: 1e17, np.float64: 1e150}
@@ -37,13 +40,13 @@ _LARGE = {np.float32: 1e17, np.float64: 1e150}
 
 
 class Reader(Protocol):
-    """Somebody who is shown each chunk too, so that memory is read once (`Units.along`)."""
+    """Somebody who looks at each chunk too, so that memory is read once (`Units.reader`)."""
 
     multiple: int
     """How many values a chunk is to be a multiple of."""
 
-    def look(self, values: Any) -> None:
-        """Takes the next chunk."""
+    def look(self, values: Any) -> tuple[Any, float]:
+        """Takes the next chunk; its absolute values (in `scratch.room`) and its greatest."""
 
 
 class _Scratch(threading.local):
@@ -72,7 +75,7 @@ def cpu_row(x: Any, eps: float, reader: Reader | None = None) -> Row:
 
     Args:
         x: (n,) array of float32 or float64, or a tensor of any dtype and stride.
-        reader: shown each chunk of the array too.
+        reader: looks at each chunk of the array too.
     """
     n = len(x)
     if n == 0:
@@ -84,17 +87,19 @@ def cpu_row(x: Any, eps: float, reader: Reader | None = None) -> Row:
         chunk = x[start : start + size]
         if isinstance(chunk, Tensor):
             chunk = scratch.room(len(chunk), working_dtype(x)).copy_(chunk).numpy()
-        row = _chunk(chunk, eps)
+        row = _chunk(chunk, eps, reader)
         total = row if total is None else merge_row(total, row)
-        if reader is not None:
-            reader.look(chunk)
     assert total is not None
     return total
 
 
-def _chunk(values: Any, eps: float) -> Row:
-    n, dtype = len(values), values.dtype.type
-    lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
+def _chunk(values: Any, eps: float, reader: Reader | None) -> Row:
+    n, dtype, size = len(values), values.dtype.type, None
+    lo = float(np.minimum.reduce(values))
+    if reader is None:
+        hi = float(np.maximum.reduce(values))
+    else:
+        size, hi = reader.look(values)
     try:
         # np.errstate costs 40 µs in here: only where it is needed, or the user asked for exceptions
         if not (-_LARGE[dtype] < lo and hi < _LARGE[dtype]):  # so if there is a NaN
@@ -107,7 +112,7 @@ def _chunk(values: Any, eps: float) -> Row:
         return _with_nonfinite(values, eps)
     if lo < hi and dtype is np.float32 and max(-lo, hi) < _TINY:
         return tuple(moments(torch.from_numpy(values).double(), eps)[1:].tolist())
-    near, zero = _counts(values, lo, hi, eps)
+    near, zero = _counts(values, size, lo, hi, eps)
     if m2 < _ILL * mean * mean * n:  # last: it may overwrite the room that the values lie in
         near_mean = dtype(mean)
         room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
@@ -130,15 +135,18 @@ def _mean_m2(values: Any) -> tuple[float, float]:
     return mean, m2 if m2 > 0 or m2 != m2 else 0.0
 
 
-def _counts(values: Any, lo: float, hi: float, eps: float) -> tuple[int, int]:
-    """How many of the `values` between `lo` and `hi` are near zero, and how many are zero."""
+def _counts(values: Any, size: Any, lo: float, hi: float, eps: float) -> tuple[int, int]:
+    """How many of the `values` between `lo` and `hi` are near zero, and how many are zero.
+
+    `size` is their absolute values if those are known.
+    """
     n = len(values)
     if lo > eps or hi < -eps:
         return 0, 0
     flags, near = scratch.flags[:n], n
     if lo < -eps or hi > eps:
-        np.less_equal(values, eps, out=flags)
-        if lo < -eps:
+        np.less_equal(values if size is None else size, eps, out=flags)
+        if size is None and lo < -eps:
             np.not_equal(flags, np.less(values, -eps, out=scratch.others[:n]), out=flags)
         near = int(np.count_nonzero(flags))
     if not near or lo > 0 or hi < 0:
@@ -154,3 +162,29 @@ def _with_nonfinite(values: Any, eps: float) -> Row:
         return (*EMPTY[1:-1], bad)
     row = moments(torch.from_numpy(finite), eps).numpy().tolist()
     return (*row[1:-1], bad)
+
+
+def norm(x: Any, copy: Any = None, minus: Any = None) -> float:
+    """The 2-norm of a flat float32 array, or of it `minus` another, read once.
+
+    Args:
+        copy: an array that `x` is copied into on the way.
+    """
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for start in range(0, len(x), CHUNK):
+            chunk = x[start : start + CHUNK]
+            if copy is not None:
+                copy[start : start + CHUNK] = chunk
+            if minus is not None:
+                room = scratch.room(len(chunk), torch.float32).numpy()
+                chunk = np.subtract(chunk, minus[start : start + CHUNK], out=room)
+            for begin in range(0, len(chunk), _PIECE):
+                piece = chunk[begin : begin + _PIECE]
+                total += float(np.dot(piece, piece))
+        if _SMALL < total < math.inf:
+            return math.sqrt(total)
+        if not x.any() if minus is None else np.array_equal(x, minus):
+            return 0.0
+        wide = x.astype(np.float64) if minus is None else np.subtract(x, minus, dtype=np.float64)
+        return float(np.linalg.norm(wide))

@@ -8,6 +8,7 @@ full; so a judgement rests on `window / 2` to `window` records, in constant memo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,15 +55,31 @@ class _Reader:
     def __init__(self, here: Any, shape: tuple[int, int, int]) -> None:
         self.here, self.shape, self.multiple = here, shape, math.prod(shape)
 
-    def look(self, values: Any) -> None:
+    def look(self, values: Any) -> tuple[Any, float]:
         """Takes the next chunk."""
         table, room = values.reshape(-1, self.multiple), scratch.room(len(values), torch.float32)
-        size = np.abs(values, out=room.numpy()).reshape(table.shape)
-        top = np.maximum.reduce(table, axis=0).reshape(self.shape)
-        np.maximum(self.here[0], np.maximum.reduce(top, axis=(0, 2)), out=self.here[0])
+        size = np.abs(values, out=room.numpy())
+        tops = np.maximum.reduce(np.maximum.reduce(table, axis=0).reshape(self.shape), axis=(0, 2))
+        np.maximum(self.here[0], tops, out=self.here[0])
         with np.errstate(all="ignore"):
-            total = np.add.reduce(size, axis=0).reshape(self.shape)
+            total = np.add.reduce(size.reshape(table.shape), axis=0).reshape(self.shape)
             self.here[1] += np.add.reduce(total, axis=(0, 2))
+        return size, float(np.maximum.reduce(tops))
+
+
+def _plan(shape: Sequence[int], kind: str) -> tuple[tuple[int, int, int], int] | None:
+    """In which (rows, units, values) parts to read such a tensor, and how many values a unit has.
+
+    None if that will not do.
+    """
+    size = math.prod(shape)
+    if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)) or not size or not len(shape):
+        return None
+    dim = channel_dim(kind, len(shape))
+    n, each = shape[dim], math.prod(shape[dim + 1 :])
+    rows = size // (n * each)
+    fold = math.gcd(rows, 1024 // n or 1) if each == 1 else 1  # numpy likes long rows
+    return None if fold * n * each > CHUNK else ((fold, n, each), rows * each)
 
 
 class Units:
@@ -81,6 +98,7 @@ class Units:
     def __init__(self, window: int, device: torch.device) -> None:
         self.window, self.device, self.turn = window, device, 0
         self.places: dict[int, tuple[int, int]] = {}
+        self._plans: dict[int, tuple[Any, str, Any]] = {}
         self.live, self.kept = self._blank(0), self._blank(0)
         self._arrays: Any = None
         self.older, self.newer = self._blank(0), self._blank(0)
@@ -138,20 +156,17 @@ class Units:
 
         None where only `take` will do.
         """
-        if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)) or x.dtype is not torch.float32:
+        known = self._plans.get(row)
+        if known is None or known[0] != x.shape or known[1] != kind:
+            known = self._plans[row] = x.shape, kind, _plan(x.shape, kind)
+        plan = known[2]
+        if plan is None or x.dtype is not torch.float32 or not x.is_contiguous():
             return None
-        if x.numel() == 0 or x.ndim == 0 or not x.is_contiguous():
-            return None
-        dim = channel_dim(kind, x.ndim)
-        n, each = x.shape[dim], math.prod(x.shape[dim + 1 :])
-        rows = x.numel() // (n * each)
-        fold = math.gcd(rows, 1024 // n or 1) if each == 1 else 1  # numpy likes long rows
-        if fold * n * each > CHUNK:
-            return None
-        start = self._place(row, n, False)
-        here = self._arrays[:, start : start + n]
-        here[2] += rows * each
-        return _Reader(here, (fold, n, each))
+        shape, each = plan
+        start = self._place(row, shape[1], False)
+        here = self._arrays[:, start : start + shape[1]]
+        here[2] += each
+        return _Reader(here, shape)
 
     def drop(self) -> None:
         """Forget the batch at hand."""

@@ -4,6 +4,7 @@ gathering   `StatsCallback`: what the recording callbacks share, from the hook's
             step's record.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
+norms       Norms of parameters, their gradients and their updates, all parameters at once.
 flight      `FlightRecorder`: which module made the first NaN or Inf, when, and what came
             before.
 tapes       Norms of what layers gave in the last batches: one number each, on the device.

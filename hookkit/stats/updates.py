@@ -18,10 +18,19 @@ from hookkit import ranks
 from hookkit.callbacks.driving import Callback
 from hookkit.errors import OptionError
 from hookkit.moments.rings import Axis, Ring
+from hookkit.moments.sweeps import norm
 from hookkit.records import Exports, Record
+from hookkit.stats.norms import (
+    FEW,
+    FIELDS,
+    arrays_of,
+    local_values,
+    norms_of,
+    rows_of,
+    rows_swept,
+    spread,
+)
 from hookkit.walking import is_parametrization, join, submodules, walk
-
-FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -41,36 +50,6 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]
             if id(p) not in seen and not lazy:
                 seen.add(id(p))
                 yield join(place, key), type(module).__name__, p
-
-
-def local_values(t: Tensor) -> Tensor:
-    """What a norm can be taken of: the local shard, the values of a sparse gradient."""
-    t = t.detach()
-    if hasattr(t, "to_local"):
-        t = t.to_local()
-    if t.layout is torch.sparse_coo:
-        t = t.coalesce().values()
-    return t
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """(n,) float64 2-norms on the tensors' device; float32 arithmetic for 16-bit tensors."""
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
-    wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
-    if norms.is_cpu:
-        for i in np.flatnonzero(norms.numpy() < _SMALL):
-            norms[i] = _small_norm(wide[i])
-    return norms
-
-
-_SMALL = 1e-16  # below, squares leave float32
-
-
-def _small_norm(t: Tensor) -> Tensor:
-    wider = torch.complex128 if t.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
-    return norm
 
 
 class ParamStats(Exports, Callback):
@@ -113,6 +92,7 @@ class ParamStats(Exports, Callback):
         self._rings: dict[torch.device, Ring] = {}
         self._before: dict[str, Tensor] = {}
         self._live: dict[str, nn.Parameter] = {}
+        self._weights: list[float] | None = None  # norms of the copies, where they are known
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
         self._cache: tuple[int, bool, Record] | None = None
@@ -142,9 +122,19 @@ class ParamStats(Exports, Callback):
             self._n_opts = -1
         if self._n_opts != len(self.learn.opts):  # a loop's optimizers may become known one by one
             self._learn_facts(parameters)
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._before.values()), list(now.values()))
+        self._weights = self._copied(now)
         self._snapped = True
+
+    def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
+        """Copies the weights; their norms too where all are small, and calls are what costs."""
+        small = sum(t.numel() for t in now.values()) <= FEW
+        arrays = arrays_of(now.values()) if small else None
+        copies = None if arrays is None else arrays_of(self._before.values())
+        if arrays is None or copies is None:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._before.values()), list(now.values()))
+            return None
+        return [norm(x, copy=copy) for x, copy in zip(arrays, copies, strict=True)]
 
     def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
         owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
@@ -191,15 +181,21 @@ class ParamStats(Exports, Callback):
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
         live, self._live = self._live, {}
+        copies, now = self._before.values(), [local_values(p) for p in live.values()]
+        arrays = None if self._weights is None else arrays_of(now)
+        if self._weights is not None and arrays is not None:
+            grads = [p.grad for p in live.values()]
+            table = rows_swept(self._weights, arrays_of(copies) or [], arrays, grads)
+            return {torch.device("cpu"): spread(table, list(live), self.names)}
         tables = {}
         for device in {t.device for t in self._before.values()}:
             names = [name for name in live if self._before[name].device == device]
             before = [self._before[name] for name in names]
-            weights = _norms(before)
+            weights = norms_of(before)
             torch._foreach_sub_(before, [local_values(live[name]) for name in names])
             grads = [None if (g := live[n].grad) is None else local_values(g) for n in names]
-            table = _table(weights, _norms(before), grads)
-            tables[device] = table if names == self.names else _spread(table, names, self.names)
+            table = rows_of(weights, norms_of(before), grads)
+            tables[device] = spread(table, names, self.names)
         return tables
 
     def record(self, *, local: bool = False) -> Record:
@@ -261,26 +257,6 @@ class ParamStats(Exports, Callback):
 
 
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
-
-
-def _table(weight: Tensor, update: Tensor, grads: list[Tensor | None]) -> Tensor:
-    """(parameters, fields) float64 of one device, in a few operations for all of them."""
-    one, known = torch.ones_like(weight), [g for g in grads if g is not None]
-    grad, has_grad = _norms(known) if known else torch.zeros_like(weight), one
-    if len(known) < len(grads):
-        zero, norms = torch.zeros_like(weight[0]), iter(grad)
-        grad = torch.stack([zero if g is None else next(norms) for g in grads])
-        has_grad = torch.stack([zero if g is None else one[0] for g in grads])
-    ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
-    bad = (~torch.isfinite(weight + update + grad)).double()
-    return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
-
-
-def _spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
-    """The rows of `names` at their places among `rows`, zeros elsewhere."""
-    found = dict(zip(names, table.unbind(), strict=True))
-    blank = torch.zeros_like(table[0])
-    return torch.stack([found.get(name, blank) for name in rows])
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""Norms of parameters, their gradients and their updates, all parameters at once.
+
+By PyTorch's batched (`_foreach`) operations; where there are few values on a CPU, by numpy, whose
+way to them is shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit.moments.moments import floats_of
+from hookkit.moments.sweeps import norm
+
+FEW = 1 << 19
+"""Values up to which numpy's way to them is shorter than torch's."""
+
+FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
+
+
+def local_values(t: Tensor) -> Tensor:
+    """What a norm can be taken of: the local shard, the values of a sparse gradient."""
+    t = t.detach()
+    if hasattr(t, "to_local"):
+        t = t.to_local()
+    if t.layout is torch.sparse_coo:
+        t = t.coalesce().values()
+    return t
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """(n,) float64 2-norms on the tensors' device; float32 arithmetic for 16-bit tensors."""
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
+    wide = [t if t.numel() else t.new_zeros(1) for t in wide]
+    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
+    if norms.is_cpu:
+        for i in np.flatnonzero(norms.numpy() < _SMALL):
+            norms[i] = _small_norm(wide[i])
+    return norms
+
+
+def arrays_of(tensors: Iterable[Tensor]) -> list[Any] | None:
+    """The flat float32 arrays of CPU tensors; None if one of them has none."""
+    arrays = [floats_of(t) for t in tensors]
+    return None if any(x is None for x in arrays) else arrays
+
+
+_SMALL = 1e-16  # below, squares leave float32
+
+
+def _small_norm(t: Tensor) -> Tensor:
+    wider = torch.complex128 if t.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
+    return norm
+
+
+def rows_of(weight: Tensor, update: Tensor, grads: list[Tensor | None]) -> Tensor:
+    """(parameters, fields) float64 of one device, from norms, in a few operations for all."""
+    one, known = torch.ones_like(weight), [g for g in grads if g is not None]
+    grad, has_grad = norms_of(known) if known else torch.zeros_like(weight), one
+    if len(known) < len(grads):
+        zero, found = torch.zeros_like(weight[0]), iter(grad)
+        grad = torch.stack([zero if g is None else next(found) for g in grads])
+        has_grad = torch.stack([zero if g is None else one[0] for g in grads])
+    ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
+    bad = (~torch.isfinite(weight + update + grad)).double()
+    return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
+
+
+def rows_swept(
+    weights: list[float], copies: list[Any], now: list[Any], grads: list[Tensor | None]
+) -> Tensor:
+    """The same where all parameters are arrays, from what they were and what they are."""
+    rows = []
+    for weight, copy, x, g in zip(weights, copies, now, grads, strict=True):
+        update, grad = norm(x, minus=copy), 0.0
+        if g is not None:
+            flat = floats_of(g)
+            grad = float(norms_of([local_values(g)])) if flat is None else norm(flat)
+        ratio = update / weight if weight > 0 else math.inf if update > 0 else 0.0
+        bad = not math.isfinite(weight + update + grad)
+        rows.append((weight, grad, update, ratio, bad, 1.0, g is not None))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
+    """The rows of `names` at their places among `rows`, zeros elsewhere."""
+    if names == rows:
+        return table
+    found = dict(zip(names, table.unbind(), strict=True))
+    blank = torch.zeros_like(table[0])
+    return torch.stack([found.get(name, blank) for name in rows])
