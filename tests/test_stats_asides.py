@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, OptionError, SelectionError
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    HookkitWarning,
+    NeverFiredWarning,
+    OptionError,
+    SelectionError,
+)
 from hookkit.exports import load
 from hookkit.moments.moments import merge, moments
 from hookkit.moments.sweeps import cpu_row, norm
@@ -231,3 +238,62 @@ def test_a_norm_of_a_nan_is_told_and_numpys_error_state_kept():
     with np.errstate(all="raise"):
         assert np.isnan(norm(x))
         assert norm(np.full(3, np.inf, np.float32)) == np.inf
+
+
+@pytest.mark.parametrize("make", [ActivationStats, GradientStats])
+@pytest.mark.parametrize("what", [nn.Linear, "enc", Net()])
+def test_modules_in_the_place_of_with_hist_are_refused(make, what):
+    with pytest.raises(ArgumentError, match=r"with_hist is True or False.* given by name: "):
+        make(what)
+
+
+def test_the_update_ratio_of_a_nan_is_one():
+    for few in (True, False):
+        model = nn.Linear(4, 4 if few else 200_000)
+        opt, stats = torch.optim.SGD(model.parameters(), 0.1), ParamStats()
+        with watch(model, opt, stats):
+            for _ in range(2):
+                model(torch.randn(2, 4)).sum().backward()
+                model.weight.grad[0, 0] = float("nan")
+                opt.step()
+        assert np.isnan(stats.record().value("update_ratio", "weight")).all()
+        assert np.isfinite(stats.record().value("update_ratio", "bias")).all()
+
+
+def test_a_zero_weight_that_moves_has_an_infinite_ratio():
+    for n in (4, 200_000):
+        model = nn.Linear(4, n)
+        nn.init.zeros_(model.bias)
+        nn.init.zeros_(model.weight)
+        model.bias.requires_grad_(False)
+        opt, stats = torch.optim.SGD(model.parameters(), 0.1), ParamStats()
+        with watch(model, opt, stats):
+            model(torch.randn(2, 4)).sum().backward()
+            opt.step()
+        assert stats.record().value("update_ratio", "weight").tolist() == [np.inf]
+        assert stats.record().value("update_ratio", "bias").tolist() == [0]
+
+
+def test_training_by_torch_func_is_seen():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(6, 4)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    stats, recorder = ActivationStats(with_hist=True, units=True), FlightRecorder()
+    want = []
+    with watch(model, opt, stats, recorder):
+        for _ in range(3):
+            values = dict(model.named_parameters())
+            want.append((x @ values["enc.weight"].T + values["enc.bias"]).detach().mean().item())
+            grads = torch.func.grad(
+                lambda p: torch.func.functional_call(model, p, (x,)).square().mean()
+            )(values)
+            for name, p in values.items():
+                p.grad = grads[name].detach()
+            opt.step()
+    assert not recorder.incidents
+    np.testing.assert_allclose(stats.record().value("mean", "enc"), want, rtol=1e-4, atol=1e-6)
+
+    with watch(model, opt, again := ActivationStats(), FlightRecorder()):
+        torch.func.vmap(model)(x[:, None])
+        opt.step()
+    assert again.record().value("count", "enc").tolist() == [24]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +33,10 @@ is_transformed: Callable[[Tensor], bool] = getattr(
 
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
+)
+# Suspends torch.func's transforms.
+outside: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "_DisableFuncTorch", nullcontext
 )
 _USUAL = ("forward", None, "last", None)
 
@@ -147,7 +152,7 @@ def unwrapped(t: Tensor) -> Tensor:
     """
     while not is_compiling() and is_transformed(t):
         assert _functorch is not None
-        with torch._C._DisableFuncTorch():
+        with outside():
             dim = _functorch.maybe_get_bdim(t) if _functorch.is_batchedtensor(t) else -1
             t = _functorch.get_unwrapped(t)
             t = t.movedim(dim, 0) if dim > 0 else t

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hookkit import ranks
 from hookkit.errors import HookError
+from hookkit.hooks.capturing import is_transforming, outside, unwrapped
 from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import kernels
 from hookkit.moments.banks import Bank, Options
@@ -102,7 +103,14 @@ class Tally:
         if self.unscale is None and not leaf and (array := floats_of(t)) is not None:
             self.dtypes[row] = t.dtype
             self._bank(_CPU).take_array(row, array, t, self.types[row])
-            return
+        elif is_transforming():  # the values behind torch.func's wrappers, outside of them
+            inner = unwrapped(t)
+            with outside():
+                self._see(row, leaf, path, inner)
+        else:
+            self._see(row, leaf, path, t)
+
+    def _see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         values = plain(t)
         if values is None:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"

@@ -25,8 +25,8 @@ from hookkit.hooks import attach
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
-from hookkit.stats.tapes import NormTape, input_hook, norm_hook
 from hookkit.stats.norms import local_values
+from hookkit.stats.tapes import NormTape, input_hook, norm_hook
 from hookkit.stats.updates import named_parameters
 from hookkit.walking import unwrap
 

@@ -67,7 +67,7 @@ def rows_of(weight: Tensor, update: Tensor, grads: list[Tensor | None]) -> Tenso
         zero, found = torch.zeros_like(weight[0]), iter(grad)
         grad = torch.stack([zero if g is None else next(found) for g in grads])
         has_grad = torch.stack([zero if g is None else one[0] for g in grads])
-    ratio = torch.where(weight > 0, update / weight, torch.where(update > 0, math.inf, 0.0))
+    ratio = torch.where((weight == 0) & (update == 0), 0.0, update / weight)
     bad = (~torch.isfinite(weight + update + grad)).double()
     return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
 
@@ -82,7 +82,7 @@ def rows_swept(
         if g is not None:
             flat = floats_of(g)
             grad = float(norms_of([local_values(g)])) if flat is None else norm(flat)
-        ratio = update / weight if weight > 0 else math.inf if update > 0 else 0.0
+        ratio = update / weight if weight else math.inf * update if update else 0.0
         bad = not math.isfinite(weight + update + grad)
         rows.append((weight, grad, update, ratio, bad, 1.0, g is not None))
     return torch.tensor(rows, dtype=torch.float64)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.errors import HookkitWarning, OptionError
-from hookkit.hooks.dispatching import Attached, check_hookable
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError
+from hookkit.hooks.dispatching import Attached, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.moments.histograms import log_bins
 from hookkit.nested import named_leaves
@@ -96,12 +96,14 @@ class ActivationStats(LayerStats):
         exact_hist: bool = False,
         window: int = 50,
     ) -> None:
+        who = type(self).__name__
+        _check_switches(who, with_hist=with_hist, is_forward=is_forward, units=units)
         self.kind = "activation" if is_forward else "gradient"
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": units, "eps": eps, "window": window}
         default = log_bins() if is_forward else log_bins(-40, 8, 1)
         super().__init__(
-            checked_options(type(self).__name__, with_hist, default, **given),
+            checked_options(who, with_hist, default, **given),
             modules=modules,
             every=every,
             remove_end=remove_end,
@@ -124,6 +126,16 @@ class ActivationStats(LayerStats):
         if self.is_forward:
             return super()._attach(eye, row, module)
         return _attach_gradients(eye, row, module)
+
+
+def _check_switches(who: str, **switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, int):  # bool is one
+            raise ArgumentError(
+                f"{who}: {name} is True or False, and was given "
+                f"{brief(value) if isinstance(value, nn.Module) else repr(value)}. "
+                f"Layers to record are given by name: {who}(modules=...)."
+            )
 
 
 def _attach_gradients(eye: Eye, row: int, module: nn.Module) -> Attached:
@@ -189,6 +201,7 @@ class GradientStats(LayerStats):
     ) -> None:
         if of not in ("outputs", "params", "both"):
             raise OptionError(f'GradientStats(of={of!r}): use "outputs", "params" or "both".')
+        _check_switches("GradientStats", with_hist=with_hist)
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": False, "eps": eps, "window": 1}
         super().__init__(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.hooks import recomputing
+from hookkit.hooks.capturing import is_transforming, outside, unwrapped
 from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import plain
 from hookkit.moments.tallies import enlist
@@ -41,7 +42,8 @@ class NormTape:
         self.at = (self.at + 1) % len(self.places)
         self.places[self.at] = step, epoch, iteration
         self.sizes[self.at], self.order[self.at] = 0, -1
-        self.norms[self.at].zero_()
+        with outside():  # a forward inside of torch.func.grad begins a batch, too
+            self.norms[self.at].zero_()
         self.seen = 0
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
@@ -50,6 +52,14 @@ class NormTape:
             if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
+        if is_transforming():
+            inner = unwrapped(t)
+            with outside():
+                self._see(row, inner)
+        else:
+            self._see(row, t)
+
+    def _see(self, row: int, t: Tensor) -> None:
         x = plain(t)
         if x is None or not x.is_floating_point() or not x.numel():
             return
