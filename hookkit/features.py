@@ -83,9 +83,10 @@ def feature_extractor(
     for name, module in chosen.items():
         check_hookable(module, "feature_extractor")
         if not can_run(module):
+            cure = f'for its entries: "{name}.*"' if module._modules else "for the module around it"
             raise HookError(
                 f'feature_extractor: "{name}" is a {type(module).__name__}, which is never called '
-                f'and has no output. Ask for its entries: "{name}.*".'
+                f"and has no output. Ask {cure}."
             )
     wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
     return FeatureExtractor(model, wanted, detach=detach, keep=keep, stop=stop)

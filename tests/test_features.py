@@ -397,6 +397,8 @@ def test_a_container_has_no_output() -> None:
 
     with pytest.raises(HookError, match='"blocks" is a ModuleList, which is never called and'):
         feature_extractor(net, "blocks")
+    with pytest.raises(HookError, match=r"never called and .* Ask for the module around it\."):
+        feature_extractor(nn.MultiheadAttention(4, 2), "out_proj")
 
 
 def test_a_path_that_is_not_there() -> None:
