@@ -388,3 +388,68 @@ def test_copies_of_live_hooks_work_where_the_module_owns_them(
 
     assert torch.equal(twin(x), m.fc(x))
     assert m.hook.n_calls == 1
+
+
+@LIVE
+@pytest.mark.parametrize("keep", ["last", "all"])
+def test_a_live_hook_keeps_what_a_container_held(
+    options: dict[str, bool], keep: str, x: Tensor
+) -> None:
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
+            return {"h": x * 2}, [x + 1]
+
+    m = Gives()
+    with hook_output(m, keep=keep, **options) as h:
+        named, listed = m(x.requires_grad_())
+        taken = named.pop("h")
+        listed.append(taken)
+
+    assert list(h.stored[0]) == ["h"]
+    assert len(h.stored[1]) == 1
+    assert h.stored[0]["h"].data_ptr() == taken.data_ptr()
+    assert (h.stored[0]["h"] is taken) == ("detach" in options)
+
+
+def test_what_is_read_inside_of_an_inference_mode_can_be_used_after_it(x: Tensor) -> None:
+    m, layer = nn.Flatten(), nn.Linear(4, 4)
+    for options in ({}, {"clone": True}, {"clone": False}, {"keep": "all"}):
+        with hook_output(m, **options) as h, torch.inference_mode():
+            m(x)
+            assert torch.equal(h.stored, x)
+
+        layer(h.stored).sum().backward()
+        assert h.stored is h.stored
+
+
+@LIVE
+def test_live_hooks_give_the_same_tensor_at_each_read(
+    options: dict[str, bool], net: nn.Sequential, x: Tensor
+) -> None:
+    left = hook_outputs(net, **options)
+    with hook_outputs(net, **options) as h:
+        net(x)
+
+    for hooks in (h, left):
+        assert hooks.stored[0] is hooks.stored[0]
+        assert hooks[0].stored is hooks.stored[0]
+    left.remove()
+
+
+@LIVE
+def test_a_write_after_an_eager_call_is_told_though_a_graph_ran_before(
+    options: dict[str, bool], x: Tensor
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    h = hook_output(net[1], **options)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    compiled(x)
+    assert torch.equal(h.stored, net(x))
+
+    y = net(-x)
+    with torch.no_grad():
+        y.zero_()
+
+    with pytest.warns(OverwrittenWarning, match="Tanh"):
+        assert h.stored.sum() == 0
+    h.remove()

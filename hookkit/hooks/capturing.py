@@ -180,7 +180,7 @@ class Kept:
             self.versions = None
             warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
         if self.fresh:
-            self.fresh = False
+            self.fresh = torch.is_inference_mode_enabled() and not gather  # to be settled after it
             self.value = tmap(_settled, self.value)
             if gather:
                 self.value = ranks.gather(self.value)
@@ -228,6 +228,10 @@ class Storer:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
         bare = type(x) is Tensor
         value = self.tensor(x) if bare else tmap(self.tensor, x)
+        if value is x and self.options.live and not isinstance(x, Tensor):
+            # the tensors as they are, but in containers of our own: the model may fill its others
+            found = iter(leaves(x))
+            value = tmap(lambda t: next(found), tmap(Tensor.detach, x))
         versions = None
         if self.options.live and not is_compiling():
             found = (value,) if bare else leaves(value)

@@ -32,6 +32,7 @@ from hookkit.hooks.silence import Block
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
 is_grad_enabled = torch.is_grad_enabled
+is_inference_mode = torch.is_inference_mode_enabled
 set_grad_enabled = torch._C._set_grad_enabled  # the context managers cost ten times as much
 
 
@@ -86,7 +87,7 @@ class Plain(Dispatcher):
             return
         self._count += 1
         recording = is_grad_enabled()
-        if not output.is_cpu or output._is_view() or not (recording or not output.is_inference()):
+        if not output.is_cpu or output._is_view() or not (recording or not is_inference_mode()):
             self._last = Storer(block.options, owned(module, args, {})).keep(output)
             return
         if output.is_leaf and (
@@ -127,6 +128,8 @@ class Live(Plain):
             or (thread is not None and thread != get_ident())
         ):
             observe(cast("Hook", self), module, (), same, output)
+            if is_dynamo_compiling():
+                self._version = -1  # not known of what a graph gives
             return
         self._count += 1
         if output._is_view() or output.is_inference():
@@ -141,8 +144,9 @@ class Live(Plain):
             self._last = self._last.detach()
 
     def _kept(self) -> Any:
-        if type(self._last) is Tensor and not self._traced:
-            self._settle()
+        if type(self._last) is Tensor and self._version >= 0:
+            if self._block.thread is not None:
+                self._settle()
             self._last = Kept(self._last, [(self._last, self._version)])
         return self._last
 
@@ -242,7 +246,7 @@ class Plains:
     def bare(self) -> list[Tensor] | None:
         """What each stored, where all of them can be given as they are: most often."""
         live = self.block.options.live
-        if live:
+        if live and self.block.thread is not None:
             for call in self.calls:
                 call._settle()
         found = [c._last for c in self.calls if type(c._last) is Tensor and not c._traced]
