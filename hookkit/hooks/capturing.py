@@ -230,8 +230,8 @@ class Storer:
         value = self.tensor(x) if bare else tmap(self.tensor, x)
         if value is x and self.options.live and not isinstance(x, Tensor):
             # the tensors as they are, but in containers of our own: the model may fill its others
-            found = iter(leaves(x))
-            value = tmap(lambda t: next(found), tmap(Tensor.detach, x))
+            own = iter(leaves(x))
+            value = tmap(lambda t: next(own), tmap(Tensor.detach, x))
         versions = None
         if self.options.live and not is_compiling():
             found = (value,) if bare else leaves(value)
