@@ -3,6 +3,7 @@
     findings.py   Finding, Diagnosis: text and HTML
     reading.py    windows, rows by type, robust averages
     signals.py    rules on activations
+    units.py      rules on units: dead, dormant, saturated
     attention.py  the rule on attention's logits
     precision.py  rules on float16
     noise.py      rules on layers that act otherwise in training: dropout, batch norm
@@ -26,7 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.health import attention, curves, noise, precision, signals, slips, still, updates
+from hookkit.health import (
+    attention,
+    curves,
+    noise,
+    precision,
+    signals,
+    slips,
+    still,
+    units,
+    updates,
+)
 from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
 from hookkit.records import Run, as_run
@@ -48,8 +59,8 @@ RULES: tuple[Rule, ...] = (
     updates.lr_too_low,
     noise.dropout,
     noise.small_batch,
-    signals.dead,
-    signals.saturated,
+    units.dead,
+    units.saturated,
     precision.fp16_underflow,
     still.zero_gradient,
     updates.vanishing,
@@ -61,7 +72,7 @@ RULES: tuple[Rule, ...] = (
     curves.initial_loss,
     curves.not_learning,
     curves.spikes,
-    signals.dormant,
+    units.dormant,
     curves.overfit,
 )
 

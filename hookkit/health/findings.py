@@ -10,7 +10,9 @@ from typing import overload
 SEVERITIES = ("info", "warn", "sick")
 """From "good to know" over "look at this" to "this run is not working"."""
 
-_KINDS = ("no losses", "no parameters", "no activations")
+UNITS_UNSEEN = "dead units unseen without units=True"
+
+_KINDS = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
 
 _MARKS = {"info": "·", "warn": "!", "sick": "✗"}
 

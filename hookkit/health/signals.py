@@ -1,4 +1,4 @@
-"""Rules on activations: non-finite, dead, dormant, saturated, badly scaled."""
+"""Rules on activations: non-finite, or badly scaled from the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
-from hookkit.records import Floats, Record, Run
+from hookkit.records import Record, Run
 
 SAGEMAKER = "Amazon SageMaker Debugger"
 
@@ -109,118 +109,6 @@ def _non_finite(
         if severity == "sick"
         else harmless[1],
     )
-
-
-def dead(run: Run) -> Iterator[Finding]:
-    """Units behind a ReLU that no input of the later half of the run wakes."""
-    record = read.activations(run)
-    relus = read.rows(record, read.RELU_LIKE)
-    if not relus:
-        raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
-    window = read.last_half(record)
-    units = record.values.get("dead")
-    if units is None:
-        units = (read.table(record, "zero") >= 1).astype(float)
-    share, born_dead = _floor(units[relus][:, window]), units[:, :3]
-    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
-        hit = [(i, s) for i, s in zip(relus, share, strict=True) if low < s <= high]
-        if hit:
-            worst = max(s for _, s in hit)
-            born = all(_floor(born_dead[[i]])[0] > low for i, _ in hit)
-            yield Finding(
-                "dead",
-                severity,
-                read.names(record, [i for i, _ in hit]),
-                read.span(record, window),
-                f"up to {worst:.0%} of a ReLU layer's units are never above 0"
-                + (", from the first step on" if born else ", and more than at first"),
-                "over 50 % of a layer's units (a note from 20 %)",
-                f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
-                "biases (or weights) that began so that no input reaches these units"
-                if born
-                else "a learning rate that is too high",
-                "check the initial biases and weights, or use LeakyReLU or GELU"
-                if born
-                else "lower the learning rate, or use LeakyReLU or GELU",
-            )
-
-
-def _floor(shares: Floats) -> Floats:
-    """The smallest share over the window: what stayed so throughout."""
-    return np.where(np.isfinite(shares).any(1), np.nanmin(np.nan_to_num(shares, nan=2.0), 1), 0.0)
-
-
-def dormant(run: Run) -> Iterator[Finding]:
-    """Units that hardly speak, compared with their layer: a note, since the source is RL."""
-    record = read.activations(run)
-    window = read.last_half(record)
-    types = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh")
-    which = read.rows(record, types)
-    share = _floor(read.table(record, "dormant")[which][:, window])
-    hit = [i for i, s in zip(which, share, strict=True) if s > 0.5]
-    if hit:
-        yield Finding(
-            "dormant",
-            "info",
-            read.names(record, hit),
-            read.span(record, window),
-            f"up to {share.max():.0%} of a layer's units are below 1/40 of the layer's mean size",
-            "over half of a layer's units at tau = 0.025",
-            "Sokar et al. 2023 (ReDo, arXiv 2302.12902), for reinforcement learning",
-            "capacity that this task does not use, or that was lost when the task changed",
-            "nothing, if the loss is good; else lower the learning rate or re-initialise them",
-        )
-
-
-def saturated(run: Run) -> Iterator[Finding]:
-    """Tanh and sigmoid units at their ends; the last layer may be there, for it decides."""
-    record = read.activations(run)
-    last = len(record.names) - 1
-    which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
-    if not which:
-        raise read.Missing(
-            "no tanh or sigmoid among the layers (include_paramless=True records them)"
-        )
-    window = read.last_half(record)
-    share = np.array([_floor(_saturation(record, i)[None, window])[0] for i in which])
-    learns = read.improved(run)
-    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
-        hit = [(i, s) for i, s in zip(which, share, strict=True) if low < s <= high]
-        if hit:
-            gates = learns is not False and all(_is_gate(record, i) for i, _ in hit)
-            yield Finding(
-                "saturated",
-                "info" if gates else severity,
-                read.names(record, [i for i, _ in hit]),
-                read.span(record, window),
-                f"at least {max(s for _, s in hit):.0%} of a layer is at the ends of its range",
-                "over 50 % beyond |tanh| 0.97, or sigmoid below 0.03 or above 0.97",
-                f"0.97: Karpathy, makemore part 3; 50 % of a layer: {SAGEMAKER}",
-                "gates that their biases begin shut or open, which is often meant"
-                if gates
-                else "weights or inputs that are too large: the slope there is almost 0",
-                "nothing, if it is meant; else begin with biases nearer to 0"
-                if gates
-                else "standardise the inputs, start with smaller weights, or put a norm before it",
-            )
-
-
-def _is_gate(record: Record, row: int) -> bool:
-    """Whether a sigmoid begins all at one end: a bias does that, large inputs go to both."""
-    mean, std = (read.table(record, s)[row, 0] for s in ("mean", "std"))
-    return record.types[row] == "Sigmoid" and abs(mean - 0.5) > 0.45 and std < 0.05
-
-
-def _saturation(record: Record, row: int) -> Floats:
-    """(n,) share of saturated values: recorded, else the least that mean and RMS allow."""
-    if "saturated" in record.values:
-        return record.value("saturated", row)
-    rms = read.table(record, "rms")[row]
-    if record.types[row] == "Tanh":
-        share = (rms**2 - 0.97**2) / (1 - 0.97**2)
-    else:  # the same about 1/2, where a sigmoid is in its middle
-        share = (rms**2 - read.table(record, "mean")[row] + 0.25 - 0.47**2) / (0.25 - 0.47**2)
-    return np.asarray(share, np.float64)
 
 
 def bad_init(run: Run) -> Iterator[Finding]:

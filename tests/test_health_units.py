@@ -1,0 +1,192 @@
+"""Dead units behind a ReLU that no record shows: what is proved, what is noted, what is left open.
+
+`ActivationStats()` records layers with parameters; a ReLU has none.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_health import FLAT, N, acts, alarms, falling, found, weights
+from torch import nn
+
+from hookkit import ActivationStats, GradientStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+LINEAR = ("Linear",) * 3
+
+
+def layers(feeds=None, **values):
+    """Activations of three Linears; `feeds` names what reads each."""
+    record = acts(LINEAR, **values)
+    return record if feeds is None else dataclasses.replace(record, meta={"feeds": feeds})
+
+
+def gradients(zero):
+    """Gradients of their outputs, with these shares exactly 0."""
+    return dataclasses.replace(acts(LINEAR, zero=zero), kind="gradient")
+
+
+# known: what reads each layer
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.95, "sick"), (0.6, "warn"), (0.3, "info")])
+def test_units_that_a_relu_is_given_are_dead_if_never_above_0(share, severity):
+    run = Run(layers(["ReLU", "ReLU", ""], dead=[0, share, 0.9]), losses=falling())
+
+    f = found(run, "dead")
+
+    assert (f.severity, f.layers) == (severity, ("1",))
+    assert "the units that a ReLU is given" in f.evidence
+
+
+def test_units_that_something_else_reads_may_be_below_0():
+    run = Run(layers(["", "", ""], dead=[0.9, 0.9, 0.9]), losses=FLAT)
+
+    assert alarms(run) == {"not_learning"}
+    assert "dead" not in dict(diagnose(run).unjudged)
+
+
+def test_a_layer_that_is_wholly_below_0_needs_no_units_to_be_dead():
+    low = np.where(np.arange(N) < 20, 3.0, -1.0)
+    run = Run(layers(["ReLU", "ReLU", ""], max=[3.0, low, 3.0]), losses=FLAT)
+
+    f = found(run, "dead")
+
+    assert (f.severity, f.layers) == ("sick", ("1",))
+    assert "more than at first" in f.evidence
+
+
+def test_a_recorded_relu_is_not_told_twice():
+    record = acts(("Linear", "ReLU", "Linear"), dead=[0.95, 0.95, 0])
+    run = Run(dataclasses.replace(record, meta={"feeds": ["ReLU", None, ""]}))
+
+    assert [f.layers for f in diagnose(run) if f.rule == "dead"] == [("1",)]
+
+
+# proved: by gradients that are exactly 0
+
+
+def test_gradients_that_are_exactly_0_prove_a_relu():
+    seen = layers(dead=[0, 0.6, 0])
+
+    f = found(Run(seen, gradients=gradients([0.5, 0.8, 0]), losses=falling()), "dead")
+
+    assert (f.severity, f.layers) == ("warn", ("1",))
+    for zero in (0.0, 0.5):  # of a GELU; of a pool, say, by chance
+        run = Run(seen, gradients=gradients([0.5, zero, 0]), losses=falling())
+        assert alarms(run) == set()
+
+
+# neither
+
+
+def test_who_reads_a_layer_is_not_guessed_while_the_loss_falls():
+    run = Run(layers(dead=[0, 0.95, 0.9]), losses=falling())
+
+    f = found(run, "dead")
+
+    assert (f.severity, f.layers) == ("info", ("1",))  # the last layer's scores may all be low
+    assert "include_paramless=True" in f.fix
+    assert found(dataclasses.replace(run, losses=FLAT), "dead").severity == "warn"
+
+
+@pytest.mark.parametrize("behind", ["BatchNorm1d", "LayerNorm", "GELU", "Tanh"])
+def test_what_a_norm_or_another_activation_reads_is_no_guess(behind):
+    run = Run(acts(("Linear", behind, "Linear"), dead=[0.9, 0, 0]), losses=FLAT)
+
+    assert "dead" not in diagnose(run).rules
+
+
+def test_a_layer_whose_weight_has_a_gradient_is_not_dead():
+    low = layers(max=[3, -1, 3])
+
+    assert "dead" not in diagnose(Run(low, params=weights(3), losses=FLAT)).rules
+
+
+def test_a_dead_layer_is_told_once():
+    low, still = (
+        layers(max=[3, -1, 3]),
+        weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1]),
+    )
+
+    told = [f for f in diagnose(Run(low, params=still, losses=FLAT)) if f.rule == "dead"]
+
+    assert [f.layers for f in told] == [("1.weight",)]
+
+
+# without units
+
+
+def test_it_says_that_dead_units_were_not_seen():
+    run = Run(layers(["ReLU", "ReLU", ""]), params=weights(3), losses=falling())
+
+    assert (
+        str(diagnose(run)) == "3 layers, 300 steps: healthy (dead units unseen without units=True)"
+    )
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        layers(["ReLU", "ReLU", ""], dead=[0, 0, 0]),
+        layers(["", "", ""]),
+        acts(("Linear", "ReLU", "Linear"), zero=[0, 0.4, 0]),  # no room for more than 40 %
+    ],
+)
+def test_it_says_nothing_where_units_were_seen_or_cannot_be_dead(seen):
+    assert str(diagnose(Run(seen, params=weights(3), losses=falling()))) == (
+        "3 layers, 300 steps: healthy"
+    )
+
+
+def test_a_histogram_or_gradients_leave_no_room_for_dead_units():
+    plain = layers(["ReLU", "ReLU", ""])
+    hist = np.broadcast_to(np.array([40, 60])[None, :, None], (3, 2, N))
+    run = Run(plain, params=weights(3), losses=falling())
+    clear = [
+        dataclasses.replace(
+            run, activations=dataclasses.replace(plain, hist=hist, edges=np.array([-9.0, 0, 9]))
+        ),
+        dataclasses.replace(run, gradients=gradients([0.4, 0.4, 0])),
+    ]
+
+    assert "unseen" in str(diagnose(run))
+    assert [str(diagnose(r)) for r in clear] == ["3 layers, 300 steps: healthy"] * 2
+
+
+# the real thing
+
+
+class Functional(nn.Module):
+    """Three layers of a net that calls F.relu; most units of the second one begin shut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        nn.init.constant_(self.b.bias[:24].data, -20.0)
+
+    def forward(self, x):
+        return self.c(F.relu(self.b(F.relu(self.a(x)))))
+
+
+def test_dead_units_behind_a_function_are_named_though_the_net_learns():
+    torch.manual_seed(0)
+    net, truth = Functional(), torch.randn(8, 4)
+    opt = torch.optim.Adam(net.parameters(), 3e-3)
+    with watch(net, opt, ActivationStats(units=True), GradientStats()) as w:
+        for _ in range(80):
+            x = torch.randn(32, 8)
+            loss = F.cross_entropy(net(x), (x @ truth).argmax(1))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    f = found(w.run(), "dead")
+
+    assert (f.severity, f.layers) == ("warn", ("b",))
+    assert "from the first step on" in f.evidence
