@@ -296,3 +296,87 @@ def test_a_run_that_overflowed_is_judged_without_a_warning():
         d = diagnose(Run(params=weights(weight_norm=inf, grad_norm=inf * 1e300, update_norm=inf)))
 
     assert d is not None
+
+
+# losses that need not fall
+
+
+def signed(start, end, noise=0.1, n=300):
+    return np.linspace(start, end, n) + np.random.default_rng(5).normal(0, noise, n)
+
+
+def test_a_loss_with_both_signs_need_not_fall():
+    policy, energy = signed(-0.05, 0.05), signed(0, 0.2)
+
+    for series in (policy, energy):
+        f = found(Run(losses=series), "not_learning")
+        assert f.severity == "info"
+        assert "Spinning Up" in f.source
+    assert "diverging" in alarms(Run(losses=signed(0, 30)))
+    assert alarms(Run(losses=policy, info={"loss_func": "MSELoss"})) != set()  # cannot be below 0
+
+
+def test_a_loss_that_begins_at_0_can_only_rise():
+    grows = np.r_[0.0, np.linspace(1e-3, 4e-3, 299)]
+
+    assert alarms(Run(losses=grows)) == set()
+    assert "diverging" in alarms(Run(losses=grows + 1e-3))
+
+
+def test_a_target_that_follows_the_model_moves_the_loss():
+    drifting = np.tile(5.0 + 0.01 * np.arange(N), (4, 1))
+    facts = {"requires_grad": [True, True, False, False], "update_norm": [1, 1, 0, 0]}
+    facts |= {"in_optimizer": [True, True, False, False]}
+    follows, rests = weights(**facts, weight_norm=drifting), weights(**facts)
+
+    f = found(Run(params=follows, losses=FLAT), "not_learning")
+
+    assert f.severity == "info"
+    assert "2.weight, frozen, follows" in f.evidence
+    assert alarms(Run(params=rests, losses=FLAT)) == {"not_learning"}
+
+
+def players(batch=64, **also):
+    """Three layers, of which the last sees twice the batch in every other step."""
+    own = np.full(N, batch)
+    return acts(("Linear",) * 3, count=[own, own, np.where(EVEN, 2 * own, own)], **also)
+
+
+def test_players_are_known_by_how_the_batch_takes_turns():
+    f = found(Run(players(), losses=FLAT), "not_learning")
+
+    assert f.severity == "info"
+    assert f.evidence.endswith("every 2 steps the batch takes the same turns through the layers")
+
+
+def test_what_is_detached_in_turns_is_a_player_too():
+    turns = np.where(EVEN, np.nan, 64.0)
+    grads = acts(("Linear",) * 3, count=[turns, turns, np.full(N, 64.0)])
+
+    assert alarms(Run(acts(count=[64] * 3), gradients=grads, losses=FLAT)) == set()
+
+
+@pytest.mark.parametrize("period", [2, 7])
+def test_short_batches_are_no_players(period):
+    own = np.where(np.arange(N) % period, 64.0, 20.0)  # short in all layers
+
+    assert alarms(Run(acts(count=[own] * 3), losses=FLAT)) == {"not_learning"}
+
+
+def test_layers_that_change_once_are_no_players():
+    later = np.where(np.arange(N) < N // 2, 64.0, 128.0)
+    run = Run(acts(count=[np.full(N, 64.0), np.full(N, 64.0), later]), losses=FLAT)
+
+    assert alarms(run) == {"not_learning"}
+
+
+def test_where_parameters_were_seen_turns_are_judged_by_them():
+    assert alarms(Run(players(), params=weights(3), losses=FLAT)) == {"not_learning"}
+
+
+def test_a_likelihood_that_is_maximised_is_to_rise():
+    up = np.linspace(-2.3, -0.1, 300)
+
+    assert alarms(Run(losses=up, info={"maximize": True})) == set()
+    assert alarms(Run(losses=up)) != set()
+    assert "not_learning" in alarms(Run(losses=np.full(300, -2.3), info={"maximize": True}))

@@ -11,6 +11,7 @@
     still.py      rules on parameters that stay put
     slips.py      rules on mistakes in the loop: zero_grad forgotten, softmax twice
     curves.py     rules on the loss
+    aims.py       losses that need not fall
 
 A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
 Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
@@ -86,9 +87,8 @@ def diagnose(run: Any) -> Diagnosis:
 
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
-            `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr` and
-            `weight_decay` (per parameter group), `dtype` (where the records do not say) and
-            `output_is_probabilities`.
+            `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr`,
+            `weight_decay` (per parameter group), `maximize`, `dtype` (where the records do not say) and `output_is_probabilities`.
 
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.

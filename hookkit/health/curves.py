@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.health.signals import SAGEMAKER
@@ -51,8 +52,13 @@ def not_learning(run: Run) -> Iterator[Finding]:
         return
     start, end = read.start_level(series), read.end_level(series)
     worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
-    if np.isfinite(end) and read.in_turns(run):
-        yield _a_game(start, end, len(series))
+    why = aims.excuse(run) if np.isfinite(end) else None
+    if why is not None:
+        what = f"the loss began at {start:.3g} and ends at {end:.3g}; {why.evidence}"
+        line = f"less than 5 % below its start, {why.threshold}"
+        source = f"{CHECKER}: 5 %; {why.source}"
+        steps = 0, len(series) - 1
+        yield Finding("not_learning", "info", (), steps, what, line, source, why.cause, why.fix)
         return
     yield Finding(
         "diverging" if worse else "not_learning",
@@ -95,21 +101,6 @@ def _frozen(run: Run) -> str:
     )
 
 
-def _a_game(start: float, end: float, n: int) -> Finding:
-    return Finding(
-        "not_learning",
-        "info",
-        (),
-        (0, n - 1),
-        f"the loss began at {start:.3g} and ends at {end:.3g}; parts of the model move in turns",
-        "less than 5 % below its start, where no matrix moves at every step",
-        f"{CHECKER}: 5 %; Goodfellow et al. 2014 (arXiv 1406.2661): at a GAN's optimum neither "
-        "player gains",
-        "players that learn against each other: such a loss need not fall",
-        "judge by samples or scores, not by this loss",
-    )
-
-
 def below_zero(run: Run) -> Iterator[Finding]:
     """A loss that cannot be below 0 and is, or that falls faster and faster without end."""
     series = read.losses(run, 50)
@@ -118,8 +109,8 @@ def below_zero(run: Run) -> Iterator[Finding]:
     quarter = len(known) // 4
     falls = [float(np.median(known[i * quarter :][:10])) for i in range(4)] + [end]
     faster = falls[3] - falls[4] > 2 * max(falls[0] - falls[1], 0)
-    name = str(run.info.get("loss", run.info.get("loss_func", ""))).replace("_", "").lower()
-    never = low < -1e-3 and name.removesuffix("loss") in _NEVER_BELOW
+    name = aims.loss_name(run)
+    never = low < -1e-3 and name in aims.NEVER_BELOW_ZERO
     if not never and not (end < -10 * max(abs(start), 1.0) and faster):
         return
     yield Finding(
@@ -138,12 +129,6 @@ def below_zero(run: Run) -> Iterator[Finding]:
         else "a wrong sign, or a loss with no lower end (a critic that nothing bounds)",
         "check the sign of the loss and what it expects",
     )
-
-
-_NEVER_BELOW = frozenset(
-    {"crossentropy", "nll", "mse", "l1", "smoothl1", "huber", "bce", "bcewithlogits"}
-    | {"binarycrossentropy", "binarycrossentropywithlogits"}
-)
 
 
 def spikes(run: Run) -> Iterator[Finding]:

@@ -138,12 +138,15 @@ def improved(run: Run) -> bool | None:
 
     Coming down from a wild first loss to chance (ln of the number of classes) is no progress; a
     loss that begins far below chance is a model that had learnt before, and counts as fallen.
+    Below 0 and maximised, it is a likelihood that is to rise.
     """
     try:
         series = losses(run, 20)
     except Missing:
         return None
     start, end = start_level(series), end_level(series)
+    if run.info.get("maximize") and start < 0:
+        return end > start + 0.05 * abs(start)
     if (n := run.info.get("n_classes")) and n > 1:
         chance = float(np.log(n))
         if start < 0.5 * chance:
