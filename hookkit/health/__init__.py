@@ -8,8 +8,8 @@
     precision.py  rules on float16
     noise.py      rules on layers that act otherwise in training: dropout, batch norm
     updates.py    rules on learning rate, weight decay and the depth of gradients
-    still.py      rules on parameters that stay put
-    slips.py      rules on mistakes in the loop: zero_grad forgotten, softmax twice
+    still.py      rules on parameters that stay put, or begin all the same
+    slips.py      rules on mistakes in the loop: ascent, zero_grad forgotten, softmax twice
     curves.py     rules on the loss
     aims.py       losses that need not fall
 
@@ -50,11 +50,14 @@ Rule = Callable[[Run], Iterator[Finding]]
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
     slips.probabilities,
+    slips.ascent,
     still.unmoved,
     still.zero_init,
+    still.constant_init,
     slips.grads_pile_up,
     signals.input_scale,
     signals.bad_init,
+    updates.momentum,
     updates.lr_too_high,
     updates.weight_decay,
     updates.lr_too_low,
@@ -88,7 +91,8 @@ def diagnose(run: Any) -> Diagnosis:
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
             `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr`,
-            `weight_decay` (per parameter group), `maximize`, `dtype` (where the records do not say) and `output_is_probabilities`.
+            `weight_decay` and `momentum` (per parameter group), `maximize`, `dtype` (where the
+            records do not say) and `output_is_probabilities`.
 
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.

@@ -1,4 +1,7 @@
-"""Rules on mistakes in the loop that the curves give away: zero_grad forgotten, softmax twice."""
+"""Rules on mistakes in the loop that the curves give away.
+
+The loss is climbed, zero_grad is forgotten, softmax is applied twice.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,65 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
-from hookkit.records import Floats, Run
+from hookkit.records import Floats, Record, Run
+
+
+def ascent(run: Run) -> Iterator[Finding]:
+    """A loss that the steps push up, as far as their size and the gradients' explains.
+
+    To first order a step dw changes the loss by g·dw, and never by more than |g| |dw|, summed over
+    parameters. Climbing uses most of that. A rate that is too high makes the loss rise as well, but
+    then the steps go to and fro: where it takes ten of them or more to rise tenfold, that is a
+    sixteenth of the sum (of a quadratic: (r - 1) / 2, if the distance grows r-fold a step).
+    """
+    asked = bool(run.info.get("maximize")) and aims.loss_name(run) in aims.NEVER_BELOW_ZERO
+    record = None if asked else read.params(run)
+    series = read.losses(run, 20)
+    if read.improved(run) is not False:
+        return
+    rises = read.end_level(series) > read.start_level(series)
+    share = _climbed(record, series) if record is not None else 1.0 if rises else None
+    if share is None or not 0.2 < share < 2:
+        return
+    yield Finding(
+        "ascent",
+        "sick",
+        (),
+        (0, run.n_steps - 1),
+        "the loss rises, and the optimizer was made with maximize=True"
+        if asked
+        else f"the loss rises steadily, by {share:.0%} of all that steps and gradients can do",
+        "over 20 % of the sum of |gradient| × |update|, where steps that are too large, and go to "
+        "and fro, reach 6 %",
+        "first-order Taylor expansion and the Cauchy-Schwarz inequality; 20 %: hookkit, measured",
+        "the loss is climbed: maximize=True, or a wrong sign",
+        "minimise: leave out maximize=True, or turn the sign of what backward() is called on",
+    )
+
+
+def _climbed(record: Record, series: Floats) -> float | None:
+    """The rise of the loss over the sum of |g| |dw|, until it has risen tenfold."""
+    if set(np.diff(record.steps)) | set(record.spans) != {1}:
+        raise read.Missing("not every step of parameters")
+    reach = np.nansum(read.table(record, "grad_norm") * read.table(record, "update_norm"), axis=0)
+    inside = record.steps < len(series)
+    loss, reach = series[record.steps[inside]], reach[inside]
+    unknown = np.flatnonzero(~np.isfinite(loss))
+    loss = loss[: unknown[0]] if len(unknown) else loss
+    if len(loss) < read.MIN_RECORDS:
+        return None
+    start = float(np.median(loss[:5]))
+    high = np.flatnonzero(~(_smoothed(loss) <= start + 9 * abs(start)))
+    end = int(high[0]) if len(high) else len(loss)
+    if end < read.MIN_RECORDS:
+        return None
+    noise = 1.4826 * float(read.median(np.abs(np.diff(loss[:end]))))
+    rise = float(read.median(loss[end - 5 : end])) - start
+    total = float(reach[:end].sum())
+    return rise / total if rise > 3 * noise and np.isfinite(total) and total > 0 else None
 
 
 def grads_pile_up(run: Run) -> Iterator[Finding]:

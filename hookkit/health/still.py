@@ -1,8 +1,9 @@
-"""Rules on parameters that stay put: in no optimizer, without a gradient, or begun at 0."""
+"""Rules on parameters that stay put: in no optimizer, without a gradient, begun all the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,30 @@ def zero_init(run: Run) -> Iterator[Finding]:
         "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
         "weights all begin at 0: the units of a layer get the same gradient, or none",
         "initialise at random (zeros only in the last layer of a branch)",
+    )
+
+
+def constant_init(run: Run) -> Iterator[Finding]:
+    """Two layers in a row whose weights all begin at one value: the units between are the same."""
+    record = read.params(run)
+    if "constant" not in record.meta:
+        raise read.Missing("not known which weights begin constant")
+    constant, norm = record.meta["constant"], read.table(record, "weight_norm")[:, 0]
+    pairs = pairwise(i for i in read.matrices(record) if record.types[i] in read.PRE_ACTIVATION)
+    hit = {i for pair in pairs if all(constant[j] for j in pair) for i in pair}
+    if not any(norm[i] > 0 for i in hit):
+        return  # `zero_init`
+    yield Finding(
+        "constant_init",
+        "sick" if read.improved(run) is False else "warn",
+        read.names(record, sorted(hit)),
+        read.span(record, slice(0, 1)),
+        f"the weights of {len(hit)} layers in a row all begin at one value",
+        "two layers in a row or more, exactly constant",
+        "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
+        "the units between such layers compute the same and get the same gradient, so that a whole "
+        "layer is worth one unit (but for what random biases change)",
+        "initialise weights at random: nn.init.kaiming_normal_, or PyTorch's default",
     )
 
 

@@ -43,6 +43,28 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
     )
 
 
+def momentum(run: Run) -> Iterator[Finding]:
+    """A momentum so close to 1 that steps go on for hundreds more, while the loss does not fall."""
+    if "momentum" not in run.info:
+        raise read.Missing("momentum unknown")
+    most = max(run.info["momentum"], default=0.0)
+    if not 0.99 < most < 1 or read.improved(run) is not False:
+        return
+    yield Finding(
+        "momentum",
+        "warn",
+        (),
+        (0, max(run.n_steps - 1, 0)),
+        f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps (the run has "
+        f"{run.n_steps}), and the loss does not fall",
+        "above 0.99, where the loss does not fall",
+        "the geometric series: steps that agree add up to 1 / (1 - momentum) times the learning "
+        "rate; Sutskever et al. 2013: up to 0.999, on a schedule that begins at 0.5",
+        "a momentum that is too high for this learning rate, or for so short a run",
+        "use momentum 0.9, or divide the learning rate by as much as the series adds",
+    )
+
+
 def lr_too_low(run: Run) -> Iterator[Finding]:
     """Most matrices hardly move; an alarm only when the loss does not fall either."""
     record, which, ratio = _ratios(run)
