@@ -17,6 +17,8 @@ from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
+from hookkit.recording import HookCallback
+from hookkit.stats import ActivationStats, GradientStats
 from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
 
 
@@ -471,6 +473,34 @@ def test_validating_in_mid_training_leaves_the_batch_alone() -> None:
     assert seen == [True] * 3
     assert learn.n_steps == 3
     assert log.seen == ["before_fit", "before_epoch", "after_fit"]
+
+
+@pytest.mark.parametrize("on_valid", [False, True])
+@pytest.mark.parametrize("ask", ["validate", "get_preds"])
+@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_step"])
+def test_validating_amid_a_batch_leaves_its_record_alone(
+    event: str, ask: str, on_valid: bool
+) -> None:
+    def recorded(**events: Any) -> list[Any]:
+        cbs = [ActivationStats(modules="", on_valid=on_valid), GradientStats(modules="")]
+        torch.manual_seed(0)
+        sums = HookCallback("", hook=lambda m, i, o: o.sum())
+        batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
+        both = [*cbs, sums, *one(events)]
+        learn = plain((batches, batches), RegModel(), loss_func=nn.MSELoss(), cbs=both)
+        learn.fit(2)
+        mine = [cb.record().values for cb in cbs]
+        return [*mine, cbs[0].record(valid=True).values, sums.hooks.stored[0]]
+
+    def one(events: dict[str, Any]) -> list[Any]:
+        cb = Callback(**events)
+        cb.run_valid = False
+        return [cb] if events else []
+
+    alone, asked = recorded(), recorded(**{event: lambda cb: getattr(cb.learn, ask)()})
+
+    torch.testing.assert_close(asked, alone, rtol=0, atol=0, equal_nan=True)
+    assert asked[0]["count"].shape == (1, 6)
 
 
 # --- saving

@@ -43,6 +43,7 @@ _PLACE = (
     "stepped",
     "aside",
     "final_record",
+    "_amid",
     "_by_keyword",
     "_device",
 )
@@ -59,6 +60,7 @@ class Loop(Driver):
     epoch: int
     n_iter: int | None
     loss_grad: Any
+    _amid: bool  # whether a batch is under way, from before its `before_batch`
     _device: torch.device | None
     _epochs: range
 
@@ -75,6 +77,7 @@ class Loop(Driver):
         self._forget_batch()
 
     def _forget_batch(self) -> None:
+        self._amid = False
         for name, value in _BATCH.items():
             setattr(self, name, value)
 
@@ -114,7 +117,9 @@ class Loop(Driver):
         self.iter, self.stepped = i, False
         self.pred = self.loss = self.loss_grad = None
         self.xb, self.yb = self._split(b if self._device is None else to_device(b, self._device))
+        self._amid = True
         self._with_events(self._do_one_batch, "batch", CancelBatchException)
+        self._amid = False
 
     def _do_one_batch(self) -> None:
         self.pred = self._predict()
@@ -237,8 +242,12 @@ class Loop(Driver):
         """
         kept = {name: getattr(self, name) for name in (*_BATCH, *_PLACE)}
         modes = [(m, m.training) for m in self.model.modules()]
+        recording = self._recording()
         self.aside = True
         try:
+            for cb in recording:
+                cb.run = False
+                cb._record(False)
             with self.added_cbs(cbs):
                 if inner or self.fitting:
                     yield
@@ -250,6 +259,14 @@ class Loop(Driver):
                 setattr(self, name, value)
             for module, mode in modes:
                 module.training = mode
+            for cb in recording:
+                cb.run = True
+                cb._record(True)
+
+    def _recording(self) -> list[Any]:
+        """The HookCallbacks at work on the batch at hand: what comes amid it is not of it."""
+        mine = [cb for cb in self.cbs if self._amid and hasattr(type(cb), "_record")]
+        return [cb for cb in mine if cb.run and cb.recording]
 
     # --- what callbacks read
 
