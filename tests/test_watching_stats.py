@@ -1,5 +1,7 @@
 """The recorders of a Learner under `watch`: the same records, in loops of every kind."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +189,35 @@ def test_a_run_can_be_diagnosed():
     assert w.run().info["n_classes"] == 3
     assert w.run().info["loss_func"] == "CrossEntropyLoss"
     assert "60 steps" in str(w.diagnose()) or w.diagnose()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("marked", [False, True])
+def test_every_evaluation_of_a_closure_is_part_of_its_step(every: int, marked: bool):
+    model, x = net(1), batches(1)[0]
+    acts, grads = ActivationStats(every=every), GradientStats(of="both", every=every)
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    calls = list[torch.Tensor]()
+
+    def closure() -> torch.Tensor:
+        calls.append(nn.functional.linear(x, model[0].weight, model[0].bias).detach())
+        opt.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    n_calls = [0]
+    with watch(model, opt, acts, grads) as w:
+        for _ in range(3):
+            if marked:
+                w.batch()
+            opt.step(closure)
+            n_calls.append(len(calls))
+
+    taken = slice(None, None, every)
+    means = [torch.cat(calls[a:b]).double().mean() for a, b in pairwise(n_calls)]
+    assert n_calls[1] == 4
+    for record in acts.record(), grads.record():
+        assert (record.value("count", "0") == 40 * np.diff(n_calls)[taken]).all()
+    np.testing.assert_allclose(acts.record().value("mean", "0"), means[taken], rtol=1e-5)
+    assert (grads.record().value("count", "0.weight") == 32).all()

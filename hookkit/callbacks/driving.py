@@ -191,12 +191,15 @@ class Driver:
         cbs: the callbacks, as they were added.
         fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
         training: whether the batch at hand is one to learn from.
+        in_closure: whether the step at hand has a closure: until it is made, every batch is one
+            evaluation of it.
     """
 
     cbs: L
     fitting: bool = False
     _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
     training: bool = False
+    in_closure: bool = False
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: dict[str, Callback]
 

@@ -159,8 +159,11 @@ class StatsCallback(HookCallback):
             self._record(self.on_valid and not self.learn.aside)
 
     def before_step(self) -> None:
-        """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it."""
-        self._tried = True
+        """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
+
+        A closure's step begins before its first batch, and may evaluate many.
+        """
+        self._tried = not self.learn.in_closure
 
     def after_cancel_batch(self) -> None:
         """A cancelled batch leaves nothing."""

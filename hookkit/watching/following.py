@@ -76,7 +76,7 @@ class FollowedLoop(Asides):
     def _reset(self) -> None:
         self.train_iter, self.stepped, self.training = 0, False, False
         self._in_epoch = self._marked = self._skip = self._due = self._late = False
-        self._left_out = False
+        self._left_out = self.in_closure = False
         self.turns.stepped = []
         self._no_asides()
 
@@ -237,6 +237,7 @@ class FollowedLoop(Asides):
             return
         if opt in self.turns.stepped:
             self._end_step()
+        self.in_closure = closure
         self._late = not (self.training or closure) and self.turns.comes_late(opt)
         if self._late or self.turns.stepped:
             return
@@ -257,7 +258,7 @@ class FollowedLoop(Asides):
             self.turns.stepped.append(opt)
             if not self.turns.more_to_come(self.opts):
                 self._end_step()
-        self._late = False
+        self._late = self.in_closure = False
 
     def _expect_batch(self) -> None:
         self._due = False
