@@ -388,7 +388,7 @@ def test_two_optimizers_of_one_model_make_one_step():
     assert w.n_steps == 2
 
 
-def test_two_optimizers_found_by_themselves_make_one_step_from_the_second_on():
+def test_two_optimizers_found_by_themselves_make_one_step():
     model, log = net(), Log()
     opts = [sgd(model[0]), torch.optim.AdamW(model[2].parameters())]
 

@@ -221,3 +221,36 @@ def test_every_evaluation_of_a_closure_is_part_of_its_step(every: int, marked: b
         assert (record.value("count", "0") == 40 * np.diff(n_calls)[taken]).all()
     np.testing.assert_allclose(acts.record().value("mean", "0"), means[taken], rtol=1e-5)
     assert (grads.record().value("count", "0.weight") == 32).all()
+
+
+def test_the_first_step_of_two_optimizers_that_were_not_given_is_measured_whole():
+    model, params, grads = net(1), ParamStats(), GradientStats(of="params")
+    opts = [sgd(model[0]), sgd(model[2])]
+
+    with watch(model, None, params, grads) as w:
+        for x in batches(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            for opt in opts:
+                opt.step()
+
+    assert w.n_steps == len(params.record()) == 3
+    assert (params.record().value("update_norm") > 0).all()
+    assert (params.record().value("grad_norm") > 0).all()
+    assert (grads.record().value("count") > 0).all()
+
+
+def test_a_parameter_that_no_optimizer_steps_costs_one_guess():
+    model, params = net(1), ParamStats()
+    opt = sgd(model[0])
+
+    with watch(model, None, params) as w:
+        for x in batches(3):
+            opt.zero_grad()
+            model(x).sum().backward()
+            opt.step()
+
+    assert w.n_steps == 3
+    assert (params.record().value("update_norm")[:2] > 0).all()
+    assert (params.record().value("update_norm")[2:] == 0).all()
+    assert (params.record().value("grad_norm")[:, 1:] > 0).all()

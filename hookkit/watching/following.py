@@ -55,6 +55,7 @@ class FollowedLoop(Asides):
         opts: Iterable[Optimizer] = (),
         each_forward: bool = False,
         unseen: Callable[[], None] = lambda: None,
+        finds_opts: bool = False,
     ) -> None:
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
         self.n_steps = self.epoch = 0
@@ -69,7 +70,7 @@ class FollowedLoop(Asides):
         self._unseen = unseen
         self.n_left_out = 0
         self._first_part: nn.Module | None = None
-        self.turns = Turns()
+        self.turns, self._finds_opts = Turns(), finds_opts
         self._reset()
         self._own(None)
 
@@ -142,7 +143,7 @@ class FollowedLoop(Asides):
             self._marked = False
             return
         if self.turns.stepped:
-            self.turns.learn()
+            self.turns.learn(self.opts)
         self._close()
         self._begin_batch()
 
@@ -256,7 +257,8 @@ class FollowedLoop(Asides):
         elif not self._late:
             self._expect_batch()
             self.turns.stepped.append(opt)
-            if not self.turns.more_to_come(self.opts):
+            unseen = self.model.parameters() if self._finds_opts else ()
+            if not self.turns.more_to_come(self.opts, unseen):
                 self._end_step()
         self._late = self.in_closure = False
 

@@ -1,12 +1,16 @@
 """Which optimizers make a step together, in a loop that has several.
 
 Two on one model (Muon for matrices, AdamW for the rest) step one after the other and make one step;
-a GAN's two players take turns. Told apart by gradients, then by what happened before the last
-forward; a wrong guess costs one record and is not made again.
+a GAN's two players take turns. Told apart by gradients (also of parameters whose optimizer has not
+been seen yet), then by what happened before the last forward; a wrong guess costs one record and is
+not made again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -21,21 +25,36 @@ class Turns:
         self.stepped: list[Optimizer] = []
         self._last: list[Optimizer] = []
         self._known: set[frozenset[int]] = set()
+        self._n_all = 0
 
-    def more_to_come(self, opts: list[Optimizer]) -> bool:
-        """Will another of `opts` step before the next forward?"""
+    def more_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor] = ()) -> bool:
+        """Will another of `opts`, or of those not seen yet, step before the next forward?
+
+        Args:
+            parameters: those that an optimizer not seen yet may step; read only if need be.
+        """
         if len(opts) == len(self.stepped):
-            return False
+            return self._n_all != len(opts) and self._another(opts, parameters)
         if _ids(self.stepped) not in self._known:
             elsewhere = _ids(self.stepped).union(*self._known)
             if any(_has_gradient(o) for o in opts if id(o) not in elsewhere):
                 return True
-            self.learn()
+            self.learn(opts)
         return False
 
-    def learn(self) -> None:
-        """Those that have stepped are a turn of their own."""
-        self._known.add(_ids(self.stepped))
+    def _another(self, opts: list[Optimizer], parameters: Iterable[Tensor]) -> bool:
+        theirs = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
+        if any(p.grad is not None and id(p) not in theirs for p in parameters):
+            return True
+        self.learn(opts)
+        return False
+
+    def learn(self, opts: list[Optimizer]) -> None:
+        """Those of `opts` that have stepped are a turn of their own, or all that there are."""
+        if len(opts) == len(self.stepped):
+            self._n_all = len(opts)
+        else:
+            self._known.add(_ids(self.stepped))
 
     def end(self) -> None:
         """The step is over."""

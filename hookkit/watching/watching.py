@@ -115,7 +115,8 @@ class Watcher(ReadOut):
         by_hand: bool = False,
     ) -> None:
         self.model, self.loss_func = model, loss_func
-        self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen)
+        finds = not (opts or by_hand)
+        self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen, finds)
         self.loop.loss_func = loss_func
         check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
