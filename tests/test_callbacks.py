@@ -15,7 +15,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
-from hookkit.errors import MissingExtraError, OptionError
+from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.testing import EventLog, mlp, synth_learner
 
 
@@ -137,6 +137,12 @@ def test_accumulation_over_no_batch_is_refused() -> None:
         GradientAccumulation(0)
 
 
+@pytest.mark.parametrize("n_acc", [1.5, "4", None, True])
+def test_accumulation_over_what_is_no_number_of_batches_is_refused(n_acc: Any) -> None:
+    with pytest.raises(OptionError, match=r"a step needs whole batches\. Use 1"):
+        GradientAccumulation(n_acc)
+
+
 # --- GradientClip
 
 
@@ -156,8 +162,14 @@ def test_gradients_are_clipped_and_their_norms_kept() -> None:
 
 
 def test_clipping_to_nothing_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"GradientClip\(max_norm=0\) was asked for: no gradient"):
+    with pytest.raises(OptionError, match=r"GradientClip\(max_norm=0, norm_type=2.0\) was asked"):
         GradientClip(0)
+
+
+@pytest.mark.parametrize("options", [("1",), (None,), (1.0, "inf"), (1.0, 0)])
+def test_clipping_by_what_is_no_number_is_refused(options: Any) -> None:
+    with pytest.raises(OptionError, match=r"Give positive numbers, 1\.0 and 2\.0 are common"):
+        GradientClip(*options)
 
 
 # --- schedules
@@ -225,6 +237,54 @@ def test_a_scheduler_by_epoch() -> None:
     learn.fit(3, lr=0.08)
 
     assert learn.recorder.lrs == pytest.approx([0.08, 0.08, 0.04, 0.04, 0.02, 0.02])
+
+
+@pytest.mark.parametrize("n_acc", [1, 2])
+def test_one_cycle_goes_on_where_a_run_was_interrupted(n_acc: int) -> None:
+    whole = quiet(n_trn=5, cbs=GradientAccumulation(n_acc))
+    rest = quiet(n_trn=5, cbs=GradientAccumulation(n_acc))
+
+    whole.fit_one_cycle(4, 0.1)
+    rest.fit_one_cycle(4, 0.1, start_epoch=3)
+
+    assert rest.recorder.lrs == pytest.approx(whole.recorder.lrs[-5:])
+    assert rest.pct_train == pytest.approx(1)
+
+
+def test_a_scheduler_by_epoch_goes_on_where_a_run_was_interrupted() -> None:
+    halves = SchedulerCallback(
+        lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5), by_epoch=True
+    )
+    learn = quiet(n_trn=1, cbs=halves)
+
+    learn.fit(4, lr=0.08, start_epoch=2)
+
+    assert learn.recorder.lrs == pytest.approx([0.02, 0.01])
+
+
+def test_what_makes_no_scheduler_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"str cannot be called\. Give make\(opt, n_steps\)"):
+        SchedulerCallback("cosine")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"its function made, a float\. Return a scheduler"):
+        quiet(cbs=SchedulerCallback(lambda opt, n: 0.1)).fit(1)
+
+
+OPTIONS: dict[str, Any] = {
+    "div": (0, "25", None),
+    "div_final": (0, -1.0, "x"),
+    "pct_start": (2, -0.1, "x"),
+    "moms": (0.9, (0.9,), ("a", "b"), (0.9, 1.5)),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in OPTIONS.items() for v in vs])
+def test_a_cycle_that_cannot_be_is_refused_before_anything_changes(name: str, value: Any) -> None:
+    learn = quiet()
+
+    with pytest.raises(OptionError, match=rf"fit_one_cycle\({name}=.*was asked for"):
+        learn.fit_one_cycle(1, **{name: value})
+
+    assert learn.opt is None
 
 
 def test_a_schedule_by_step_needs_a_length() -> None:

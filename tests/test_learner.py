@@ -609,6 +609,27 @@ def test_epochs_are_not_negative(n: int, start: int) -> None:
         quiet().fit(n, start_epoch=start)
 
 
+def test_a_start_after_the_end_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"that is no epoch.*fit\(5, start_epoch=3\)"):
+        quiet().fit(2, start_epoch=3)
+
+
+@pytest.mark.parametrize("wd", ["0.1", -0.1, float("nan")])
+def test_a_weight_decay_that_cannot_be_is_refused(wd: Any) -> None:
+    with pytest.raises(OptionError, match=r"weight decay is a number\. Give 0 or more, or None"):
+        quiet(wd=wd)
+    learn = quiet()
+    with pytest.raises(OptionError, match=r"weight decay is a number"):
+        learn.fit(1, wd=wd)
+    assert learn.opt is None
+
+
+@pytest.mark.parametrize("metrics", [3, ["accuracy"]])
+def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"cannot be called\. Give a function of \(pred"):
+        quiet(metrics=metrics)
+
+
 def test_a_fit_inside_a_fit_is_refused() -> None:
     learn = quiet(cbs=Callback(after_epoch=lambda cb: cb.learn.fit(1)))
 

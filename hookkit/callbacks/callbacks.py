@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import ceil
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder, Scalars
-from hookkit.errors import OptionError
+from hookkit.errors import ArgumentError, OptionError
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -45,7 +46,7 @@ class TrainEvalCallback(Callback):
                     module.to(device)
         if not learn.fitting:
             return
-        learn.train_iter, learn.pct_train = 0, 0.0
+        learn.train_iter, learn.pct_train = 0, learn.epoch / max(learn.n_epoch, 1)
         if callable(reset := getattr(learn.model, "reset", None)):
             reset()  # a recurrent model's word for "forget the state of the last sequence"
 
@@ -76,16 +77,16 @@ class GradientAccumulation(Callback):
         n_acc: batches per step.
 
     Raises:
-        OptionError: `n_acc` is below 1.
+        OptionError: `n_acc` is no whole number from 1.
     """
 
     order = -5
     run_valid = False
 
     def __init__(self, n_acc: int = 32) -> None:
-        if n_acc < 1:
+        if isinstance(n_acc, bool) or not isinstance(n_acc, int) or n_acc < 1:
             raise OptionError(
-                f"GradientAccumulation(n_acc={n_acc}) was asked for: a step needs a batch. "
+                f"GradientAccumulation(n_acc={n_acc!r}) was asked for: a step needs whole batches. "
                 f"Use 1 (no accumulation) or more."
             )
         self.n_acc = n_acc
@@ -120,10 +121,11 @@ class GradientClip(Callback):
     run_valid = False
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
-        if not max_norm > 0:
+        numbers = isinstance(max_norm, (int, float)) and isinstance(norm_type, (int, float))
+        if not numbers or not (max_norm > 0 and norm_type > 0):
             raise OptionError(
-                f"GradientClip(max_norm={max_norm}) was asked for: no gradient would be left. "
-                f"Give a positive norm, 1.0 is common."
+                f"GradientClip(max_norm={max_norm!r}, norm_type={norm_type!r}) was asked for: no "
+                f"gradient would be left. Give positive numbers, 1.0 and 2.0 are common."
             )
         self.max_norm, self.norm_type, self.norms = max_norm, norm_type, Scalars()
 
@@ -140,11 +142,15 @@ class SchedulerCallback(Callback):
     """Runs a torch learning-rate scheduler: one step of it for each optimizer step really made.
 
     What it changed besides the learning rate (momentum, entries of its own) is put back at the end.
+    A fit with a `start_epoch` goes on where the epochs before it would have left the schedule.
 
     Args:
         make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
             fit will make.
         by_epoch: one scheduler step per epoch instead; `n_steps` is then the number of epochs.
+
+    Raises:
+        ArgumentError: `make` cannot be called; in the fit: what it gives cannot be stepped.
 
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
     >>> cosine = SchedulerCallback(CosineAnnealingLR)
@@ -154,6 +160,11 @@ class SchedulerCallback(Callback):
     run_valid = False
 
     def __init__(self, make: Callable[[Any, int], Any], by_epoch: bool = False) -> None:
+        if not callable(make):
+            raise ArgumentError(
+                f"SchedulerCallback({make!r:.60}) was asked for, {type(make).__name__} cannot be "
+                f"called. Give make(opt, n_steps), such as the class CosineAnnealingLR."
+            )
         self.make, self.by_epoch = make, by_epoch
         self._kept: list[dict[str, Any]] | None = None
 
@@ -164,9 +175,24 @@ class SchedulerCallback(Callback):
             return
         opt = learn.opts[0]
         self._kept = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
-        self.scheduler = self.make(opt, learn.n_epoch if self.by_epoch else self._n_steps())
+        n = 1 if self.by_epoch else self._n_steps()
+        self.scheduler = self.make(opt, learn.n_epoch * n)
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise ArgumentError(
+                f"SchedulerCallback was to run what its function made, a "
+                f"{type(self.scheduler).__name__}. Return a scheduler of torch.optim.lr_scheduler."
+            )
+        self._skip(learn.epoch * n)
+
+    def _skip(self, n_steps: int) -> None:
+        """The steps of epochs that an earlier run has made."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer made them then
+            for _ in range(n_steps):
+                self.scheduler.step()
 
     def _n_steps(self) -> int:
+        """Optimizer steps of one epoch."""
         learn = self.learn
         try:
             n = len(learn.dls.train)
@@ -176,7 +202,7 @@ class SchedulerCallback(Callback):
                 "its length. Give a loader with __len__, or SchedulerCallback(…, by_epoch=True)."
             ) from None
         n_acc = max([cb.n_acc for cb in learn._grab_cbs(GradientAccumulation)], default=1)
-        return int(learn.n_epoch * ceil(n / n_acc))
+        return ceil(n / n_acc)
 
     def after_batch(self) -> None:
         """Steps, if the optimizer did."""

@@ -193,6 +193,8 @@ class Driver:
         training: whether the batch at hand is one to learn from.
         in_closure: whether the step at hand has a closure: until it is made, every batch is one
             evaluation of it.
+        n_steps: optimizer steps so far, on the axis of its recorders: one that has recorded
+            elsewhere is carried on, so that no step comes twice in what it holds.
     """
 
     cbs: L
@@ -200,6 +202,7 @@ class Driver:
     _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
     training: bool = False
     in_closure: bool = False
+    n_steps: int = 0
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: dict[str, Callback]
 
@@ -230,6 +233,7 @@ class Driver:
             self._past.pop(made.name, None)
             self._forget_order()
             if self.fitting:
+                self._carry_on(made)
                 made("before_fit")
         return self
 
@@ -272,6 +276,7 @@ class Driver:
 
     def _drop(self, cb: Callback) -> None:
         if self.fitting:
+            self._part_from(cb)
             cb.cleanup_fit()
         self.cbs = L(c for c in self.cbs if c is not cb)
         self._forget_order()
@@ -369,13 +374,24 @@ class Driver:
         """Makes every callback answer to this driver: another one may have had it since."""
         for cb in self.cbs:
             cb.learn = self
+            self._carry_on(cb)
         self._forget_order()
+
+    def _carry_on(self, cb: Callback) -> None:
+        """Counts on from the step that `cb` has come to, here or elsewhere."""
+        self.n_steps = max(self.n_steps, vars(cb).get("_n_steps", 0))
+
+    def _part_from(self, cb: Callback) -> None:
+        """Has a recorder know which step it has come to."""
+        if hasattr(type(cb), "record") or "incidents" in vars(cb):
+            cb._n_steps = self.n_steps  # type: ignore[attr-defined]
 
     def _clean_up(self) -> None:
         """Calls every callback's `cleanup_fit`, also when one of them fails."""
         with ExitStack() as stack:
             for cb in self.cbs:
                 cb.run = True
+                self._part_from(cb)
                 stack.callback(cb.cleanup_fit)
 
 

@@ -23,6 +23,7 @@ from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.metrics import Mean, as_metric, item
 from hookkit.callbacks.outputs import Scores
 from hookkit.data import batch_size
+from hookkit.errors import OptionError
 
 Floats = npt.NDArray[np.float64]
 
@@ -80,6 +81,9 @@ class Recorder(Callback):
         valid_metrics: whether metrics are computed on validation batches.
         beta: of the exponential moving average that smooths the training loss.
 
+    Raises:
+        OptionError: `beta` is not from 0 to below 1.
+
     Attributes:
         values: per epoch `[train_loss, valid_loss, *metrics]`, floats; None where nothing ran.
             `train_loss` is the smoothed loss at the end of the epoch.
@@ -104,7 +108,12 @@ class Recorder(Callback):
         valid_metrics: bool = True,
         beta: float = 0.98,
     ) -> None:
-        self.add_time, self.beta = add_time, beta
+        if not isinstance(beta, (int, float)) or not 0 <= beta < 1:
+            raise OptionError(
+                f"Recorder(beta={beta!r}) was asked for: so much of the smoothed loss stays. "
+                f"Give a number from 0 (no smoothing) to below 1, 0.98 is usual."
+            )
+        self.add_time, self.beta = add_time, float(beta)
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
         self.metric_names: list[str] = []
         self.values: list[list[Any]] = []

@@ -9,6 +9,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hookkit.callbacks.metrics import as_metric
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, OptionError
 
@@ -40,12 +41,36 @@ def check_function(what: str, f: Any) -> None:
 
 
 def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
-    """An OptionError unless both are whole numbers from 0."""
+    """An OptionError unless both are whole numbers from 0, the start not after the end."""
     if not all(isinstance(n, Integral) and int(n) >= 0 for n in (n_epoch, start_epoch)):
         raise OptionError(
             f"fit({n_epoch!r}, start_epoch={start_epoch!r}) was asked for: epochs are counted "
             f"from 0. Give whole numbers that are not negative."
         )
+    if start_epoch > n_epoch:
+        raise OptionError(
+            f"fit({n_epoch}, start_epoch={start_epoch}) was asked for: that is no epoch, since the "
+            f"first number is that of all epochs. For {n_epoch} more: "
+            f"fit({start_epoch + n_epoch}, start_epoch={start_epoch})."
+        )
+
+
+def check_decay(wd: Any) -> None:
+    """An OptionError unless `wd` is None or a number from 0."""
+    if wd is not None and (not isinstance(wd, (int, float)) or not wd >= 0):
+        raise OptionError(
+            f"wd={wd!r} was asked for: weight decay is a number. Give 0 or more, or None for the "
+            f"optimizer's own."
+        )
+
+
+def checked_metrics(metrics: Any) -> L:
+    """`metrics` as a list, each of a kind that can work; else an ArgumentError."""
+    listed = L([metrics] if callable(metrics) or hasattr(metrics, "update") else metrics)
+    for metric in listed:
+        if not isinstance(metric, type):  # a class is made into an object by the fit
+            as_metric(metric)
+    return listed
 
 
 def as_loaders(dls: Any) -> Any:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
@@ -23,8 +22,10 @@ from hookkit.events import CancelFitException
 from hookkit.learner.distributing import distributed
 from hookkit.learner.doors import (
     as_loaders,
+    check_decay,
     check_epochs,
     check_function,
+    checked_metrics,
     checked_model,
     several,
 )
@@ -118,8 +119,9 @@ class Learner(Loop):
         if loss_func is None and dls is not None:
             loss_func = getattr(self.dls.train_ds, "loss_func", None)
         self.loss_func, self.opt_func, self.splitter = loss_func, opt_func, splitter
+        check_decay(wd)
         self.lr, self.wd, self.train_bn, self.frozen_idx = lr, wd, train_bn, 0
-        self.metrics = L([metrics] if callable(metrics) or hasattr(metrics, "update") else metrics)
+        self.metrics = checked_metrics(metrics)
         self.path, self.model_dir = Path(path or "."), Path(model_dir)
         self.logger: Callable[[list[Any]], Any] = print
         self._at_start()
@@ -156,6 +158,7 @@ class Learner(Loop):
             OptionError: an option cannot work.
         """
         check_epochs(n_epoch, start_epoch)
+        check_decay(wd)
         self._needs_data("fit")
         with self.added_cbs(cbs), self._fit_under_way():
             if reset_opt or self.opt is None:
