@@ -671,7 +671,20 @@ def test_an_error_of_the_function_keeps_its_type_and_names_the_layer() -> None:
     with pytest.raises(KeyError, match="mine") as caught, edit_output(net[0], wrong):
         net(torch.randn(2, 4))
 
-    assert "wrong on Linear(in_features=4" in caught.value.__notes__[0]
+    (note,) = caught.value.__notes__  # the user's function, and nothing of ours
+    assert "wrong on Linear(in_features=4" in note
+
+
+@pytest.mark.parametrize(("maker", "call"), [(zero, r"zero\(\)"), (scale, r"scale\(…\)")])
+def test_a_maker_of_edits_that_was_not_called_is_told(maker: Any, call: str) -> None:
+    net = mlp()
+
+    with pytest.raises(
+        ArgumentError, match=rf"makes an edit, and is none itself\. Call it: {call}"
+    ):
+        edit_output(net[0], maker)
+
+    assert not net[0]._forward_hooks
 
 
 def test_what_was_never_reached_is_told_by_name() -> None:

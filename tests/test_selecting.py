@@ -716,3 +716,11 @@ def test_a_dict_the_wrong_way_round_is_told() -> None:
 def test_a_model_without_modules_inside_says_so() -> None:
     with pytest.raises(SelectionError, match="It has no modules inside it"):
         select(nn.Linear(2, 2), lambda name, m: False)
+
+
+@pytest.mark.parametrize("wrong", [None, [nn.Linear(1, 1)], nn.Linear])
+def test_what_is_no_model_is_told(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"leaf_modules needs a model .*leaf_modules\(model\)"):
+        leaf_modules(wrong)
+    with pytest.raises(ArgumentError, match=r"select needs a model .*select\(model, what\)"):
+        select(wrong, "x")

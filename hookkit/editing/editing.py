@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
+_MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
 
 
 def edit_output(module: nn.Module, f: Function) -> Edits:
@@ -162,6 +163,11 @@ class Edits:
             raise ArgumentError(
                 f"{who}: expected a function or a ready-made edit, found {_kind_of(f)}. "
                 f"Give f(module, {'grad' if kind == 'grad' else 'input, output'}), or zero()."
+            )
+        if any(f is maker for maker in _MAKERS):
+            raise ArgumentError(
+                f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
+                f"{'zero()' if f is zero else f.__name__ + '(…)'}."
             )
         for _, module, _ in modules:
             check_hookable(module, who)

@@ -214,8 +214,11 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
 
 
 def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
-    if not is_compiling():
-        e.add_note(f"hookkit: raised by the hook {_named(fn)} on {brief(module)}")
+    if is_compiling():
+        return
+    where = f"on {brief(module)}"
+    if not any(n.startswith("hookkit:") and n.endswith(where) for n in getattr(e, "__notes__", ())):
+        e.add_note(f"hookkit: raised by the hook {_named(fn)} {where}")
 
 
 def brief(module: nn.Module) -> str:

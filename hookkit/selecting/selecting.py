@@ -124,11 +124,7 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     >>> list(select(net, {"0": "first"}, "[1-2]"))
     ['first', '1', '2']
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"select needs a model (nn.Module) first, and was given {type(model).__name__}. "
-            f"Write select(model, what)."
-        )
+    _check_model(model, "select", "select(model, what)")
     asked = Asked(unwrap(model))
     picks: dict[str, Pick] = {}
     taken: set[tuple[int, str]] = set()
@@ -148,15 +144,27 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     return Selection(asked.root, picks)
 
 
+def _check_model(model: Any, who: str, cure: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"{who} needs a model (nn.Module) first, and was given {type(model).__name__}. "
+            f"Write {cure}."
+        )
+
+
 def leaf_modules(model: nn.Module) -> Selection:
     """The modules at the model's ends that run as modules, in the model's order.
 
     Shared ones once, no parametrizations, no containers that are never called, nothing inside
     `nn.MultiheadAttention`, which calls no module. A model without children is its own leaf, `""`.
 
+    Raises:
+        ArgumentError: `model` is no module.
+
     >>> list(leaf_modules(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.ReLU()]))))
     ['0', '1.0']
     """
+    _check_model(model, "leaf_modules", "leaf_modules(model)")
     root = unwrap(model)
     places = walk(root, into=opens)
     return Selection(root, {n: Pick(n, m) for n, m, first in places if first and is_leaf(m)})
