@@ -1,5 +1,6 @@
 """The recorders of a Learner under `watch`: the same records, in loops of every kind."""
 
+import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -254,3 +255,78 @@ def test_a_parameter_that_no_optimizer_steps_costs_one_guess():
     assert (params.record().value("update_norm")[:2] > 0).all()
     assert (params.record().value("update_norm")[2:] == 0).all()
     assert (params.record().value("grad_norm")[:, 1:] > 0).all()
+
+
+def test_a_recorder_given_to_a_second_watch_goes_on():
+    cbs = [*recorders(), FlightRecorder("report")]
+    acts, grads, params, flight = cbs
+    runs = []
+
+    for n in 3, 4:
+        model, mse = net(1), nn.MSELoss()
+        opt = sgd(model)
+        with watch(model, opt, *cbs, loss_func=mse) as w:
+            for x, y in data(n):
+                opt.zero_grad()
+                mse(model(x), y * (float("nan") if runs else 1.0)).backward()
+                opt.step()
+        runs.append(w)
+    first, second = runs
+
+    for record in acts.record(), grads.record(), params.record():
+        assert record.steps.tolist() == list(range(7))
+        assert record.iters.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert (first.n_steps, second.n_steps, second.run().n_steps) == (3, 4, 7)
+    assert np.isfinite(first.losses).tolist() == [True] * 3
+    assert np.isfinite(second.run().grad_norms).tolist() == [True] * 3 + [False] * 4
+    assert flight.incidents[0].step == 3
+    assert str(second).startswith("Watcher(Sequential: 4 steps")
+
+
+def test_two_watches_in_turns_share_one_axis():
+    acts, models = ActivationStats(every=2), [net(1), net(1)]
+    opts = [sgd(m) for m in models]
+    mse = nn.MSELoss()
+    watchers = [watch(m, o, acts, loss_func=mse) for m, o in zip(models, opts, strict=True)]
+
+    for i in (0, 1, 0):
+        with watchers[i] as w:
+            for x, y in data(3):
+                mse(models[i](x), y).backward()
+                opts[i].step()
+            w.epoch()
+
+    assert acts.record().steps.tolist() == [0, 2, 3, 5, 6, 8]
+    assert [w.n_steps for w in watchers] == [6, 3]
+    assert [len(w.losses) for w in watchers] == [6, 3]
+    assert np.isfinite(watchers[0].run().losses).tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    both = [row["train_loss"] for row in watchers[0].run().valid]
+    np.testing.assert_allclose(both, watchers[0].losses.reshape(2, 3).mean(1))
+
+
+def test_a_recorder_pickled_amid_a_run_goes_on_from_there():
+    model, acts = net(1), ActivationStats(every=3)
+    opt = sgd(model)
+    with watch(model, opt, acts):
+        train(model, opt, 5)
+        again = pickle.loads(pickle.dumps(acts))
+
+    with watch(model, opt, again):
+        train(model, opt, 2)
+
+    assert again.record().steps.tolist() == [0, 3, 5]
+
+
+def test_a_recorder_given_to_a_second_learner_goes_on():
+    cbs = recorders()
+
+    for _ in range(2):
+        learn = Learner((data(3), None), net(1), nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=cbs)
+        with learn.no_logging():
+            learn.fit(1)
+
+    run = learn.run_record()
+    for record in run.records:
+        assert record.steps.tolist() == list(range(6))
+    assert np.isfinite(run.losses).tolist() == [False] * 3 + [True] * 3
+    assert np.isfinite(run.grad_norms).all()

@@ -218,6 +218,8 @@ class StatsCallback(HookCallback):
         return (self.valid_tally if valid else self.tally).record(local=local)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.learn is not None and self.learn.fitting:
+            self.learn._part_from(self)
         return {**self.__dict__, "_handles": [], "hooks": None, "learn": None, "recording": False}
 
 

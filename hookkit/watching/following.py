@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.outputs import Scores
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
@@ -41,7 +42,8 @@ class FollowedLoop(Asides):
         loss: of the batch that is in, detached, if it is known by now; else None.
         pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
         stepped: an optimizer step has happened since the last `before_batch`.
-        n_steps: optimizer steps so far, over all runs.
+        n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
+        elsewhere: (first, end) of steps that its recorders saw in another loop before.
         n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
         losses: the `LossTape`.
@@ -59,6 +61,7 @@ class FollowedLoop(Asides):
     ) -> None:
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
         self.n_steps = self.epoch = 0
+        self.elsewhere: list[tuple[int, int]] = []
         self.loss: Tensor | None = None
         self.pred: Any = None
         self.losses = LossTape()
@@ -103,6 +106,12 @@ class FollowedLoop(Asides):
         self.fitting = True
         self._find_recorders()
         self("before_fit")
+
+    def _carry_on(self, cb: Callback) -> None:
+        own = self.n_steps
+        super()._carry_on(cb)
+        if self.n_steps > own:
+            self.elsewhere.append((own, self.n_steps))
 
     def finish(self) -> None:
         """The run is over: what is open is closed, then `after_fit`."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from hookkit.callbacks.runs import run_of
@@ -28,14 +29,27 @@ class ReadOut(Exports):
     @property
     def losses(self) -> Floats:
         """(n_steps,) float64: the training loss by optimizer step, NaN where it was not told."""
+        return self._losses()[self._own()]
+
+    def _losses(self) -> Floats:
+        """By step on the recorders' axis, NaN also where they recorded another loop."""
         return self.loop.losses.read(self.loop.n_steps)
+
+    def _own(self) -> npt.NDArray[np.bool_]:
+        """(loop.n_steps,) which of the steps were made here."""
+        own = np.ones(self.loop.n_steps, np.bool_)
+        for first, end in self.loop.elsewhere:
+            own[first:end] = False
+        return own
 
     def run(self) -> Run:
         """All that was recorded, as plain numpy values: for `diagnose`, pictures, your own use.
 
+        By the recorders' steps: one that was given to another `watch` before goes on from there.
+
         Sync: one per recorder.
         """
-        run, losses = run_of(self.loop), self.losses
+        run, losses = run_of(self.loop), self._losses()
         rows = [self._row(i, losses) for i in range(len(self.loop.spans))]
         return replace(
             run,

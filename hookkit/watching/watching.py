@@ -263,7 +263,7 @@ class Watcher(ReadOut):
     @property
     def n_steps(self) -> int:
         """Optimizer steps so far, over all times it was entered."""
-        return self.loop.n_steps
+        return self.loop.n_steps - sum(end - first for first, end in self.loop.elsewhere)
 
     @property
     def cbs(self) -> Any:
@@ -295,20 +295,20 @@ class Watcher(ReadOut):
         loop = self.loop
         names = ", ".join(c.name for c in loop.cbs) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
-        steps, epochs = _count(loop.n_steps, "step"), _count(len(loop.spans), "epoch")
+        steps, epochs = _count(self.n_steps, "step"), _count(len(loop.spans), "epoch")
         return f"Watcher({type(loop.model).__name__}: {steps} in {epochs}; {names}; {state})"
 
     # --- what is told
 
     def _on_unseen(self) -> None:
-        never = not (self.boundaries.root_ran or self.loop.n_steps)
+        never = not (self.boundaries.root_ran or self.n_steps)
         if not self._told and (never or self.boundaries.in_eval):
             self._told = True
             tell_unseen(self.loop.model, self.boundaries.compiled)
 
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.boundaries.compiled_step
-        stepped = loop.n_steps or loop.n_left_out or loop.each_forward
+        stepped = self.n_steps or loop.n_left_out or loop.each_forward
         if stepped or self._told or not (loop.train_iter or compiled):
             return
         self._told = True
