@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit.callbacks import Callback, GradientAccumulation
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, ModelRunError, OptionError
+from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, GradientStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
 from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
 
 
@@ -501,6 +501,48 @@ def test_validating_amid_a_batch_leaves_its_record_alone(
 
     torch.testing.assert_close(asked, alone, rtol=0, atol=0, equal_nan=True)
     assert asked[0]["count"].shape == (1, 6)
+
+
+# --- what was recorded
+
+
+class MyStats(ActivationStats):
+    """Somebody's own."""
+
+
+class MyFlight(FlightRecorder):
+    """Likewise."""
+
+
+def test_a_subclass_of_a_recorder_is_part_of_the_run() -> None:
+    flight = MyFlight("report")
+    learn = quiet(cbs=[MyStats(modules=""), flight], lr=1e30)
+
+    learn.fit(1)
+
+    run = learn.run_record()
+    assert run.activations is learn.my_stats.record()
+    assert run.incidents == flight.incidents != ()
+
+
+def test_a_record_goes_where_its_kind_belongs() -> None:
+    learn = quiet(cbs=ActivationStats(modules="", is_forward=False))
+
+    learn.fit(1)
+
+    run = learn.run_record()
+    assert (run.activations, run.gradients) == (None, learn.activation_stats.record())
+
+
+def test_of_several_recorders_of_a_kind_those_left_out_are_told() -> None:
+    first, last = ActivationStats(modules=""), ActivationStats(modules="", every=2)
+    learn = quiet(cbs=[first, last, ActivationStats(modules="", every=2, on_train=False)])
+    learn.fit(1)
+
+    with pytest.warns(HookkitWarning, match=r"leaves out ActivationStats\(1 layers × 3\)"):
+        run = learn.run_record()
+
+    assert run.activations is last.record()
 
 
 # --- saving

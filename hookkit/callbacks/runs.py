@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
+from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.outputs import loss_name
-from hookkit.records import Run
+from hookkit.errors import HookkitWarning
+from hookkit.records import Exports, Record, Run
 
 
 def run_of(learn: Any) -> Run:
     """Everything the Learner's callbacks recorded; what nobody recorded is None.
 
+    A record goes where its kind belongs, whatever the recorder's class is called. Of several
+    recorders of a kind a Run holds the latest; a warning names the others.
+
     Reads from the device: one synchronisation for each recorder.
     """
-    recorder = learn._cb_named("recorder")
-    flight = learn._cb_named("flight_recorder")
-    weights = learn._cb_named("param_stats")
+    recorder, found = learn._cb_named("recorder"), _recorded(learn)
+    norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None
+    records = {kind: record for kind, (_, record) in found.items()}
     return Run(
-        activations=_record(learn, "activation_stats"),
-        gradients=_record(learn, "gradient_stats"),
-        params=_record(learn, "param_stats"),
+        activations=records.get("activation"),
+        gradients=records.get("gradient"),
+        params=records.get("param"),
         losses=None if recorder is None else recorder.step_losses(),
         valid=[] if recorder is None else recorder.rows(),
-        grad_norms=None if weights is None else weights.grad_norms(learn.n_steps),
-        incidents=tuple(getattr(flight, "incidents", ())),
+        grad_norms=None if norms is None else norms(learn.n_steps),
+        incidents=tuple(i for cb in _all(learn) for i in vars(cb).get("incidents", ())),
         info=_info(learn),
     )
 
 
-def _record(learn: Any, name: str) -> Any:
-    cb = learn._cb_named(name)
-    return None if cb is None or not hasattr(cb, "record") else cb.record()
+def _all(learn: Any) -> list[Callback]:
+    """The callbacks, after those that were added for a past fit."""
+    return [*learn._past.values(), *learn.cbs]
+
+
+def _recorded(learn: Any) -> dict[str, tuple[Any, Record]]:
+    """By kind the latest recorder that has something, else the latest, and its record."""
+    found: dict[str, list[tuple[Any, Record]]] = {}
+    for cb in _all(learn):
+        if isinstance(cb, Exports) and hasattr(type(cb), "record"):
+            record = cb.record()
+            found.setdefault(record.kind, []).append((cb, record))
+    for kind, several in found.items():
+        several[:] = [pair for pair in several if len(pair[1])] or several[-1:]
+        if mine := [cb for cb, _ in several[:-1] if any(cb is c for c in learn.cbs)]:
+            _tell_left_out(kind, mine, several[-1][0])
+    return {kind: several[-1] for kind, several in found.items()}
+
+
+def _tell_left_out(kind: str, others: list[Any], taken: Any) -> None:
+    warnings.warn(
+        f"a run was read in which several callbacks recorded {kind}s; it holds those of the last, "
+        f"{taken!r}, and leaves out {', '.join(map(repr, others))}. Read these by themselves: "
+        f"diagnose(recorder), recorder.to_df(), recorder.save(path).",
+        HookkitWarning,
+        stacklevel=4,
+    )
 
 
 def _info(learn: Any) -> dict[str, Any]:
