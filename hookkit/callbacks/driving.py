@@ -62,7 +62,7 @@ class Callback:
     run: bool = True
     run_train: bool = True
     run_valid: bool = True
-    _n_steps: int = 0  # which a recorder has come to: see `Driver._part_from`
+    _came_to: int = 0  # the step of a recorder: see `Driver._part_from`
 
     __signature__ = InitSignature()
 
@@ -380,12 +380,12 @@ class Driver:
 
     def _carry_on(self, cb: Callback) -> None:
         """Counts on from the step that `cb` has come to, here or elsewhere."""
-        self.n_steps = max(self.n_steps, cb._n_steps)
+        self.n_steps = max(self.n_steps, cb._came_to)
 
     def _part_from(self, cb: Callback) -> None:
         """Has a recorder know which step it has come to."""
         if hasattr(type(cb), "record") or "incidents" in vars(cb):
-            cb._n_steps = self.n_steps
+            cb._came_to = self.n_steps
 
     def _clean_up(self) -> None:
         """Calls every callback's `cleanup_fit`, also when one of them fails."""
