@@ -47,7 +47,8 @@ class Hook:
             value, a tuple or `Inputs`; backward: `grad_input`). Of another structure it raises.
         keep: `"last"` call, or `"all"` calls, in `.calls`.
         clone: None stores a snapshot (live tensors with `detach=False`); True clones; False
-            stores the live tensor, and reading one that was overwritten since warns.
+            stores the live tensor, and reading one that was overwritten since warns (torch does
+            not tell what was written through `.data` or numpy).
         dtype: floating point tensors are stored as this.
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
         name: what messages call the module.
