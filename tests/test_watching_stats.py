@@ -9,10 +9,12 @@ import torch
 from test_watching import batches, n_hooks, net, sgd, train
 from torch import nn
 
+from hookkit.errors import HookkitWarning
 from hookkit.learner import Learner
 from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
+from hookkit.stats.parts import Parts
 from hookkit.watching import watch
 
 
@@ -330,3 +332,78 @@ def test_a_recorder_given_to_a_second_learner_goes_on():
         assert record.steps.tolist() == list(range(6))
     assert np.isfinite(run.losses).tolist() == [False] * 3 + [True] * 3
     assert np.isfinite(run.grad_norms).all()
+
+
+def changed_amid(*cbs: object, change, n: int = 3, root: nn.Module | None = None):
+    model = root or net(2)
+    x, opt = batches(1)[0], None
+    with watch(model, None, *cbs) as w:
+        for i in range(2 * n):
+            if i == n:
+                change(model)
+            opt = sgd(model)
+            model.zero_grad()
+            model(x).pow(2).mean().backward()
+            opt.step()
+    assert n_hooks(model, opt) == 0
+    return w
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_modules_added_or_exchanged_amid_a_run_are_recorded_from_then_on(every: int):
+    acts, grads = ActivationStats(every=every, with_hist=True, units=True), GradientStats()
+
+    def change(model: nn.Sequential) -> None:
+        model[0] = nn.Linear(4, 16)
+        model[2] = nn.Linear(16, 2)
+        model.append(nn.Linear(2, 3))
+
+    changed_amid(acts, grads, change=change, n=4)
+
+    n = 4 // every
+    counts = acts.record().value("count")
+    assert acts.names == grads.names == ["0", "2", "3"]
+    assert counts[0].tolist() == [40.0] * n + [80.0] * n
+    assert counts[1].tolist() == [10.0] * 2 * n
+    assert np.isnan(counts[2]).tolist() == [True] * n + [False] * n
+    np.testing.assert_array_equal(grads.record().value("count")[2][4:], [15.0] * 4)
+    assert len(acts.stats) == 2 * n and acts.dead_units("3") is not None
+
+
+def test_a_module_that_has_gone_keeps_its_past():
+    acts = ActivationStats(modules=["0", "", "1"])
+    grads = GradientStats(modules=["0", ""])
+
+    def change(model: nn.Sequential) -> None:
+        model[0] = nn.Sequential(nn.Linear(4, 8))
+        model.insert(1, nn.Tanh())
+
+    changed_amid(acts, grads, change=change)
+
+    assert (acts.record().value("count") == [[40.0] * 6, [10.0] * 6, [40.0] * 6]).all()
+    assert acts.record().types == ("Sequential", "Sequential", "Tanh")
+    assert (grads.record().value("count") == [[40.0] * 6, [10.0] * 6]).all()
+
+
+def test_a_named_module_that_has_gone_is_told():
+    acts = ActivationStats(modules=["0", "1"])
+
+    with pytest.warns(HookkitWarning, match=r"other modules.*recorded on: no module .* \"1\""):
+        changed_amid(acts, change=lambda model: model.__delitem__(slice(1, 3)))
+
+    assert (acts.record().value("count")[0] == 40.0).all()
+    assert np.isnan(acts.record().value("count")[1]).tolist() == [False] * 3 + [True] * 3
+
+
+def test_new_modules_are_not_looked_for_at_a_step_that_is_not_recorded(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Parts, "changed", lambda self: asked.append(1))
+    model, acts = net(1), ActivationStats(every=3)
+    opt = sgd(model)
+
+    with watch(model, opt, acts):
+        train(model, opt, 7)
+        assert pickle.loads(pickle.dumps(acts))._parts is None
+
+    assert len(asked) == 3
+    assert acts._parts is None

@@ -7,14 +7,16 @@ was cancelled, or whose step was left out, leaves nothing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import OptionError
+from hookkit.errors import HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import recomputing
+from hookkit.hooks.compiling import forget_graphs
 from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import Bins, edge_bins, range_bins
@@ -23,6 +25,7 @@ from hookkit.nested import named_leaves
 from hookkit.recording import HookCallback
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
+from hookkit.stats.parts import Parts
 
 
 class Eye:
@@ -96,7 +99,8 @@ class StatsCallback(HookCallback):
         self.options = options
         self.tally, self.valid_tally = Tally(self.kind, options), Tally(self.kind, options)
         self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
-        self._handles: list[Any] = []
+        self._handles: dict[Any, Any] = {}
+        self._parts: Parts | None = None
         self._clear_fit()
 
     def _clear_fit(self) -> None:
@@ -106,16 +110,23 @@ class StatsCallback(HookCallback):
     # --- hooks
 
     def _register(self, names: list[str], modules: Mapping[str, nn.Module]) -> None:
+        # a hook that is on stays on, in its place among others: on the root before the driver's
+        before, self._handles = self._handles, {}
         try:
             for eye in (self._eye, self._valid_eye):
                 types = [type(m).__name__ for m in modules.values()]
                 rows = eye.tally.rows(names, types)
                 if eye is self._eye or self.on_valid:
                     for row, module in zip(rows, modules.values(), strict=True):
-                        self._handles.append(self._attach(eye, row, module))
+                        key = eye is self._eye, row, id(module)
+                        handle = before.pop(key, None) or self._attach(eye, row, module)
+                        self._handles[key] = handle
         except BaseException:
             self._remove()
             raise
+        finally:
+            for handle in before.values():
+                handle.remove()
 
     def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
         check_hookable(module, type(self).__name__)
@@ -132,7 +143,21 @@ class StatsCallback(HookCallback):
     def _remove(self) -> None:
         super()._remove()
         while self._handles:
-            self._handles.pop().remove()
+            self._handles.popitem()[1].remove()
+
+    def _follow(self) -> None:
+        """Hooks what has come into the model since; the rows of what has gone keep their past."""
+        if self._parts is None or not self._parts.changed():
+            return
+        model = self.learn.model
+        try:
+            found = self._select(model)
+            self.names = list(found)
+            self._register(self.names, found)
+            forget_graphs(model)
+        except HookkitError as error:
+            _tell_changed(self, error)
+        self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
     def _record(self, on: bool) -> None:
         self.recording = on
@@ -148,15 +173,20 @@ class StatsCallback(HookCallback):
             self._clear_fit()
             self.tally.forget()
         super().before_fit()
+        if self._handles:
+            self._parts = Parts(self.learn.model)
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
         self._tried = self._cancelled = self._through = False
         if self.learn.training:
             self._iter = self.learn.train_iter
-            self._record(self.on_train and self._n_taken % (self.every or 1) == 0)
+            on = self.on_train and self._n_taken % (self.every or 1) == 0
         else:
-            self._record(self.on_valid and not self.learn.aside)
+            on = self.on_valid and not self.learn.aside
+        if on:
+            self._follow()
+        self._record(on)
 
     def before_step(self) -> None:
         """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
@@ -199,6 +229,7 @@ class StatsCallback(HookCallback):
         super().cleanup_fit()
         self._record(False)
         self.tally.forget()
+        self._parts = None
 
     def _keep(self) -> None:
         self.tally.fold()
@@ -220,7 +251,8 @@ class StatsCallback(HookCallback):
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
-        return {**self.__dict__, "_handles": [], "hooks": None, "learn": None, "recording": False}
+        gone = dict.fromkeys(("hooks", "learn", "_parts"))
+        return {**self.__dict__, **gone, "_handles": {}, "recording": False}
 
 
 def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
@@ -262,6 +294,17 @@ def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> O
     bins = checked_bins(who, given["bins"], default) if with_hist else None
     window = int(window) if given["units"] else 0
     return Options(float(eps), bins, int(sample), bool(given["exact_hist"]), window)
+
+
+def _tell_changed(cb: StatsCallback, error: HookkitError) -> None:
+    who = type(cb).__name__
+    left = "what is hooked is recorded on" if cb._handles else "nothing is recorded from here on"
+    warnings.warn(
+        f"{who} found other modules in the model than when the training began, and cannot hook "
+        f"them, so {left}: {error} Start again, with {who}(modules=…) naming what is there.",
+        HookkitWarning,
+        stacklevel=2,
+    )
 
 
 def unscale_of(driver: Any) -> Tensor | None:
