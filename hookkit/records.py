@@ -92,6 +92,9 @@ class Record(Exports):
             no bin can hold (NaN, Inf) are in `values["nonfinite"]`.
         meta: what else is needed to read it (sample size, eps, numel of parameters, …).
 
+    Raises:
+        ArgumentError: the parts do not fit together.
+
     >>> r = Record("activation", ("fc",), ("Linear",), *[np.arange(2)] * 3, np.ones(2, np.int64),
     ...            {"mean": np.array([[0.5, 1.5]])})
     >>> r
@@ -111,6 +114,30 @@ class Record(Exports):
     hist: Ints | None = None
     edges: Floats | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError(
+                f"Record(kind={self.kind!r}) was asked for. Use {', '.join(map(repr, KINDS))}."
+            )
+        rows, n = len(self.names), len(self.steps)
+        for what, found, wanted in self._sizes(rows, n):
+            if found != wanted:
+                raise ArgumentError(
+                    f"a Record of {rows} names and {n} steps was to be made, with {what} of shape "
+                    f"{found}. Give it the shape {wanted}."
+                )
+
+    def _sizes(self, rows: int, n: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """What has to fit together: its name, its shape, and the shape it should have."""
+        yield "types", (len(self.types),), (rows,)
+        for name in ("epochs", "iters", "spans"):
+            yield name, np.shape(getattr(self, name)), (n,)
+        for name, table in self.values.items():
+            yield f"values[{name!r}]", np.shape(table), (rows, n)
+        if self.hist is not None:
+            bins = np.size(self.edges) - 1 if self.edges is not None else np.shape(self.hist)[1]
+            yield "hist", np.shape(self.hist), (rows, bins, n)
 
     def __len__(self) -> int:
         """How many records there are."""

@@ -446,11 +446,8 @@ def named(names: tuple[str, ...]) -> Run:
     def renamed(r: Record | None) -> Record | None:
         return None if r is None else replace(r, names=names[: len(r.names)])
 
-    records = (run.activations, run.gradients)
-    activations, gradients = (renamed(r) for r in records)
-    assert run.params is not None
-    params = replace(run.params, names=tuple(f"{n}.w{i}" for i, n in enumerate(names * 2)))
-    return replace(run, activations=activations, gradients=gradients, params=params)
+    renaming = {"activations": renamed(run.activations), "gradients": renamed(run.gradients)}
+    return replace(run, **renaming, params=None)
 
 
 def texts(figure: Any) -> set[str]:
@@ -467,7 +464,7 @@ def test_names_stand_in_a_picture_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", ["plot_run", "color_dim", "plot_depth", "plot_layer_stats"])
 def test_a_dollar_in_a_layers_name_is_no_formula(name: str) -> None:
-    picture = PICTURES[name](replace(named(("$p_a^{$", *NAMES[1:])), params=None))
+    picture = PICTURES[name](named(("$p_a^{$", *NAMES[1:])))
 
     assert plotting.png(picture)
     assert any("$p_a^{$" in text for text in texts(picture))
@@ -508,7 +505,5 @@ def test_what_is_no_picture_is_not_saved() -> None:
 
 @pytest.mark.parametrize("findings", ["sick", 3, [None]])
 def test_what_is_no_finding_is_refused(findings: Any) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"is no finding\. Give what diagnose\(run\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"is no finding\. Give what diagnose\(run\)"):
         plotting.plot_run(made.run(n=20), findings=findings)

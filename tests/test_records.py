@@ -1,12 +1,13 @@
 """Records are plain values: built by hand, pickled, read by index or name."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hookkit.errors import SelectionError
+from hookkit.errors import ArgumentError, SelectionError
 from hookkit.records import Incident, Record, Run
 
 
@@ -54,6 +55,25 @@ def test_a_value_is_a_row_or_the_table() -> None:
 def test_a_statistic_that_was_not_recorded_gets_its_cure(statistic: str, cure: str) -> None:
     with pytest.raises(SelectionError, match=f'recorded are "mean".*{cure}'):
         record().value(statistic)
+
+
+MISFITS: dict[str, Any] = {
+    "types": {"types": ("Linear",)},
+    "epochs": {"epochs": np.zeros(2, np.int64)},
+    "values": {"values": {"mean": np.zeros((3, 3))}},
+    "hist": {"hist": np.zeros((2, 4, 3), np.int64), "edges": np.zeros(4)},
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_parts_that_do_not_fit_together_are_refused(what: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"with {what}.* of shape .*\. Give it the shape"):
+        replace(record(), **MISFITS[what])
+
+
+def test_a_record_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="Use 'activation', 'gradient', 'param'"):
+        replace(record(), kind="activations")
 
 
 def test_rows_are_tidy() -> None:

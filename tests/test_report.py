@@ -11,7 +11,7 @@ import made
 import numpy as np
 import pytest
 
-from hookkit.errors import OptionError, missing_extra
+from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.records import Incident, Run
 
 pytest.importorskip("matplotlib")
@@ -182,6 +182,22 @@ def test_incidents_of_the_flight_recorder_are_told(tmp_path: Path) -> None:
     run = replace(Run(), incidents=(Incident("activation", "act", "ReLU", 41),))
 
     assert "step 41 (epoch 0): first non-finite activation of act (ReLU)" in html_of(run, tmp_path)
+
+
+def test_a_record_of_few_statistics_has_a_page(tmp_path: Path) -> None:
+    record = made.run(n=20).activations
+    assert record is not None
+    few = replace(record, values={"mean": record.value("mean")}, hist=None)
+
+    text = report(few, tmp_path / "run.html").read_text()
+
+    assert "the statistic &quot;rms&quot; was asked for; recorded are &quot;mean&quot;" in text
+
+
+@pytest.mark.parametrize(("options", "what"), [({"path": 3}, "path"), ({"title": 3}, "title")])
+def test_what_is_no_name_is_refused(options: Any, what: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"report\({what}=3\) was asked for, an int"):
+        report(made.run(n=20), **options)
 
 
 def test_the_table_of_many_layers_is_folded(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hookkit import health
-from hookkit.errors import HookkitError, OptionError
+from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.plotting import plotdata
 from hookkit.records import Record, Run
 from hookkit.report.webpage import GENERATOR, figure, note, page, table, terms
@@ -49,6 +49,7 @@ def report(
 
     Raises:
         OptionError: `path` is a folder, or a file that is not a report of hookkit's.
+        ArgumentError: `run` holds no run, or `path` or `title` is no text.
 
     Example:
         >>> import tempfile
@@ -57,10 +58,16 @@ def report(
         >>> page.name
         'run.html'
     """
+    for name, value in (("path", path), ("title", title)):
+        if value is not None and not isinstance(value, (str, Path)):
+            raise ArgumentError(
+                f"report({name}={value!r:.60}) was asked for, an {type(value).__name__}. "
+                f'Give text, such as report(run, "run.html", title="My run").'
+            )
     target = _writable(Path("report.html" if path is None else path))
     record = plotdata.as_run(run)
     model = str(record.info.get("model") or "")
-    title = title or (f"Training of {model}" if model else "A training run")
+    title = str(title or "") or (f"Training of {model}" if model else "A training run")
     diagnosis = health.diagnose(record)
     summary = _summary_of(run) if summary is None else summary
     top = f'<p class="verdict {diagnosis.worst}">{escape(diagnosis.headline)}</p>'
@@ -144,7 +151,7 @@ def _told(record: Record) -> str:
     """What a heat-map of `record` shows, in words and numbers."""
     param = record.kind == "param"
     name = "update:weight" if param else f"RMS of {record.kind}s"
-    table = record.value("update_ratio" if param else "rms")
+    table = record.values.get("update_ratio" if param else "rms", np.zeros(0))
     fine = np.isfinite(table)
     if not fine.any():
         return f"{name}: no finite value"
