@@ -1,6 +1,10 @@
 """The recorders of a Learner under `watch`: the same records, in loops of every kind."""
 
+import copy
+import gc
+import importlib.util
 import pickle
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +13,9 @@ import torch
 from test_watching import batches, n_hooks, net, sgd, train
 from torch import nn
 
+from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning
+from hookkit.health import diagnose
 from hookkit.learner import Learner
 from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -367,7 +373,8 @@ def test_modules_added_or_exchanged_amid_a_run_are_recorded_from_then_on(every: 
     assert counts[1].tolist() == [10.0] * 2 * n
     assert np.isnan(counts[2]).tolist() == [True] * n + [False] * n
     np.testing.assert_array_equal(grads.record().value("count")[2][4:], [15.0] * 4)
-    assert len(acts.stats) == 2 * n and acts.dead_units("3") is not None
+    assert len(acts.stats) == 2 * n
+    assert acts.dead_units("3") is not None
 
 
 def test_a_module_that_has_gone_keeps_its_past():
@@ -407,3 +414,47 @@ def test_new_modules_are_not_looked_for_at_a_step_that_is_not_recorded(monkeypat
 
     assert len(asked) == 3
     assert acts._parts is None
+
+
+def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
+    cbs = [ActivationStats(True, units=True), *recorders()[1:], FlightRecorder("report")]
+    model = net(1)
+    opt = sgd(model)
+    with watch(model, opt, *cbs):
+        train(model, opt, 4)
+    gone = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(opt)]
+
+    del model, opt
+    gc.collect()
+
+    assert [r() for r in gone] == [None] * 3
+    acts, grads, params, _ = cbs
+    assert [len(cb.record()) for cb in (acts, grads, params)] == [4] * 3
+    assert len(acts.stats[0]) == 2
+    assert acts.hist(0).shape[1] == 4
+    assert isinstance(acts.dead_units(0), list)
+    assert "4 steps: healthy" in str(diagnose(acts))
+    assert all(pickle.loads(pickle.dumps(cb)).learn is None for cb in cbs)
+    if importlib.util.find_spec("matplotlib"):
+        assert acts.plot_layer_stats(0)
+    with pytest.raises(AttributeError, match=r"'train_iter' .* is over and gone\. Keep what"):
+        _ = acts.train_iter
+
+
+def test_a_callback_reads_a_loop_that_is_over_while_its_watcher_is_kept():
+    model, cb = net(1), Callback(after_fit=lambda self: None)
+    opt = sgd(model)
+
+    with watch(model, opt, cb) as w:
+        train(model, opt, 2)
+        assert cb.learn is w.loop
+
+    assert (cb.n_steps, cb.learn.model, cb.learn.fitting) == (2, model, False)
+    assert copy.deepcopy(cb).learn is None
+    cb.order = 3
+    with w:
+        assert cb.learn is w.loop
+    del w
+    gc.collect()
+    cb.order = 4
+    assert not hasattr(cb, "n_steps")

@@ -27,6 +27,7 @@ from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.watching.asides import Asides
 from hookkit.watching.losses import LossTape, loss_in
+from hookkit.watching.past import Past
 from hookkit.watching.turns import Turns
 
 
@@ -121,7 +122,13 @@ class FollowedLoop(Asides):
     def end(self) -> None:
         """Whatever happened: nothing is being followed, and every callback cleans up."""
         self.fitting = self.training = False
-        self._clean_up()
+        try:
+            self._clean_up()
+        finally:
+            past = Past(self)
+            for cb in self.cbs:
+                if cb.learn is self:
+                    cb.learn = past
 
     def mark_epoch(self) -> None:
         """Batches after this belong to a new epoch; nothing happens if there was none in this."""
