@@ -798,3 +798,20 @@ def test_every_error_and_warning_of_ours_has_the_one_base() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert describe(None) == "None"
+
+
+def test_memory_shared_with_numpy_stays_shared_inside_of_a_list() -> None:
+    class Sum(nn.Module):
+        def forward(self, xs: list[Tensor]) -> Tensor:
+            return xs[0] + xs[1]
+
+    m, xs = Sum(), [torch.ones(3), torch.ones(3)]
+    arrays = [x.numpy() for x in xs]
+
+    with hook_input(m) as h:
+        m(xs)
+    for x in xs:
+        x.add_(5)
+
+    assert [array[0] for array in arrays] == [6, 6]
+    assert [x[0].item() for x in h.stored[0]] == [1, 1]

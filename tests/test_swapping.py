@@ -542,3 +542,39 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or a.layout is not torch.strided or a.is_nested:
         return a.size(0) == b.size(0)
     return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_a_catcher_leaves_memory_shared_with_numpy_shared() -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor, more: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return x, more[0], self.b
+
+    net = nn.ModuleDict({"g": Gives()})
+    x, y, b = torch.ones(3), torch.ones(3), net["g"].b
+    arrays = [t.numpy() for t in (x, y, b)]
+
+    with swap(net, {"g": Catcher}) as caught:
+        net["g"](x, more=[y])
+    for t in (x, y, b):
+        t.add_(5)
+
+    assert [array[0] for array in arrays] == [6, 6, 5]
+    call = caught["g"].calls[0]
+    assert [t[0].item() for t in (*call.output, call.inputs[0])] == [1, 1, 0, 1]
+
+
+def test_a_catcher_of_live_tensors_keeps_what_a_container_held() -> None:
+    class Gives(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"h": x * 2}
+
+    net = nn.ModuleDict({"g": Gives()})
+
+    with swap(net, {"g": lambda m: Catcher(m, detach=False)}) as caught:
+        h = net["g"](torch.ones(3)).pop("h")
+
+    assert caught["g"].calls[0].output["h"] is h

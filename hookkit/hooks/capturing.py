@@ -112,7 +112,11 @@ def lent(t: Tensor, given: Iterable[Any]) -> bool:
     `given` is what a module was called with and owns. A view of such a tensor has its memory too.
     """
     root = t if is_compiling() or t._base is None else t._base
-    return root.is_leaf and (isinstance(root, nn.Parameter) or any(root is x for x in given))
+    return root.is_leaf and (isinstance(root, nn.Parameter) or any(_holds(x, root) for x in given))
+
+
+def _holds(x: Any, t: Tensor) -> bool:
+    return x is t or (not isinstance(x, Tensor) and any(part is t for part in leaves(x)))
 
 
 def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -187,6 +191,12 @@ class Kept:
         return self.value
 
 
+def rehoused(x: Any) -> Any:
+    """The tensors of `x` as they are, in containers of our own: the model may empty its own."""
+    found = iter(leaves(x))
+    return tmap(lambda t: next(found), tmap(Tensor.detach, x))
+
+
 def overwritten(who: str, name: str) -> str:
     """The text of the warning that what is stored of `name` has been changed since."""
     return (
@@ -229,9 +239,7 @@ class Storer:
         bare = type(x) is Tensor
         value = self.tensor(x) if bare else tmap(self.tensor, x)
         if value is x and self.options.live and not isinstance(x, Tensor):
-            # the tensors as they are, but in containers of our own: the model may fill its others
-            own = iter(leaves(x))
-            value = tmap(lambda t: next(own), tmap(Tensor.detach, x))
+            value = rehoused(x)
         versions = None
         if self.options.live and not is_compiling():
             found = (value,) if bare else leaves(value)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import OptionError
-from hookkit.hooks.capturing import snapshot, unwrapped
+from hookkit.hooks.capturing import owned, rehoused, snapshot, unwrapped
 from hookkit.hooks.dispatching import recomputing
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.walking import unwrap
@@ -125,15 +125,16 @@ class Catcher(Wrapper):
         """What `wrapped` returns, recorded with what it was given."""
         if recomputing():
             return self.wrapped(*args, **kwargs)
-        inputs = self._stored(Inputs(args, kwargs))
+        given = owned(self.wrapped, args, kwargs)
+        inputs = self._stored(Inputs(args, kwargs), given)
         output = self.wrapped(*args, **kwargs)
         if self.keep == "last":
             self.calls.clear()
-        self.calls.append(Call(inputs, self._stored(output)))
+        self.calls.append(Call(inputs, self._stored(output, given)))
         return output
 
-    def _stored(self, x: Any) -> Any:
-        return tmap(lambda t: snapshot(unwrapped(t)), x) if self.detach else x
+    def _stored(self, x: Any, given: Any) -> Any:
+        return tmap(lambda t: snapshot(unwrapped(t), given), x) if self.detach else rehoused(x)
 
 
 class GramWrapper(Wrapper):
