@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hookkit.callbacks import Callback
-from hookkit.errors import HookError, MissingExtraError
+from hookkit.errors import ArgumentError, HookError, MissingExtraError
 from hookkit.watching import watch
 
 N, BATCH_SIZE, EPOCHS = 8, 4, 2  # batches of an epoch, rows of a batch, epochs
@@ -427,3 +427,11 @@ def test_a_watcher_that_never_began_is_told():
 
     with pytest.raises(HookError, match="no training has begun"):
         Bridge().watcher  # noqa: B018
+
+
+@pytest.mark.parametrize("given", ["ActivationStats", [Callback()], None, nn.Linear])
+def test_what_is_no_callback_is_refused_before_a_training_begins(given):
+    from hookkit.bridges import Bridge
+
+    with pytest.raises(ArgumentError, match=r"which is no callback of hookkit's\. Give such as"):
+        Bridge(Callback, given)

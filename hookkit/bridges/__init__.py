@@ -25,7 +25,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from ..errors import HookError, MissingExtraError
+from ..callbacks import Callback
+from ..errors import ArgumentError, HookError, MissingExtraError
 from ..watching import Watcher, watch
 
 __all__ = ["Bridge", "base", "needs"]
@@ -39,9 +40,18 @@ class Bridge:
 
     Attributes:
         callbacks: as given.
+
+    Raises:
+        ArgumentError: one of `callbacks` is none of hookkit's.
     """
 
     def __init__(self, *callbacks: Any) -> None:
+        for cb in callbacks:
+            if not issubclass(cb if isinstance(cb, type) else type(cb), Callback):
+                raise ArgumentError(
+                    f"{type(self).__name__} was given {cb!r:.60}, which is no callback of "
+                    f"hookkit's. Give such as ActivationStats(), each by itself."
+                )
         self.callbacks = callbacks
         self._watcher: Watcher | None = None
 
