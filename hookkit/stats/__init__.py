@@ -4,6 +4,7 @@ gathering   `StatsCallback`: what the recording callbacks share, from the hook's
             step's record.
 parts       Whether a model still has the modules that were hooked: asked at each recorded
             step.
+options     What the recording callbacks are given, checked at their door.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 norms       Norms of parameters, their gradients and their updates, all parameters at once.

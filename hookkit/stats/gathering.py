@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import HookkitError, HookkitWarning, OptionError
+from hookkit.errors import HookkitError, HookkitWarning
 from hookkit.hooks import recomputing
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable
 from hookkit.moments.banks import Options
-from hookkit.moments.histograms import Bins, edge_bins, range_bins
 from hookkit.moments.tallies import Tally
 from hookkit.nested import named_leaves
 from hookkit.recording import HookCallback
@@ -253,47 +252,6 @@ class StatsCallback(HookCallback):
             self.learn._part_from(self)
         gone = dict.fromkeys(("hooks", "learn", "_parts"))
         return {**self.__dict__, **gone, "_handles": {}, "recording": False}
-
-
-def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
-    """The bins a user means: None, a `Bins`, `(low, high)`, `(low, high, n)` or edges.
-
-    Raises:
-        OptionError: it is none of these, or they do not increase.
-    """
-    if bins is None or isinstance(bins, Bins):
-        return bins or default
-    try:
-        if isinstance(bins, tuple) and len(bins) in (2, 3):
-            return range_bins(*bins)
-        return edge_bins(bins)
-    except (TypeError, ValueError) as e:
-        if isinstance(e, OptionError):
-            raise
-        raise OptionError(
-            f"{who}(bins={bins!r}) was asked for. Give (low, high), (low, high, n), "
-            f"a list of edges, or log_bins(…)."
-        ) from None
-
-
-def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> Options:
-    """Options from what the user gave, each checked.
-
-    Raises:
-        OptionError: a value that cannot work.
-    """
-    eps, sample, window = given["eps"], given["sample"], given["window"]
-    for name, value, least in (("eps", eps, 0.0), ("sample", sample, 1), ("window", window, 1)):
-        if not value >= least:
-            raise OptionError(f"{who}({name}={value}) was asked for. Give {least} or more.")
-    if not with_hist and (given["bins"] is not None or given["exact_hist"]):
-        raise OptionError(
-            f"{who} was given {'bins' if given['bins'] is not None else 'exact_hist=True'}, but no "
-            f"histogram is recorded. Add with_hist=True."
-        )
-    bins = checked_bins(who, given["bins"], default) if with_hist else None
-    window = int(window) if given["units"] else 0
-    return Options(float(eps), bins, int(sample), bool(given["exact_hist"]), window)
 
 
 def _tell_changed(cb: StatsCallback, error: HookkitError) -> None:

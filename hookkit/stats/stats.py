@@ -23,11 +23,11 @@ from hookkit.stats.gathering import (
     Eye,
     PreWhenOn,
     WhenOn,
-    checked_options,
     inverse_scale,
     unscale_of,
 )
 from hookkit.stats.layerstats import LayerStats, StatsList
+from hookkit.stats.options import checked_options
 from hookkit.stats.updates import ParamStats, named_parameters
 
 __all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
