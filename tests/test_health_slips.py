@@ -89,6 +89,15 @@ def test_a_momentum_near_1_is_named_where_the_loss_does_not_fall():
     assert dict(diagnose(Run(losses=FLAT)).unjudged)["momentum"] == "momentum unknown"
 
 
+def test_momentum_is_told_before_what_it_brings_about():
+    rises = np.linspace(2.3, 9, 300)
+
+    assert diagnose(Run(losses=rises, info={"momentum": [0.999]})).rules == (
+        "momentum",
+        "diverging",
+    )
+
+
 # constant weights
 
 

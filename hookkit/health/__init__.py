@@ -122,7 +122,10 @@ def diagnose(run: Any) -> Diagnosis:
     return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))
 
 
-_BRINGS = {"input_scale": {"saturated", "dead", "zero_gradient"}}
+_BRINGS = {
+    "input_scale": {"saturated", "dead", "zero_gradient"},
+    "momentum": {"lr_too_high", "diverging", "dead", "saturated"},
+}
 """A cause, and what it brings about."""
 
 
