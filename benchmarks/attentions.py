@@ -1,4 +1,7 @@
-"""Trainings, well and sick, of attention whose logits can be seen, and of float16."""
+"""More trainings, well and sick.
+
+Attention whose logits show, float16, ReLUs that are functions, losses that need not fall.
+"""
 
 import math
 from typing import Any
@@ -21,6 +24,7 @@ from trainings import (
     markov,
     mlp,
     rescale,
+    sgd,
     sick,
 )
 
@@ -149,3 +153,67 @@ def half_precision_without_a_scaler() -> Setup:
 
     m = conv()
     return Setup(m, adam(m, 1e-3), digits(*IMAGE), small, half=True)
+
+
+# losses that need not fall, or are climbed; ReLUs that are functions
+
+
+def policy_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """REINFORCE with the batch's mean as baseline: a reward of 1 for the right digit."""
+    policy = torch.distributions.Categorical(logits=logits)
+    action = policy.sample()
+    reward = (action == y).float()
+    loss: Tensor = -(policy.log_prob(action) * (reward - reward.mean())).mean()
+    return loss
+
+
+@healthy
+def policy_gradient() -> Setup:
+    m = mlp()
+    return Setup(m, adam(m, 2e-3), digits(), policy_loss, n_classes=None)
+
+
+class Functional(nn.Module):
+    """Calls `F.relu`, where most units of the second layer may begin shut."""
+
+    def __init__(self, shut: int = 0) -> None:
+        super().__init__()
+        self.conv, self.fc, self.head = nn.Conv2d(1, 16, 3), nn.Linear(144, 64), nn.Linear(64, 10)
+        nn.init.constant_(self.fc.bias.data[:shut], -10.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        out: Tensor = self.head(F.relu(self.fc(x.flatten(1))))
+        return out
+
+
+@healthy
+def relus_that_are_functions() -> Setup:
+    m = Functional()
+    return Setup(m, sgd(m, 0.05), digits(*IMAGE))
+
+
+@sick("ascent")
+def climbed_loss() -> Setup:
+    m = conv()
+    return Setup(m, torch.optim.Adam(m.parameters(), 1e-3, maximize=True), digits(*IMAGE))
+
+
+@sick("dead")
+def dead_behind_a_function() -> Setup:
+    m = Functional(shut=45)
+    return Setup(m, adam(m), digits(*IMAGE))
+
+
+@sick("momentum")
+def momentum_too_high() -> Setup:
+    m = mlp(nn.GELU)
+    return Setup(m, sgd(m, 0.2, 0.999), digits())
+
+
+@sick("constant_init")
+def constant_weights() -> Setup:
+    m = mlp()
+    for p in m.parameters():
+        nn.init.constant_(p, 0.01)
+    return Setup(m, adam(m, 2e-3), digits())
