@@ -1013,3 +1013,62 @@ def test_the_repr_tells_where_it_stands():
 
     assert told[0] == "Watcher(Sequential: 0 steps in 0 epochs; log; not started)"
     assert told[1] == "Watcher(Sequential: 3 steps in 1 epoch; log; running)"
+
+
+@pytest.mark.parametrize("loss", ["x", None, {}, [[1.0], [2.0, 3.0]], 1j])
+def test_a_loss_that_is_nothing_like_a_number_is_refused(loss: object):
+    model = net()
+
+    with (
+        watch(model, sgd(model)) as w,
+        pytest.raises(ArgumentError, match=r"loss as one number, and was given \w+.*(Give|Reduce)"),
+    ):
+        w.loss(loss)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_func": "ce"}, r"loss_func='ce'.*no function.* Give the loss function"),
+        ({"loss_func": nn.MSELoss}, r"loss_func=MSELoss.*a class.*such as nn\.CrossEntropyLoss"),
+        ({"each_forward": "yes"}, r"each_forward='yes'.* Give True if each training forward"),
+        ({"each_forward": None}, "each_forward=None"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(given: dict[str, object], message: str):
+    model = net()
+
+    with pytest.raises(ArgumentError, match=message):
+        watch(model, sgd(model), **given)
+
+
+def test_an_optimizer_among_the_callbacks_is_refused():
+    model, log = net(), Log()
+
+    with pytest.raises(ArgumentError, match=r"given SGD among the callbacks\. .* comes second"):
+        watch(model, log, sgd(model))
+    assert log.learn is None
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
+    model, mse = net(), nn.MSELoss()
+    opt = sgd(model)
+    w = watch(model, opt, loss_func=mse).start()
+    for x in batches(2):
+        y = model(x)
+        loss = mse(y, torch.zeros(5, 2)) + mse(y, torch.ones(5, 2))
+        loss.backward()
+        opt.step()
+        if told:
+            w.loss(loss)
+
+    if told:
+        w.stop()
+        assert w.losses[-1] == pytest.approx(loss.item())
+    else:
+        with pytest.warns(HookkitWarning, match=r"MSELoss called more than once.*w\.loss\(loss\)"):
+            w.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w.start().stop()  # told once

@@ -109,6 +109,42 @@ def check_free(callbacks: Iterable[Any]) -> None:
             )
 
 
+def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> None:
+    """Raises if what stands behind model and optimizer is not what it should be.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    for cb in callbacks:
+        if isinstance(cb, Optimizer):
+            raise ArgumentError(
+                f"watch was given {type(cb).__name__} among the callbacks. The optimizer comes "
+                f"second: watch(model, opt, *callbacks), several as a list."
+            )
+    if isinstance(loss_func, type) or not (loss_func is None or callable(loss_func)):
+        cls = isinstance(loss_func, type)
+        raise ArgumentError(
+            f"watch(loss_func={loss_func.__name__ if cls else repr(loss_func)}) was asked for, "
+            f"which is {'a class' if cls else 'no function'}. "
+            f"Give the loss function that you call, such as nn.CrossEntropyLoss()."
+        )
+    if not isinstance(each_forward, bool):
+        raise ArgumentError(
+            f"watch(each_forward={each_forward!r}) was asked for. Give True if each training "
+            f"forward is a step, as in loops without a torch optimizer; else False."
+        )
+
+
+def tell_twice(loss_func: Any) -> None:
+    """Warns that the losses are only a part of what was trained on."""
+    warnings.warn(
+        f"watch saw {type(loss_func).__name__} called more than once in a batch: the last call's "
+        f"value is what it kept as the batch's loss. Tell the whole: w.loss(loss).",
+        HookkitWarning,
+        stacklevel=4,
+    )
+
+
 def tell_foreign(opt: Optimizer, model: nn.Module) -> None:
     """Warns that `opt` holds no parameter of `model`."""
     name = type(model).__name__

@@ -1,6 +1,7 @@
 """The losses of a loop that is not ours: found in what a model returns, kept on their device.
 
-Builds on `recorder.Scalars`: nothing is read by the host before somebody asks.
+Builds on `recorder.Scalars`: nothing is read by the host before somebody asks. `Criterion` finds
+them in a loss function that is a module.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hookkit.callbacks.outputs import Scores
 from hookkit.callbacks.recorder import Scalars
+from hookkit.errors import ArgumentError
+from hookkit.hooks.dispatching import attach
 from hookkit.nested import named_leaves
 from hookkit.records import Floats
 
@@ -31,6 +35,28 @@ def loss_in(output: Any) -> Tensor | None:
         if path in scalars:
             return scalars[path]
     return next(iter(scalars.values())) if len(scalars) == 1 else None
+
+
+def one_number(loss: Any) -> Tensor:
+    """`loss` as a 0-d tensor, still in its graph.
+
+    Raises:
+        ArgumentError: it is not one real number.
+    """
+    try:
+        value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(
+            f"w.loss needs the batch's loss as one number, and was given {type(loss).__name__}. "
+            f"Give the tensor you call backward() on, or a float."
+        ) from None
+    if value.numel() != 1 or value.is_complex():
+        raise ArgumentError(
+            f"w.loss needs the batch's loss as one number, and was given a tensor of shape "
+            f"{tuple(value.shape)}{' of complex numbers' * value.is_complex()}. Reduce it first, "
+            f"as in w.loss(loss.mean())."
+        )
+    return value if value.dim() == 0 else value.reshape(())
 
 
 class LossTape:
@@ -82,3 +108,42 @@ class LossTape:
             return np.asarray(
                 np.where(counts > 0, totals, np.nan) if self.shares else totals / counts
             )
+
+
+class Criterion:
+    """The user's loss function, if it is a module: what it gives is told as the batch's loss.
+
+    Attributes:
+        twice: it was called again within a batch, whose loss is then the last call's alone.
+
+    Args:
+        loop: the followed loop, which is told.
+        loss_func: anything; what is no module cannot be watched.
+    """
+
+    def __init__(self, loop: Any, loss_func: Any) -> None:
+        self.loop, self.loss_func, self.twice = loop, loss_func, False
+        self._handle: Any = None
+        self._last: Tensor | None = None
+
+    def attach(self) -> None:
+        """Begins to listen."""
+        if isinstance(self.loss_func, nn.Module):
+            self._handle = attach(self.loss_func, self._after)
+
+    def remove(self) -> None:
+        """Ends it."""
+        handle, self._handle, self._last = self._handle, None, None
+        if handle is not None:
+            handle.remove()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        loop = self.loop
+        if torch.compiler.is_compiling() or not loop.training:
+            return
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.twice |= loop.loss is not None and loop.loss is self._last
+            loop.tell_loss(one_number(output))
+            self._last = loop.loss
+            if loop.scores is None and args:
+                loop.scores = Scores(module, args[0])

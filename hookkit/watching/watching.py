@@ -14,27 +14,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.driving import Callback
-from hookkit.callbacks.outputs import Scores
-from hookkit.errors import ArgumentError, HookError, nearest
+from hookkit.errors import HookError, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
-from hookkit.hooks.dispatching import attach
 from hookkit.walking import unwrap
 from hookkit.watching.admitting import (
     check_free,
+    check_rest,
     one_model,
     optimizers,
     tell_foreign,
+    tell_twice,
     tell_unseen,
     tell_unstepped,
 )
 from hookkit.watching.boundaries import Boundaries
 from hookkit.watching.following import FollowedLoop
+from hookkit.watching.losses import Criterion, one_number
 from hookkit.watching.readout import ReadOut
 
 
@@ -66,7 +66,7 @@ def watch(
             Gradients are then read when the next forward begins.
 
     Raises:
-        ArgumentError: something is not a model, an optimizer or a callback.
+        ArgumentError: something is not a model, an optimizer, a callback, or what else it should.
         HookError: the model is scripted.
 
     Cost: four hooks a step, about 30 µs on a CPU (`benchmarks/watching.py`).
@@ -86,7 +86,9 @@ def watch(
     """
     if isinstance(opt, Callback) or (isinstance(opt, type) and issubclass(opt, Callback)):
         opt, callbacks = None, (opt, *callbacks)  # watch(model, ActivationStats())
-    return Watcher(one_model(model), optimizers(opt), callbacks, loss_func, each_forward)
+    found, opts = one_model(model), optimizers(opt)
+    check_rest(callbacks, loss_func, each_forward)
+    return Watcher(found, opts, callbacks, loss_func, each_forward)
 
 
 class Watcher(ReadOut):
@@ -122,8 +124,8 @@ class Watcher(ReadOut):
         self.loop.add_cbs(callbacks)
         self.boundaries = Boundaries(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
-        self._criterion: Any = None
-        self._told = False
+        self.criterion = Criterion(self.loop, loss_func)
+        self._told = self._told_loss = False
         for opt in opts:
             if not self.boundaries.owns(opt):
                 tell_foreign(opt, self.loop.model)
@@ -147,8 +149,7 @@ class Watcher(ReadOut):
             self.boundaries.attach()
             if self.loop.cbs:
                 forget_graphs(self.model)  # one that has run would not see the hooks
-            if isinstance(self.loss_func, nn.Module):
-                self._criterion = attach(self.loss_func, self._after_loss)
+            self.criterion.attach()
         except BaseException:
             self._take_down()
             raise
@@ -171,14 +172,15 @@ class Watcher(ReadOut):
             self._take_down()
         if error is None:
             self._check_stepped()
+            if self.criterion.twice and not self._told_loss:
+                self._told_loss = True
+                tell_twice(self.loss_func)
 
     def _take_down(self) -> None:
         try:
             self.boundaries.detach()
-            if self._criterion is not None:
-                self._criterion.remove()
+            self.criterion.remove()
         finally:
-            self._criterion = None
             self.loop.end()
 
     def __enter__(self) -> Watcher:
@@ -236,22 +238,10 @@ class Watcher(ReadOut):
         Raises:
             ArgumentError: it is not one number.
         """
-        value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
-        if value.numel() != 1 or value.is_complex():
-            raise ArgumentError(
-                f"w.loss needs the batch's loss as one number, and was given a tensor of shape "
-                f"{tuple(value.shape)}. Reduce it first, as in w.loss(loss.mean())."
-            )
+        value = one_number(loss)
+        self._told_loss = True
         if self.loop.fitting:
-            self.loop.tell_loss(value if value.dim() == 0 else value.reshape(()))
-
-    def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.loop.training:
-            return
-        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-            self.loss(output)
-            if self.loop.scores is None and args:
-                self.loop.scores = Scores(module, args[0])
+            self.loop.tell_loss(value)
 
     # --- looking
 
