@@ -76,6 +76,7 @@ def test_gradients_that_are_exactly_0_prove_a_relu():
     f = found(Run(seen, gradients=gradients([0.5, 0.8, 0]), losses=falling()), "dead")
 
     assert (f.severity, f.layers) == ("warn", ("1",))
+    assert "as many gradients are exactly 0" in f.evidence
     for zero in (0.0, 0.5):  # of a GELU; of a pool, say, by chance
         run = Run(seen, gradients=gradients([0.5, zero, 0]), losses=falling())
         assert alarms(run) == set()

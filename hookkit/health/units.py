@@ -33,10 +33,11 @@ def dead(run: Run) -> Iterator[Finding]:
     shares = {i: _lasting(record, i) for i in sure + maybe}
     shares |= {i: 0.0 for i in shares if i not in relus and _weight_tells(run, record, i)}
     proved = [i for i in maybe if _stopped(run, record.names[i], shares[i])]
-    found = [*_shut(record, {i: shares[i] for i in sure + proved}, bool(relus))]
-    found += _below(
-        run, record, {i: shares[i] for i in maybe if i not in proved and shares[i] > 0.5}
-    )
+    given = "a ReLU layer's units" if relus else "the units that a ReLU is given"
+    found = [*_shut(record, {i: shares[i] for i in sure}, given)]
+    found += _shut(record, {i: shares[i] for i in proved}, _BY_GRADIENTS)
+    doubtful = [i for i in maybe if i not in proved and shares[i] > 0.5]
+    found += _below(run, record, {i: shares[i] for i in doubtful})
     yield from found
     if found:
         return
@@ -46,7 +47,10 @@ def dead(run: Run) -> Iterator[Finding]:
         raise read.Missing(UNITS_UNSEEN)
 
 
-def _shut(record: Record, shares: dict[int, float], seen: bool) -> Iterator[Finding]:
+_BY_GRADIENTS = "the units that a ReLU is given (as many gradients are exactly 0)"
+
+
+def _shut(record: Record, shares: dict[int, float], units: str) -> Iterator[Finding]:
     window = read.last_half(record)
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
         hit = {i: s for i, s in shares.items() if low < s <= high}
@@ -57,9 +61,7 @@ def _shut(record: Record, shares: dict[int, float], seen: bool) -> Iterator[Find
                 severity,
                 read.names(record, sorted(hit)),
                 read.span(record, window),
-                f"up to {max(hit.values()):.0%} of "
-                + ("a ReLU layer's units" if seen else "the units that a ReLU is given")
-                + " are never above 0"
+                f"up to {max(hit.values()):.0%} of {units} are never above 0"
                 + (", from the first step on" if born else ", and more than at first"),
                 "over 50 % of a layer's units (a note from 20 %)",
                 f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
@@ -87,7 +89,7 @@ def _below(run: Run, record: Record, hit: dict[int, float]) -> Iterator[Finding]
             f"{SAGEMAKER}, DeadRelu: 50 % of a layer, where there is a ReLU",
             "dead units, if a ReLU reads this layer: biases that began so, or a learning rate that "
             "is too high",
-            "record the ReLUs too: ActivationStats(units=True, include_paramless=True)",
+            "record what proves it: GradientStats(), or the ReLU itself (include_paramless=True)",
         )
 
 
