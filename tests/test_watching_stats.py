@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import pickle
 import weakref
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,8 @@ from test_watching import batches, n_hooks, net, sgd, train
 from torch import nn
 
 from hookkit.callbacks import Callback
-from hookkit.errors import HookkitWarning
+from hookkit.errors import HookError, HookkitWarning
+from hookkit.events import CancelStepException
 from hookkit.health import diagnose
 from hookkit.learner import Learner
 from hookkit.records import Record
@@ -458,3 +460,64 @@ def test_a_callback_reads_a_loop_that_is_over_while_its_watcher_is_kept():
     gc.collect()
     cb.order = 4
     assert not hasattr(cb, "n_steps")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_steps_within_the_backward_are_recorded_whole(given: bool):
+    model, acts, params = net(1), ActivationStats(), ParamStats()
+    grads, x = GradientStats(), batches(1)[0]
+    opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        opts[p].step()
+        opts[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    before = [p.detach().clone() for p in model.parameters()]
+    with watch(model, list(opts.values()) if given else None, acts, params, grads) as w:
+        for i in range(3):
+            model(x).pow(2).sum().backward()
+            assert w.n_steps == i + 1
+            if i == 0:
+                after = [p.detach().clone() for p in model.parameters()]
+
+    moved = [(a - b).norm().item() for a, b in zip(after, before, strict=True)]
+    np.testing.assert_allclose(params.record().value("update_norm")[:, 0], moved, rtol=1e-5)
+    assert (params.record().value("update_norm") > 0).all()
+    for record in acts.record(), grads.record():
+        assert record.value("count").tolist() == [[40.0] * 3, [5.0] * 3]
+
+
+def test_a_backward_that_raises_amid_its_steps_ends_the_step_at_the_next_forward():
+    model, params = net(1), ParamStats()
+    opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    fails = iter([True, False, False])
+
+    def step(p: torch.Tensor) -> None:
+        opts[p].step()
+        opts[p].zero_grad()
+        if p is model[2].weight and next(fails):
+            raise ValueError("amid")
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with watch(model, None, params) as w:
+        for x in batches(3):
+            with suppress(ValueError):
+                model(x).pow(2).sum().backward()
+
+    assert w.n_steps == 3
+    assert (params.record().value("update_norm")[:2] > 0).sum(1).tolist() == [2, 2]
+
+
+def test_a_step_within_the_backward_cannot_be_left_out():
+    model = net(1)
+    opt = sgd(model[2])
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: opt.step())
+
+    def cancel(self: Callback) -> None:
+        raise CancelStepException
+
+    with pytest.raises(HookError, match="within"), watch(model, opt, Callback(before_step=cancel)):
+        model(batches(1)[0]).sum().backward()

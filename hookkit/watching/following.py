@@ -5,6 +5,7 @@ callback sees as `self.learn` while `watch` drives it, with the names it knows f
 
     forward      before_batch · after_pred
     step         before_step · after_step · after_batch
+    (a step made within the backward is over when the backward is)
     no step      after_batch when the next batch comes (accumulation, a step skipped by AMP)
     it raised    after_cancel_batch
     validation   before_batch · after_pred · after_batch, with `training` False; around several
@@ -19,12 +20,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.outputs import Scores
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
+from hookkit.hooks.dispatching import graph_task
 from hookkit.watching.asides import Asides
 from hookkit.watching.losses import LossTape, loss_in
 from hookkit.watching.past import Past
@@ -252,7 +255,8 @@ class FollowedLoop(Asides):
             self.opts.append(opt)
         if self._skip or self.each_forward:
             return
-        if opt in self.turns.stepped:
+        within = graph_task() != -1  # one optimizer for each parameter, as its gradient is there
+        if opt in self.turns.stepped and not within:
             self._end_step()
         self.in_closure = closure
         self._late = not (self.training or closure) and self.turns.comes_late(opt)
@@ -262,7 +266,7 @@ class FollowedLoop(Asides):
             self._due = True  # its forward comes first: `before_batch`, then `before_step`
             return
         self._expect_batch()
-        self._before_step()
+        self._before_step(too_early=within)
 
     def step_ended(self, opt: Optimizer) -> None:
         """The weights have changed."""
@@ -272,11 +276,24 @@ class FollowedLoop(Asides):
             self._skip, self.n_steps = False, self.n_steps + 1
         elif not self._late:
             self._expect_batch()
+            if graph_task() != -1:
+                self._end_with_backward(opt)
+                return
             self.turns.stepped.append(opt)
             unseen = self.model.parameters() if self._finds_opts else ()
             if not self.turns.more_to_come(self.opts, unseen):
                 self._end_step()
         self._late = self.in_closure = False
+
+    def _end_with_backward(self, opt: Optimizer) -> None:
+        if not self.turns.stepped:
+            Variable._execution_engine.queue_callback(self._backward_ended)
+        if opt not in self.turns.stepped:
+            self.turns.stepped.append(opt)
+
+    def _backward_ended(self) -> None:
+        if self.fitting and self.turns.stepped:
+            self._end_step()
 
     def _expect_batch(self) -> None:
         self._due = False
@@ -290,8 +307,9 @@ class FollowedLoop(Asides):
         except CancelStepException:
             if too_early:
                 raise HookError(
-                    "A callback asked to leave out this step; the step has a closure, so its "
-                    "gradients are still to come. Call the closure first and `opt.step()` after."
+                    "A callback asked to leave out this step; the step has a closure or is made "
+                    "within the backward, so its gradients are still to come. Call the closure or "
+                    "`backward()` first and `opt.step()` after."
                 ) from None
             for opt in self.opts:
                 opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
