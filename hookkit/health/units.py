@@ -41,9 +41,10 @@ def dead(run: Run) -> Iterator[Finding]:
     yield from found
     if found:
         return
-    if not (relus or _looked(record)):
-        raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
-    if "dead" not in record.values and any(_at_most(run, record, i) > 0.5 for i in sure):
+    if not _looked(record):
+        if not relus:
+            raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
+    elif "dead" not in record.values and any(_at_most(run, record, i) > 0.5 for i in sure):
         raise read.Missing(UNITS_UNSEEN)
 
 
