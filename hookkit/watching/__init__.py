@@ -2,6 +2,7 @@
 
 following   A training loop that is not ours, followed: the events, and the state that callbacks
             read.
+stepping    Where a step begins and ends, in a loop that is not ours.
 boundaries  Where a batch and a step begin and end, in a training loop that is not ours.
 admitting   What `watch` is given, checked and unwrapped; and what it says when nothing comes of
             it.

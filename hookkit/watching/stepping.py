@@ -1,0 +1,117 @@
+"""Where a step begins and ends, in a loop that is not ours: the part of a followed loop that steps.
+
+Builds on `turns`, which knows when a step of several optimizers is over. A step with a closure
+begins before its forward; one made within the backward, by an optimizer for each parameter, is over
+when the backward is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from hookkit.errors import HookError
+from hookkit.events import CancelStepException
+from hookkit.hooks.dispatching import graph_task
+from hookkit.watching.asides import Asides
+from hookkit.watching.turns import Turns
+
+
+class Stepping(Asides):
+    """The part of a followed loop that steps; `FollowedLoop` says what the attributes are."""
+
+    model: nn.Module
+    opts: list[Optimizer]
+    turns: Turns
+    each_forward: bool
+    stepped: bool
+    n_left_out: int
+    _finds_opts: bool
+    _unseen: Any
+    _begin_batch: Any
+    _end_batch: Any
+    _tell: Any
+
+    def _no_steps(self) -> None:
+        self._skip = self._due = self._late = self._left_out = self.in_closure = False
+        self._marked, self.turns.stepped = False, []
+
+    def step_began(self, opt: Optimizer, closure: bool) -> None:
+        """The weights are about to change."""
+        if opt not in self.opts:
+            self.opts.append(opt)
+        if self._skip or self.each_forward:
+            return
+        within = graph_task() != -1  # one optimizer for each parameter, as its gradient is there
+        if opt in self.turns.stepped and not within:
+            self._end_step()
+        self.in_closure = closure
+        self._late = not (self.training or closure) and self.turns.comes_late(opt)
+        if self._late or self.turns.stepped:
+            return
+        if closure and not self._marked:
+            self._due = True  # its forward comes first: `before_batch`, then `before_step`
+            return
+        self._expect_batch()
+        self._before_step(too_early=within)
+
+    def step_ended(self, opt: Optimizer) -> None:
+        """The weights have changed."""
+        if self.each_forward:
+            return
+        if self._skip:
+            self._skip, self.n_steps = False, self.n_steps + 1
+        elif not self._late:
+            self._expect_batch()
+            if graph_task() != -1:
+                self._end_with_backward(opt)
+                return
+            self.turns.stepped.append(opt)
+            unseen = self.model.parameters() if self._finds_opts else ()
+            if not self.turns.more_to_come(self.opts, unseen):
+                self._end_step()
+        self._late = self.in_closure = False
+
+    def _end_with_backward(self, opt: Optimizer) -> None:
+        if not self.turns.stepped:
+            Variable._execution_engine.queue_callback(self._backward_ended)
+        if opt not in self.turns.stepped:
+            self.turns.stepped.append(opt)
+
+    def _backward_ended(self) -> None:
+        if self.fitting and self.turns.stepped:
+            self._end_step()
+
+    def _expect_batch(self) -> None:
+        self._due = False
+        if not self.training:  # its forward was not seen
+            self._unseen()
+            self._begin_batch()
+
+    def _before_step(self, too_early: bool = False) -> None:
+        try:
+            self._tell("before_step")
+        except CancelStepException:
+            if too_early:
+                raise HookError(
+                    "A callback asked to leave out this step; the step has a closure or is made "
+                    "within the backward, so its gradients are still to come. Call the closure or "
+                    "`backward()` first and `opt.step()` after."
+                ) from None
+            for opt in self.opts:
+                opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
+            self._left_out, self.n_left_out = True, self.n_left_out + 1
+            self("after_cancel_step")
+
+    def _end_step(self) -> None:
+        self.turns.end()
+        if self._left_out:
+            self._left_out = False
+        else:
+            self.n_steps, self.stepped = self.n_steps + 1, True
+            self._tell("after_step")
+        if self.training:
+            self._end_batch("after_batch")
