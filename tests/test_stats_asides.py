@@ -297,3 +297,43 @@ def test_training_by_torch_func_is_seen():
         torch.func.vmap(model)(x[:, None])
         opt.step()
     assert again.record().value("count", "enc").tolist() == [24]
+
+
+@pytest.mark.parametrize("make", [ActivationStats, GradientStats])
+def test_a_path_into_the_output_is_what_is_recorded(make):
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"lstm": nn.LSTM(3, 4)}), torch.randn(5, 2, 3)
+    opt = torch.optim.SGD(model.parameters(), 0.0)
+    stats, seen = make(modules=["lstm[1][0]", "lstm[0]"]), []
+    with watch(model, opt, stats, each_forward=True):
+        for _ in range(2):
+            output, (h, _) = model["lstm"](x)
+            h.retain_grad(), output.retain_grad()
+            (h.square().sum() + output.sum()).backward()
+            seen.append((h, output) if make is ActivationStats else (h.grad, output.grad))
+            opt.step()
+
+    record = stats.record()
+    assert record.names == ("lstm[1][0]", "lstm[0]")
+    assert record.value("count").tolist() == [[8, 8], [40, 40]]
+    if make is ActivationStats:
+        want = [[t.mean().item() for t in ts] for ts in zip(*seen, strict=True)]
+        np.testing.assert_allclose(record.value("mean"), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [ActivationStats, GradientStats])
+def test_a_path_that_is_not_there_is_told(make):
+    model = nn.Sequential(nn.Linear(4, 4))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, make(modules="0[1].x")), pytest.raises(HookError, match=r"\[1\]\.x"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_hook_of_ones_own_sees_the_part():
+    model = nn.ModuleDict({"lstm": nn.LSTM(3, 4)})
+    stats = ActivationStats(modules="lstm[1][0]", hook=lambda m, i, o: o[..., :1])
+    opt = torch.optim.SGD(model.parameters(), 0.0)
+    with watch(model, opt, stats, each_forward=True):
+        model["lstm"](torch.randn(5, 2, 3))[0].sum().backward()
+        opt.step()
+    assert stats.record().value("count").tolist() == [[2]]

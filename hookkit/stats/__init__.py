@@ -2,6 +2,7 @@
 
 gathering   `StatsCallback`: what the recording callbacks share, from the hook's flag to the
             step's record.
+looking     The hooks of the recording callbacks: what they look at, and whether they do.
 parts       Whether a model still has the modules that were hooked: asked at each recorded
             step.
 options     What the recording callbacks are given, checked at their door.

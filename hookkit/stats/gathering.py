@@ -15,72 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookkitError, HookkitWarning
-from hookkit.hooks import recomputing
 from hookkit.hooks.compiling import forget_graphs
-from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable
+from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.tallies import Tally
-from hookkit.nested import named_leaves
 from hookkit.recording import HookCallback
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
+from hookkit.stats.looking import Eye, Look, leaf_of, part_hook
 from hookkit.stats.parts import Parts
-
-
-class Eye:
-    """What the hooks look at: whether to record, and where to. All a compiled graph guards on."""
-
-    def __init__(self, tally: Tally) -> None:
-        self.on, self.tally = False, tally
-
-    def __reduce__(self) -> Any:
-        return Eye, (self.tally,)
-
-
-class WhenOn(Dispatcher):
-    """A hook that passes its call on to `target[1]` while the eye `target[0]` is on.
-
-    Off, it costs this one test: 39 layers at every step of a training, whatever `every` is.
-    """
-
-    __slots__ = ()
-
-    def __call__(self, *seen: Any) -> Any:
-        """What the hook returns, None while the eye is off."""
-        target = self.target
-        return target[1](*seen) if target is not None and target[0].on else None
-
-
-class PreWhenOn(WhenOn):
-    """The same before the forward."""
-
-    __slots__ = ()
-
-    is_pre = True
-
-
-class Look(Dispatcher):
-    """Shows the eye every tensor that a module gives, or of what `pick(m, i, o)` gives, while on.
-
-    Its target is `(eye, row, pick)`. One call and no more, since each costs µs in a cold cache.
-    """
-
-    __slots__ = ()
-
-    with_kwargs = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward."""
-        target = self.target
-        if target is None or not target[0].on or recomputing():
-            return
-        eye, row, pick = target
-        seen = output if pick is None else called(pick, module, args, output)
-        if isinstance(seen, Tensor):
-            eye.tally.see(row, 0, "", seen)
-            return
-        for leaf, (path, t) in enumerate(named_leaves(seen)):
-            eye.tally.see(row, leaf, path, t)
 
 
 class StatsCallback(HookCallback):
@@ -116,9 +59,9 @@ class StatsCallback(HookCallback):
                 types = [type(m).__name__ for m in modules.values()]
                 rows = eye.tally.rows(names, types)
                 if eye is self._eye or self.on_valid:
-                    for row, module in zip(rows, modules.values(), strict=True):
-                        key = eye is self._eye, row, id(module)
-                        handle = before.pop(key, None) or self._attach(eye, row, module)
+                    for row, (name, module) in zip(rows, modules.items(), strict=True):
+                        key, leaf = (eye is self._eye, row, id(module)), leaf_of(modules, name)
+                        handle = before.pop(key, None) or self._attach(eye, row, module, leaf)
                         self._handles[key] = handle
         except BaseException:
             self._remove()
@@ -127,9 +70,10 @@ class StatsCallback(HookCallback):
             for handle in before.values():
                 handle.remove()
 
-    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
+    def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         check_hookable(module, type(self).__name__)
-        return Attached(module, Look((eye, row, self._given_hook)))
+        given = part_hook(leaf, self._given_hook) if leaf else self._given_hook
+        return Attached(module, Look((eye, row, given)))
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)

@@ -19,14 +19,9 @@ from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.moments.histograms import log_bins
 from hookkit.nested import named_leaves
 from hookkit.records import Record
-from hookkit.stats.gathering import (
-    Eye,
-    PreWhenOn,
-    WhenOn,
-    inverse_scale,
-    unscale_of,
-)
+from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
+from hookkit.stats.looking import Eye, PreWhenOn, WhenOn, part_of
 from hookkit.stats.options import checked_options
 from hookkit.stats.updates import ParamStats, named_parameters
 
@@ -122,10 +117,10 @@ class ActivationStats(LayerStats):
             self._through = True
             self._record(self.recording)
 
-    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
+    def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         if self.is_forward:
-            return super()._attach(eye, row, module)
-        return _attach_gradients(eye, row, module)
+            return super()._attach(eye, row, module, leaf)
+        return _attach_gradients(eye, row, module, leaf)
 
 
 def _check_switches(who: str, **switches: Any) -> None:
@@ -138,19 +133,19 @@ def _check_switches(who: str, **switches: Any) -> None:
             )
 
 
-def _attach_gradients(eye: Eye, row: int, module: nn.Module) -> Attached:
+def _attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attached:
     """Shows `eye` the gradients of what `module` gives; tensors are hooked while it is on only."""
 
     def begin(module: nn.Module, output: Any) -> Any:
-        paths = [path for path, _ in named_leaves(output)]
+        paths = [path for path, _ in named_leaves(part_of(output, leaf))]
 
-        def receive(leaf: int, grad: Tensor) -> None:
-            eye.tally.see(row, leaf, paths[leaf], grad)
+        def receive(i: int, grad: Tensor) -> None:
+            eye.tally.see(row, i, paths[i], grad)
 
         return receive
 
     check_hookable(module, "GradientStats")
-    before, after = grad_dispatchers(GradState(begin), inputs=False)
+    before, after = grad_dispatchers(GradState(begin, leaf), inputs=False)
     return Attached(module, PreWhenOn((eye, before)), WhenOn((eye, after)))
 
 
@@ -216,8 +211,8 @@ class GradientStats(LayerStats):
     def _select(self, model: nn.Module) -> Any:
         return {} if self.of == "params" else super()._select(model)
 
-    def _attach(self, eye: Eye, row: int, module: nn.Module) -> Any:
-        return _attach_gradients(eye, row, module)
+    def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
+        return _attach_gradients(eye, row, module, leaf)
 
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch is scaled."""
