@@ -1,11 +1,13 @@
 """What watching a training costs: a step with statistics over a bare step, side by side with peers.
 
 Run `python benchmarks/stats.py` (`--rounds 15`, `--nets transformer,conv`, `--only hookkit`,
-`--compile`). Everything is measured in one process. Every method has a net of its own, watched from
-the first round to the last; in each round every method trains a block of steps, in shuffled order,
-over the mean of the bare blocks just before and after it (CPU time of this thread, so that
-neighbours on the machine disturb little). A cell is the median ratio over the rounds. `bare again`
-shows the noise. Peers that are not installed are left out.
+`--compile`). Everything is measured in one process, on one net: two nets of one kind differ by some
+per cent, by where their memory lies. In each round every method watches the net anew, in shuffled
+order, for two steps to begin with and then for a block of steps, whose time is taken over the mean
+of the bare blocks just before and after it (CPU time, so that neighbours on the machine disturb
+little). A cell is the median ratio over the rounds. `bare again` shows the noise. Compiled nets and
+wandb's runs cannot be watched anew, and have a net of their own. Peers that are not installed are
+left out.
 
 `reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
 operations that a step has above a bare one: on a GPU, waits and kernel launches. With `--compile`,
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -204,22 +207,33 @@ def block(net: Net, steps: int) -> float:
 
 
 class Method:
-    """A net that is watched in one way, and the ratios of its steps to bare ones."""
+    """One way to watch, and the ratios of its steps to bare ones."""
 
-    def __init__(self, name: str, watching: Watch, make: Callable[[], Net], stack: ExitStack):
+    def __init__(self, name: str, watching: Watch, bare: Net, stack: ExitStack):
         torch.compiler.reset()
         counters: Any = torch._dynamo.utils.counters
         counters.clear()
-        self.name, self.net = name, make()
-        stack.enter_context(watching(self.net.model, self.net.opt))
+        self.name, self.watching, self.net, self.anew = name, watching, bare, True
+        if bare.compiled or "wandb" in name:
+            self.anew, self.net = False, Net(bare.name, bare.steps, bare.compiled)
+            stack.enter_context(watching(self.net.model, self.net.opt))
         for _ in range(3):  # compiles, and allocates what is kept
             self.net.step()
         self.graphs = counters["stats"]["unique_graphs"]
         self.breaks = sum(counters["graph_break"].values())
         # a block of `every=10` holds one recorded step wherever it begins
-        steps = self.net.steps
+        steps = bare.steps
         self.steps = -(-steps // 10) * 10 if "every=10" in name else steps
         self.ratios: list[float] = []
+
+    def __call__(self, run: Callable[[], Any]) -> Any:
+        """What `run` gives while the net is watched."""
+        if not self.anew:
+            return run()
+        with self.watching(self.net.model, self.net.opt):
+            for _ in range(2):
+                self.net.step()
+            return run()
 
 
 def measure(bare: Net, methods: list[Method], rounds: int) -> list[float]:
@@ -227,7 +241,7 @@ def measure(bare: Net, methods: list[Method], rounds: int) -> list[float]:
     times = [block(bare, bare.steps)]
     for _ in range(rounds):
         for method in random.sample(methods, len(methods)):
-            mine = block(method.net, method.steps)
+            mine = method(partial(block, method.net, method.steps))
             times.append(block(bare, bare.steps))
             method.ratios.append(2 * mine / (times[-2] + times[-1]))
     return times
@@ -271,20 +285,20 @@ def report(name: str, methods: dict[str, Watch], rounds: int, compiled: bool) ->
     """Prints one net's table."""
     steps = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100}[name]
     with ExitStack() as stack:
-        nets = [Method(n, w, lambda: Net(name, steps, compiled), stack) for n, w in methods.items()]
         bare = Net(name, steps, compiled)
+        ways = [Method(n, w, bare, stack) for n, w in methods.items()]
         bare.step()
-        seconds = statistics.median(measure(bare, nets, rounds))
+        seconds = statistics.median(measure(bare, ways, rounds))
         columns = "graphs  breaks" if compiled else "  ops  reads"
         title = f"{name}{', compiled' * compiled}: bare step {seconds * 1e3:.2f} ms"
         print(f"\n{title}\n{'':38} ratio     added  {columns}")
         ops = 0 if compiled else counted(bare)[0]
-        for m in nets:
+        for m in ways:
             ratio = statistics.median(m.ratios)
             if compiled:
                 extra = f"{m.graphs:6d}  {m.breaks:6d}"
             else:
-                more, reads = counted(m.net)
+                more, reads = m(partial(counted, m.net))
                 extra = f"{more - ops:5d}  {reads:5d}"
             added = (ratio - 1) * seconds * 1e3
             print(f"{m.name:38} {ratio:5.3f} {added:6.2f} ms  {extra}", flush=True)
