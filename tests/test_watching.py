@@ -1072,3 +1072,29 @@ def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         w.start().stop()  # told once
+
+
+def test_steps_that_cease_are_told_at_the_end():
+    model = net()
+    head, whole = sgd(model[2]), sgd(model)
+    w = watch(model, head).start()
+    train(model, head, 3)
+    train(model, whole, 12)
+
+    with pytest.warns(
+        NeverFiredWarning, match=r"last 12 training batches.*SGD steps no more.*none"
+    ):
+        w.stop()
+
+
+@pytest.mark.parametrize(("each", "n", "given"), [(1, 3, True), (4, 14, True), (4, 31, False)])
+def test_batches_left_over_at_the_end_are_not_told(each: int, n: int, given: bool):
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt if given else None) as w:
+        train(model, opt, n, each=each)
+
+    assert w.n_steps == n // each
+    with w:
+        train(model, opt, 7, each=8)

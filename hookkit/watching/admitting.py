@@ -199,3 +199,19 @@ def tell_unstepped(model: nn.Module, n_batches: int, opts: list[Optimizer], comp
         NeverFiredWarning,
         stacklevel=4,
     )
+
+
+def tell_idle(model: nn.Module, n_batches: int, opts: list[Optimizer]) -> None:
+    """Warns that the steps have ceased, while the batches went on."""
+    why = "a GradScaler leaves them all out, or the weights are changed by other means."
+    if opts:
+        why = (
+            f"{type(opts[0]).__name__} steps no more. If another optimizer has taken over, give "
+            f"watch a list of all, or none: then each that steps the model is found."
+        )
+    warnings.warn(
+        f"watch saw no optimizer step in the last {n_batches} training batches of "
+        f"{type(model).__name__}, so they were not recorded: {why}",
+        NeverFiredWarning,
+        stacklevel=4,
+    )

@@ -47,6 +47,7 @@ class FollowedLoop(Stepping):
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
         n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
+        finds_opts: no optimizer was given: those that step are found.
         losses: the `LossTape`.
         scores: what a cross entropy was fed first.
         spans: for each epoch the first step, and what was told of it.
@@ -74,7 +75,7 @@ class FollowedLoop(Stepping):
         self._unseen = unseen
         self.n_left_out = 0
         self._first_part: nn.Module | None = None
-        self.turns, self._finds_opts = Turns(), finds_opts
+        self.turns, self.finds_opts = Turns(), finds_opts
         self._reset()
         self._own(None)
 

@@ -29,7 +29,8 @@ class Stepping(Asides):
     each_forward: bool
     stepped: bool
     n_left_out: int
-    _finds_opts: bool
+    train_iter: int
+    finds_opts: bool
     _unseen: Any
     _begin_batch: Any
     _end_batch: Any
@@ -38,6 +39,13 @@ class Stepping(Asides):
     def _no_steps(self) -> None:
         self._skip = self._due = self._late = self._left_out = self.in_closure = False
         self._marked, self.turns.stepped = False, []
+        self._stepped_at = self._longest = 0
+
+    @property
+    def n_idle(self) -> int:
+        """Training batches since the last step; 0 while they may still be for the next one."""
+        idle = self.train_iter - self._stepped_at - 1
+        return idle if idle > 8 * max(self._longest, 1) else 0
 
     def step_began(self, opt: Optimizer, closure: bool) -> None:
         """The weights are about to change."""
@@ -70,7 +78,7 @@ class Stepping(Asides):
                 self._end_with_backward(opt)
                 return
             self.turns.stepped.append(opt)
-            unseen = self.model.parameters() if self._finds_opts else ()
+            unseen = self.model.parameters() if self.finds_opts else ()
             if not self.turns.more_to_come(self.opts, unseen):
                 self._end_step()
         self._late = self.in_closure = False
@@ -108,6 +116,8 @@ class Stepping(Asides):
 
     def _end_step(self) -> None:
         self.turns.end()
+        self._longest = max(self._longest, self.train_iter - self._stepped_at)
+        self._stepped_at = self.train_iter
         if self._left_out:
             self._left_out = False
         else:

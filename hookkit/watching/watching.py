@@ -28,6 +28,7 @@ from hookkit.watching.admitting import (
     one_model,
     optimizers,
     tell_foreign,
+    tell_idle,
     tell_twice,
     tell_unseen,
     tell_unstepped,
@@ -300,10 +301,13 @@ class Watcher(ReadOut):
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.boundaries.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
-        if stepped or self._told or not (loop.train_iter or compiled):
+        if self._told or not (loop.n_idle if stepped else loop.train_iter or compiled):
             return
         self._told = True
-        tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
+        if stepped:
+            tell_idle(loop.model, loop.n_idle, [] if loop.finds_opts else loop.opts)
+        else:
+            tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
 
 
 def _count(n: int, what: str) -> str:
