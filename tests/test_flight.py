@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import NonFiniteError, OptionError
+from hookkit.errors import HookError, HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
 from hookkit.stats.flight import FlightRecorder
 from hookkit.testing import synth_learner
@@ -188,6 +188,94 @@ def test_structures_and_reused_modules_are_watched() -> None:
     train(Odd(), recorder, n=3)
 
     assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("breaks", 1)
+
+
+def train_by_closure(
+    model: nn.Module, recorder: FlightRecorder, n: int = 4, n_calls: int = 1
+) -> None:
+    """An optimizer that evaluates its closure `n_calls` times a step."""
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        for _ in range(n_calls):
+            opt.zero_grad()
+            loss: Tensor = model(torch.ones(4, 8)).pow(2).mean()
+            loss.backward()
+        return loss
+
+    with watch(model, opt, recorder):
+        for _ in range(n):
+            opt.step(closure)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n_calls", "bad_call"), [(1, 2), (3, 6), (3, 8)])
+def test_what_a_closure_makes_is_seen(n_calls: int, bad_call: int) -> None:
+    recorder = FlightRecorder("report")
+
+    train_by_closure(broken(Breaks(bad_call)), recorder, n_calls=n_calls)
+
+    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("activation", "2", 2)]
+
+
+def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> None:
+    model, recorder = (
+        nn.Sequential(Breaks(0), nn.Linear(8, 2)),
+        FlightRecorder("report", modules="1"),
+    )
+
+    train_by_closure(model, recorder, n=1)
+
+    assert "this step or the one before" in recorder.incidents[0].note
+
+
+def test_gradients_that_a_closure_makes_are_seen() -> None:
+    recorder = FlightRecorder("report")
+
+    train_by_closure(broken(SqrtOfZero()), recorder)
+
+    assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
+
+
+def test_a_closure_that_cannot_be_skipped_is_told_once() -> None:
+    recorder = FlightRecorder("skip")
+
+    with pytest.warns(HookkitWarning, match=r"closure .*and `opt\.step\(\)` after") as told:
+        train_by_closure(broken(Breaks(2)), recorder)
+
+    assert len(told) == 1
+    assert [i.step for i in recorder.incidents] == [2]
+
+
+def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
+    """An optimizer for each parameter, stepped as its gradient is there."""
+    opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: opts[p].step())  # type: ignore[index]
+        for p in opts
+    ]
+    with watch(model, list(opts.values()), recorder):
+        for _ in range(3):
+            model(torch.ones(4, 8)).pow(2).mean().backward()
+            model.zero_grad()
+    for handle in handles:
+        handle.remove()
+
+
+def test_steps_within_the_backward_hide_no_gradient() -> None:
+    recorder = FlightRecorder("report")
+
+    step_in_backward(broken(SqrtOfZero()), recorder)
+
+    assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
+    assert recorder.incidents[0].step == 0
+
+
+def test_steps_within_the_backward_cannot_be_skipped() -> None:
+    with (
+        pytest.warns(HookkitWarning, match="within the backward"),
+        pytest.raises(HookError, match="asked to leave out this step"),
+    ):
+        step_in_backward(broken(Breaks(1)), FlightRecorder("skip"))
 
 
 @pytest.mark.traces_gradients

@@ -13,15 +13,17 @@ its memory. With `"skip"` the answer is needed before the step: one wait per ste
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import NonFiniteError, OptionError
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
+from hookkit.hooks.dispatching import graph_task
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
@@ -46,8 +48,9 @@ class FlightRecorder(HookCallback):
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
 
-    Under a GradScaler gradients that overflow are its own business, and no incident. An output
-    counts as not finite from 1.8e19 on, where its square leaves float32.
+    A step with a closure is looked at after it is made, for its batch comes within it: it cannot
+    be left out. Under a GradScaler gradients that overflow are its own business, and no incident.
+    An output counts as not finite from 1.8e19 on, where its square leaves float32.
 
     Raises:
         OptionError: an option that cannot work.
@@ -90,7 +93,7 @@ class FlightRecorder(HookCallback):
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._parameters: list[tuple[str, str, nn.Parameter]] = []
-        self._checked = self._through = self._noted = False
+        self._checked = self._through = self._noted = self._told = False
 
     # --- hooks
 
@@ -145,13 +148,28 @@ class FlightRecorder(HookCallback):
         self._record(self.recording)
 
     def before_step(self) -> None:
-        """Looks, while bad gradients can still be kept from the weights."""
-        if self.recording and (self._on_cpu() or self.on_nonfinite == "skip"):
-            self._note_loss()
-            self._note_gradients()
-            self._noted = self._through  # else a closure's forward and gradients are to come
-            if self._look_now() and self.on_nonfinite == "skip":
-                raise CancelStepException
+        """Looks, while bad gradients can still be kept from the weights.
+
+        In a step with a closure there is nothing to look at yet: `after_batch` does.
+        """
+        within = graph_task() != -1  # an optimizer for each parameter: more gradients come
+        if not self.recording:
+            return
+        if self.on_nonfinite == "skip" and (self.learn.in_closure or within):
+            self._tell_too_early()
+        if self.learn.in_closure or not (self._on_cpu() or self.on_nonfinite == "skip"):
+            return
+        self._note_loss()
+        self._note_gradients()
+        bad = self._look_now()
+        self._noted, self._checked = self._through and not within, not within
+        if bad and self.on_nonfinite == "skip":
+            raise CancelStepException
+
+    def _tell_too_early(self) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(_TOO_EARLY, HookkitWarning, stacklevel=2)
 
     def after_step(self) -> None:
         """Notes the gradients that the step used (a closure makes them within the step)."""
@@ -226,7 +244,7 @@ class FlightRecorder(HookCallback):
         assert self._tape is not None
         self._checked = True
         fine = bool(self._finite().cpu().numpy())  # sync: one per step, on a GPU for "skip" only
-        return self._judge(self._tape.at, fine)
+        return self._judge(self._tape.at, fine, late=self.learn.stepped)
 
     def _send_flag(self) -> None:
         assert self._tape is not None
@@ -248,20 +266,21 @@ class FlightRecorder(HookCallback):
             if arrived is not None and not arrived.query() and len(self._flags) < self.keep // 2:
                 return
             del self._flags[0]
-            self._judge(at, bool(flag.numpy()))
+            self._judge(at, bool(flag.numpy()), late=True)
 
     # --- telling
 
-    def _judge(self, at: int, fine: bool) -> bool:
+    def _judge(self, at: int, fine: bool, late: bool) -> bool:
+        """Tells of the batch in slot `at`; `late`: its step may have been made meanwhile."""
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
-            incident = self._incident(at)
+            incident = self._incident(at, late)
             self.incidents = (*self.incidents, incident)
             if self.on_nonfinite == "raise":
                 raise NonFiniteError(f"{incident}\n  {_CURE}")
         return not fine
 
-    def _incident(self, at: int) -> Incident:
+    def _incident(self, at: int, late: bool) -> Incident:
         tape, n = self._tape, len(self.names)
         assert tape is not None
         rms = tape.rms([at])[0]
@@ -269,13 +288,13 @@ class FlightRecorder(HookCallback):
             int(r) for r in np.argsort(tape.order[at], kind="stable") if _is_bad(tape, at, r, rms)
         ]
         if layers := [row for row in bad if row < n]:
-            return self._of_layers(at, layers, n + 1 in bad)
+            return self._of_layers(at, layers, n + 1 in bad, late)
         grads = [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]
         if grads and n not in bad:
             return self._of_gradients(at, grads)
         return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
 
-    def _of_layers(self, at: int, rows: list[int], bad_input: bool) -> Incident:
+    def _of_layers(self, at: int, rows: list[int], bad_input: bool, late: bool) -> Incident:
         assert self._tape is not None
         past = self._tape.rms(self._tape.past(at))
         history = {name: past[:, i] for i, name in enumerate(self.names)}
@@ -285,7 +304,7 @@ class FlightRecorder(HookCallback):
         if bad_input:
             note = "The model's input was not finite: look at the data."
         elif not all(_is_finite(p) for p in weights):
-            note = "Its own weights were not finite: the step before has spoiled them."
+            note = _SPOILED_BY_NOW if late else _SPOILED
         elif previous := self._ran_before(at, first):
             head = "Its weights are finite: if" if weights else "If"
             note = f"{head} its input was not, look at what runs between {previous} and it."
@@ -335,6 +354,13 @@ class FlightRecorder(HookCallback):
 
 
 _CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
+_SPOILED = "Its own weights were not finite: the step before has spoiled them."
+_SPOILED_BY_NOW = "Its own weights are not finite by now: this step or the one before spoiled them."
+_TOO_EARLY = (
+    'FlightRecorder("skip") was asked for; this step has a closure or is made within the backward, '
+    "so its gradients come too late for it to be left out: what is found is noted only. Call the "
+    "closure or `backward()` first and `opt.step()` after."
+)
 
 
 def _check_some(found: Any, asked: Any) -> None:
