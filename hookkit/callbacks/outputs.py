@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit.hooks.capturing import is_transforming
+
 
 def loss_name(loss_func: Any) -> str | None:
     """A loss function's name, else its class's.
@@ -27,31 +29,55 @@ class Scores:
     """The first batch of what a model feeds to a cross entropy.
 
     Args:
-        loss_func: the loss; others than cross entropies have no classes, and tell nothing.
+        loss_func: the loss; of others than cross entropies only probabilities are told, and those
+            only where None was named.
         pred: (n, n_classes, …) floats, or anything else, which tells nothing.
+        fed: `pred` is what the loss is given. What a model returns need not be: with three
+            dimensions it may be flattened first, and classes may be the last of them.
 
     >>> Scores(torch.nn.CrossEntropyLoss(), torch.full((2, 4), 0.25)).read()
     {'n_classes': 4, 'output_is_probabilities': True}
     >>> Scores(torch.nn.MSELoss(), torch.ones(2, 4)).read()
     {}
+    >>> Scores(torch.nn.functional.cross_entropy, torch.full((2, 3, 5), 0.2), fed=False).read()
+    {'n_classes': 5, 'output_is_probabilities': True}
     """
 
-    def __init__(self, loss_func: Any, pred: Any) -> None:
-        self.n_classes: int | None = None
+    def __init__(self, loss_func: Any, pred: Any, *, fed: bool = True) -> None:
+        self.sizes: list[int] = []
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         scores = isinstance(pred, Tensor) and pred.ndim >= 2 and pred.is_floating_point()
+        scores = scores and not is_transforming()  # torch.func's values end with it
         by_class = "crossentropy" in name or "nll" in name
         by_class &= getattr(loss_func, "reduction", "mean") == "mean"  # else ln C is no measure
-        if scores and by_class and pred.numel():
+        self.by_class = by_class
+        if scores and pred.numel() and (by_class or (loss_func is None and not fed)):
+            dims = [1] if fed or pred.ndim == 2 else [1, pred.ndim - 1]
             with torch.no_grad():
-                p = pred.detach().float()
-                self.n_classes = p.shape[1]
+                p = _some(pred.detach(), fed).float()
+                self.sizes = [pred.shape[d] for d in dims]
                 self._positive = (p >= 0).all()
-                self._off_one = (p.sum(1) - 1).abs().amax()
+                self._off_one = torch.stack([(p.sum(d) - 1).abs().amax() for d in dims])
 
     def read(self) -> dict[str, Any]:
-        """`n_classes` and `output_is_probabilities`, or nothing. Reads the device once."""
-        if self.n_classes is None:
+        """`n_classes` and `output_is_probabilities`, as far as known. Reads the device once."""
+        if not self.sizes:
             return {}
-        is_one = bool(self._positive and self._off_one < 1e-3)  # sync: one per read-out
-        return {"n_classes": self.n_classes, "output_is_probabilities": is_one}
+        off_one = self._off_one.tolist() if self._positive else []  # sync: one per read-out
+        hit = [n for n, off in zip(self.sizes, off_one, strict=False) if off < 1e-3 and n > 1]
+        known = hit[-1:] or (self.sizes if len(self.sizes) == 1 else [])
+        if not self.by_class:
+            return {"output_is_probabilities": True} if hit else {}
+        classes = {"n_classes": known[0]} if known else {}
+        return {**classes, "output_is_probabilities": bool(hit)}
+
+
+_MANY = 1 << 22
+
+
+def _some(pred: Tensor, fed: bool) -> Tensor:
+    """About so many values: logits of a language model in float32 may not fit the device twice."""
+    some = pred[: max(_MANY // max(pred[0].numel(), 1), 1)]
+    if not fed and pred.ndim == 3:
+        some = some[:, : max(_MANY // max(len(some) * pred.shape[2], 1), 1)]
+    return some

@@ -69,7 +69,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     """Most matrices hardly move; an alarm only when the loss does not fall either."""
     record, which, ratio = _ratios(run)
     whole = read.median(ratio, axis=1)
-    slow = (whole < 1e-4) & ~read.in_turns(run)
+    slow = (whole < 1e-4) & (not read.in_turns(run))
     early = read.median(ratio[:, :20], axis=1)  # what leapt at first is not slow: it broke
     learns = read.improved(run)
     if slow.mean() <= 0.5 or learns or (early > 1e-2).mean() > 0.5 or fades(record):

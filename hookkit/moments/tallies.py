@@ -69,6 +69,7 @@ class Tally:
         self.skipped: dict[str, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self.unscaled = False
+        self.feeds: dict[str, str | None] = {}
         self.n_commits = 0
         self._by_name: dict[str, int] = {}
         self._leaves: dict[tuple[int, str], int] = {}
@@ -273,6 +274,8 @@ class Tally:
         meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(self.skipped)}
         meta["dtype"] = [dtypes.get(name, "") for name in names]
         meta["unscaled"] = self.unscaled
+        if self.feeds:
+            meta["feeds"] = [self.feeds.get(name) for name in names]
         if o.window:
             meta["window"] = o.window
         if o.bins is not None:

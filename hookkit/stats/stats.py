@@ -23,6 +23,7 @@ from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye, PreWhenOn, WhenOn, part_of
 from hookkit.stats.options import checked_options
+from hookkit.stats.readers import readers
 from hookkit.stats.updates import ParamStats, named_parameters
 
 __all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
@@ -116,6 +117,9 @@ class ActivationStats(LayerStats):
         if self.is_forward:
             self._through = True
             self._record(self.recording)
+            if self.recording and self.learn.training and not (self._asked or self._given_hook):
+                self._asked = True  # once a fit: the model may have changed
+                self.tally.feeds |= readers(self.learn.model, self.learn.pred)
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         if self.is_forward:

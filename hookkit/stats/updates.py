@@ -95,6 +95,7 @@ class ParamStats(Exports, Callback):
         self._weights: list[float] | None = None  # norms of the copies, where they are known
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
+        self._constant: dict[str, Any] = {}
         self._cache: tuple[int, bool, Record] | None = None
 
     def before_fit(self) -> None:
@@ -123,6 +124,9 @@ class ParamStats(Exports, Callback):
         if self._n_opts != len(self.learn.opts):  # a loop's optimizers may become known one by one
             self._learn_facts(parameters)
         self._weights = self._copied(now)
+        if not self._n_records:
+            many = {name: t for name, t in now.items() if t.numel() > 1}
+            self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
         self._snapped = True
 
     def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
@@ -218,6 +222,8 @@ class ParamStats(Exports, Callback):
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
         facts = {key: [self._facts[name][key] for name in self.names] for key in _FACTS}
+        same = self._constant
+        facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
         places = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
         steps, epochs, iters, spans = (np.array(x, dtype=np.int64) for x in places)
@@ -250,7 +256,10 @@ class ParamStats(Exports, Callback):
         self._before, self._live, self._snapped = {}, {}, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "learn": None, "_before": {}, "_live": {}}
+        if self.learn is not None and self.learn.fitting:
+            self.learn._part_from(self)
+        constant = {name: bool(flag) for name, flag in self._constant.items()}
+        return {**self.__dict__, "learn": None, "_before": {}, "_live": {}, "_constant": constant}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"

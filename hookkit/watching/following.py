@@ -188,8 +188,9 @@ class FollowedLoop(Stepping):
             return
         if (loss := loss_in(output)) is not None:
             self.tell_loss(loss)
-        if self.scores is None and self.loss_func and not isinstance(self.loss_func, nn.Module):
-            self.scores = Scores(self.loss_func, output)  # a module's own input is looked at
+        if self.scores is None and not isinstance(self.loss_func, nn.Module):
+            # a module's own input is looked at
+            self.scores = Scores(self.loss_func, output, fed=False)
         self.pred = output
         try:
             self._tell("after_pred")

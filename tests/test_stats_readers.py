@@ -1,0 +1,141 @@
+"""Which activation reads each layer, and what else the recorders tell a diagnosis."""
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookkit import ActivationStats, ParamStats, diagnose, watch
+from hookkit.callbacks.outputs import Scores
+from hookkit.stats.readers import readers
+
+
+def read_by(net, x):
+    return readers(net, net(x))
+
+
+class Calls(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.a, self.b, self.f = nn.Linear(4, 6), nn.Linear(6, 2), f
+
+    def forward(self, x):
+        return self.b(self.f(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("f", "reader"),
+    [
+        (F.relu, "ReLU"),
+        (torch.relu, "ReLU"),
+        (F.relu6, "ReLU6"),
+        (lambda x: F.relu(x.transpose(0, 1)).transpose(0, 1), "ReLU"),
+        (F.gelu, ""),
+        (F.hardtanh, ""),
+        (F.leaky_relu, ""),
+        (lambda x: F.relu(x) + x, ""),
+        (lambda x: F.relu(x + 1), ""),
+    ],
+)
+def test_the_graph_tells_who_reads_a_layer(f, reader):
+    for x in (torch.randn(3, 4), torch.randn(3, 5, 4)):
+        assert read_by(Calls(f), x) == {"a": reader, "b": ""}
+
+
+def test_convolutions_norms_and_pools():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 2, 1),
+                        nn.MaxPool2d(2), nn.ReLU())  # fmt: skip
+
+    assert read_by(net, torch.randn(2, 1, 8, 8)) == {"0": "", "1": "ReLU", "3": "ReLU"}
+
+
+def test_written_in_place_a_view_hides_its_reader():
+    net = Calls(nn.ReLU(inplace=True))
+
+    assert read_by(net, torch.randn(3, 4))["a"] == "ReLU"
+    assert read_by(net, torch.randn(3, 5, 4))["a"] is None
+
+
+def test_what_the_graph_does_not_show_is_unknown():
+    net = Calls(F.relu)
+    net.a.weight.requires_grad_(False)
+    with torch.no_grad():
+        unseen = read_by(net, torch.randn(3, 4))
+
+    assert read_by(net, torch.randn(3, 4)) == {"a": None, "b": ""}
+    assert unseen == {"a": None, "b": None}
+
+
+def train(net, *callbacks, steps=12, loss_func=None, **how):
+    opt = torch.optim.SGD(net.parameters(), 0.01, **how)
+    with watch(net, opt, *callbacks, loss_func=loss_func) as w:
+        for _ in range(steps):
+            opt.zero_grad()
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            opt.step()
+    return w.run()
+
+
+def test_activation_stats_tell_what_reads_each_row():
+    assert train(Calls(F.relu), ActivationStats()).activations.meta["feeds"] == ["ReLU", ""]
+    own = ActivationStats(hook=lambda m, i, o: i[0])  # of inputs it says nothing
+    assert "feeds" not in train(Calls(F.relu), own).activations.meta
+
+
+def test_a_dead_layer_is_named_by_the_default_statistics():
+    net = Calls(F.relu)
+    nn.init.constant_(net.a.bias, -8.0)
+
+    assert diagnose(train(net, ActivationStats()))[0].rule == "dead"
+
+
+def test_param_stats_tell_which_weights_begin_at_one_value():
+    net, stats = Calls(torch.tanh), ParamStats()
+    nn.init.constant_(net.a.weight, 0.1)
+    record = train(net, stats).params
+
+    told = dict(zip(record.names, record.meta["constant"], strict=True))
+
+    assert told == {"a.weight": True, "a.bias": False, "b.weight": False, "b.bias": False}
+    assert pickle.loads(pickle.dumps(stats)).record().meta == record.meta
+
+
+def test_a_run_tells_momentum_and_maximize():
+    info = train(Calls(F.relu), ParamStats(), momentum=0.5, maximize=True).info
+
+    assert (info["momentum"], info["maximize"]) == ([0.5], True)
+
+
+def test_classes_of_a_sequence_are_not_its_steps():
+    logits = torch.randn(2, 7, 5)
+
+    assert "n_classes" not in Scores(F.cross_entropy, logits, fed=False).read()
+    assert Scores(F.cross_entropy, logits.softmax(-1), fed=False).read()["n_classes"] == 5
+    assert Scores(F.cross_entropy, logits.softmax(1), fed=False).read()["n_classes"] == 7
+    assert Scores(None, logits.softmax(-1), fed=False).read() == {"output_is_probabilities": True}
+    assert Scores(None, logits, fed=False).read() == {}
+    assert Scores(F.cross_entropy, logits[:, 0], fed=False).read()["n_classes"] == 7 - 2
+
+
+def test_large_logits_are_looked_at_in_part() -> None:
+    large = torch.full((2, 3000, 2000), 1 / 2000)
+    scores = Scores(None, large, fed=False)
+    assert scores.sizes == [3000, 2000]
+    assert scores.read() == {"output_is_probabilities": True}
+
+
+def test_a_recorder_pickled_amid_a_run_knows_how_far_it_came() -> None:
+    model, stats = nn.Linear(2, 2), ParamStats()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, stats):
+        for _ in range(3):
+            model(torch.randn(4, 2)).sum().backward()
+            opt.step()
+        again = pickle.loads(pickle.dumps(stats))
+    with watch(model, opt, again):
+        model(torch.randn(4, 2)).sum().backward()
+        opt.step()
+
+    assert again.record().steps.tolist() == [0, 1, 2, 3]
