@@ -5,6 +5,7 @@ gathering   `StatsCallback`: what the recording callbacks share, from the hook's
 looking     The hooks of the recording callbacks: what they look at, and whether they do.
 parts       Whether a model still has the modules that were hooked: asked at each recorded
             step.
+readers     Which activation reads what each layer gives, `F.relu` too: told by the autograd graph.
 options     What the recording callbacks are given, checked at their door.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
