@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
-from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
 from hookkit.events import EVENTS, CancelBatchException, CancelFitException
 from hookkit.recording import HookCallback
 from hookkit.testing import RNNNet, mlp, synth_dbunch, synth_learner
@@ -254,6 +254,58 @@ def test_modules_are_looked_up_anew_for_each_fit() -> None:
 
     assert cb.names == ["0", "2", "4"]
     assert all(s is not None for s in cb.hooks.stored)
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_modules_that_come_amid_a_fit_are_hooked(is_forward: bool) -> None:
+    def grow(self: Any) -> None:
+        seen.append((len(cb.hooks), sum(s is not None for s in cb.hooks.stored)))
+        if self.training and self.iter == 1:
+            self.learn.model[0] = nn.Linear(1, 4)
+            self.learn.model.append(nn.Linear(1, 1))
+
+    seen: list[tuple[int, int]] = []
+    cb = HookCallback(is_forward=is_forward, hook=lambda m, i, o: id(m))
+    learn = quiet(n_trn=4, model=mlp(1, 4, 1), cbs=[cb, Callback(after_batch=grow)])
+    first = learn.model[0]
+
+    learn.fit(1)
+
+    assert seen[:4] == [(2, 2), (2, 2), (3, 3), (3, 3)]
+    assert cb.names == list(cb.hooks.names) == ["0", "2", "3"]
+    assert list(cb.hooks.stored) == [id(learn.model[i]) for i in (0, 2, 3)]
+    assert n_hooks(learn.model) == n_hooks(first) == 0
+
+
+def test_every_looks_for_modules_at_recorded_batches_only() -> None:
+    names: list[list[str]] = []
+
+    def grow(self: Any) -> None:
+        names.append(cb.names)
+        if self.iter == 0:
+            self.learn.model.append(nn.Linear(1, 1))
+
+    cb = HookCallback(every=2, hook=lambda m, i, o: None)
+
+    quiet(n_trn=3, model=mlp(1, 1), cbs=[cb, Callback(after_batch=grow)]).fit(1)
+
+    assert names[:3] == [["0"], ["0"], ["0", "1"]]
+
+
+def test_a_module_that_is_gone_amid_a_fit_is_told_once() -> None:
+    def exchange(self: Any) -> None:
+        if self.iter == 0:
+            self.learn.model[2] = nn.Linear(4, 1)
+
+    model = mlp(1, 4, 1)
+    cb = HookCallback(modules=[model[0], model[2]], hook=lambda m, i, o: o)
+    learn = quiet(n_trn=4, model=model, cbs=[cb, Callback(after_batch=exchange)])
+
+    with pytest.warns(HookkitWarning, match=r"found other modules.*HookCallback\(mod") as told:
+        learn.fit(1)
+
+    assert len(told) == 1
+    assert (cb.names, n_hooks(learn.model)) == (["0", "2"], 0)
 
 
 def test_an_unknown_name_is_told_as_the_fit_begins_and_nothing_stays() -> None:

@@ -2,6 +2,7 @@
 
 backward   `BackwardHooks`: a function called in each backward pass with a module's gradients,
            in and out.
+parts      `Parts`: whether a model still has the modules that were hooked.
 """
 
 from hookkit.recording.recording import (

@@ -2,21 +2,24 @@
 
 It builds on `Callback` and `Hooks`. The idea: hooks are put on the model once per fit and taken off
 when the fit is over, whatever ended it; which batches they record is a flag, `recording`, set as
-each batch begins. So `every` works at any `order`, and a compiled model is traced twice at most.
+each batch begins. So `every` works at any `order`, and a compiled model is traced twice at most,
+unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hookkit.callbacks.driving import Callback
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.recording.backward import BackwardHooks
+from hookkit.recording.parts import Parts
 from hookkit.selecting import leaf_modules, select
 
 
@@ -24,9 +27,9 @@ class HookCallback(Callback):
     """Hooks on the modules of the model while it trains: `self.hooks`, taken off at the end.
 
     What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
-    stays readable after the fit. Modules are looked up anew for each fit, so the model may have
-    changed. Training batches alone are recorded unless asked otherwise; a cancelled one is not
-    counted by `every`.
+    stays readable after the fit. Modules are looked up anew for each fit, and at a recorded batch
+    that finds others in the model than there were: `hooks` is then a new one. Training batches
+    alone are recorded unless asked otherwise; a cancelled one is not counted by `every`.
 
     Args:
         modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
@@ -63,6 +66,7 @@ class HookCallback(Callback):
 
     hooks: Any = None
     recording: bool = False
+    _parts: Parts | None = None
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class HookCallback(Callback):
         self.names = list(found)
         self._register(self.names, found)
         forget_graphs(self.learn.model)  # a compiled model that has run would not see the hooks
+        self._parts = Parts(self.learn.model)
 
     def before_train(self) -> None:
         """Switches recording off: the batches to come switch it on, if they are recorded."""
@@ -125,10 +130,13 @@ class HookCallback(Callback):
     def before_batch(self) -> None:
         """Decides whether this batch is recorded. A subclass with its own calls this one."""
         if self.learn.training:
-            self._record(self.on_train and self._turn % (self.every or 1) == 0)
+            on = self.on_train and self._turn % (self.every or 1) == 0
             self._turn, self._last_iter = self._turn + 1, self.learn.train_iter
         else:
-            self._record(self.on_valid)
+            on = self.on_valid
+        if on:
+            self._follow()
+        self._record(on)
 
     def after_cancel_batch(self) -> None:
         """Gives a cancelled training batch's turn back."""
@@ -141,6 +149,7 @@ class HookCallback(Callback):
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off."""
+        self._parts = None
         if self.remove_end or not self._ended or self.learn._broken:
             self._remove()
         else:
@@ -158,14 +167,32 @@ class HookCallback(Callback):
         return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "hooks": None}  # a pickle needs neither hooks nor activations
+        # a pickle needs neither hooks nor activations
+        return {**vars(self), "hooks": None, "_parts": None}
+
+    def _follow(self) -> None:
+        """Hooks what has come into the model since."""
+        if self._parts is None or not self._parts.changed():
+            return
+        model = self.learn.model
+        try:
+            found = self._select(model)
+            self._register(list(found), found)
+            self.names = list(found)
+            forget_graphs(model)
+        except HookkitError as error:
+            _tell_changed(type(self).__name__, error)
+        self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
     def _register(self, names: list[str], modules: Any) -> None:
-        """Hooks `modules`, a mapping by name in the order of `names`."""
+        """Hooks `modules`, a mapping by name in the order of `names`; all of them, or it raises."""
+        before = self.hooks
         if self.is_forward:
             self.hooks = Hooks(modules, self.hook, True, self.detach, self.cpu)
         else:
             self.hooks = BackwardHooks(modules, self.hook, self.detach, self.cpu)
+        if before is not None:
+            before.remove()
         self.recording = True  # as hooks are when they are made
         self._record(False)
 
@@ -181,6 +208,16 @@ class HookCallback(Callback):
             self.recording = on
             for h in () if self.hooks is None else self.hooks:
                 h.listen(on)
+
+
+def _tell_changed(who: str, error: HookkitError) -> None:
+    warnings.warn(
+        f"{who} found other modules in the model than when the training began, and cannot hook "
+        f"them, so what was hooked is recorded on: {error} Start again, with {who}(modules=…) "
+        f"naming what is there.",
+        HookkitWarning,
+        stacklevel=2,
+    )
 
 
 def _checked_every(who: str, every: Any) -> int | None:
