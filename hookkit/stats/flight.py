@@ -33,6 +33,7 @@ from hookkit.stats.updates import named_parameters
 from hookkit.walking import unwrap
 
 ACTIONS = ("raise", "skip", "report")
+_LOSS, _INPUT, _FIRST = 0, 1, 2  # rows of the tape: the loss, the model's input, the layers
 _MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new
 
 
@@ -43,7 +44,8 @@ class FlightRecorder(HookCallback):
         on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
             `"report"` only: it is then in `incidents`.
         keep: how many batches to remember.
-        modules: which, as for `select`; None takes every module without children.
+        modules: which, as for `select`; None takes every module without children. What comes into
+            the model amid a training is watched, too.
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
@@ -84,11 +86,11 @@ class FlightRecorder(HookCallback):
         self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
-        self._handles: list[Any] = []
+        self._handles: dict[tuple[int, int], Any] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self._types: list[str] = []
+        self._types: dict[str, str] = {}  # of every layer that was hooked, in the order of rows
         self._grads: dict[int, list[tuple[str, str, Tensor]]] = {}
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
@@ -106,24 +108,43 @@ class FlightRecorder(HookCallback):
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _register(self, names: list[str], modules: Any) -> None:
-        self._clear()
-        self._types = [type(m).__name__ for m in modules.values()]
-        device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
-        self._tape = tape = NormTape(len(names) + 2, self.keep, device)
+        # amid a fit what has come is added: a hook that is on stays in its place among others, and
+        # the row of what has gone keeps its past
+        if not self._handles or self._tape is None:
+            self._clear()
+            device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
+            self._tape = NormTape(_FIRST + len(names), self.keep, device)
+        tape, types = self._tape, {**self._types, **{n: _type(m) for n, m in modules.items()}}
+        tape.grow(_FIRST + len(types))
+        rows = {name: row for row, name in enumerate(types, _FIRST)}
+        wanted = {(rows[name], id(m)): m for name, m in modules.items()}
+        root = unwrap(self.learn.model)
+        if not isinstance(root, torch.jit.ScriptModule):
+            wanted[_INPUT, id(root)] = root
+        self._hook_only(wanted, tape)
+        self._types, self._parameters = types, []
+
+    def _hook_only(self, wanted: dict[tuple[int, int], nn.Module], tape: NormTape) -> None:
+        """Has hooks on `wanted`, by row and id, and on nothing else; if it raises, as before."""
+        added: dict[tuple[int, int], Any] = {}
         try:
-            for row, module in enumerate(modules.values()):
-                self._handles.append(attach(module, norm_hook(tape, row)))
-            root = unwrap(self.learn.model)
-            if not isinstance(root, torch.jit.ScriptModule):
-                self._handles.append(attach(root, input_hook(tape, len(names) + 1), pre=True))
+            for key, module in wanted.items():
+                if key not in self._handles:
+                    is_input = key[0] == _INPUT
+                    hook = (input_hook if is_input else norm_hook)(tape, key[0])
+                    added[key] = attach(module, hook, pre=is_input)
         except BaseException:
-            self._remove()
+            for handle in added.values():
+                handle.remove()
             raise
+        for key in self._handles.keys() - wanted.keys():
+            self._handles.pop(key).remove()
+        self._handles |= added
 
     def _remove(self) -> None:
         super()._remove()
         while self._handles:
-            self._handles.pop().remove()
+            self._handles.popitem()[1].remove()
         self._grads, self._parameters = {}, []
 
     def _record(self, on: bool) -> None:
@@ -207,7 +228,7 @@ class FlightRecorder(HookCallback):
     def _note_loss(self) -> None:
         loss = self.learn.loss
         if isinstance(loss, Tensor) and self._tape is not None:
-            self._tape.see(len(self.names), 0, "", loss)
+            self._tape.see(_LOSS, 0, "", loss)
 
     def _note_gradients(self) -> None:
         assert self._tape is not None
@@ -281,48 +302,47 @@ class FlightRecorder(HookCallback):
         return not fine
 
     def _incident(self, at: int, late: bool) -> Incident:
-        tape, n = self._tape, len(self.names)
+        tape = self._tape
         assert tape is not None
         rms = tape.rms([at])[0]
         bad = [
             int(r) for r in np.argsort(tape.order[at], kind="stable") if _is_bad(tape, at, r, rms)
         ]
-        if layers := [row for row in bad if row < n]:
-            return self._of_layers(at, layers, n + 1 in bad, late)
+        if layers := [row for row in bad if row >= _FIRST]:
+            return self._of_layers(at, layers, _INPUT in bad, late)
         grads = [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]
-        if grads and n not in bad:
+        if grads and _LOSS not in bad:
             return self._of_gradients(at, grads)
         return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
 
     def _of_layers(self, at: int, rows: list[int], bad_input: bool, late: bool) -> Incident:
         assert self._tape is not None
-        past = self._tape.rms(self._tape.past(at))
-        history = {name: past[:, i] for i, name in enumerate(self.names)}
-        first, *others = rows
-        name, note = self.names[first], ""
+        past, names = self._tape.rms(self._tape.past(at)), list(self._types)
+        history = {name: past[:, row] for row, name in enumerate(names, _FIRST)}
+        first, *others = (names[row - _FIRST] for row in rows)
+        name, note = first, ""
         weights = [p for p_name, _, p in self._parameters if _owner(p_name) == name]
         if bad_input:
             note = "The model's input was not finite: look at the data."
         elif not all(_is_finite(p) for p in weights):
             note = _SPOILED_BY_NOW if late else _SPOILED
-        elif previous := self._ran_before(at, first):
+        elif previous := self._ran_before(at, rows[0]):
             head = "Its weights are finite: if" if weights else "If"
             note = f"{head} its input was not, look at what runs between {previous} and it."
-        names = tuple(self.names[row] for row in others)
-        return self._made(at, "activation", name, self._types[first], names, history, note)
+        return self._made(at, "activation", name, self._types[name], tuple(others), history, note)
 
     def _ran_before(self, at: int, row: int) -> str:
         """The name of the layer that ran just before the one in `row`, "" if none did."""
         assert self._tape is not None
         order = self._tape.order[at]
-        found = np.flatnonzero(order[: len(self.names)] == order[row] - 1)
-        return self.names[found[0]] if len(found) and order[row] > 0 else ""
+        found = np.flatnonzero(order[_FIRST:] == order[row] - 1)
+        return list(self._types)[found[0]] if len(found) and order[row] > 0 else ""
 
     def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
         """The backward pass begins at the end: of the bad ones, the module that ran last."""
         tape = self._tape
         assert tape is not None
-        ran = dict(zip(self.names, tape.order[at], strict=False))
+        ran = dict(zip(self._types, tape.order[at][_FIRST:], strict=True))
         kinds = dict(reversed([(_owner(name), kind) for name, kind in found]))
         modules = sorted(kinds, key=lambda m: -ran.get(m, -1))
         history = {m: np.zeros(0) for m in modules}
@@ -345,8 +365,8 @@ class FlightRecorder(HookCallback):
         return Incident(kind, name, type_, *tape.places[at], others, steps, history, note)
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_tape", "learn", "hooks"))
-        lists: dict[str, Any] = {"_handles": [], "_grads": {}, "_flags": [], "_parameters": []}
+        gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts"))
+        lists: dict[str, Any] = {"_handles": {}, "_grads": {}, "_flags": [], "_parameters": []}
         return {**self.__dict__, **gone, **lists, "recording": False}
 
     def __repr__(self) -> str:
@@ -369,6 +389,10 @@ def _check_some(found: Any, asked: Any) -> None:
             f"FlightRecorder(modules={asked!r}) was asked for: that is no module, and it would see "
             f"nothing begin. Use None for all of them, or name some."
         )
+
+
+def _type(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def _owner(parameter: str) -> str:

@@ -29,8 +29,22 @@ class NormTape:
         self.places: list[tuple[int, int, int]] = [(-1, 0, 0)] * n_batches
         with torch.inference_mode(False):
             self.norms = torch.zeros(n_batches, rows, device=device)
-        self.cells = [list(row.unbind()) for row in self.norms.unbind()]
+        self._cut()
         self.enlist()
+
+    def _cut(self) -> None:
+        self.cells = [list(row.unbind()) for row in self.norms.unbind()]
+
+    def grow(self, rows: int) -> None:
+        """Have `rows` rows, if there are fewer; the new ones have no past."""
+        n = rows - self.norms.shape[1]
+        if n <= 0:
+            return
+        self.sizes = np.pad(self.sizes, ((0, 0), (0, n)))
+        self.order = np.pad(self.order, ((0, 0), (0, n)), constant_values=-1)
+        with outside(), torch.inference_mode(False), torch.no_grad():
+            self.norms = nn.functional.pad(self.norms, (0, n))
+        self._cut()
 
     def enlist(self) -> None:
         """Make it known to compiled graphs."""
