@@ -337,3 +337,16 @@ def test_a_hook_of_ones_own_sees_the_part():
         model["lstm"](torch.randn(5, 2, 3))[0].sum().backward()
         opt.step()
     assert stats.record().value("count").tolist() == [[2]]
+
+
+@pytest.mark.parametrize("layer", [None, slice(0, 1), 1.0, True, 2, "unknown"])
+@pytest.mark.parametrize("read", ["hist", "layer_stats", "plot_layer_stats", "dead_units"])
+def test_a_layer_that_is_none_gets_the_names_that_there_are(read, layer):
+    stats = train(ActivationStats(with_hist=True, units=True)).activation_stats
+    with pytest.raises(SelectionError, match='"enc", "head"'):
+        getattr(stats, read)(layer)
+
+
+def test_a_layer_is_read_by_any_whole_number():
+    stats = train(ActivationStats(with_hist=True)).activation_stats
+    assert stats.hist(np.int64(-1)).equal(stats.hist("head"))

@@ -74,10 +74,10 @@ class LayerStats(Exports, StatsCallback):
 
     def _row(self, layer: int | str) -> int:
         """The row of a module's number in `names`, or of a row's name."""
-        record = self.record()
-        if isinstance(layer, str) or not -len(self.names) <= layer < len(self.names):
-            return record.layer(layer)
-        return record.layer(self.names[layer])
+        record, n = self.record(), len(self.names)
+        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
+            return record.layer(self.names[layer])
+        return record.layer(layer)  # a name; or it raises
 
     def layer_stats(self, layer: int | str) -> L:
         """Means, stds and shares near zero of one layer over the records: an `L` of three `L`s."""
