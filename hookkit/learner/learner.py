@@ -69,7 +69,8 @@ class Learner(Loop):
     Attributes:
         epoch, n_epoch, iter, n_iter: where the run stands (`n_iter` None: unknown).
         train_iter, pct_train: training batches done in this fit, and their share of it.
-        n_steps: optimizer steps really made, over all fits.
+        n_steps: optimizer steps really made, over all fits; counted on from the steps that its
+            recorders have seen in another Learner or loop before.
         stepped: whether the batch at hand has made one.
         steps_now: whether the batch at hand is to be followed by a step.
         xb, yb, x, y: the batch as tuples, and its only item where there is but one.
