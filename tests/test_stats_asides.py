@@ -350,3 +350,24 @@ def test_a_layer_that_is_none_gets_the_names_that_there_are(read, layer):
 def test_a_layer_is_read_by_any_whole_number():
     stats = train(ActivationStats(with_hist=True)).activation_stats
     assert stats.hist(np.int64(-1)).equal(stats.hist("head"))
+
+
+def test_a_small_model_that_changes_between_steps_keeps_its_norms():
+    torch.manual_seed(0)
+    model, stats, want = Net(), ParamStats(), []
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, stats):
+        for step in range(4):
+            if step == 2:  # of another size, under the same name
+                model.head = nn.Linear(4, 3)
+                opt.param_groups[0]["params"] = list(model.parameters())
+            model(torch.randn(5, 4)).sum().backward()
+            before = model.head.weight.detach().clone()
+            opt.step()
+            opt.zero_grad()
+            moved = model.head.weight.detach() - before
+            want.append([before.norm().item(), moved.norm().item()])
+
+    record = stats.record()
+    got = [record.value("weight_norm", "head.weight"), record.value("update_norm", "head.weight")]
+    np.testing.assert_allclose(np.array(got).T, want, rtol=1e-5)

@@ -105,7 +105,8 @@ def floats_of(t: Tensor) -> Any:
 
     What most layers give, with as few calls as can be: each costs µs in a cold cache.
     """
-    if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu or _is_wrapped(t):
+    ordinary = type(t) is Tensor or type(t) is torch.nn.Parameter
+    if not ordinary or t.dtype is not torch.float32 or not t.is_cpu or _is_wrapped(t):
         return None
     try:
         if _is_cow(t):

@@ -93,6 +93,7 @@ class ParamStats(Exports, Callback):
         self._before: dict[str, Tensor] = {}
         self._live: dict[str, nn.Parameter] = {}
         self._weights: list[float] | None = None  # norms of the copies, where they are known
+        self._copies: list[Any] | None = None  # `_before` as arrays, where the model is small
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
         self._constant: dict[str, Any] = {}
@@ -115,6 +116,9 @@ class ParamStats(Exports, Callback):
         if not parameters:
             return
         self._live = {name: p for name, _, p in parameters}
+        self._snapped = True
+        if self._same_again():
+            return
         now = {name: local_values(p) for name, p in self._live.items()}
         if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
             n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
@@ -127,13 +131,23 @@ class ParamStats(Exports, Callback):
         if not self._n_records:
             many = {name: t for name, t in now.items() if t.numel() > 1}
             self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
-        self._snapped = True
+
+    def _same_again(self) -> bool:
+        """Copies the weights of a small model that is as it was, in the fewest calls."""
+        copies = self._copies
+        if copies is None or self._n_opts != len(self.learn.opts) or not self._n_records:
+            return False
+        arrays = arrays_of(self._live.values()) if [*self._live] == [*self._before] else None
+        if arrays is None or [len(x) for x in arrays] != [len(x) for x in copies]:
+            return False
+        self._weights = [norm(x, copy=copy) for x, copy in zip(arrays, copies, strict=True)]
+        return True
 
     def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
         """Copies the weights; their norms too where all are small, and calls are what costs."""
         small = sum(t.numel() for t in now.values()) <= FEW
         arrays = arrays_of(now.values()) if small else None
-        copies = None if arrays is None else arrays_of(self._before.values())
+        copies = self._copies = None if arrays is None else arrays_of(self._before.values())
         if arrays is None or copies is None:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._before.values()), list(now.values()))
@@ -185,20 +199,19 @@ class ParamStats(Exports, Callback):
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
         live, self._live = self._live, {}
-        copies, now = self._before.values(), [local_values(p) for p in live.values()]
-        arrays = None if self._weights is None else arrays_of(now)
-        if self._weights is not None and arrays is not None:
-            grads = [p.grad for p in live.values()]
-            table = rows_swept(self._weights, arrays_of(copies) or [], arrays, grads)
+        weights, copies = self._weights, self._copies
+        arrays = None if weights is None else arrays_of(live.values())
+        if weights is not None and copies is not None and arrays is not None:
+            table = rows_swept(weights, copies, arrays, [p.grad for p in live.values()])
             return {torch.device("cpu"): spread(table, list(live), self.names)}
         tables = {}
         for device in {t.device for t in self._before.values()}:
             names = [name for name in live if self._before[name].device == device]
             before = [self._before[name] for name in names]
-            weights = norms_of(before)
+            sizes = norms_of(before)
             torch._foreach_sub_(before, [local_values(live[name]) for name in names])
             grads = [None if (g := live[n].grad) is None else local_values(g) for n in names]
-            table = rows_of(weights, norms_of(before), grads)
+            table = rows_of(sizes, norms_of(before), grads)
             tables[device] = spread(table, names, self.names)
         return tables
 
@@ -253,13 +266,14 @@ class ParamStats(Exports, Callback):
 
     def cleanup_fit(self) -> None:
         """Gives back the copy of the weights."""
-        self._before, self._live, self._snapped = {}, {}, False
+        self._before, self._live, self._copies, self._snapped = {}, {}, None, False
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
-        return {**self.__dict__, "learn": None, "_before": {}, "_live": {}, "_constant": constant}
+        gone: dict[str, Any] = {"learn": None, "_before": {}, "_live": {}, "_copies": None}
+        return {**self.__dict__, **gone, "_constant": constant}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
