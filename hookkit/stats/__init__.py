@@ -12,6 +12,8 @@ updates     `ParamStats`: how large weights, gradients and updates are, for any 
 norms       Norms of parameters, their gradients and their updates, all parameters at once.
 flight      `FlightRecorder`: which module made the first NaN or Inf, when, and what came
             before.
+incidents   How the flight recorder's memory is told: which module was the first, and what came
+            before.
 tapes       Norms of what layers gave in the last batches: one number each, on the device.
 """
 

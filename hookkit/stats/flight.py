@@ -12,11 +12,9 @@ its memory. With `"skip"` the answer is needed before the step: one wait per ste
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,13 +25,13 @@ from hookkit.hooks.dispatching import graph_task
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
+from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
 from hookkit.stats.norms import local_values
 from hookkit.stats.tapes import NormTape, input_hook, norm_hook
 from hookkit.stats.updates import named_parameters
 from hookkit.walking import unwrap
 
 ACTIONS = ("raise", "skip", "report")
-_LOSS, _INPUT, _FIRST = 0, 1, 2  # rows of the tape: the loss, the model's input, the layers
 _MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new
 
 
@@ -113,14 +111,14 @@ class FlightRecorder(HookCallback):
         if not self._handles or self._tape is None:
             self._clear()
             device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
-            self._tape = NormTape(_FIRST + len(names), self.keep, device)
+            self._tape = NormTape(FIRST + len(names), self.keep, device)
         tape, types = self._tape, {**self._types, **{n: _type(m) for n, m in modules.items()}}
-        tape.grow(_FIRST + len(types))
-        rows = {name: row for row, name in enumerate(types, _FIRST)}
+        tape.grow(FIRST + len(types))
+        rows = {name: row for row, name in enumerate(types, FIRST)}
         wanted = {(rows[name], id(m)): m for name, m in modules.items()}
         root = unwrap(self.learn.model)
         if not isinstance(root, torch.jit.ScriptModule):
-            wanted[_INPUT, id(root)] = root
+            wanted[INPUT, id(root)] = root
         self._hook_only(wanted, tape)
         self._types, self._parameters = types, []
 
@@ -130,7 +128,7 @@ class FlightRecorder(HookCallback):
         try:
             for key, module in wanted.items():
                 if key not in self._handles:
-                    is_input = key[0] == _INPUT
+                    is_input = key[0] == INPUT
                     hook = (input_hook if is_input else norm_hook)(tape, key[0])
                     added[key] = attach(module, hook, pre=is_input)
         except BaseException:
@@ -228,7 +226,7 @@ class FlightRecorder(HookCallback):
     def _note_loss(self) -> None:
         loss = self.learn.loss
         if isinstance(loss, Tensor) and self._tape is not None:
-            self._tape.see(_LOSS, 0, "", loss)
+            self._tape.see(LOSS, 0, "", loss)
 
     def _note_gradients(self) -> None:
         assert self._tape is not None
@@ -295,74 +293,13 @@ class FlightRecorder(HookCallback):
         """Tells of the batch in slot `at`; `late`: its step may have been made meanwhile."""
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
-            incident = self._incident(at, late)
+            assert self._tape is not None
+            memory = Memory(self._tape, self._types, self._grads, self._parameters)
+            incident = memory.incident(at, late)
             self.incidents = (*self.incidents, incident)
             if self.on_nonfinite == "raise":
                 raise NonFiniteError(f"{incident}\n  {_CURE}")
         return not fine
-
-    def _incident(self, at: int, late: bool) -> Incident:
-        tape = self._tape
-        assert tape is not None
-        rms = tape.rms([at])[0]
-        bad = [
-            int(r) for r in np.argsort(tape.order[at], kind="stable") if _is_bad(tape, at, r, rms)
-        ]
-        if layers := [row for row in bad if row >= _FIRST]:
-            return self._of_layers(at, layers, _INPUT in bad, late)
-        grads = [(m, k) for m, k, g in self._grads.get(at, []) if not _is_finite(g)]
-        if grads and _LOSS not in bad:
-            return self._of_gradients(at, grads)
-        return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
-
-    def _of_layers(self, at: int, rows: list[int], bad_input: bool, late: bool) -> Incident:
-        assert self._tape is not None
-        past, names = self._tape.rms(self._tape.past(at)), list(self._types)
-        history = {name: past[:, row] for row, name in enumerate(names, _FIRST)}
-        first, *others = (names[row - _FIRST] for row in rows)
-        name, note = first, ""
-        weights = [p for p_name, _, p in self._parameters if _owner(p_name) == name]
-        if bad_input:
-            note = "The model's input was not finite: look at the data."
-        elif not all(_is_finite(p) for p in weights):
-            note = _SPOILED_BY_NOW if late else _SPOILED
-        elif previous := self._ran_before(at, rows[0]):
-            head = "Its weights are finite: if" if weights else "If"
-            note = f"{head} its input was not, look at what runs between {previous} and it."
-        return self._made(at, "activation", name, self._types[name], tuple(others), history, note)
-
-    def _ran_before(self, at: int, row: int) -> str:
-        """The name of the layer that ran just before the one in `row`, "" if none did."""
-        assert self._tape is not None
-        order = self._tape.order[at]
-        found = np.flatnonzero(order[_FIRST:] == order[row] - 1)
-        return list(self._types)[found[0]] if len(found) and order[row] > 0 else ""
-
-    def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
-        """The backward pass begins at the end: of the bad ones, the module that ran last."""
-        tape = self._tape
-        assert tape is not None
-        ran = dict(zip(self._types, tape.order[at][_FIRST:], strict=True))
-        kinds = dict(reversed([(_owner(name), kind) for name, kind in found]))
-        modules = sorted(kinds, key=lambda m: -ran.get(m, -1))
-        history = {m: np.zeros(0) for m in modules}
-        for slot in tape.past(at):
-            squares = dict.fromkeys(modules, 0.0)
-            for name, _, norm in self._grads.get(slot, []):
-                if _owner(name) in squares:
-                    squares[_owner(name)] += float(norm) ** 2  # sync: after an incident
-            history = {m: np.append(h, math.sqrt(squares[m])) for m, h in history.items()}
-        first, *others = modules
-        note = "The history is of gradient norms."
-        return self._made(at, "gradient", first, kinds[first], tuple(others), history, note)
-
-    def _made(
-        self, at: int, kind: str, name: str, type_: str, others: Any, history: Any, note: str
-    ) -> Incident:
-        tape = self._tape
-        assert tape is not None
-        steps = np.array([tape.places[i][0] for i in tape.past(at)], dtype=np.int64)
-        return Incident(kind, name, type_, *tape.places[at], others, steps, history, note)
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts"))
@@ -374,8 +311,6 @@ class FlightRecorder(HookCallback):
 
 
 _CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
-_SPOILED = "Its own weights were not finite: the step before has spoiled them."
-_SPOILED_BY_NOW = "Its own weights are not finite by now: this step or the one before spoiled them."
 _TOO_EARLY = (
     'FlightRecorder("skip") was asked for; this step has a closure or is made within the backward, '
     "so its gradients come too late for it to be left out: what is found is noted only. Call the "
@@ -393,15 +328,3 @@ def _check_some(found: Any, asked: Any) -> None:
 
 def _type(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _is_finite(t: Tensor) -> bool:
-    return bool(torch.isfinite(local_values(t)).all())  # sync: after an incident
-
-
-def _is_bad(tape: NormTape, at: int, row: Any, rms: Any) -> bool:
-    return bool(tape.sizes[at, row] > 0 and not math.isfinite(rms[row]))
