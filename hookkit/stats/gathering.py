@@ -103,6 +103,8 @@ class StatsCallback(HookCallback):
         self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
     def _record(self, on: bool) -> None:
+        if not (on or self.recording):
+            return
         self.recording = on
         training = self.learn is None or self.learn.training
         self._eye.on = on and training and not self._through
