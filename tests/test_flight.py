@@ -310,11 +310,26 @@ def test_gradients_that_a_closure_makes_are_seen() -> None:
 def test_a_closure_that_cannot_be_skipped_is_told_once() -> None:
     recorder = FlightRecorder("skip")
 
-    with pytest.warns(HookkitWarning, match=r"closure .*and `opt\.step\(\)` after") as told:
+    with pytest.warns(HookkitWarning, match=r"closure.*and a torch `opt\.step\(\)` after") as told:
         train_by_closure(broken(Breaks(2)), recorder)
 
     assert len(told) == 1
     assert [i.step for i in recorder.incidents] == [2]
+
+
+@pytest.mark.parametrize("action", ["report", "skip"])
+@pytest.mark.filterwarnings("ignore:.*each_forward:hookkit.errors.HookkitWarning")
+def test_each_forward_hides_nothing(action: str) -> None:
+    model, recorder = broken(Breaks(2)), FlightRecorder(action)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    with watch(model, opt, recorder, each_forward=True):
+        for _ in range(5):
+            model(torch.ones(4, 8)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 
 
 def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:

@@ -169,14 +169,15 @@ class FlightRecorder(HookCallback):
     def before_step(self) -> None:
         """Looks, while bad gradients can still be kept from the weights.
 
-        In a step with a closure there is nothing to look at yet: `after_batch` does.
+        Where the step comes before its batch there is nothing to look at yet: `after_batch` does.
         """
-        within = graph_task() != -1  # an optimizer for each parameter: more gradients come
         if not self.recording:
             return
-        if self.on_nonfinite == "skip" and (self.learn.in_closure or within):
+        early = self.learn.in_closure or getattr(self.learn, "each_forward", False)
+        within = graph_task() != -1  # an optimizer for each parameter: more gradients come
+        if self.on_nonfinite == "skip" and (early or within):
             self._tell_too_early()
-        if self.learn.in_closure or not (self._on_cpu() or self.on_nonfinite == "skip"):
+        if early or not (self._on_cpu() or self.on_nonfinite == "skip"):
             return
         self._note_loss()
         self._note_gradients()
@@ -312,9 +313,9 @@ class FlightRecorder(HookCallback):
 
 _CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
 _TOO_EARLY = (
-    'FlightRecorder("skip") was asked for; this step has a closure or is made within the backward, '
-    "so its gradients come too late for it to be left out: what is found is noted only. Call the "
-    "closure or `backward()` first and `opt.step()` after."
+    'FlightRecorder("skip") was asked for; this step has a closure, is made within the backward or '
+    "is not seen (each_forward), so its gradients come too late for it to be left out: what is "
+    "found is noted only. Call the closure or `backward()` first and a torch `opt.step()` after."
 )
 
 
