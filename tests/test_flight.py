@@ -255,6 +255,18 @@ def test_a_module_that_is_exchanged_amid_a_training_is_watched(of_gradient: bool
     assert not old._forward_hooks
 
 
+def test_a_parameter_that_is_exchanged_amid_a_training_is_watched() -> None:
+    def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
+        model[0].weight = nn.Parameter(torch.ones(2, 8))
+        model[0].weight.register_hook(lambda grad: grad * math.nan)
+
+    recorder = FlightRecorder("report")
+
+    train_changing(nn.Sequential(nn.Linear(8, 2)), recorder, change)
+
+    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("gradient", "0", 2)]
+
+
 def test_a_changed_model_whose_root_is_watched_is_watched_on() -> None:
     def change(model: nn.Sequential, opt: Any) -> None:
         model.append(Breaks(1))

@@ -13,6 +13,7 @@ its memory. With `"skip"` the answer is needed before the step: one wait per ste
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class FlightRecorder(HookCallback):
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._parameters: list[tuple[str, str, nn.Parameter]] = []
+        self._tables: list[dict[str, nn.Parameter | None]] = []
+        self._held: list[int] = []
         self._checked = self._through = self._noted = self._told = False
 
     # --- hooks
@@ -143,7 +146,7 @@ class FlightRecorder(HookCallback):
         super()._remove()
         while self._handles:
             self._handles.popitem()[1].remove()
-        self._grads, self._parameters = {}, []
+        self._grads, self._parameters, self._tables = {}, [], []
 
     def _record(self, on: bool) -> None:
         self.recording = on
@@ -229,6 +232,15 @@ class FlightRecorder(HookCallback):
         if isinstance(loss, Tensor) and self._tape is not None:
             self._tape.see(LOSS, 0, "", loss)
 
+    def _find_parameters(self) -> None:
+        """Those of now: asked in calls of C, since the walk by name is too slow for each step."""
+        if not self._parameters:
+            tables = [vars(m).get("_parameters") for m in self.learn.model.modules()]
+            self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
+        held = list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+        if not self._parameters or held != self._held:
+            self._parameters, self._held = list(named_parameters(self.learn.model)), held
+
     def _note_gradients(self) -> None:
         assert self._tape is not None
         scaled = unscale_of(self.learn) is not None or any(
@@ -236,7 +248,7 @@ class FlightRecorder(HookCallback):
         )
         if scaled:
             return
-        self._parameters = self._parameters or list(named_parameters(self.learn.model))
+        self._find_parameters()
         found = [
             (name, kind, local_values(p.grad))
             for name, kind, p in self._parameters
@@ -304,8 +316,9 @@ class FlightRecorder(HookCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts"))
-        lists: dict[str, Any] = {"_handles": {}, "_grads": {}, "_flags": [], "_parameters": []}
-        return {**self.__dict__, **gone, **lists, "recording": False}
+        kept: dict[str, Any] = {"_handles": {}, "_grads": {}}
+        kept |= {name: [] for name in ("_flags", "_parameters", "_tables", "_held")}
+        return {**self.__dict__, **gone, **kept, "recording": False}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
