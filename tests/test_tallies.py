@@ -1,6 +1,7 @@
 """A tally: rows of named tensors, memory that stays bounded, resolution that halves exactly."""
 
 import itertools
+import math
 import pickle
 
 import numpy as np
@@ -12,6 +13,7 @@ from hookkit.moments.banks import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.rings import Axis
 from hookkit.moments.tallies import Tally
+from hookkit.moments.units import Units, UnitsByArrays
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -321,3 +323,34 @@ def test_an_interrupt_while_what_waits_is_read_loses_nothing(
     np.testing.assert_allclose(
         record.value("mean", 0), [x.double().mean().item() for x in data], rtol=1e-5
     )
+
+
+def test_units_by_arrays_judge_as_units_do() -> None:
+    kinds, cpu = ["Linear", "Conv2d", "Tanh"], torch.device("cpu")
+    slow, fast = Units(6, cpu), UnitsByArrays(6)
+    g = torch.Generator().manual_seed(0)
+    for step in range(20):
+        for row, kind in enumerate(kinds):
+            if (step + row) % 4 == 3:
+                continue  # did not run
+            width = 12 if row == 0 and step > 12 else 8  # a layer that was exchanged
+            x = torch.randn(5, width, 3, 3, generator=g) if row == 1 else torch.randn(5, width)
+            x[:, :2] = -x[:, :2].abs() if step > 5 else x[:, :2] * 0.001
+            x[0, 0] = math.nan if step == 9 else x[0, 0]
+            for units in (slow, fast):
+                units.take(row, 3 * x, kind)
+        for units in (slow, fast):
+            if step == 4:
+                units.drop()
+            if step == 6:
+                units.fold()
+                units.take(0, torch.ones(2, 8), "Linear")
+            units.commit(step, False, 3, 64)
+
+    torch.testing.assert_close(fast.read(20, 3), slow.read(20, 3))
+    assert slow.read(20, 3)[..., :3].sum() > 1
+    for a, b in zip(fast.now(0) or (), slow.now(0) or (), strict=True):
+        assert torch.equal(a, b)
+    again = pickle.loads(pickle.dumps(fast))
+    again.commit(20, False, 3, 64)
+    assert again.read(21, 3)[:20].equal(fast.read(20, 3))

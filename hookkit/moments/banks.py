@@ -68,13 +68,16 @@ class Bank:
         self.sampled: dict[int, int] = {}
         self.counted = False  # whether `counts` has anything
         self.hist: Ring | None = None
-        self.units = Units(options.window, device) if options.window else None
+        self.units = self._new_units() if options.window else None
         with torch.inference_mode(False):
             self._grow(max(rows, 1))
             self.ring = Ring(self.rows, N_FIELDS, self.dtype, device, counts=False)
             if options.bins:
                 dtype = torch.int64 if options.exact_hist else torch.int32
                 self.hist = Ring(self.rows, options.bins.width - 1, dtype, device, counts=True)
+
+    def _new_units(self) -> Units:
+        return Units(self.options.window, self.device)
 
     def _grow(self, rows: int) -> None:
         """Room for `rows`, keeping what is there."""

@@ -18,6 +18,7 @@ from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
 from hookkit.moments.sweeps import Reader, cpu_row
+from hookkit.moments.units import Units, UnitsByArrays
 
 SMALL = 1 << 14
 """Tensors of at most so many values wait."""
@@ -55,6 +56,9 @@ class WaitingBank(Bank):
         self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
         self.patient = not (options.window or options.exact_hist)
         super().__init__(options, torch.device("cpu"), rows)
+
+    def _new_units(self) -> Units:
+        return UnitsByArrays(self.options.window)
 
     def _grow(self, rows: int) -> None:
         self.flush()
