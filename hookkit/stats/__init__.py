@@ -3,8 +3,6 @@
 gathering   `StatsCallback`: what the recording callbacks share, from the hook's flag to the
             step's record.
 looking     The hooks of the recording callbacks: what they look at, and whether they do.
-parts       Whether a model still has the modules that were hooked: asked at each recorded
-            step.
 readers     Which activation reads what each layer gives, `F.relu` too: told by the autograd graph.
 options     What the recording callbacks are given, checked at their door.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.

@@ -7,15 +7,12 @@ was cancelled, or whose step was left out, leaves nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import HookkitError, HookkitWarning
-from hookkit.hooks.compiling import forget_graphs
 from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.tallies import Tally
@@ -23,7 +20,6 @@ from hookkit.recording import HookCallback
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
 from hookkit.stats.looking import Eye, Look, leaf_of, part_hook
-from hookkit.stats.parts import Parts
 
 
 class StatsCallback(HookCallback):
@@ -42,7 +38,6 @@ class StatsCallback(HookCallback):
         self.tally, self.valid_tally = Tally(self.kind, options), Tally(self.kind, options)
         self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
         self._handles: dict[Any, Any] = {}
-        self._parts: Parts | None = None
         self._clear_fit()
 
     def _clear_fit(self) -> None:
@@ -53,7 +48,7 @@ class StatsCallback(HookCallback):
 
     def _register(self, names: list[str], modules: Mapping[str, nn.Module]) -> None:
         # a hook that is on stays on, in its place among others: on the root before the driver's
-        before, self._handles = self._handles, {}
+        before, now = self._handles, dict[Any, Any]()
         try:
             for eye in (self._eye, self._valid_eye):
                 types = [type(m).__name__ for m in modules.values()]
@@ -61,14 +56,14 @@ class StatsCallback(HookCallback):
                 if eye is self._eye or self.on_valid:
                     for row, (name, module) in zip(rows, modules.items(), strict=True):
                         key, leaf = (eye is self._eye, row, id(module)), leaf_of(modules, name)
-                        handle = before.pop(key, None) or self._attach(eye, row, module, leaf)
-                        self._handles[key] = handle
+                        now[key] = before.get(key) or self._attach(eye, row, module, leaf)
         except BaseException:
-            self._remove()
+            for key in now.keys() - before.keys():
+                now[key].remove()
             raise
-        finally:
-            for handle in before.values():
-                handle.remove()
+        for key in before.keys() - now.keys():
+            before[key].remove()
+        self._handles = now
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         check_hookable(module, type(self).__name__)
@@ -88,20 +83,6 @@ class StatsCallback(HookCallback):
         while self._handles:
             self._handles.popitem()[1].remove()
 
-    def _follow(self) -> None:
-        """Hooks what has come into the model since; the rows of what has gone keep their past."""
-        if self._parts is None or not self._parts.changed():
-            return
-        model = self.learn.model
-        try:
-            found = self._select(model)
-            self.names = list(found)
-            self._register(self.names, found)
-            forget_graphs(model)
-        except HookkitError as error:
-            _tell_changed(self, error)
-        self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
-
     def _record(self, on: bool) -> None:
         if not (on or self.recording):
             return
@@ -118,8 +99,6 @@ class StatsCallback(HookCallback):
             self._clear_fit()
             self.tally.forget()
         super().before_fit()
-        if self._handles:
-            self._parts = Parts(self.learn.model)
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
@@ -174,7 +153,6 @@ class StatsCallback(HookCallback):
         super().cleanup_fit()
         self._record(False)
         self.tally.forget()
-        self._parts = None
 
     def _keep(self) -> None:
         self.tally.fold()
@@ -198,17 +176,6 @@ class StatsCallback(HookCallback):
             self.learn._part_from(self)
         gone = dict.fromkeys(("hooks", "learn", "_parts"))
         return {**self.__dict__, **gone, "_handles": {}, "recording": False}
-
-
-def _tell_changed(cb: StatsCallback, error: HookkitError) -> None:
-    who = type(cb).__name__
-    left = "what is hooked is recorded on" if cb._handles else "nothing is recorded from here on"
-    warnings.warn(
-        f"{who} found other modules in the model than when the training began, and cannot hook "
-        f"them, so {left}: {error} Start again, with {who}(modules=…) naming what is there.",
-        HookkitWarning,
-        stacklevel=2,
-    )
 
 
 def unscale_of(driver: Any) -> Tensor | None:
