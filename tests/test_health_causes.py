@@ -13,7 +13,7 @@ from test_health import FLAT, N, acts, alarms, falling, found, weights
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, watch
-from hookkit.health import diagnose
+from hookkit.health import Diagnosis, diagnose
 from hookkit.records import Run
 
 EVEN = np.arange(N) % 2 == 0
@@ -380,3 +380,23 @@ def test_a_likelihood_that_is_maximised_is_to_rise():
     assert alarms(Run(losses=up, info={"maximize": True})) == set()
     assert alarms(Run(losses=up)) != set()
     assert "not_learning" in alarms(Run(losses=np.full(300, -2.3), info={"maximize": True}))
+
+
+def test_layers_that_gave_nothing_are_no_healthy_ones() -> None:
+    quiet = Diagnosis((), 2, 5, silent=("a", "b.0"))
+    assert quiet.headline == "2 layers, 5 steps: healthy (2 never gave a value: a, b.0)"
+    none = Diagnosis((), 0, 5, silent=("a", "b"))
+    assert none.headline == "5 steps: no layer gave a value, no verdict on them"
+
+
+def test_a_layer_that_never_ran_is_told() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    stats = ActivationStats()
+    opt = torch.optim.SGD(model["a"].parameters(), 0.1)
+    with watch(model, opt, stats, each_forward=True):
+        for _ in range(4):
+            model["a"](torch.ones(3, 2)).sum().backward()
+            opt.step()
+    verdict = diagnose(stats)
+    assert (verdict.n_layers, verdict.silent) == (1, ("b",))
+    assert "1 never gave a value: b" in verdict.headline

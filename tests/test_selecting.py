@@ -1,5 +1,6 @@
 """select, leaf_modules, unwrap: which modules, under which names, and what an error says."""
 
+import copy
 import gc
 import random
 import re
@@ -724,3 +725,12 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
         leaf_modules(wrong)
     with pytest.raises(ArgumentError, match=r"select needs a model .*select\(model, what\)"):
         select(wrong, "x")
+
+
+def test_a_selection_of_another_model_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    chosen = select(net, nn.Linear)
+    assert list(select(nn.Sequential(net), chosen)) == ["0"]
+
+    with pytest.raises(SelectionError, match="no module of this Sequential"):
+        select(copy.deepcopy(net), chosen)

@@ -41,7 +41,7 @@ from hookkit.health import (
 )
 from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
-from hookkit.records import Run, as_run
+from hookkit.records import Record, Run, as_run
 
 __all__ = ["RULES", "Diagnosis", "Finding", "diagnose", "health_report"]
 
@@ -118,8 +118,17 @@ def diagnose(run: Any) -> Diagnosis:
     findings = [_as_grave_as(f, findings) for f in findings]
     findings.sort(key=lambda f: -SEVERITIES.index(f.severity))
     looked = run.activations or run.params or run.gradients
-    n_layers = len(looked.names) if looked else 0
-    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged))
+    silent = _silent(looked) if looked else ()
+    n_layers = len(looked.names) - len(silent) if looked else 0
+    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent)
+
+
+def _silent(record: Record) -> tuple[str, ...]:
+    """The layers of which no number was ever recorded."""
+    told = np.zeros(len(record.names), np.bool_)
+    for values in record.values.values():
+        told |= np.isfinite(values).any(axis=1)
+    return tuple(name for name, seen in zip(record.names, told, strict=True) if not seen)
 
 
 _BRINGS = {

@@ -72,6 +72,7 @@ class Diagnosis(Sequence[Finding]):
         n_layers: layers (or, without them, parameters) that were looked at.
         n_steps: optimizer steps covered.
         unjudged: rule → what it would have needed.
+        silent: layers that were hooked, and of which nothing was recorded.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
     7 layers, 300 steps: healthy
@@ -81,6 +82,7 @@ class Diagnosis(Sequence[Finding]):
     n_layers: int
     n_steps: int
     unjudged: tuple[tuple[str, str], ...] = ()
+    silent: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -103,8 +105,13 @@ class Diagnosis(Sequence[Finding]):
         looked = f"{_n(self.n_layers, 'layer')}, {_n(self.n_steps, 'step')}"
         if not self.n_layers and not self.n_steps:
             return "nothing was recorded: no verdict"
+        if self.silent and not self.n_layers and self.healthy:
+            return f"{_n(self.n_steps, 'step')}: no layer gave a value, no verdict on them"
         if self.healthy:
             notes = [_n(len(self), "note")] if len(self) else []
+            if self.silent:
+                few = ", ".join(self.silent[:3]) + ", …" * (len(self.silent) > 3)
+                notes.append(f"{len(self.silent)} never gave a value: {few}")
             unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w in _KINDS]
             aside = ", ".join(notes + unseen)
             return f"{looked}: healthy" + (f" ({aside})" if aside else "")

@@ -108,7 +108,10 @@ class Asked:
     def of(self, what: Any) -> Iterator[tuple[str | None, Pick]]:
         """`(new name or None, pick)` of whatever one selector asks for."""
         if isinstance(picks := getattr(what, "picks", None), dict):  # a Selection
-            yield from picks.items()
+            for new, pick in picks.items():
+                if id(pick.module) not in self.names:
+                    self.by_module(pick.module)  # raises if it is in another model
+                yield new, pick
         elif isinstance(what, Mapping):
             for key, new in what.items():
                 yield self.renamed(key, new)
