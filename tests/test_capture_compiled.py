@@ -151,6 +151,7 @@ def test_inputs_and_outputs_in_a_full_graph_before_the_first_call(
     h.remove()
 
 
+@pytest.mark.traces_gradients
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_edits_in_a_full_graph_before_the_first_call(backend: str, net: Net, x: Tensor) -> None:
     def truth() -> tuple[Tensor, Tensor]:
@@ -203,6 +204,7 @@ def test_gradients_of_a_hook_there_before_the_first_call_are_right(
     i.remove()
 
 
+@pytest.mark.traces_gradients
 @pytest.mark.parametrize("made", [hook_input, hook_output])
 def test_stored_gradients_in_a_full_graph_are_refused_in_words(
     made: Any, net: Net, x: Tensor
