@@ -13,7 +13,8 @@ from hookkit.moments.banks import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.rings import Axis
 from hookkit.moments.tallies import Tally
-from hookkit.moments.units import Units, UnitsByArrays
+from hookkit.moments.unitarrays import UnitsByArrays
+from hookkit.moments.units import Units
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

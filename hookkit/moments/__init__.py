@@ -8,6 +8,8 @@ rings       Memory that never grows past a bound: a ring of records that halves 
             when full.
 units       Dead, dormant and saturated units (channels): judged over a window of steps, not one
             batch.
+unitarrays  Units judged on a CPU, by numpy: there a record's hundred operations on small tables
+            cost most.
 banks       The tables of one device: what hooks handed in since the last step, and the ring of
             the past.
 waiting     The tables of the CPU, where what is small waits until there is much of it.

@@ -18,7 +18,8 @@ from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
 from hookkit.moments.sweeps import Reader, cpu_row
-from hookkit.moments.units import Units, UnitsByArrays
+from hookkit.moments.unitarrays import UnitsByArrays
+from hookkit.moments.units import Units
 
 SMALL = 1 << 14
 """Tensors of at most so many values wait."""
