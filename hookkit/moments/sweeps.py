@@ -123,7 +123,7 @@ def _safe_mean_m2(values: Any, lo: float, hi: float) -> tuple[float, float]:
     """
     large = _LARGE[values.dtype.type]
     if -large < lo and hi < large:
-        try:  # noqa: SIM105 (suppress is cold code, too)
+        try:
             return _mean_m2(values)
         except FloatingPointError:
             pass
