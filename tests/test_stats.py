@@ -565,6 +565,26 @@ def test_gradient_and_param_options_are_checked() -> None:
         ParamStats(every=0)
 
 
+@pytest.mark.parametrize(
+    ("scaler", "what"),
+    [
+        (3, "scaler=3.* no GradScaler"),
+        (1024.0, "scaler=1024.0"),
+        (True, "scaler=True"),
+        (torch.amp.GradScaler, "scaler=GradScaler.* a class"),
+        (nn.Linear(1, 1), "scaler=Linear"),
+    ],
+)
+def test_what_is_no_grad_scaler_is_refused(scaler: Any, what: str) -> None:
+    with pytest.raises(OptionError, match=rf"{what}.* Give the torch\.amp\.GradScaler"):
+        GradientStats(scaler=scaler)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_grad_scaler_is_taken(enabled: bool) -> None:
+    assert GradientStats(scaler=torch.amp.GradScaler("cpu", enabled=enabled)).scaler is not None
+
+
 # good guests
 
 

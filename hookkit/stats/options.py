@@ -40,6 +40,22 @@ def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> O
     return Options(float(eps), bins, int(given["sample"]), bool(exact), window)
 
 
+def check_scaler(who: str, scaler: Any) -> None:
+    """Raises if `scaler` is not None, and nothing of which the scale can be known.
+
+    Raises:
+        OptionError: it is a class, a number, or else no GradScaler.
+    """
+    is_class = isinstance(scaler, type)
+    if scaler is None or (not is_class and callable(getattr(scaler, "is_enabled", None))):
+        return
+    raise OptionError(
+        f"{who}(scaler={scaler.__name__ if is_class else repr(scaler)}) was asked for, which is "
+        f"{'a class' if is_class else 'no GradScaler'}. Give the torch.amp.GradScaler whose "
+        f"scale(loss) is called, or None if the loss is not scaled."
+    )
+
+
 def _check_whole(who: str, name: str, value: Any, most: float, what: str) -> None:
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not 1 <= int(value) <= most:

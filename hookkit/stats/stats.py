@@ -22,7 +22,7 @@ from hookkit.records import Record
 from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye, PreWhenOn, WhenOn, part_of
-from hookkit.stats.options import checked_options
+from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.readers import readers
 from hookkit.stats.updates import ParamStats, named_parameters
 
@@ -201,6 +201,7 @@ class GradientStats(LayerStats):
         if of not in ("outputs", "params", "both"):
             raise OptionError(f'GradientStats(of={of!r}): use "outputs", "params" or "both".')
         _check_switches("GradientStats", with_hist=with_hist)
+        check_scaler("GradientStats", scaler)
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": False, "eps": eps, "window": 1}
         super().__init__(
