@@ -8,15 +8,13 @@ full; so a judgement rests on `window / 2` to `window` records, in constant memo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hookkit.moments.rings import Ring
-from hookkit.moments.sweeps import CHUNK, Reader, scratch
+from hookkit.moments.sweeps import CHUNK
 
 TAU = 0.025
 """A unit whose mean |x| is at most this share of its layer's mean is dormant.
@@ -24,8 +22,8 @@ TAU = 0.025
 Source: Sokar et al. 2023, "The Dormant Neuron Phenomenon in Deep Reinforcement Learning", eq. 1.
 """
 
-_TWO_SIDED = ("Tanh", "Hardtanh", "Softsign")
-_ONE_SIDED = ("Sigmoid", "Hardsigmoid")
+TWO_SIDED = ("Tanh", "Hardtanh", "Softsign")
+ONE_SIDED = ("Sigmoid", "Hardsigmoid")
 _FIRST = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "SyncBatchNorm", "LazyConv")
 _LAST = ("Linear", "LayerNorm", "Embedding", "Bilinear", "RMSNorm", "LSTM", "GRU", "RNN")
 
@@ -49,39 +47,6 @@ def channel_dim(kind: str, ndim: int) -> int:
     return 1 if kind.startswith(_FIRST) or ndim >= 4 else ndim - 1
 
 
-class _Reader:
-    """Shown the values of a (rows, n, each) tensor in chunks of whole rows, adds them to `here`."""
-
-    def __init__(self, here: Any, shape: tuple[int, int, int]) -> None:
-        self.here, self.shape, self.multiple = here, shape, math.prod(shape)
-
-    def look(self, values: Any) -> tuple[Any, float]:
-        """Takes the next chunk."""
-        table, room = values.reshape(-1, self.multiple), scratch.room(len(values), torch.float32)
-        size = np.abs(values, out=room.numpy())
-        tops = np.maximum.reduce(np.maximum.reduce(table, axis=0).reshape(self.shape), axis=(0, 2))
-        np.maximum(self.here[0], tops, out=self.here[0])
-        with np.errstate(all="ignore"):
-            total = np.add.reduce(size.reshape(table.shape), axis=0).reshape(self.shape)
-            self.here[1] += np.add.reduce(total, axis=(0, 2))
-        return size, float(np.maximum.reduce(tops))
-
-
-def _plan(shape: Sequence[int], kind: str) -> tuple[tuple[int, int, int], int] | None:
-    """In which (rows, units, values) parts to read such a tensor, and how many values a unit has.
-
-    None if that will not do.
-    """
-    size = math.prod(shape)
-    if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)) or not size or not len(shape):
-        return None
-    dim = channel_dim(kind, len(shape))
-    n, each = shape[dim], math.prod(shape[dim + 1 :])
-    rows = size // (n * each)
-    fold = math.gcd(rows, 1024 // n or 1) if each == 1 else 1  # numpy likes long rows
-    return None if fold * n * each > CHUNK else ((fold, n, each), rows * each)
-
-
 class Units:
     """What a bank knows of the units of its rows, all rows side by side in flat (4, units) tables.
 
@@ -98,9 +63,7 @@ class Units:
     def __init__(self, window: int, device: torch.device) -> None:
         self.window, self.device, self.turn = window, device, 0
         self.places: dict[int, tuple[int, int]] = {}
-        self._plans: dict[int, tuple[Any, str, Any]] = {}
         self.live, self.kept = self._blank(0), self._blank(0)
-        self._arrays: Any = None
         self.older, self.newer = self._blank(0), self._blank(0)
         self.row_of = torch.zeros(0, dtype=torch.int64, device=device)
         self.bounded = torch.zeros(0, dtype=torch.bool, device=device)
@@ -132,7 +95,6 @@ class Units:
 
     def _moved(self) -> None:
         """The tables lie elsewhere now."""
-        self._arrays = self.live.numpy() if self.live.is_cpu else None
 
     def take(self, row: int, x: Tensor, kind: str) -> None:
         """Add the plain tensor `x` of a module of class `kind`."""
@@ -140,37 +102,24 @@ class Units:
             return
         dim = channel_dim(kind, x.ndim)
         n = x.shape[dim]
-        bounded = kind.endswith((*_TWO_SIDED, *_ONE_SIDED))
+        bounded = kind.endswith((*TWO_SIDED, *ONE_SIDED))
         start = self._place(row, n, bounded)
         here = self.live[:, start : start + n]
         here[2] += x.numel() // n
         for part in _parts(x, dim):
             self._add(here, part.float(), dim, kind)
 
+    def take_array(self, row: int, values: Any, x: Tensor, kind: str, top: float) -> bool:
+        """`take` by a faster way, if there is one for such a tensor: whether there was."""
+        return False
+
     def _add(self, here: Tensor, x: Tensor, dim: int, kind: str) -> None:
         size = x.abs()
         torch.maximum(here[0], _reduced(x, dim, torch.amax), out=here[0])
         here[1] += _reduced(size, dim, torch.sum)
-        if kind.endswith((*_TWO_SIDED, *_ONE_SIDED)):
-            full = size > 0.97 if kind.endswith(_TWO_SIDED) else (x - 0.5).abs() > 0.47
+        if kind.endswith((*TWO_SIDED, *ONE_SIDED)):
+            full = size > 0.97 if kind.endswith(TWO_SIDED) else (x - 0.5).abs() > 0.47
             here[3] += _reduced(full, dim, torch.sum)
-
-    def reader(self, row: int, x: Tensor, kind: str) -> Reader | None:
-        """`take` for a CPU tensor in parts, for whoever reads it anyway: memory is read once.
-
-        None where only `take` will do.
-        """
-        known = self._plans.get(row)
-        if known is None or known[0] != x.shape or known[1] != kind:
-            known = self._plans[row] = x.shape, kind, _plan(x.shape, kind)
-        plan = known[2]
-        if plan is None or x.dtype is not torch.float32 or not x.is_contiguous():
-            return None
-        shape, each = plan
-        start = self._place(row, shape[1], False)
-        here = self._arrays[:, start : start + shape[1]]
-        here[2] += each
-        return _Reader(here, shape)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -240,7 +189,7 @@ class Units:
         self.forget()
         state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
         self.ring.data = self.ring.data.cpu()
-        return {**state, "device": torch.device("cpu"), "_arrays": None}
+        return {**state, "device": torch.device("cpu")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

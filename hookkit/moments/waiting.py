@@ -7,6 +7,7 @@ at later, together with others; records wait likewise before they go into the ri
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT
-from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
-from hookkit.moments.sweeps import Reader, cpu_row
+from hookkit.moments.moments import EMPTY, Row, array_of, flat, merge_row
+from hookkit.moments.sweeps import cpu_row
 from hookkit.moments.unitarrays import UnitsByArrays
 from hookkit.moments.units import Units
 
@@ -114,12 +115,11 @@ class WaitingBank(Bank):
             return
         if known:
             self._read()
-        reader = None
+        new = self._take_row(row, array, times)
         if self.units is not None:
-            reader = self.units.reader(row, t, kind)
-            if reader is None:
+            top = math.inf if new[-1] else max(-new[3], new[4])
+            if times > 1 or not self.units.take_array(row, array, t, kind, top):
                 self.units.take(row, t.detach(), kind)
-        self._take_row(row, array, times, reader)
         if self.options.exact_hist:
             self._count(row, torch.from_numpy(array), times)
 
@@ -130,8 +130,8 @@ class WaitingBank(Bank):
             del self.unread[row]  # only now: an interrupt loses nothing, nor counts it twice
         self.n_unread = 0
 
-    def _take_row(self, row: int, x: Any, times: int, reader: Reader | None = None) -> None:
-        new: Any = cpu_row(x, self.options.eps, reader)
+    def _take_row(self, row: int, x: Any, times: int) -> Row:
+        new: Any = cpu_row(x, self.options.eps)
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
@@ -139,6 +139,7 @@ class WaitingBank(Bank):
         self.seen[row] = (calls + 1, *(merge_row(old, new) if calls else new))
         if self.options.bins and not self.options.exact_hist:
             self._sample(row, x)
+        return new  # type: ignore[no-any-return]
 
     def _sample(self, row: int, x: Any) -> None:
         part, k = self._part(row, len(x))
