@@ -344,13 +344,16 @@ def test_each_forward_hides_nothing(action: str) -> None:
     assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 
 
-def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
-    """An optimizer for each parameter, stepped as its gradient is there."""
+def step_in_backward(model: nn.Module, recorder: FlightRecorder, gone: bool = False) -> None:
+    """An optimizer for each parameter, stepped as its gradient is there, which may then go."""
     opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
-    handles = [
-        p.register_post_accumulate_grad_hook(lambda p: opts[p].step())  # type: ignore[index]
-        for p in opts
-    ]
+
+    def step(p: Any) -> None:
+        opts[p].step()
+        if gone:
+            opts[p].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in opts]
     with watch(model, list(opts.values()), recorder):
         for _ in range(3):
             model(torch.ones(4, 8)).pow(2).mean().backward()
@@ -359,10 +362,11 @@ def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
         handle.remove()
 
 
-def test_steps_within_the_backward_hide_no_gradient() -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_steps_within_the_backward_hide_no_gradient(gone: bool) -> None:
     recorder = FlightRecorder("report")
 
-    step_in_backward(broken(SqrtOfZero()), recorder)
+    step_in_backward(broken(SqrtOfZero()), recorder, gone)
 
     assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
     assert recorder.incidents[0].step == 0

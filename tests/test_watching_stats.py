@@ -489,6 +489,36 @@ def test_steps_within_the_backward_are_recorded_whole(given: bool):
         assert record.value("count").tolist() == [[40.0] * 3, [5.0] * 3]
 
 
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("within", [True, False])
+def test_gradients_that_are_gone_before_the_step_is_over_are_recorded(within: bool, none: bool):
+    model, x = net(1), batches(1)[0]
+    grads, params = GradientStats(of="both"), ParamStats()
+    opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    names = {p: name for name, p in model.named_parameters()}
+    used: dict[str, list[float]] = {name: [] for name in names.values()}
+
+    def step(p: torch.Tensor) -> None:
+        used[names[p]].append(p.grad.norm().item())
+        opts[p].step()
+        opts[p].zero_grad(set_to_none=none)
+
+    if within:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    with watch(model, list(opts.values()), params, grads) as w:
+        for _ in range(3):
+            model(x).pow(2).sum().backward()
+            for p in () if within else reversed(list(opts)):
+                step(p)
+
+    norms, record = np.array(list(used.values())), grads.record()
+    roots = np.sqrt([[p.numel()] for p in opts])
+    assert (w.n_steps, record.names) == (3, ("0", "2", *used))
+    np.testing.assert_allclose(record.value("rms")[2:] * roots, norms, rtol=1e-5)
+    np.testing.assert_allclose(params.record().value("grad_norm"), norms, rtol=1e-5)
+
+
 def test_a_backward_that_raises_amid_its_steps_ends_the_step_at_the_next_forward():
     model, params = net(1), ParamStats()
     opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}

@@ -13,6 +13,7 @@ its memory. With `"skip"` the answer is needed before the step: one wait per ste
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container
 from itertools import chain
 from typing import Any
 
@@ -90,7 +91,8 @@ class FlightRecorder(HookCallback):
 
     def _clear(self) -> None:
         self._types: dict[str, str] = {}  # of every layer that was hooked, in the order of rows
-        self._grads: dict[int, list[tuple[str, str, Tensor]]] = {}
+        self._grads: dict[int, dict[str, tuple[str, Tensor]]] = {}
+        self._of_parts: set[str] = set()  # whose gradients may be gone at the end of the step
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._parameters: list[tuple[str, str, nn.Parameter]] = []
@@ -163,6 +165,7 @@ class FlightRecorder(HookCallback):
             self._look_late()
             self._tape.turn(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
             self._grads.pop(self._tape.at, None)
+            self._of_parts.clear()
 
     def after_pred(self) -> None:
         """The batch is through: a layer called by itself from here on is no part of it."""
@@ -241,7 +244,12 @@ class FlightRecorder(HookCallback):
         if not self._parameters or held != self._held:
             self._parameters, self._held = list(named_parameters(self.learn.model)), held
 
-    def _note_gradients(self) -> None:
+    def _note_part(self, owned: list[nn.Parameter]) -> None:
+        """Notes the gradients that one optimizer of several has used, while they are there."""
+        if self.recording and not self._noted:
+            self._note_gradients({id(p) for p in owned})
+
+    def _note_gradients(self, only: Container[int] | None = None) -> None:
         assert self._tape is not None
         scaled = unscale_of(self.learn) is not None or any(
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
@@ -249,23 +257,28 @@ class FlightRecorder(HookCallback):
         if scaled:
             return
         self._find_parameters()
+        noted = self._grads.setdefault(self._tape.at, {})
         found = [
             (name, kind, local_values(p.grad))
             for name, kind, p in self._parameters
-            if p.grad is not None and p.grad.is_floating_point() and p.grad.numel()
+            if (name not in self._of_parts if only is None else id(p) in only)
+            and p.grad is not None
+            and p.grad.is_floating_point()
+            and p.grad.numel()
         ]
         with torch.no_grad():
             norms = torch._foreach_norm([g for _, _, g in found]) if found else []
-        self._grads[self._tape.at] = [
-            (name, kind, norm) for (name, kind, _), norm in zip(found, norms, strict=True)
-        ]
+        for (name, kind, _), norm in zip(found, norms, strict=True):
+            noted[name] = kind, norm
+        if only is not None:
+            self._of_parts.update(name for name, _, _ in found)
 
     def _finite(self) -> Tensor:
         """0-d bool: nothing of this batch is NaN or Inf."""
         tape = self._tape
         assert tape is not None
         fine = torch.isfinite(tape.norms[tape.at]).all()
-        grads = [norm for _, _, norm in self._grads.get(tape.at, [])]
+        grads = [norm for _, norm in self._grads.get(tape.at, {}).values()]
         for device in {g.device for g in grads}:
             mine = torch.stack([g.float() for g in grads if g.device == device])
             fine = fine & torch.isfinite(mine).all().to(fine.device)

@@ -31,13 +31,13 @@ class Memory:
     Args:
         tape: norms of the loss, the input and the layers.
         types: name of each layer that was hooked → its class, in the order of rows.
-        grads: slot of the tape → (parameter, class of its module, norm of its gradient).
+        grads: slot of the tape → parameter → (class of its module, norm of its gradient).
         parameters: (name, class of its module, parameter).
     """
 
     tape: NormTape
     types: dict[str, str]
-    grads: dict[int, list[tuple[str, str, Tensor]]]
+    grads: dict[int, dict[str, tuple[str, Tensor]]]
     parameters: list[tuple[str, str, nn.Parameter]]
 
     def incident(self, at: int, late: bool) -> Incident:
@@ -49,7 +49,7 @@ class Memory:
         ]
         if layers := [row for row in bad if row >= FIRST]:
             return self._of_layers(at, layers, INPUT in bad, late)
-        grads = [(m, k) for m, k, g in self.grads.get(at, []) if not _is_finite(g)]
+        grads = [(m, k) for m, (k, g) in self.grads.get(at, {}).items() if not _is_finite(g)]
         if grads and LOSS not in bad:
             return self._of_gradients(at, grads)
         return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
@@ -84,7 +84,7 @@ class Memory:
         history = {m: np.zeros(0) for m in modules}
         for slot in tape.past(at):
             squares = dict.fromkeys(modules, 0.0)
-            for name, _, norm in self.grads.get(slot, []):
+            for name, (_, norm) in self.grads.get(slot, {}).items():
                 if _owner(name) in squares:
                     squares[_owner(name)] += float(norm) ** 2  # sync: after an incident
             history = {m: np.append(h, math.sqrt(squares[m])) for m, h in history.items()}

@@ -44,6 +44,20 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     return norms
 
 
+def grad_norms_by_id(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Of each of `parameters` that has a gradient: its id, and the gradient's norm, 0-d float64."""
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            values = local_values(p.grad)
+            by_device.setdefault(values.device, []).append((id(p), values))
+    found: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for some in by_device.values():
+            found |= zip([i for i, _ in some], norms_of([t for _, t in some]), strict=True)
+    return found
+
+
 def arrays_of(tensors: Iterable[Tensor]) -> list[Any] | None:
     """The flat float32 arrays of CPU tensors; None if one of them has none."""
     arrays = [floats_of(t) for t in tensors]
@@ -80,8 +94,11 @@ def rows_swept(
     for weight, copy, x, g in zip(weights, copies, now, grads, strict=True):
         update, grad = norm(x, minus=copy), 0.0
         if g is not None:
-            flat = floats_of(g)
-            grad = float(norms_of([local_values(g)])) if flat is None else norm(flat)
+            flat = floats_of(g) if g.ndim else None
+            if flat is not None:
+                grad = norm(flat)
+            else:  # of one number, such as a norm, the size
+                grad = float(norms_of([local_values(g)])) if g.ndim else abs(float(g))
         ratio = update / weight if weight else math.inf * update if update else 0.0
         bad = not math.isfinite(weight + update + grad)
         rows.append((weight, grad, update, ratio, bad, 1.0, g is not None))

@@ -8,13 +8,13 @@ as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
-from hookkit.hooks.dispatching import Attached, brief, check_hookable
+from hookkit.hooks.dispatching import Attached, brief, check_hookable, graph_task
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.moments.histograms import log_bins
 from hookkit.nested import named_leaves
@@ -212,6 +212,8 @@ class GradientStats(LayerStats):
             include_paramless=include_paramless,
         )
         self.of, self.scaler, self._told = of, scaler, False
+        self._names: dict[int, tuple[str, str]] = {}
+        self._seen: set[int] = set()
 
     def _select(self, model: nn.Module) -> Any:
         return {} if self.of == "params" else super()._select(model)
@@ -222,6 +224,7 @@ class GradientStats(LayerStats):
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch is scaled."""
         super().before_batch()
+        self._names, self._seen = {}, set()
         if self.recording:
             own = inverse_scale(self.scaler)
             self.tally.unscale = unscale_of(self.learn) if own is None else own
@@ -234,11 +237,29 @@ class GradientStats(LayerStats):
             self._tell_scaled()
         if self.of == "outputs":
             return
-        self.tally.unscale = None
-        for name, kind, p in named_parameters(self.learn.model):
-            if p.grad is not None:
+        self._see_gradients(named_parameters(self.learn.model))
+        self._names, self._seen = {}, set()
+
+    def _note_part(self, owned: list[nn.Parameter]) -> None:
+        """Reads the gradients that one optimizer of several has used, while they are there."""
+        if not self.recording or self.of == "outputs":
+            return
+        if not self._names:
+            within = graph_task() != -1  # the others' gradients are still to come
+            for name, kind, p in named_parameters(self.learn.model):
+                self._names[id(p)] = name, kind
+                if p.requires_grad if within else p.grad is not None:
+                    self.tally.rows([name], [kind])  # in the order of the model
+        self._see_gradients((*self._names[id(p)], p) for p in owned if id(p) in self._names)
+
+    def _see_gradients(self, parameters: Iterable[tuple[str, str, nn.Parameter]]) -> None:
+        scaled, self.tally.unscale = self.tally.unscale, None  # the step's are not
+        for name, kind, p in parameters:
+            if p.grad is not None and id(p) not in self._seen:
                 (row,) = self.tally.rows([name], [kind])
                 self.tally.see(row, 0, "", p.grad)
+                self._seen.add(id(p))
+        self.tally.unscale = scaled
 
     def _tell_scaled(self) -> None:
         scaled = any(getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts)

@@ -24,6 +24,7 @@ from hookkit.stats.norms import (
     FEW,
     FIELDS,
     arrays_of,
+    grad_norms_by_id,
     local_values,
     norms_of,
     rows_of,
@@ -94,6 +95,7 @@ class ParamStats(Exports, Callback):
         self._live: dict[str, nn.Parameter] = {}
         self._weights: list[float] | None = None  # norms of the copies, where they are known
         self._copies: list[Any] | None = None  # `_before` as arrays, where the model is small
+        self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
         self._constant: dict[str, Any] = {}
@@ -115,7 +117,7 @@ class ParamStats(Exports, Callback):
         parameters = list(named_parameters(self.learn.model))
         if not parameters:
             return
-        self._live = {name: p for name, _, p in parameters}
+        self._live, self._parts = {name: p for name, _, p in parameters}, {}
         self._snapped = True
         if self._same_again():
             return
@@ -180,6 +182,11 @@ class ParamStats(Exports, Callback):
             with torch.no_grad():
                 self._measure()
 
+    def _note_part(self, owned: list[nn.Parameter]) -> None:
+        """Measures the gradients that one optimizer of several has used, while they are there."""
+        if self._snapped:
+            self._parts |= grad_norms_by_id(owned)
+
     def _measure(self) -> None:
         step = self.learn.n_steps - 1
         if not self._n_records:
@@ -198,11 +205,12 @@ class ParamStats(Exports, Callback):
 
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
-        live, self._live = self._live, {}
+        live, noted, self._live, self._parts = self._live, self._parts, {}, {}
+        grads_of = {name: noted.get(id(p), p.grad) for name, p in live.items()}
         weights, copies = self._weights, self._copies
         arrays = None if weights is None else arrays_of(live.values())
         if weights is not None and copies is not None and arrays is not None:
-            table = rows_swept(weights, copies, arrays, [p.grad for p in live.values()])
+            table = rows_swept(weights, copies, arrays, list(grads_of.values()))
             return {torch.device("cpu"): spread(table, list(live), self.names)}
         tables = {}
         for device in {t.device for t in self._before.values()}:
@@ -210,7 +218,7 @@ class ParamStats(Exports, Callback):
             before = [self._before[name] for name in names]
             sizes = norms_of(before)
             torch._foreach_sub_(before, [local_values(live[name]) for name in names])
-            grads = [None if (g := live[n].grad) is None else local_values(g) for n in names]
+            grads = [None if (g := grads_of[n]) is None else local_values(g) for n in names]
             table = rows_of(sizes, norms_of(before), grads)
             tables[device] = spread(table, names, self.names)
         return tables
@@ -273,6 +281,7 @@ class ParamStats(Exports, Callback):
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"learn": None, "_before": {}, "_live": {}, "_copies": None}
+        gone["_parts"] = {}
         return {**self.__dict__, **gone, "_constant": constant}
 
     def __repr__(self) -> str:

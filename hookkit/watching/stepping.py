@@ -79,7 +79,9 @@ class Stepping(Asides):
                 return
             self.turns.stepped.append(opt)
             unseen = self.model.parameters() if self.finds_opts else ()
-            if not self.turns.more_to_come(self.opts, unseen):
+            if self.turns.more_to_come(self.opts, unseen):
+                self._tell_part(opt)
+            else:
                 self._end_step()
         self._late = self.in_closure = False
 
@@ -88,6 +90,16 @@ class Stepping(Asides):
             Variable._execution_engine.queue_callback(self._backward_ended)
         if opt not in self.turns.stepped:
             self.turns.stepped.append(opt)
+        self._tell_part(opt)
+
+    def _tell_part(self, opt: Optimizer) -> None:
+        """`opt` has made its part of a step; at `after_step` its gradients may be gone."""
+        if self._left_out:
+            return
+        owned = [p for group in opt.param_groups for p in group["params"]]
+        for cb in self.cbs:
+            if cb.run and hasattr(type(cb), "_note_part"):
+                cb._note_part(owned)
 
     def _backward_ended(self) -> None:
         if self.fitting and self.turns.stepped:
