@@ -62,9 +62,9 @@ def on_grad(
         i = next(numbers)
         if not t.requires_grad:
             return t
-        shared = memories[_memory(t)] > 1 or (not is_compiling() and _needs_tap(t, versions))
+        shared = memories[_memory(t)] > 1 or (not is_compiling() and needs_tap(t, versions))
         handed = tap(t) if several or shared or is_compiling() else t
-        _listen(handed, partial(receive, i))
+        listen(handed, partial(receive, i))
         if shared and watched is not None:
             watched(t, handed)
         return handed
@@ -72,7 +72,8 @@ def on_grad(
     return tmap(one, output)
 
 
-def _listen(t: Tensor, f: Callable[[Tensor], Any]) -> None:
+def listen(t: Tensor, f: Callable[[Tensor], Any]) -> None:
+    """Has `f(grad)` called in each backward pass; the graph holds it."""
     t.register_hook(f)  # type: ignore[no-untyped-call]
 
 
@@ -81,7 +82,8 @@ def versions_of(*inputs: Any) -> dict[int, int]:
     return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
 
 
-def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
+def needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
+    """Whether `t` is more than what a module returned, given its inputs' `versions_of`."""
     if t.is_leaf or t._is_view():
         return True
     return versions is not None and versions.get(id(t)) == t._version
@@ -130,6 +132,16 @@ class GradState:
         self.taps: dict[int, tuple[Any, Any, int]] = {}
 
 
+_MOST = 256
+
+
+def note_version(state: GradState, t: Tensor) -> None:
+    """What `_Before` notes of a module's inputs where `t` is the only one."""
+    if len(state.versions) > _MOST:
+        state.versions.clear()
+    state.versions[id(t)] = t._version
+
+
 # torch before 2.13 cannot trace a hook on a tensor: there it is set outside of the graph.
 TRACEABLE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 _outside: Callable[..., Any] | None = None
@@ -170,7 +182,7 @@ class _Before(Dispatcher):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (state := self.target) is not None and not is_compiling():
-            if len(state.versions) > 256:
+            if len(state.versions) > _MOST:
                 state.versions.clear()
             state.versions.update(versions_of(args, kwargs))
 
@@ -227,7 +239,7 @@ class _BeforeInputs(_Sets):
             if not t.requires_grad:
                 return t
             tapped = memo[id(t)] if id(t) in memo else memo.setdefault(id(t), tap(t))
-            _listen(tapped, partial(receive, i))
+            listen(tapped, partial(receive, i))
             if not is_compiling():
                 state.taps[id(tapped)] = ref(t), ref(tapped), tapped._version
             return tapped
@@ -254,7 +266,7 @@ class _AfterInputs(Dispatcher):
                 written[id(t)] = o.copy_(t)
             elif any(y is t or y._base is t for y in leaves(output)):
                 _watched(state, module, o, t)
-        if len(state.taps) > 256:
+        if len(state.taps) > _MOST:
             state.taps.clear()
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
         return None if new is output else new

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks import recomputing
-from hookkit.hooks.dispatching import Dispatcher, called
+from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable, is_compiling
+from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, needs_tap, note_version
 from hookkit.moments.tallies import Tally
 from hookkit.nested import describe, named_leaves, pick
 from hookkit.selecting import Selection
@@ -73,6 +74,66 @@ class Look(Dispatcher):
             return
         for leaf, (path, t) in enumerate(named_leaves(seen)):
             eye.tally.see(row, leaf, path, t)
+
+
+class BeforeGradients(PreWhenOn):
+    """Notes the version of what a module gets, for `AfterGradients`; `(eye, general)`."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the forward."""
+        target = self.target
+        if target is None or not target[0].on:
+            return None
+        plain = len(args) == 1 and not kwargs and type(args[0]) is Tensor and not is_compiling()
+        if not plain or args[0].is_inference():
+            return target[1](module, args, kwargs)
+        note_version(target[1].target, args[0])
+        return None
+
+
+class AfterGradients(WhenOn):
+    """Has `receive(grad)` called for the tensor that a module gives: the usual case in few calls.
+
+    Its target is `(eye, general, receive)`: `general` does the same for whatever else it gives.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the forward."""
+        target = self.target
+        if target is None or not target[0].on:
+            return None
+        _, general, receive = target
+        if receive is None or type(output) is not Tensor or is_compiling():
+            return general(module, args, kwargs, output)
+        if output.requires_grad and is_grad_enabled():
+            if needs_tap(output, general.target.versions):
+                return general(module, args, kwargs, output)
+            listen(output, receive)
+        return None
+
+
+def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attached:
+    """Shows `eye` the gradients of what `module` gives; tensors are hooked while it is on only."""
+
+    def begin(module: nn.Module, output: Any) -> Any:
+        paths = [path for path, _ in named_leaves(part_of(output, leaf))]
+
+        def receive(i: int, grad: Tensor) -> None:
+            eye.tally.see(row, i, paths[i], grad)
+
+        return receive
+
+    def received(grad: Tensor) -> None:
+        eye.tally.see(row, 0, "", grad)
+
+    check_hookable(module, "GradientStats")
+    before, after = grad_dispatchers(GradState(begin, leaf), inputs=False)
+    usual = AfterGradients((eye, after, None if leaf else received))
+    return Attached(module, BeforeGradients((eye, before)), usual)
 
 
 def leaf_of(modules: Mapping[str, nn.Module], name: str) -> str:

@@ -11,17 +11,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
-from hookkit.hooks.dispatching import Attached, brief, check_hookable, graph_task
-from hookkit.hooks.gradients import GradState, grad_dispatchers
+from hookkit.hooks.dispatching import brief, graph_task
 from hookkit.moments.histograms import log_bins
-from hookkit.nested import named_leaves
 from hookkit.records import Record
 from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
-from hookkit.stats.looking import Eye, PreWhenOn, WhenOn, part_of
+from hookkit.stats.looking import Eye, attach_gradients
 from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.readers import readers
 from hookkit.stats.updates import ParamStats, named_parameters
@@ -124,7 +122,7 @@ class ActivationStats(LayerStats):
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         if self.is_forward:
             return super()._attach(eye, row, module, leaf)
-        return _attach_gradients(eye, row, module, leaf)
+        return attach_gradients(eye, row, module, leaf)
 
 
 def _check_switches(who: str, **switches: Any) -> None:
@@ -135,22 +133,6 @@ def _check_switches(who: str, **switches: Any) -> None:
                 f"{brief(value) if isinstance(value, nn.Module) else repr(value)}. "
                 f"Layers to record are given by name: {who}(modules=...)."
             )
-
-
-def _attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attached:
-    """Shows `eye` the gradients of what `module` gives; tensors are hooked while it is on only."""
-
-    def begin(module: nn.Module, output: Any) -> Any:
-        paths = [path for path, _ in named_leaves(part_of(output, leaf))]
-
-        def receive(i: int, grad: Tensor) -> None:
-            eye.tally.see(row, i, paths[i], grad)
-
-        return receive
-
-    check_hookable(module, "GradientStats")
-    before, after = grad_dispatchers(GradState(begin, leaf), inputs=False)
-    return Attached(module, PreWhenOn((eye, before)), WhenOn((eye, after)))
 
 
 class GradientStats(LayerStats):
@@ -219,7 +201,7 @@ class GradientStats(LayerStats):
         return {} if self.of == "params" else super()._select(model)
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
-        return _attach_gradients(eye, row, module, leaf)
+        return attach_gradients(eye, row, module, leaf)
 
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch is scaled."""
