@@ -357,6 +357,39 @@ def test_gradients_of_outputs_are_autograds() -> None:
     assert record.value("std", "1")[0] == pytest.approx(want.std().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_linear_of_sequences_is_handed_on_as_it_is(inplace: bool) -> None:
+    """Its output is a view, whose own hook an in-place operation would lose."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(inplace), nn.Linear(6, 2))
+    x, stats, given, got = torch.randn(4, 3, 8), GradientStats(), list[Any](), list[Any]()
+    hidden = model[0](x).detach().requires_grad_()
+    loss_of(model[2](hidden.relu())).backward()
+    model.zero_grad()
+    model[0].register_forward_hook(lambda m, i, o: given.append(o))
+    model[1].register_forward_pre_hook(lambda m, i: got.append(i[0]))
+
+    train(model, [x], stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
+
+    assert got[0] is given[0]
+    assert hidden.grad is not None
+    want = hidden.grad.double()
+    assert stats.record().value("count", "0")[0] == want.numel()
+    assert stats.record().value("rms", "0")[0] == pytest.approx(want.square().mean().sqrt().item())
+
+
+def test_a_linears_input_that_a_hook_hands_on_is_not_taken_for_its_output() -> None:
+    model, stats = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), GradientStats(modules="1")
+    model[1].register_forward_hook(lambda m, i, o: i[0].view(-1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, stats):
+        hidden = model[0](torch.randn(4, 3, 8))
+        (model[1](hidden).sum() + 5 * hidden.sum()).backward()
+        opt.step()
+
+    assert stats.record().value("max", "1").tolist() == [1.0]
+
+
 def test_gradients_of_parameters_are_those_of_the_step() -> None:
     model, (x,), stats = net(), batches(1), GradientStats(of="params")
     want = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))

@@ -111,9 +111,25 @@ class AfterGradients(WhenOn):
             return general(module, args, kwargs, output)
         if output.requires_grad and is_grad_enabled():
             if needs_tap(output, general.target.versions):
-                return general(module, args, kwargs, output)
+                own = _own_base(module, args, output)
+                if own is None:
+                    return general(module, args, kwargs, output)
+                output = own
             listen(output, receive)
         return None
+
+
+def _own_base(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    """What the output of a `Linear` for three and more dimensions is a view of, and all of it.
+
+    Nobody else has it, so its gradient is the output's, in another shape, and it keeps its hook
+    where the view would lose it to the next in-place operation.
+    """
+    base = output._base
+    if base is None or type(module) is not nn.Linear or base.numel() != output.numel():
+        return None
+    given = args[0]._base if args and type(args[0]) is Tensor else base
+    return None if given is base or args[0] is base else base  # a hook may hand on its input
 
 
 def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attached:
