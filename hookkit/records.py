@@ -266,7 +266,8 @@ class Run(Exports):
         gradients: of module outputs' gradients.
         params: of weights, their gradients and updates.
         losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
-        valid: per epoch a dict such as `{"epoch": 0, "train_loss": …, "valid_loss": …}`.
+        valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
+            its last step where that is known, `train_loss`, and what was told of it.
         grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown.
         incidents: from the flight recorder.
         info: model name, number of classes, optimizer, learning rates, versions, output facts, …

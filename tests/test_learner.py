@@ -599,7 +599,7 @@ def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
     assert run.losses is not None
     assert run.losses.shape == (4,)
     assert np.isfinite(run.losses).all()
-    assert [row["epoch"] for row in run.valid] == [0, 1]
+    assert [(row["epoch"], row["step"]) for row in run.valid] == [(0, 1), (1, 3)]
     assert run.info["optimizer"] == "SGD"
     assert run.info["model"] == "RegModel"
 

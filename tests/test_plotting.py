@@ -341,6 +341,55 @@ def test_loss_shows_validation_at_the_ends_of_epochs() -> None:
     assert list(valid.get_xdata()) == [99, 199, 299]
 
 
+def points_of(ax: Any) -> list[tuple[float, float]]:
+    line = next(x for x in ax.lines if x.get_label() == "validation loss")
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def test_validation_after_a_second_fit_stands_in_the_second_fit() -> None:
+    run = made.run(n=40, epoch=10)
+    again = np.arange(40) // 10 % 2  # epochs 0, 1 and again 0, 1
+    assert run.activations is not None
+    record = replace(run.activations, epochs=again, iters=np.arange(40) % 20)
+    rows = [{"epoch": int(e), "valid_loss": float(i)} for i, e in enumerate((0, 1, 0, 1))]
+
+    ax = plotting.plot_loss(replace(run, activations=record, valid=rows)).axes[0]
+
+    assert points_of(ax) == [(9, 0), (19, 1), (29, 2), (39, 3)]
+
+
+def test_validation_stands_where_its_row_says() -> None:
+    rows = [{"epoch": 0, "step": 3, "valid_loss": 1.0}, {"epoch": 1, "valid_loss": np.float32(2)}]
+
+    ax = plotting.plot_loss(Run(losses=np.ones(40), valid=rows)).axes[0]
+
+    assert points_of(ax) == [(3, 1), (39, 2)]
+
+
+def test_a_validation_loss_far_above_the_training_loss_does_not_press_it_flat() -> None:
+    rows = [{"epoch": 0, "valid_loss": 5e5}]
+
+    assert (
+        plotting.plot_loss(Run(losses=np.full(40, 2.3), valid=rows)).axes[0].get_yscale() == "log"
+    )
+
+
+def test_a_validation_loss_of_nan_is_marked() -> None:
+    rows = [{"epoch": i, "valid_loss": loss} for i, loss in enumerate((1.0, np.nan, np.inf))]
+
+    ax = plotting.plot_loss(Run(losses=np.ones(30), valid=rows)).axes[0]
+
+    assert points_of(ax) == [(9, 1)]
+    (marked,) = [line for line in ax.lines if line.get_label() == "NaN or Inf in it"]
+    assert list(marked.get_xdata()) == [19, 29]
+
+
+def test_another_fit_begins_an_epoch_of_its_own() -> None:
+    record = replace(made.record(made.small_names(), 20), iters=np.arange(20) % 10)
+
+    assert plotdata.epoch_starts(record) == [(0, 0), (10, 0)]
+
+
 def test_losses_known_every_tenth_step_only_are_not_called_nan() -> None:
     losses = np.where(np.arange(300) % 10 == 0, 1.0, np.nan)
 

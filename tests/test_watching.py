@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -881,14 +882,16 @@ def test_a_run_has_what_the_epochs_were_told():
                 model(x).sum().backward()
                 w.loss(float(epoch + i))
                 opt.step()
-            w.epoch(valid_loss=torch.tensor(0.5), accuracy=0.9)
+            w.epoch(valid_loss=torch.tensor(0.5), accuracy=np.float32(1), each=torch.ones(2))
         w.info["n_classes"] = 2
         run = w.run()
 
+    told = {"valid_loss": 0.5, "accuracy": 1.0, "each": [1.0, 1.0]}
     assert run.valid == [
-        {"epoch": 0, "train_loss": 0.5, "valid_loss": 0.5, "accuracy": 0.9},
-        {"epoch": 1, "train_loss": 1.5, "valid_loss": 0.5, "accuracy": 0.9},
+        {"epoch": 0, "step": 1, "train_loss": 0.5, **told},
+        {"epoch": 1, "step": 3, "train_loss": 1.5, **told},
     ]
+    assert type(run.valid[0]["accuracy"]) is float
     assert run.info["n_classes"] == 2
     assert run.info["optimizer"] == "SGD"
     assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
@@ -902,7 +905,7 @@ def test_a_run_without_losses_says_so():
         train(model, opt)
 
     assert w.run().losses is None
-    assert w.run().valid == [{"epoch": 0}]
+    assert w.run().valid == [{"epoch": 0, "step": w.n_steps - 1}]
 
 
 # --- at the door

@@ -30,11 +30,21 @@ def run_of(learn: Any) -> Run:
         gradients=records.get("gradient"),
         params=records.get("param"),
         losses=None if recorder is None else recorder.step_losses(),
-        valid=[] if recorder is None else recorder.rows(),
+        valid=[] if recorder is None else _epochs(recorder, learn.n_steps),
         grad_norms=None if norms is None else norms(learn.n_steps),
         incidents=tuple(i for cb in _all(learn) for i in vars(cb).get("incidents", ())),
         info=_info(learn),
     )
+
+
+def _epochs(recorder: Any, n_steps: int) -> list[dict[str, Any]]:
+    """The recorder's rows, each with the last step of its epoch."""
+    found = []
+    for row, n_batches in zip(recorder.rows(), recorder.iters, strict=True):
+        steps = recorder._steps[:n_batches][-1:]
+        known = {"step": min(int(steps[0]), n_steps - 1)} if len(steps) and n_steps else {}
+        found.append({"epoch": row.pop("epoch"), **known, **row})
+    return found
 
 
 def _all(learn: Any) -> list[Callback]:

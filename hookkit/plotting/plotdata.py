@@ -6,7 +6,6 @@ Everything about a picture that can be decided, and tested, without matplotlib.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -72,9 +71,11 @@ def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[t
 def epoch_starts(record: Record, most: int = 12) -> list[tuple[float, int]]:
     """The step at which each epoch begins, and its number; thinned to about `most`.
 
-    Empty when the record spans one epoch only: there is nothing to mark.
+    Empty when the record spans one epoch only: there is nothing to mark. Another fit begins an
+    epoch too, also where it has the number of the one before.
     """
-    changed = np.flatnonzero(np.diff(record.epochs)) + 1
+    again = np.diff(record.iters) < 0  # batches are counted from 0 in each fit
+    changed = np.flatnonzero((np.diff(record.epochs) != 0) | again) + 1
     if not len(changed):
         return []
     starts = [(float(record.steps[i]), int(record.epochs[i])) for i in (0, *changed)]
@@ -273,17 +274,22 @@ def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 
     return np.array(found, dtype=np.int64)
 
 
-def epoch_ends(run: Run, n_steps: int) -> dict[int, float]:
-    """The step at which each epoch ended, by number: as recorded, else in equal parts."""
+def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:
+    """(step, validation loss) of each epoch that has one, at the end of the epoch.
+
+    Where a row does not say its last step, epochs are found in the records, in order, since
+    another fit counts them from 0 again; else they are taken to be equally long.
+    """
     records = [r for r in run.records if len(r)]
-    ends: dict[int, float] = {}
-    if records:
-        starts = epoch_starts(records[0], most=len(records[0]))
-        ends = {epoch: following - 1 for (_, epoch), (following, _) in pairwise(starts)}
-        ends[int(records[0].epochs[-1])] = float(max(n_steps, records[0].steps[-1] + 1) - 1)
-    elif run.valid:
-        ends = {i: (i + 1) * n_steps / len(run.valid) - 1 for i in range(len(run.valid))}
-    return ends
+    starts = epoch_starts(records[0], most=len(records[0])) if records else []
+    ends = [*(start - 1 for start, _ in starts[1:]), float(n_steps - 1)]
+    if len(ends) != len(run.valid):
+        ends = [(i + 1) * n_steps / len(run.valid) - 1 for i in range(len(run.valid))]
+    return [
+        (float(row.get("step", end)), float(row["valid_loss"]))
+        for row, end in zip(run.valid, ends, strict=True)
+        if isinstance(row.get("valid_loss"), (int, float, np.number))
+    ]
 
 
 def label(record: Record, row: int) -> str:

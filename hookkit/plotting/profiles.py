@@ -12,6 +12,7 @@ from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BLUE,
+    BROKEN,
     FAINT,
     INK,
     KINDS,
@@ -154,11 +155,12 @@ def plot_loss(
 def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
     n = len(losses)
-    if n or (with_valid and len(run.valid)):
+    points = plotdata.valid_losses(run, run.n_steps) if with_valid else []
+    if n or points:
         _series(ax, np.arange(n)[skip_start:], losses[skip_start:], "training loss")
-        if with_valid:
-            _valid_points(ax, run, n, skip_start)
+        valid = _valid_points(ax, points, skip_start)
         ax.legend(fontsize=8, frameon=False)
+        _log_if_wide(ax, np.concatenate([losses[skip_start:], valid]))
     else:
         nothing(ax, "no loss was recorded")
     title(ax, "Loss")
@@ -179,26 +181,25 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
     if len(at):
         word = f"{len(at)} spike{'s' * (len(at) > 1)}"
         ax.plot(steps[at], values[at], "v", color=INK, ms=5, label=word)
-    low, high = plotdata.span(values)
-    if high > 100 * low > 0:
-        log_y(ax, values)
     plain(ax)
 
 
-def _valid_points(ax: Any, run: Run, n: int, skip_start: int) -> None:
-    rows = [row for row in run.valid if isinstance(row.get("valid_loss"), (int, float))]
-    if not rows:
-        return
-    ends = plotdata.epoch_ends(run, n)
-    points = [(ends.get(row.get("epoch", i), i), row["valid_loss"]) for i, row in enumerate(rows)]
+def _log_if_wide(ax: Any, values: Floats) -> None:
+    low, high = plotdata.span(values)
+    if high > 100 * low > 0:
+        log_y(ax, values)
+
+
+def _valid_points(ax: Any, points: list[tuple[float, float]], skip_start: int) -> Floats:
+    """Draws validation losses, one that is NaN or Inf as a cross at the top; the losses drawn."""
     points = [(at, loss) for at, loss in points if at >= skip_start] or points[-1:]
-    ax.plot(
-        *zip(*points, strict=True),
-        "o-",
-        color=ORANGE,
-        mec=INK,
-        mew=0.6,
-        ms=5,
-        lw=1,
-        label="validation loss",
-    )
+    if not points:
+        return np.zeros(0)
+    at, losses = np.array(points).T
+    fine = np.isfinite(losses)
+    style = {"color": ORANGE, "mec": INK, "mew": 0.6, "ms": 5, "lw": 1}
+    ax.plot(at[fine], losses[fine], "o-", **style, label="validation loss")
+    if not fine.all():
+        top = {"transform": ax.get_xaxis_transform(), "color": ALARM, "label": f"{BROKEN} in it"}
+        ax.plot(at[~fine], np.full((~fine).sum(), 0.98), "x", ms=5, **top)
+    return np.asarray(losses, dtype=np.float64)

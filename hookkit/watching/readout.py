@@ -59,14 +59,16 @@ class ReadOut(Exports):
         )
 
     def _row(self, i: int, losses: Floats) -> dict[str, Any]:
-        """Epoch `i` as Run wants it: its number, mean training loss, and what was told of it."""
+        """Epoch `i` as Run wants it: number, last step, mean training loss, what was told of it."""
         spans, told = self.loop.spans, dict(self.loop.spans[i])
         first, row = told.pop("step"), {"epoch": told.pop("epoch")}
-        last = spans[i + 1]["step"] if i + 1 < len(spans) else len(losses)
-        mine = losses[first:last][~np.isnan(losses[first:last])]
+        end = spans[i + 1]["step"] if i + 1 < len(spans) else len(losses)
+        if end > first:
+            row["step"] = end - 1
+        mine = losses[first:end][~np.isnan(losses[first:end])]
         if len(mine):
             row["train_loss"] = float(mine.mean())
-        return row | {k: v.item() if isinstance(v, Tensor) else v for k, v in told.items()}
+        return row | {k: _plain(v) for k, v in told.items()}
 
     def diagnose(self) -> Diagnosis:
         """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
@@ -79,3 +81,8 @@ class ReadOut(Exports):
         from hookkit.report import report
 
         return report(self, path, **options)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor, an array or a number of numpy's as Python numbers; anything else as it is."""
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
