@@ -286,7 +286,7 @@ def test_units_are_the_same_whole_and_in_parts(kind: str, shape: tuple[int, ...]
     mine, other = units.newer[:, start : start + n], units.newer[:, start + n :]
     assert torch.equal(mine[0] > 0, other[0] > 0)
     torch.testing.assert_close(mine[1] / mine[2], other[1] / other[2], rtol=0.6, atol=0)
-    assert mine[2].sum() >= min(x.numel(), 1 << 16)
+    assert mine[2].sum() >= min(x.numel(), 1 << 14)
     assert record.value("dead", 0)[0] == record.value("dead", 1)[0]
     assert record.value("count", 0)[0] == x.numel()
 
@@ -311,19 +311,19 @@ def test_dormant_is_judged_by_parts_of_a_large_tensor_in_turn() -> None:
     x = randn(5000, 256)
     x[:, 10:14] *= 0.001
     x[::5] *= 100  # a part alone would mislead about sizes, not about shares
-    units, n = UnitsByArrays(window=40), []
+    units, n = UnitsByArrays(window=90), []
 
-    for step in range(10):
-        assert units.take_array(0, x.flatten().numpy(), x, "Linear", 1e3)
+    for step in range(40):
+        assert units.take_array(0, x.view(-1).numpy(), x, "Linear", 1e3)
         units.commit(step, False, 1, 64)
         _, dormant, _ = units.now(0) or (0, torch.ones(0), 0)
-        assert dormant.nonzero().flatten().tolist() == [*range(10, 14)]
+        assert dormant.nonzero().flatten().tolist() == [*range(10, 14)], step
         n.append(int(units.newer[2, 0]))
 
     size = units.newer[1] / units.newer[2]
-    torch.testing.assert_close(size, x.abs().mean(0), rtol=0.1, atol=0)
+    torch.testing.assert_close(size, x.abs().mean(0), rtol=1e-4, atol=0)
     assert n[0] < 1000
-    assert n[9] == 5000  # at the tenth record all of it was read
+    assert n[39] == 5000  # by then all of it was read, once
 
 
 def test_it_counts_units_on_after_a_pickle() -> None:

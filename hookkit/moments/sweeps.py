@@ -50,6 +50,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
+        self.floats = np.empty(CHUNK, dtype=np.float32)
 
     def room(self, n: int, dtype: torch.dtype) -> Tensor:
         """(n,) uninitialised values, valid until the next call for the same dtype."""

@@ -19,8 +19,9 @@ from torch import Tensor
 from hookkit.moments.sweeps import CHUNK, scratch
 from hookkit.moments.units import ONE_SIDED, TAU, TWO_SIDED, Units, channel_dim
 
-LEAST = 8
-"""Rows of a large tensor whose sizes are read in a record, at least."""
+PART = 1 << 15
+LEAST = 16
+"""How many values of a large tensor have their sizes read in a record, and rows at least."""
 
 _LARGE = 1e25
 # Sums of smaller values do not leave float32 (np.errstate costs 40 µs in a cold cache).
@@ -31,29 +32,45 @@ class _Plan:
     """How to read the units of one layer, while it gives tensors of this shape."""
 
     shape: torch.Size
-    n: int
-    fold: int
+    kind: str
+    n: int = 0
+    fold: int = 1
     """Rows of the tensor that are read as one: numpy likes long rows."""
 
-    width: int
-    """Values in such a row."""
+    width: int = 0
+    """Values in such a row; 0 if this way will not do."""
 
-    step: int
+    step: int = 1
     """One row in so many has its sizes read, beginning with another one at each record."""
 
+    here: Any = None
+    """The rows of the layer's part of the table: greatest values, sums and how many values."""
 
-def _plan(shape: torch.Size, kind: str) -> _Plan | None:
-    """None if this way will not do."""
+    def sum(self, over_rows: Any) -> Any:
+        """(width,) to (units,)."""
+        if self.width == self.n:
+            return over_rows
+        return np.add.reduce(over_rows.reshape(self.fold, self.n, -1), axis=(0, 2))
+
+    def top(self, over_rows: Any) -> Any:
+        """Likewise of greatest values."""
+        if self.width == self.n:
+            return over_rows
+        return np.maximum.reduce(over_rows.reshape(self.fold, self.n, -1), axis=(0, 2))
+
+
+def _plan(shape: torch.Size, kind: str) -> _Plan:
     size = math.prod(shape)
     if kind.endswith((*TWO_SIDED, *ONE_SIDED)) or not size or not len(shape):
-        return None
+        return _Plan(shape, kind)
     dim = channel_dim(kind, len(shape))
     n, each = shape[dim], math.prod(shape[dim + 1 :])
     fold = math.gcd(size // (n * each), 1024 // (n * each) or 1)
     width = fold * n * each
     if width > CHUNK:
-        return None
-    return _Plan(shape, n, fold, width, -(-size // width // max(CHUNK // width, LEAST)))
+        return _Plan(shape, kind)
+    rows = size // width
+    return _Plan(shape, kind, n, fold, width, -(-rows // max(PART // width, LEAST)))
 
 
 class UnitsByArrays(Units):
@@ -61,7 +78,7 @@ class UnitsByArrays(Units):
 
     def __init__(self, window: int) -> None:
         super().__init__(window, torch.device("cpu"))
-        self._plans: dict[tuple[int, str], _Plan | None] = {}
+        self._plans: dict[int, _Plan] = {}
         self._moved()
 
     def _moved(self) -> None:
@@ -69,29 +86,38 @@ class UnitsByArrays(Units):
         self._older, self._newer = self.older.numpy(), self.newer.numpy()
         self._row_of, self._bounded = self.row_of.numpy(), self.bounded.numpy()
         self._risen: Any = ()  # by row: have all units risen in `newer`?
+        self._plans.clear()
 
     def take_array(self, row: int, values: Any, x: Tensor, kind: str, top: float) -> bool:
         """`take` for `x`, whose flat float32 values are an array, none larger than `top`.
 
         Returns: whether it did; else only `take` will do.
         """
-        plan = self._plans.get((row, kind))
-        if plan is None or plan.shape != x.shape:
-            plan = self._plans[row, kind] = _plan(x.shape, kind)
-        if plan is None or values.dtype != np.float32 or not x.is_contiguous():
+        plan = self._plans.get(row)
+        if plan is None or plan.shape != x.shape or plan.kind != kind:
+            plan = self._planned(row, x.shape, kind)
+        if not plan.width or values.dtype != np.float32 or not x.is_contiguous():
             return False
-        start = self._place(row, plan.n, False)
-        here, table = self._arrays[:, start : start + plan.n], values.reshape(-1, plan.width)
+        tops, sums, counts = plan.here
+        table = values.reshape(-1, plan.width)
         some = table[self.turn % plan.step :: plan.step]
         if top < _LARGE:
-            here[1] += _sizes(some, plan)
+            np.add(sums, _sizes(some, plan), out=sums)
         else:
             with np.errstate(all="ignore"):
-                here[1] += _sizes(some, plan)
-        here[2] += some.size // plan.n
+                np.add(sums, _sizes(some, plan), out=sums)
+        np.add(counts, some.size // plan.n, out=counts)
         if row >= len(self._risen) or not self._risen[row]:
-            _rise(here[0], table, plan)
+            _rise(tops, table, plan)
         return True
+
+    def _planned(self, row: int, shape: torch.Size, kind: str) -> _Plan:
+        plan = _plan(shape, kind)
+        if plan.width:
+            start = self._place(row, plan.n, False)  # it may move the tables
+            plan.here = tuple(self._arrays[:3, start : start + plan.n])
+        self._plans[row] = plan
+        return plan
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -144,19 +170,19 @@ class UnitsByArrays(Units):
         return table[:rows].astype(np.float32)
 
     def __getstate__(self) -> dict[str, Any]:
-        views = dict.fromkeys(("_kept", "_older", "_newer", "_row_of", "_bounded", "_risen"))
-        return {**super().__getstate__(), **views}
+        views = ("_arrays", "_kept", "_older", "_newer", "_row_of", "_bounded", "_risen")
+        return {**super().__getstate__(), **dict.fromkeys(views), "_plans": {}}
 
 
 def _sizes(some: Any, plan: _Plan) -> Any:
     """(units,) sums of |x| over these rows."""
-    total: Any = 0.0
-    at_once = max(CHUNK // plan.width, 1)
+    total, at_once = None, max(CHUNK // plan.width, 1)
     for start in range(0, len(some), at_once):
         part = some[start : start + at_once]
-        room = scratch.room(part.size, torch.float32).numpy().reshape(part.shape)
-        total = total + np.add.reduce(np.abs(part, out=room), axis=0)
-    return np.add.reduce(total.reshape(plan.fold, plan.n, -1), axis=(0, 2))
+        room = scratch.floats[: part.size].reshape(part.shape)
+        found = np.add.reduce(np.abs(part, out=room), axis=0)
+        total = found if total is None else total + found
+    return plan.sum(total)
 
 
 def _rise(tops: Any, table: Any, plan: _Plan) -> None:
@@ -165,8 +191,7 @@ def _rise(tops: Any, table: Any, plan: _Plan) -> None:
     for start in range(0, len(table), at_once):
         if np.minimum.reduce(tops) > 0:
             return
-        found = np.maximum.reduce(table[start : start + at_once], axis=0)
-        found = np.maximum.reduce(found.reshape(plan.fold, plan.n, -1), axis=(0, 2))
+        found = plan.top(np.maximum.reduce(table[start : start + at_once], axis=0))
         np.maximum(tops, found, out=tops)
 
 
