@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, HookError, MissingExtraError
+from hookkit.stats import ParamStats
+from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
 
 N, BATCH_SIZE, EPOCHS = 8, 4, 2  # batches of an epoch, rows of a batch, epochs
@@ -296,6 +298,34 @@ def test_lightning(tmp_path, each: int, through: str):
     assert [row["epoch"] for row in w.run().valid] == [0, 1]
     assert w.run().valid[1]["valid_loss"] > 0
     assert n_hooks(module, *w.loop.opts) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_bad_step_of_lightning_is_skipped(tmp_path, by_hand: bool):
+    pytest.importorskip("lightning")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    module, flight, params = lightning_module("self"), FlightRecorder("skip"), ParamStats()
+    module.automatic_optimization = not by_hand
+    of_batch, n = type(module).training_step, iter(range(100))
+
+    def training_step(self, batch, i):
+        loss = of_batch(self, batch, i) * (float("nan") if next(n) == 1 else 1)
+        if by_hand:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    type(module).training_step = training_step
+    bridge = HookkitCallback(flight, params)
+    lightning_trainer(tmp_path, 1, bridge).fit(module, loader())
+
+    assert [i.step for i in flight.incidents] == [1]
+    assert bridge.watcher.loop.n_left_out == 1
+    assert len(params.record()) == bridge.watcher.n_steps == next(n) - 1
+    assert all(p.isfinite().all() for p in module.parameters())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,5 +1,6 @@
 """The flight recorder names the module that made the first NaN or Inf, in any loop."""
 
+import functools
 import math
 import pickle
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError, HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
+from hookkit.stats import ActivationStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
@@ -306,7 +308,7 @@ def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> No
         FlightRecorder("report", modules="1"),
     )
 
-    train_by_closure(model, recorder, n=1)
+    train_unseen(model, recorder)
 
     assert "this step or the one before" in recorder.incidents[0].note
 
@@ -319,27 +321,74 @@ def test_gradients_that_a_closure_makes_are_seen() -> None:
     assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
 
 
-def test_a_closure_that_cannot_be_skipped_is_told_once() -> None:
+@pytest.mark.parametrize(("make_middle", "n_bad"), [(lambda: Breaks(2), 1), (SqrtOfZero, 3)])
+@pytest.mark.parametrize(
+    "make_opt",
+    [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.LBFGS, max_iter=1)],
+)
+def test_a_step_with_a_closure_is_skipped(make_opt: Any, make_middle: Any, n_bad: int) -> None:
+    model, recorder = broken(make_middle()), FlightRecorder("skip")
+    opt = make_opt(model.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss: Tensor = model(torch.ones(4, 8)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with watch(model, opt, recorder) as w:
+        for _ in range(3):
+            opt.step(closure)
+
+    assert len(recorder.incidents) == 1
+    assert w.loop.n_left_out == n_bad
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
+    model, recorder, params = broken(Breaks(2)), FlightRecorder("skip"), ParamStats()
+    opt, acts = torch.optim.SGD(model.parameters(), lr=0.01), ActivationStats()
+
+    with watch(model, opt, recorder, params, acts) as w:
+        for _ in range(4):
+            loss = model(torch.ones(4, 8)).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step(lambda loss=loss: loss)
+
+    assert [i.step for i in recorder.incidents] == [2]
+    assert (w.n_steps, w.loop.n_left_out) == (3, 1)
+    assert (params.record().value("update_norm") > 0).all()
+    assert acts.record().value("nonfinite", "3").tolist() == [0, 0, 0]
+    assert acts.record().value("count", "3").tolist() == [8, 8, 8]
+
+
+def test_what_comes_too_late_in_a_closure_to_be_skipped_is_told_once() -> None:
     recorder = FlightRecorder("skip")
 
     with pytest.warns(HookkitWarning, match=r"closure.*and a torch `opt\.step\(\)` after") as told:
-        train_by_closure(broken(Breaks(2)), recorder)
+        train_by_closure(broken(Breaks(4)), recorder, n_calls=3)
 
     assert len(told) == 1
-    assert [i.step for i in recorder.incidents] == [2]
+    assert [i.step for i in recorder.incidents] == [1]
 
 
-@pytest.mark.parametrize("action", ["report", "skip"])
-@pytest.mark.filterwarnings("ignore:.*each_forward:hookkit.errors.HookkitWarning")
-def test_each_forward_hides_nothing(action: str) -> None:
-    model, recorder = broken(Breaks(2)), FlightRecorder(action)
+def train_unseen(model: nn.Module, recorder: FlightRecorder) -> None:
+    """Each forward is a step, whatever the optimizer does."""
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
-
     with watch(model, opt, recorder, each_forward=True):
         for _ in range(5):
             model(torch.ones(4, 8)).pow(2).mean().backward()
             opt.step()
             opt.zero_grad()
+
+
+@pytest.mark.parametrize("action", ["report", "skip"])
+@pytest.mark.filterwarnings("ignore:.*each_forward:hookkit.errors.HookkitWarning")
+def test_each_forward_hides_nothing(action: str) -> None:
+    recorder = FlightRecorder(action)
+
+    train_unseen(broken(Breaks(2)), recorder)
 
     assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 

@@ -295,15 +295,48 @@ def test_a_closure_s_forward_comes_before_its_before_step():
     with watch(model, opt, log):
         opt.step(closure)
 
-    assert log.events == [
-        *OPEN,
-        "before_batch",
-        "before_step",
-        "after_pred",
-        "after_step",
-        "after_batch",
-        *CLOSE,
-    ]
+    assert log.events == OPEN + BATCH + CLOSE
+
+
+def test_a_closure_is_evaluated_as_it_was_given():
+    model, log, seen = net(), Log(), []
+    opt = sgd(model)
+    x = batches(1)[0]
+
+    def closure(*args: object) -> torch.Tensor:
+        seen.append(args)
+        return loss
+
+    with watch(model, opt, log) as w:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        results = [opt.step(closure), opt.step(closure=closure)]
+
+    assert seen == [(), ()]
+    assert all(result is loss for result in results)
+    assert log.events[: len(OPEN + BATCH)] == OPEN + BATCH
+    assert w.n_steps == 2
+
+
+def test_a_step_whose_closure_came_before_is_left_out():
+    model, x = net(), batches(1)[0]
+    opt = torch.optim.LBFGS(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    def cancel(self: Callback) -> None:
+        raise CancelStepException
+
+    with watch(model, opt, Callback(before_step=cancel)) as w:
+        opt.step(closure)
+
+    assert (w.n_steps, w.loop.n_left_out) == (0, 1)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_closure_that_is_called_many_times_is_one_step():

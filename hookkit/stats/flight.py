@@ -50,9 +50,9 @@ class FlightRecorder(HookCallback):
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
 
-    A step with a closure is looked at after it is made, for its batch comes within it: it cannot
-    be left out. Under a GradScaler gradients that overflow are its own business, and no incident.
-    An output counts as not finite from 1.8e19 on, where its square leaves float32.
+    Of a step with a closure the first evaluation decides whether it is left out. Under a
+    GradScaler gradients that overflow are its own business, and no incident. An output counts as
+    not finite from 1.8e19 on, where its square leaves float32.
 
     Raises:
         OptionError: an option that cannot work.
@@ -179,10 +179,10 @@ class FlightRecorder(HookCallback):
         """
         if not self.recording:
             return
-        early = self.learn.in_closure or getattr(self.learn, "each_forward", False)
+        early = getattr(self.learn, "each_forward", False)
         within = graph_task() != -1  # an optimizer for each parameter: more gradients come
-        if self.on_nonfinite == "skip" and (early or within):
-            self._tell_too_early()
+        if early or within:
+            self._tell_too_late(_WITHIN if within else _UNSEEN)
         if early or not (self._on_cpu() or self.on_nonfinite == "skip"):
             return
         self._note_loss()
@@ -192,10 +192,10 @@ class FlightRecorder(HookCallback):
         if bad and self.on_nonfinite == "skip":
             raise CancelStepException
 
-    def _tell_too_early(self) -> None:
-        if not self._told:
+    def _tell_too_late(self, why: str) -> None:
+        if self.on_nonfinite == "skip" and not self._told:
             self._told = True
-            warnings.warn(_TOO_EARLY, HookkitWarning, stacklevel=2)
+            warnings.warn(_TOO_LATE.format(why), HookkitWarning, stacklevel=2)
 
     def after_step(self) -> None:
         """Notes the gradients that the step used (a closure makes them within the step)."""
@@ -211,7 +211,8 @@ class FlightRecorder(HookCallback):
         if not self._checked:
             self._note_loss()
             if on_cpu or self.on_nonfinite == "skip":
-                self._look_now()
+                if self._look_now() and self.learn.in_closure:
+                    self._tell_too_late(_AGAIN)
             else:
                 self._send_flag()
 
@@ -338,11 +339,12 @@ class FlightRecorder(HookCallback):
 
 
 _CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
-_TOO_EARLY = (
-    'FlightRecorder("skip") was asked for; this step has a closure, is made within the backward or '
-    "is not seen (each_forward), so its gradients come too late for it to be left out: what is "
-    "found is noted only. Call the closure or `backward()` first and a torch `opt.step()` after."
+_TOO_LATE = (
+    'FlightRecorder("skip") was asked for; this step {}, so what is not finite is found too late '
+    "for it to be left out, and noted only. Call `backward()` first and a torch `opt.step()` after."
 )
+_WITHIN, _UNSEEN = "is made within the backward", "is not seen (each_forward)"
+_AGAIN = "evaluates its batch more than once in its closure"
 
 
 def _check_some(found: Any, asked: Any) -> None:

@@ -115,9 +115,13 @@ class StatsCallback(HookCallback):
     def before_step(self) -> None:
         """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
 
-        A closure's step begins before its first batch, and may evaluate many.
+        A closure may evaluate many batches before its step is made.
         """
         self._tried = not self.learn.in_closure
+
+    def after_cancel_step(self) -> None:
+        """A step that a callback leaves out leaves nothing, with a closure or without."""
+        self._tried = True
 
     def after_cancel_batch(self) -> None:
         """A cancelled batch leaves nothing."""

@@ -5,7 +5,7 @@ each of its wrappers too, for the user may call any of them) say when a batch go
 out; the optimizer's step hooks say when weights are about to change and have changed.
 
     model(x) ─ forward_began ─ … ─ forward_ended(output)
-    opt.step() ─ step_began(opt, closure) ─ … ─ step_ended(opt)
+    opt.step() ─ step_began(opt, closure) ─ (closure_ran) ─ … ─ step_ended(opt)
 
 A forward is for training when the model is in training mode with gradients on; validation and a
 rollout under `no_grad` are not. Only the outermost call is told, and no recomputation by activation
@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import wraps
 from itertools import chain
 from typing import Any, Protocol
 
@@ -46,7 +47,10 @@ class Listener(Protocol):
         """The model raised; the exception is on its way to the user."""
 
     def step_began(self, opt: Optimizer, closure: bool) -> None:
-        """`opt.step` was called; with a closure, forward and backward are still to come."""
+        """`opt.step` was called; with a closure, forward and backward may be still to come."""
+
+    def closure_ran(self) -> None:
+        """The closure of the step under way was evaluated; weights change from here on."""
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has changed the weights; their `.grad` is still there."""
@@ -210,7 +214,8 @@ class Boundaries:
 
     # -- step -------------------------------------------------------------------------------
 
-    def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tells of the step; what it returns, the step is called with."""
         if torch.compiler.is_compiling():
             self.compiled_step = True
         elif self._ours(opt):
@@ -220,6 +225,23 @@ class Boundaries:
             if len(self._steps) == 1:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
                 self.listener.step_began(opt, closure is not None)
+                if callable(closure):
+                    told = self._told(closure)
+                    if "closure" in kwargs:
+                        return args, {**kwargs, "closure": told}
+                    return (args[0], told, *args[2:]), kwargs
+        return None
+
+    def _told(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, of whose end the listener is told: PyTorch has no hook for it."""
+
+        @wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            self.listener.closure_ran()
+            return result
+
+        return call
 
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self._ours(opt) or not self._steps:

@@ -169,9 +169,6 @@ class FollowedLoop(Stepping):
         if not self.training or self.turns.stepped or again:
             self._first_part = part
             self._train_began()
-        elif self._due:
-            self._due = False
-            self._before_step(too_early=True)
 
     def mark_batch(self) -> None:
         """A batch begins, says the user; the forward that follows belongs to it."""
@@ -221,8 +218,7 @@ class FollowedLoop(Stepping):
         self.training, self.stepped, self._skip, self.loss = True, False, False, None
         self.losses.begin(self.n_steps)
         self._tell("before_batch")
-        if self._due or self.each_forward:
-            self._due = False
+        if self.each_forward:
             self._before_step(too_early=True)
 
     def _end_batch(self, event: str) -> None:

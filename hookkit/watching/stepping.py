@@ -1,8 +1,8 @@
 """Where a step begins and ends, in a loop that is not ours: the part of a followed loop that steps.
 
 Builds on `turns`, which knows when a step of several optimizers is over. A step with a closure
-begins before its forward; one made within the backward, by an optimizer for each parameter, is over
-when the backward is.
+begins, for the callbacks, when that was evaluated first; one made within the backward, by an
+optimizer for each parameter, is over when the backward is.
 """
 
 from __future__ import annotations
@@ -60,11 +60,17 @@ class Stepping(Asides):
         self._late = not (self.training or closure) and self.turns.comes_late(opt)
         if self._late or self.turns.stepped:
             return
-        if closure and not self._marked:
-            self._due = True  # its forward comes first: `before_batch`, then `before_step`
+        if closure:
+            self._due = True  # its batch comes first: `closure_ran` goes on
             return
         self._expect_batch()
         self._before_step(too_early=within)
+
+    def closure_ran(self) -> None:
+        """The batch of a closure is through; only the first evaluation can be left out."""
+        if self._due:
+            self._expect_batch()
+            self._before_step(too_early=graph_task() != -1)
 
     def step_ended(self, opt: Optimizer) -> None:
         """The weights have changed."""
@@ -117,9 +123,9 @@ class Stepping(Asides):
         except CancelStepException:
             if too_early:
                 raise HookError(
-                    "A callback asked to leave out this step; the step has a closure or is made "
-                    "within the backward, so its gradients are still to come. Call the closure or "
-                    "`backward()` first and `opt.step()` after."
+                    "A callback asked to leave out this step; the step is made within the backward "
+                    "or is not seen (each_forward), so its gradients are still to come. Call "
+                    "`backward()` first and a torch `opt.step()` after."
                 ) from None
             for opt in self.opts:
                 opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
