@@ -117,10 +117,24 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 
 
 def test_norms_whose_squares_leave_float32():
-    tiny, zero, one = torch.full((4,), 1e-24), torch.zeros(3), torch.ones(4)
-    norms = [float(n) for n in norms_of([tiny, zero, one])]
-    assert norms == pytest.approx([2e-24, 0, 2], rel=1e-6)
+    values = [1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
+    norms = [float(n) for n in norms_of([torch.full((4,), value) for value in values])]
+    assert norms == pytest.approx([2 * value for value in values], rel=1e-6, nan_ok=True)
     assert norms[0] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_16_bit_weights_are_not_rounded(dtype):
+    torch.manual_seed(0)
+    model, stats = nn.Linear(2, 2).to(dtype), ParamStats()
+    opt, before = torch.optim.SGD(model.parameters(), 1.0), model.weight.detach().double()
+    with watch(model, opt, stats):
+        model(torch.ones(2, 2, dtype=dtype)).sum().backward()
+        model.weight.grad = torch.randn(2, 2).to(dtype)
+        opt.step()
+
+    moved = (model.weight.detach().double() - before).norm().item()
+    assert stats.record().value("update_norm", "weight")[0] == pytest.approx(moved, rel=1e-6)
 
 
 def test_moments_whose_squares_leave_float32():

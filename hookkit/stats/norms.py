@@ -39,9 +39,17 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
     norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
     if norms.is_cpu:
-        for i in np.flatnonzero(norms.numpy() < _SMALL):
-            norms[i] = _small_norm(wide[i])
+        found = norms.numpy()
+        for i in np.flatnonzero((found < _SMALL) | (found == math.inf)):
+            norms[i] = _wider_norm(wide[i])
     return norms
+
+
+def changes(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
+    """`before` less `now`, unrounded: 16-bit tensors in float32, others into `before` itself."""
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in before]
+    torch._foreach_sub_(wide, now)
+    return wide
 
 
 def grad_norms_by_id(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -64,10 +72,10 @@ def arrays_of(tensors: Iterable[Tensor]) -> list[Any] | None:
     return None if any(x is None for x in arrays) else arrays
 
 
-_SMALL = 1e-16  # below, squares leave float32
+_SMALL = 1e-16  # below, squares leave float32; and above 1.8e19, where the norm is Inf
 
 
-def _small_norm(t: Tensor) -> Tensor:
+def _wider_norm(t: Tensor) -> Tensor:
     wider = torch.complex128 if t.is_complex() else torch.float64
     norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
     return norm

@@ -24,6 +24,7 @@ from hookkit.stats.norms import (
     FEW,
     FIELDS,
     arrays_of,
+    changes,
     grad_norms_by_id,
     local_values,
     norms_of,
@@ -217,9 +218,9 @@ class ParamStats(Exports, Callback):
             names = [name for name in live if self._before[name].device == device]
             before = [self._before[name] for name in names]
             sizes = norms_of(before)
-            torch._foreach_sub_(before, [local_values(live[name]) for name in names])
+            moved = changes(before, [local_values(live[name]) for name in names])
             grads = [None if (g := grads_of[n]) is None else local_values(g) for n in names]
-            table = rows_of(sizes, norms_of(before), grads)
+            table = rows_of(sizes, norms_of(moved), grads)
             tables[device] = spread(table, names, self.names)
         return tables
 
