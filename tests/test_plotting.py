@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +238,83 @@ def test_plot_updates_shows_its_line_whatever_the_pace() -> None:
 
     low, high = ax.get_ylim()
     assert low < -3 < np.log10(0.3) < high
+
+
+def test_plot_updates_shows_the_fastest_matrix_whole() -> None:
+    record = made.params(made.small_names(), 300)
+    table = record.value("update_ratio").copy()
+    table[0, 0] = 100.0  # one value in 1,200
+
+    ax = plotting.plot_updates(replace(record, values={**record.values, "update_ratio": table}))
+
+    assert ax.get_ylim()[1] > 2
+
+
+def test_where_no_matrix_ever_moved_the_steps_are_those_of_the_run() -> None:
+    record = made.params(made.small_names(), 50)
+    still = {**record.values, "update_ratio": np.zeros_like(record.value("update_ratio"))}
+
+    ax = plotting.plot_updates(replace(record, values=still))
+
+    low, high = ax.get_xlim()
+    assert low < 0 < 49 < high
+    assert "no finite value" in [text.get_text() for text in ax.texts]
+
+
+def drawn(line: Any) -> int:
+    """How many values of a line are seen: as part of a stroke, or as a marker."""
+    fine = np.isfinite(line.get_ydata())
+    beside = (fine[1:] & fine[:-1]).sum()
+    every = line.get_markevery()
+    marked = fine.sum() if every is None else len(every)
+    return int(beside + (marked if line.get_marker() not in ("None", "") else 0))
+
+
+@pytest.mark.parametrize("n", [10, 40])
+def test_a_layer_that_runs_every_other_step_is_seen(n: int) -> None:
+    run = made.run(n=n)
+    assert run.activations is not None
+    record = run.activations
+    for name in record.values:
+        record = made.with_values(record, name, (0, slice(None, None, 2)), np.nan)
+
+    for figure in (plotting.plot_stats(record), plotting.plot_layer_stats(record, 0)):
+        assert all(drawn(ax.lines[0]) >= n // 2 for ax in figure.axes[:2])
+
+
+@pytest.mark.parametrize(("layers", "behind"), [(3, True), (20, False)])
+def test_lines_of_a_long_run_are_smoothed_and_few_are_seen_as_they_are_too(
+    layers: int, behind: bool
+) -> None:
+    record = made.record([(f"fc{i}", "Linear") for i in range(layers)], 900)
+
+    ax = plotting.plot_stats(record).axes[0]
+
+    raw, smooth = record.value("mean", 0), plotdata.smoothed(record.value("mean", 0), 9)
+    assert np.array_equal(ax.lines[0].get_ydata(), raw if behind else smooth)
+    assert np.array_equal(ax.lines[layers if behind else 0].get_ydata(), smooth)
+    assert ax.get_title(loc="left").endswith("smoothed over 9 records")
+
+
+def test_a_recorder_that_saw_no_step_is_not_asked_for_again() -> None:
+    figure = plotting.plot_depth(made.run(n=0))
+
+    assert [ax.texts[0].get_text() for ax in figure.axes] == ["nothing was recorded"] * 2
+
+
+def test_in_a_dark_style_everything_is_seen() -> None:
+    finding = SimpleNamespace(rule="dead", severity="sick", layers=("act",), steps=(10, 19))
+
+    with plt.style.context("dark_background"):
+        updates = plotting.plot_updates(made.params(made.small_names(), 50))
+        whole = plotting.plot_run(made.run(n=30), findings=[finding])
+        picture = plotting.png(updates, dpi=30)
+
+    colours = [np.mean(mpl.colors.to_rgb(line.get_color())) for line in updates.lines]
+    assert min(colours) > 0.25
+    assert whole.axes[0].texts[0].get_color() == "black"  # its circle is white
+    pixels = plt.imread(BytesIO(picture))
+    assert pixels[0, 0, :3].max() == 0
 
 
 def test_plot_dead_falls_back_to_near_zero_and_says_so() -> None:

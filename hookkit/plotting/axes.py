@@ -13,7 +13,6 @@ import numpy as np
 from hookkit.plotting.plotdata import epoch_starts, layer_ticks, step_edges
 from hookkit.records import Record
 
-INK = "#222222"
 FAINT = "#9a9a9a"
 ALARM = "#d55e00"
 """Vermilion of Okabe and Ito's palette, which colour-blind readers can tell: NaN or Inf only."""
@@ -35,6 +34,11 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def ink(ax: Any) -> Any:
+    """The colour of text in the user's style: black, or white on a dark background."""
+    return ax.xaxis.label.get_color()
+
+
 def title(ax: Any, text: str, pad: float | None = None) -> None:
     """A small title at the left."""
     ax.set_title(literal(text), fontsize=10, loc="left", pad=pad)
@@ -49,17 +53,20 @@ def count_steps(ax: Any) -> None:
 def plain(ax: Any) -> None:
     """No box, a faint grid, small numbers."""
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(True, color="#e6e6e6", lw=0.6)
+    ax.grid(True, color=ink(ax), alpha=0.1, lw=0.6)
     ax.set_axisbelow(True)
     ax.tick_params(labelsize=8)
 
 
-def nothing(ax: Any, why: str) -> Any:
-    """An Axes that says why it is empty."""
+def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:
+    """An Axes that says why it is empty, without a scale unless x has a meaning all the same."""
     ax.text(
         0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", fontsize=8, color=FAINT
     )
-    ax.set_yticks([])
+    ax.yaxis.set_visible(False)
+    ax.xaxis.set_visible(keep_x)
+    ax.spines["left"].set_visible(False)
+    ax.spines[["bottom", "top", "right"]].set_visible(keep_x)
     return ax
 
 

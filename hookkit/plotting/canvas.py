@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError, missing_extra
-from hookkit.plotting.axes import INK, literal
+from hookkit.plotting.axes import ink, literal
 
 try:
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.colors import ListedColormap, Normalize, to_rgb, to_rgba
     from matplotlib.figure import Figure, FigureBase
     from matplotlib.patches import Patch
 except ImportError:
@@ -38,7 +38,9 @@ def offscreen() -> Iterator[None]:
 
 
 def png(picture: Any, dpi: int = 100) -> bytes:
-    """A Figure or Axes as the bytes of a PNG file, on white; a figure of pyplot's is closed.
+    """A Figure or Axes as the bytes of a PNG file; a figure of pyplot's is closed.
+
+    On the background that it was drawn for, white unless the user's style is a dark one.
 
     Raises:
         ArgumentError: `picture` is neither.
@@ -50,7 +52,9 @@ def png(picture: Any, dpi: int = 100) -> bytes:
             f"Give the Figure or the Axes that a plot_… function returned."
         )
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    ground = to_rgba(figure.get_facecolor())
+    ground = ground if ground[3] else "white"  # text on nothing may not be seen
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor=ground, metadata={"Software": None})
     if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
         pyplot().close(figure)
     return buffer.getvalue()
@@ -118,20 +122,22 @@ def colour_map(name: str, **extremes: Any) -> Any:
     return ListedColormap(mpl.colormaps[name](np.linspace(*ends, 256))).with_extremes(**extremes)
 
 
-def depth_colours(n: int) -> list[Any]:
-    """`n` colours from the first layer (dark) to the last (light, yet seen on white)."""
-    return list(mpl.colormaps["viridis"](np.linspace(0, 0.9, n)))
+def depth_colours(n: int, ax: Any) -> list[Any]:
+    """`n` colours from the first layer (dark) to the last (light), all seen on the background."""
+    ends = (0.25, 1.0) if np.mean(to_rgb(ink(ax))) > 0.5 else (0.0, 0.9)
+    return list(mpl.colormaps["viridis"](np.linspace(*ends, n)))
 
 
-def depth_scale(n: int) -> Any:
-    """What a colour bar needs to show `depth_colours(n)`."""
-    return ScalarMappable(Normalize(0, max(1, n - 1)), ListedColormap(depth_colours(256)))
+def depth_scale(n: int, ax: Any) -> Any:
+    """What a colour bar needs to show `depth_colours(n, ax)`."""
+    return ScalarMappable(Normalize(0, max(1, n - 1)), ListedColormap(depth_colours(256, ax)))
 
 
 def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
     """Below a figure: lines of text at the left, what its special colours mean at the right."""
     words = [Patch(fc="none", ec="none", label=literal(line)) for line in lines]
-    patches = [Patch(fc=c, ec=INK, lw=0.5, label=meaning) for meaning, c in colours.items()]
+    edge = mpl.rcParams["text.color"]
+    patches = [Patch(fc=c, ec=edge, lw=0.5, label=meaning) for meaning, c in colours.items()]
     if words:
         text = {"handlelength": 0, "handletextpad": 0, "loc": "outside lower left"}
         fig.legend(handles=words, fontsize=8, frameon=False, **text)

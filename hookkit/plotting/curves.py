@@ -10,9 +10,9 @@ from hookkit.plotting import plotdata
 from hookkit.plotting.axes import (
     BLUE,
     FAINT,
-    INK,
     KINDS,
     count_steps,
+    ink,
     literal,
     log_y,
     mark_broken,
@@ -25,6 +25,9 @@ from hookkit.plotting.axes import (
 )
 from hookkit.plotting.canvas import depth_colours, depth_scale, new_axes, new_figure
 from hookkit.records import Floats, Record
+
+FEW = 12
+"""Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
 
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
@@ -52,23 +55,18 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     ratio = plotdata.log10(record.value("update_ratio"))
     never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
-    _lines(
-        ax,
-        record,
-        ratio,
-        "Update : weight of matrices; dashed: −3, a healthy pace",
-        key=True,
-        ylabel="log10 ‖Δw‖ / ‖w‖",
-    )
-    ax.axhline(-3, color=INK, lw=1.2, ls="--")
-    low, high = plotdata.limits(ratio, 2.0) if np.isfinite(ratio).any() else (-4.0, -2.0)
-    ax.set_ylim(min(low, -3.3), max(high, -2.7))  # the line is what the others are measured by
+    head = "Update : weight of matrices; dashed: −3, a healthy pace"
+    _lines(ax, record, ratio, head, key=True, ylabel="log10 ‖Δw‖ / ‖w‖")
+    if np.isfinite(ratio).any():
+        low, high = plotdata.span(ratio)
+        low = max(low, float(np.nanmedian(ratio)) - 6)  # or one frozen matrix presses all flat
+        ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
+        ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # all are measured by the line
     if never.any():
         still = ", ".join(record.names[i] for i in np.flatnonzero(never))
         text = f"never moved: {plotdata.shorten(still, 80)}"
-        ax.annotate(
-            literal(text), (0.01, 0.02), xycoords="axes fraction", fontsize=8, weight="bold"
-        )
+        where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
+        ax.annotate(literal(text), (0.01, 0.02), **where)
     return ax
 
 
@@ -103,7 +101,6 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     record = plotdata.as_record(record, "activation", "gradient")
     row = record.layer(layer)
     fig = new_figure(fig, 10, 3)
-    marker = "." if len(record) < 30 else ""
     panels = {
         "mean": ("Mean", 1),
         "std": ("Standard deviation", 1),
@@ -112,8 +109,11 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     for ax, (statistic, (head, scale)) in zip(fig.subplots(1, 3), panels.items(), strict=True):
         values = scale * record.value(statistic, row)
         if not np.isfinite(values).any():
-            nothing(ax, "did not run" if len(record) else "nothing was recorded")
-        ax.plot(record.steps, values, color=BLUE, marker=marker)
+            _empty(ax, record)
+        smooth = _smooth(record)
+        line(ax, record.steps, values, color=BLUE, alpha=0.35 if smooth else 1.0)
+        if smooth:
+            line(ax, record.steps, plotdata.smoothed(values, smooth), color=BLUE)
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
@@ -131,16 +131,28 @@ def _lines(
     ylabel: str = "",
 ) -> None:
     """One line a layer over steps, with the axis in order."""
-    width = len(record) // 100
-    if width > 1 and len(table) > 12:  # or the noise of one layer hides all others
-        table = np.stack([plotdata.smoothed(row, width) for row in table])
-        head += f", mean over {width | 1} records"
+    if smooth := _smooth(record):  # or the noise of one layer hides all others
+        if len(table) <= FEW:
+            curves(ax, record, record.steps, table, key=False, alpha=0.25)
+        table = np.stack([plotdata.smoothed(row, smooth) for row in table])
+        head += f", smoothed over {smooth} records"
     curves(ax, record, record.steps, table, key=key)
     title(ax, head)
     ax.set_ylabel(ylabel, fontsize=9)
     _step_axis(ax, record, None)
-    if not len(record):
-        nothing(ax, "nothing was recorded")
+    if not np.isfinite(table).any():
+        _empty(ax, record)
+
+
+def _empty(ax: Any, record: Record) -> None:
+    there = len(record) > 0
+    nothing(ax, "no finite value" if there else "nothing was recorded", keep_x=there)
+
+
+def _smooth(record: Record) -> int:
+    """Over how many records to smooth a line; 0: there are few enough to see each."""
+    width = len(record) // 100
+    return width | 1 if width > 1 else 0
 
 
 def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
@@ -148,29 +160,47 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
         broken = plotdata.nonfinite(record)
         mark_broken(ax, record.steps, (broken if rows is None else broken[rows]).any(axis=0))
         mark_epochs(ax, record)
+        ends = [(record.steps[0], 0.0), (record.steps[-1], 0.0)]
+        ax.update_datalim(ends, updatey=False)  # also where the last, or all, have no value
+        ax.autoscale_view(scaley=False)
     count_steps(ax)
     plain(ax)
 
 
-def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, ls: str = "-") -> None:
+def curves(
+    ax: Any, record: Record, x: Any, table: Floats, *, key: bool, ls: str = "-", alpha: float = 1.0
+) -> None:
     """Lines coloured by depth, skipping layers without a value; `key` says which is which."""
     rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
-    colours = depth_colours(len(rows))
-    marker = "." if len(x) < 30 else ""
-    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, "ls": ls, "marker": marker}
+    colours = depth_colours(len(rows), ax)
+    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, "ls": ls, "alpha": alpha}
     lines = [
-        ax.plot(x, table[i], color=colour, **style)[0]
+        line(ax, x, table[i], color=colour, **style)
         for colour, i in zip(colours, rows, strict=True)
     ]
     if not key or not rows:
         return
-    if len(rows) <= 12:
+    if len(rows) <= FEW:
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
         legend = ax.legend(lines, map(str, rows), fontsize=7, frameon=False, **place)
         # named now: a label that begins with an underscore is left out of a legend
         for text, i in zip(legend.get_texts(), rows, strict=True):
             text.set_text(literal(plotdata.shorten(record.names[i] or "(model)", 28)))
         return
-    bar = ax.figure.colorbar(depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
+    bar = ax.figure.colorbar(depth_scale(len(rows), ax), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()
     name_layers(bar.ax.yaxis, [record.names[i] for i in rows], 16)
+
+
+def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
+    """One line, with a point where there are few values, or where one stands alone.
+
+    A layer that runs every other step has no two values side by side: nothing would be drawn.
+    """
+    known = np.pad(np.isfinite(y), 1)
+    alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+    if len(x) < 30:
+        style["marker"] = "."
+    elif len(alone):
+        style |= {"marker": ".", "markevery": alone.tolist()}
+    return ax.plot(x, y, **style)[0]

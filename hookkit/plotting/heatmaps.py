@@ -191,5 +191,5 @@ class Numbers:
         self.taken.append((number, slot, y))
         style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
         shift = {"xytext": (9 + (slot - first) * self.WIDTH, 0), "textcoords": "offset points"}
-        where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6}
+        where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6, "color": "black"}
         self.ax.annotate(f"{number}", (x, y), bbox=style, **shift, **where)

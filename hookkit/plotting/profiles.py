@@ -14,10 +14,10 @@ from hookkit.plotting.axes import (
     BLUE,
     BROKEN,
     FAINT,
-    INK,
     KINDS,
     ORANGE,
     count_steps,
+    ink,
     log_y,
     mark_broken,
     mark_epochs,
@@ -57,7 +57,8 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     ):
         if record is None or not len(record) or not len(record.names):
             recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[name]
-            nothing(ax, f"no {name}s recorded: add {recorder}()")
+            add = f"no {name}s recorded: add {recorder}()"
+            nothing(ax, add if record is None else "nothing was recorded")
             continue
         _profile(ax, record, steps)
         title(ax, f"{'Forward' if name == 'activation' else 'Backward'}: RMS of {KINDS[name]}")
@@ -69,7 +70,7 @@ def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
     broken, at = plotdata.nonfinite(record), np.arange(len(record.names))
     wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
     handles = []
-    for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
+    for colour, j in zip(depth_colours(len(columns), ax), columns, strict=True):
         rms, bad = table[:, j], broken[:, j]
         fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
         style = {"color": colour, "lw": 1.6, "label": f"{record.steps[j]}"}
@@ -180,7 +181,7 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
     at = plotdata.spikes(values)
     if len(at):
         word = f"{len(at)} spike{'s' * (len(at) > 1)}"
-        ax.plot(steps[at], values[at], "v", color=INK, ms=5, label=word)
+        ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5, label=word)
     plain(ax)
 
 
@@ -197,7 +198,7 @@ def _valid_points(ax: Any, points: list[tuple[float, float]], skip_start: int) -
         return np.zeros(0)
     at, losses = np.array(points).T
     fine = np.isfinite(losses)
-    style = {"color": ORANGE, "mec": INK, "mew": 0.6, "ms": 5, "lw": 1}
+    style = {"color": ORANGE, "mec": ink(ax), "mew": 0.6, "ms": 5, "lw": 1}
     ax.plot(at[fine], losses[fine], "o-", **style, label="validation loss")
     if not fine.all():
         top = {"transform": ax.get_xaxis_transform(), "color": ALARM, "label": f"{BROKEN} in it"}
