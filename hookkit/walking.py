@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPER_NAMES = ("DeepSpeedEngine",)  # classes of libraries that are not imported here
+_OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")  # torch.ao's and torchao's
 _MAX_NAMES = 64  # a net of shared blocks in shared blocks has exponentially many names
 
 
@@ -170,10 +171,19 @@ def opens(module: nn.Module) -> bool:
     return not isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule)
 
 
+def is_observer(module: nn.Module) -> bool:
+    """True for what quantization puts into a layer to watch its values, or to round them.
+
+    A Linear that is trained for int8 holds two of them, and stays a layer. What such a module sees
+    is what the layer gives; one within another is never called.
+    """
+    return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
+
+
 def is_leaf(module: nn.Module) -> bool:
-    """True if the module runs and nothing inside it does."""
-    inside = walk(module, opens)
-    return can_run(module) and not any(can_run(m) for _, m, _ in inside if m is not module)
+    """True if the module runs and nothing inside it does, but for observers of quantization."""
+    inside = (m for _, m, _ in walk(module, opens) if m is not module)
+    return can_run(module) and not any(can_run(m) and not is_observer(m) for m in inside)
 
 
 def edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

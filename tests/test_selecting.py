@@ -469,6 +469,16 @@ def test_a_module_that_holds_only_silent_containers_is_a_leaf() -> None:
     assert list(leaf_modules(nn.Sequential(Holder(), nn.ReLU()))) == ["0", "1"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_layer_that_quantization_observes_is_a_leaf_and_its_observers_are_none() -> None:
+    ao = pytest.importorskip("torch.ao.quantization")
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    net.qconfig = ao.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+
+    assert list(leaf_modules(ao.prepare_qat(net))) == ["0", "1", "2", "3"]
+    assert list(leaf_modules(ao.MinMaxObserver())) == [""]
+
+
 def test_can_run_sees_a_forward_of_the_instance() -> None:
     box = nn.ModuleList([])
     assert not can_run(box)

@@ -123,6 +123,21 @@ def test_norms_whose_squares_leave_float32():
     assert norms[0] > 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_layers_trained_for_quantization_are_recorded():
+    ao = pytest.importorskip("torch.ao.quantization")
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    model.qconfig = ao.get_default_qat_qconfig("fbgemm")
+    model, acts = ao.prepare_qat(model), ActivationStats()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, acts):
+        model(torch.randn(5, 4)).sum().backward()
+        opt.step()
+
+    assert acts.record().names == ("0", "2")
+    assert acts.record().value("count").tolist() == [[15], [5]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_updates_of_16_bit_weights_are_not_rounded(dtype):
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import nn
 
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.selecting.resolving import Asked, Pick, Selector
-from hookkit.walking import all_names, is_leaf, opens, unwrap, walk
+from hookkit.walking import all_names, is_leaf, is_observer, opens, unwrap, walk
 
 __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 
@@ -156,7 +156,8 @@ def leaf_modules(model: nn.Module) -> Selection:
     """The modules at the model's ends that run as modules, in the model's order.
 
     Shared ones once, no parametrizations, no containers that are never called, nothing inside
-    `nn.MultiheadAttention`, which calls no module. A model without children is its own leaf, `""`.
+    `nn.MultiheadAttention`, which calls no module, and no observers of quantization: a layer that
+    holds some is a leaf. A model without children is its own leaf, `""`.
 
     Raises:
         ArgumentError: `model` is no module.
@@ -166,5 +167,5 @@ def leaf_modules(model: nn.Module) -> Selection:
     """
     _check_model(model, "leaf_modules", "leaf_modules(model)")
     root = unwrap(model)
-    places = walk(root, into=opens)
-    return Selection(root, {n: Pick(n, m) for n, m, first in places if first and is_leaf(m)})
+    places = [(n, m) for n, m, first in walk(root, into=opens) if first and is_leaf(m)]
+    return Selection(root, {n: Pick(n, m) for n, m in places if m is root or not is_observer(m)})
