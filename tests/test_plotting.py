@@ -19,6 +19,7 @@ mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
 plotdata = pytest.importorskip("hookkit.plotting.plotdata")
+naming = pytest.importorskip("hookkit.plotting.naming")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {
@@ -196,6 +197,75 @@ def test_in_a_deep_net_one_box_holds_layers_that_lie_close_together() -> None:
     figure = plotting.plot_run(made.run(layers, n=30), findings=found)
 
     assert [text for text, _, _ in numbers(figure)] == ["1", "2", "2"]
+
+
+def test_a_finding_of_many_layers_names_the_first_and_counts_the_rest() -> None:
+    each = tuple(name for name, _ in made.transformer_names())
+    found = SimpleNamespace(rule="dead", severity="sick", layers=each, steps=())
+
+    figure = plotting.plot_run(made.run(made.transformer_names(), n=5), findings=[found])
+
+    text = figure.legends[0].get_texts()[0].get_text()
+    assert text.startswith("1  sick: dead · transformer.wte, transformer.wpe, ")
+    assert text.endswith("transformer.h.0.attn.q_proj and 288 more")
+
+
+@pytest.mark.parametrize("kind", ["activation", "gradient", "param"])
+def test_grey_and_black_say_what_they_mean_of_each_kind(kind: str) -> None:
+    layers = made.small_names()
+    record = made.params(layers, 9) if kind == "param" else made.record(layers, 9, kind)
+    shown = "update_ratio" if kind == "param" else "rms"
+    record = made.with_values(made.with_values(record, shown, 0, np.nan), shown, 1, 0.0)
+
+    figure = plotting.plot_run(record, findings=[])
+
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert (
+        said
+        == {
+            "activation": ["did not run", "all zero"],
+            "gradient": ["no gradient", "all zero"],
+            "param": ["not recorded", "did not move"],
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize("n", [300, 1500])
+def test_one_broken_layer_of_many_is_seen_on_a_screen(n: int) -> None:
+    record = made.record([(f"fc{i}", "Linear") for i in range(n)], 5, hist=False)
+    broken = made.with_values(record, "nonfinite", (137, 2), 1.0)
+
+    pictures = [plotting.png(plotting.plot_run(r, findings=[])) for r in (record, broken)]
+
+    whole, marked = (plt.imread(BytesIO(picture))[:, :850] for picture in pictures)
+    alarm = np.array(mpl.colors.to_rgb("#d55e00"))
+    seen = [np.abs(image[..., :3] - alarm).max(axis=-1) < 0.02 for image in (whole, marked)]
+    assert not seen[0].any()
+    assert seen[1].any()
+
+
+def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
+    names = ("lstm", "head", "lstm[1][0]", "lstm[1][1]")
+    record = made.record([(name, "Linear") for name in names], 8)
+    record = replace(record, meta={**record.meta, "dtype": list(names)})
+
+    shown = naming.by_module(record)
+
+    assert shown.names == ("lstm", "lstm[1][0]", "lstm[1][1]", "head")
+    assert shown.meta["dtype"] == list(shown.names)
+    for name in names:
+        assert np.array_equal(shown.value("mean", name), record.value("mean", name))
+        assert np.array_equal(shown.hist[shown.layer(name)], record.hist[record.layer(name)])
+    ticks = plotting.plot_depth(record).axes[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == list(shown.names)
+    assert "lstm[1][0]" in plotting.color_dim(record, 2).get_title(loc="left")  # as recorded
+    assert "lstm[1][0]" in plotting.plot_layer_stats(record, 2).get_suptitle()
+
+
+def test_the_last_layer_has_a_name() -> None:
+    names = [name for name, _ in made.transformer_names()]
+
+    assert naming.layer_ticks(names, 16)[-1] == (len(names) - 1, "lm_head")
 
 
 def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
@@ -513,7 +583,7 @@ def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
 def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None:
     layers = [name for name, _ in names()]
 
-    ticks = plotdata.layer_ticks(layers, most)
+    ticks = naming.layer_ticks(layers, most)
 
     places = [i for i, _ in ticks]
     assert 1 < len(ticks) <= max(most, 3) + 1

@@ -7,6 +7,8 @@ first layer (dark) to the last (light) and are safe for colour-blind readers; ve
 Inf and nothing else.
 
     canvas      figures, files, colours: the one file that imports matplotlib
+    plotdata    ticks, edges, limits, smoothing: what can be decided without matplotlib
+    naming      which layers, in which order, under which names
     axes        titles, layers' names, marks of epochs and of NaN or Inf
     heatmaps    plot_run
     spreads     color_dim, plot_density

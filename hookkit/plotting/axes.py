@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.plotting.plotdata import epoch_starts, layer_ticks, step_edges
+from hookkit.plotting.naming import layer_ticks
+from hookkit.plotting.plotdata import epoch_starts, step_edges
 from hookkit.records import Record
 
 FAINT = "#9a9a9a"

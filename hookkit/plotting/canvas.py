@@ -53,7 +53,7 @@ def png(picture: Any, dpi: int = 100) -> bytes:
         )
     buffer = BytesIO()
     ground = to_rgba(figure.get_facecolor())
-    ground = ground if ground[3] else "white"  # text on nothing may not be seen
+    ground = ground if ground[3] else to_rgba("white")  # text on nothing may not be seen
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=ground, metadata={"Software": None})
     if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
         pyplot().close(figure)

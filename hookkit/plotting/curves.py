@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.plotting import plotdata
+from hookkit.plotting import naming, plotdata
 from hookkit.plotting.axes import (
     BLUE,
     FAINT,
@@ -24,7 +24,7 @@ from hookkit.plotting.axes import (
     title,
 )
 from hookkit.plotting.canvas import depth_colours, depth_scale, new_axes, new_figure
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Record, as_record
 
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
@@ -63,8 +63,8 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # all are measured by the line
     if never.any():
-        still = ", ".join(record.names[i] for i in np.flatnonzero(never))
-        text = f"never moved: {plotdata.shorten(still, 80)}"
+        still = [record.names[i] for i in np.flatnonzero(never)]
+        text = f"never moved: {naming.listed(still, 80)}"
         where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
         ax.annotate(literal(text), (0.01, 0.02), **where)
     return ax
@@ -98,7 +98,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
 
     As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and |x| for near zero.
     """
-    record = plotdata.as_record(record, "activation", "gradient")
+    record = as_record(record, "activation", "gradient")
     row = record.layer(layer)
     fig = new_figure(fig, 10, 3)
     panels = {
@@ -117,7 +117,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
-    fig.suptitle(literal(f"{plotdata.label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
+    fig.suptitle(literal(f"{naming.label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
     return fig
 
 
@@ -185,7 +185,7 @@ def curves(
         legend = ax.legend(lines, map(str, rows), fontsize=7, frameon=False, **place)
         # named now: a label that begins with an underscore is left out of a legend
         for text, i in zip(legend.get_texts(), rows, strict=True):
-            text.set_text(literal(plotdata.shorten(record.names[i] or "(model)", 28)))
+            text.set_text(literal(naming.shorten(record.names[i] or "(model)", 28)))
         return
     bar = ax.figure.colorbar(depth_scale(len(rows), ax), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()

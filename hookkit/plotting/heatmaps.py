@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import ArgumentError
-from hookkit.plotting import plotdata
+from hookkit.plotting import naming, plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BROKEN,
@@ -23,7 +23,12 @@ from hookkit.plotting.axes import (
 from hookkit.plotting.canvas import colour_map, key, new_figure
 from hookkit.records import Record, Run
 
-WORDS = {"did not run": NEVER, "all zero": "black", BROKEN: ALARM}
+GREY_AND_BLACK = {
+    "activation": ("did not run", "all zero"),
+    "gradient": ("no gradient", "all zero"),
+    "param": ("not recorded", "did not move"),
+}
+"""What a cell without a number, and one of zero, says of a layer or parameter."""
 
 MOST_BOXES = 12
 """Of one finding: more would hide what they mark."""
@@ -37,8 +42,9 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
     Colour is log10 RMS (of outputs and of their gradients) and log10 of update:weight, whose map is
-    pale at the healthy −3, green below and purple above. Grey: the layer did not run; black: all
-    zero; vermilion: NaN or Inf.
+    pale at the healthy −3, green below and purple above. Grey: the layer did not run, or no
+    gradient reached it; black: all zero, or not moved; vermilion: NaN or Inf. In a deep net, or a
+    long run, a cell shows the largest of its neighbours, and the title says of how many.
 
     Args:
         run: a Run, a Record, a recorder or a driver.
@@ -60,51 +66,70 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
         nothing(fig.subplots(), "nothing was recorded")
         return fig
     axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    met: set[str] = set()
+    met: dict[str, list[str]] = {}
     for ax, record, height in zip(axes, panels, heights, strict=True):
-        met |= _heat(ax, record, most_labels=int(8 * height))
+        for colour, word in _heat(ax, record, height).items():
+            met[colour] = [*dict.fromkeys([*met.get(colour, []), word])]
         mark_epochs(ax, record, label=ax is axes[0])
     count_steps(axes[-1])
     lines = _mark_findings(axes, panels, found)
-    key(fig, {word: colour for word, colour in WORDS.items() if word in met}, lines)
+    key(fig, {" / ".join(words): colour for colour, words in met.items()}, lines)
     return fig
 
 
 def _height(record: Record) -> float:
-    """Of a panel, in inches."""
-    return min(2.6, max(1.1, 0.16 * len(record.names) + 0.5))
+    """Of a panel, in inches: every layer a pixel high, and what is named legible."""
+    n = len(record.names)
+    return max(1.1, min(2.6, 0.16 * n + 0.5), min(6.5, n / SHARPNESS + MARGIN))
 
 
-def _heat(ax: Any, record: Record, most_labels: int) -> set[str]:
-    """One heat-map with its colour bar; which of `WORDS` its special colours say."""
-    statistic, what, cmap = {
-        "activation": ("rms", "log10 RMS", "viridis"),
-        "gradient": ("rms", "log10 RMS", "viridis"),
-        "param": ("update_ratio", "log10\nupdate:weight", "PRGn_r"),
-    }[record.kind]
-    table, broken = plotdata.log10(record.value(statistic)), plotdata.nonfinite(record)
-    low, high = (-5.0, -1.0) if record.kind == "param" else plotdata.limits(table)
+SHARPNESS, MARGIN = 90, 0.4
+"""Rows to an inch that a screen of 100 dots to an inch can show; inches of a panel beside them."""
+
+
+def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
+    """One heat-map with its colour bar; its special colours, and what they say."""
+    param = record.kind == "param"
+    table, broken = (
+        plotdata.log10(record.value(_STATISTIC[record.kind])),
+        plotdata.nonfinite(record),
+    )
+    low, high = (-5.0, -1.0) if param else plotdata.limits(table)
     shown = np.clip(table, low, high)
     shown[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
     shown[broken] = high + 9
-    shown, edges, merged = plotdata.pool(shown, plotdata.step_edges(record.steps), 800)
-    colours = colour_map(cmap, bad=NEVER, under="black", over=ALARM)
-    rows = np.arange(len(record.names) + 1) - 0.5
-    mesh = ax.pcolormesh(edges, rows, shown, cmap=colours, vmin=low, vmax=high, rasterized=True)
-    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=12)
-    bar.set_label(what, fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    ends, most = np.arange(len(record.names) + 1.0) - 0.5, int((height - MARGIN) * 100)
+    shown, edges, columns = plotdata.pool(shown, plotdata.step_edges(record.steps), 800)
+    shown, ends, merged = plotdata.pool(shown.T, ends, most)
+    colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under="black", over=ALARM)
+    mesh = ax.pcolormesh(edges, ends, shown.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
+    _bar(ax, mesh, param)
     ax.tick_params(labelsize=8)
     ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
-    name_layers(ax.yaxis, record.names, most_labels)
-    head = (
-        "Update : weight of parameters"
-        if record.kind == "param"
-        else f"RMS of {KINDS[record.kind]}"
-    )
-    title(ax, head + (f", each column the largest of {merged} records" if merged > 1 else ""))
-    there = (np.isnan(table) & ~broken, shown < low - 1, broken)
-    return {word for word, cells in zip(WORDS, there, strict=True) if cells.any()}
+    name_layers(ax.yaxis, record.names, int(8 * height))
+    title(ax, _head(record, columns, merged))
+    grey, black = GREY_AND_BLACK[record.kind]
+    there = {NEVER: np.isnan(table) & ~broken, "black": np.isneginf(table) & ~broken, ALARM: broken}
+    words = {NEVER: grey, "black": black, ALARM: BROKEN}
+    return {colour: words[colour] for colour, cells in there.items() if cells.any()}
+
+
+_STATISTIC = {"activation": "rms", "gradient": "rms", "param": "update_ratio"}
+
+
+def _bar(ax: Any, mesh: Any, param: bool) -> None:
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=12)
+    bar.set_label("log10\nupdate:weight" if param else "log10 RMS", fontsize=8)
+    if param:
+        bar.set_ticks([-5, -4, -3, -2, -1], labels=["≤ −5", "−4", "−3", "−2", "≥ −1"])
+    bar.ax.tick_params(labelsize=7)
+
+
+def _head(record: Record, columns: int, rows: int) -> str:
+    param = record.kind == "param"
+    head = "Update : weight of parameters" if param else f"RMS of {KINDS[record.kind]}"
+    merged = [f"{columns} records"] * (columns > 1) + [f"{rows} layers"] * (rows > 1)
+    return head + (f", each cell the largest of {' × '.join(merged)}" if merged else "")
 
 
 def diagnosed(run: Run) -> Sequence[Any]:
@@ -138,7 +163,7 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
             gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
             for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
                 numbers[ax].put(number, *_box(ax, record, block[0], block[-1], finding.steps))
-        where = plotdata.shorten(", ".join(named), 90)
+        where = naming.listed(named, 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
 

@@ -11,61 +11,10 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.records import Floats, Ints, Record, Run, as_record, as_run
+from hookkit.plotting.naming import as_record, as_run
+from hookkit.records import Floats, Ints, Record, Run
 
-__all__ = ["as_record", "as_run"]  # of records.py: what every picture begins with
-
-
-def shorten(name: str, width: int = 24) -> str:
-    """`name` in at most `width` characters, cut in the middle: both ends tell layers apart.
-
-    >>> shorten("encoder.layers.11.self_attn.out_proj", 20)
-    'encoder.l…n.out_proj'
-    """
-    if len(name) <= width:
-        return name
-    tail = width // 2
-    return f"{name[: width - tail - 1]}…{name[-tail:]}"
-
-
-def tail(name: str, width: int) -> str:
-    """The end of `name` in at most `width` characters, cut at a dot where there is one.
-
-    >>> tail("transformer.h.11.attn.q_proj", 18), tail("a_very_long_name_indeed", 12)
-    ('…h.11.attn.q_proj', '…name_indeed')
-    """
-    if len(name) <= width:
-        return name
-    end = name[1 - width :]
-    whole = end if name[-len(end) - 1] == "." else end.partition(".")[2]
-    return f"…{whole or end}"
-
-
-def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[tuple[int, str]]:
-    """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
-
-    All of them where they fit; else the first layer of each block (`h.0`, `h.1`, …), at the
-    finest level that still fits, and of those as many as keep their distance.
-
-    >>> layer_ticks([f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")], most=4)
-    [(0, 'h.0'), (2, 'h.1'), (4, 'h.2'), (6, 'h.3')]
-    """
-    if len(names) <= most:
-        return [(i, shorten(name or "(model)", width)) for i, name in enumerate(names)]
-    paths = [name.split(".") for name in names]
-    starts: list[int] = []
-    depth = 1
-    for depth in range(1, max(map(len, paths)) + 1):
-        heads = [path[:depth] for path in paths]
-        starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
-        if len(starts) * 2 > most:
-            break
-    apart = len(names) / most
-    kept: list[int] = []
-    for i in starts:
-        if not kept or i - kept[-1] >= apart:
-            kept.append(i)
-    return [(i, shorten(".".join(paths[i][:depth]), width)) for i in kept]
+__all__ = ["as_record", "as_run"]  # what every picture begins with
 
 
 def epoch_starts(record: Record, most: int = 12) -> list[tuple[float, int]]:
@@ -290,11 +239,6 @@ def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:
         for row, end in zip(run.valid, ends, strict=True)
         if isinstance(row.get("valid_loss"), (int, float, np.number))
     ]
-
-
-def label(record: Record, row: int) -> str:
-    """A layer's name and type, for a title."""
-    return f"{record.names[row] or '(model)'} ({record.types[row]})"
 
 
 def nonfinite(record: Record) -> Any:

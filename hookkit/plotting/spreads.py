@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.plotting import plotdata
+from hookkit.plotting import naming, plotdata
 from hookkit.plotting.axes import (
     ALARM,
     BROKEN,
@@ -23,7 +23,7 @@ from hookkit.plotting.axes import (
 )
 from hookkit.plotting.canvas import colour_map, new_axes, new_figure
 from hookkit.plotting.curves import curves
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Record, as_record
 
 FLOOR = 1e-4
 """The smallest share of values with a colour of its own."""
@@ -50,7 +50,8 @@ def color_dim(
         OptionError: no histograms were recorded, or `ax` was given for many layers.
         SelectionError: there is no such layer.
     """
-    record = plotdata.as_record(record, "activation", "gradient")
+    record = as_record(record, "activation", "gradient")
+    record = naming.by_module(record) if layer is None else record
     if layer is None and ax is not None:
         raise OptionError(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."
@@ -66,7 +67,7 @@ def color_dim(
         title(ax, f"Spread of {KINDS[record.kind]}, {layers} in order{alarm}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
-        title(ax, f"Spread of {KINDS[record.kind]}: {plotdata.label(record, rows[0])}")
+        title(ax, f"Spread of {KINDS[record.kind]}: {naming.label(record, rows[0])}")
     if rows and len(record):
         _tiles(ax, record, rows, grid)
     else:
@@ -87,21 +88,21 @@ class Grid:
     @classmethod
     def of(cls, n: int) -> Grid:
         """For `n` tiles, none dropped."""
-        for most, columns, height, size, room in (
+        sizes = (
             (1, 1, 4.0, 8, 80),
             (4, 4, 2.4, 8, 31),
             (24, 4, 1.5, 8, 31),
             (72, 6, 1.1, 6, 26),
-        ):
-            if n <= most:
-                return cls(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
-        return cls(-(-n // 10), 10, 0.75, 5, 18)
+        )
+        deep = (n, 8, 0.8, 6, 19)
+        _, columns, height, size, room = next((s for s in sizes if n <= s[0]), deep)
+        return cls(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
 
     def name(self, record: Record, row: int) -> str:
         """What fits over a tile; of long names the end, which tells neighbours apart."""
-        whole = plotdata.label(record, row)
+        whole = naming.label(record, row)
         name = whole if len(whole) <= self.room else record.names[row] or record.types[row]
-        return plotdata.tail(name, self.room)
+        return naming.tail(name, self.room)
 
 
 def _check_hist(record: Record) -> None:
@@ -155,7 +156,7 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
         mark_epochs(ax, record)
         ax.tick_params(labelsize=size)
     else:
-        ends = [int(record.steps[0]), int(record.steps[-1])]
+        ends = sorted({int(record.steps[0]), int(record.steps[-1])})
         ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=size)
     ax.tick_params(length=2)
     ax.spines[:].set_visible(False)

@@ -1,0 +1,118 @@
+"""Which rows a picture shows, in which order, and what it calls them.
+
+Nothing here imports matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hookkit import records
+from hookkit.records import Record, Run
+
+
+def as_run(source: Any) -> Run:
+    """`records.as_run`, with the layers of each record as they follow each other in the model."""
+    run = records.as_run(source)
+    activations = None if run.activations is None else by_module(run.activations)
+    gradients = None if run.gradients is None else by_module(run.gradients)
+    return replace(run, activations=activations, gradients=gradients)
+
+
+def as_record(source: Any, *kinds: str) -> Record:
+    """`records.as_record`, with its layers as they follow each other in the model."""
+    return by_module(records.as_record(source, *kinds))
+
+
+def by_module(record: Record) -> Record:
+    """`record` with each further output of a module (`lstm[1][0]`) next to its first.
+
+    As recorded they come last, as they were found when the modules ran.
+    """
+    owners = [name.partition("[")[0] for name in record.names]
+    first = {owner: i for i, owner in reversed([*enumerate(owners)])}
+    order = sorted(range(len(owners)), key=lambda i: first[owners[i]])
+    if record.kind == "param" or order == sorted(order):
+        return record
+    by_row = {k: v for k, v in record.meta.items() if isinstance(v, list) and len(v) == len(order)}
+    return replace(
+        record,
+        names=tuple(record.names[i] for i in order),
+        types=tuple(record.types[i] for i in order),
+        values={key: table[order] for key, table in record.values.items()},
+        hist=None if record.hist is None else record.hist[order],
+        meta={**record.meta, **{k: [v[i] for i in order] for k, v in by_row.items()}},
+    )
+
+
+def shorten(name: str, width: int = 24) -> str:
+    """`name` in at most `width` characters, cut in the middle: both ends tell layers apart.
+
+    >>> shorten("encoder.layers.11.self_attn.out_proj", 20)
+    'encoder.l…n.out_proj'
+    """
+    if len(name) <= width:
+        return name
+    tail = width // 2
+    return f"{name[: width - tail - 1]}…{name[-tail:]}"
+
+
+def listed(names: Sequence[str], width: int) -> str:
+    """As many of `names` as fit in about `width` characters, and how many there are besides.
+
+    >>> listed(["conv1", "conv2", "fc"], 12), listed(["fc"], 12)
+    ('conv1, conv2 and 1 more', 'fc')
+    """
+    fit = [name for i, name in enumerate(names) if len(", ".join(names[: i + 1])) <= width]
+    fit = fit or [shorten(name, width) for name in names[:1]]
+    more = len(names) - len(fit)
+    return ", ".join(fit) + (f" and {more} more" if more else "")
+
+
+def tail(name: str, width: int) -> str:
+    """The end of `name` in at most `width` characters, cut at a dot where there is one.
+
+    >>> tail("transformer.h.11.attn.q_proj", 18), tail("a_very_long_name_indeed", 12)
+    ('…h.11.attn.q_proj', '…name_indeed')
+    """
+    if len(name) <= width:
+        return name
+    end = name[1 - width :]
+    whole = end if name[-len(end) - 1] == "." else end.partition(".")[2]
+    return f"…{whole or end}"
+
+
+def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[tuple[int, str]]:
+    """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
+
+    All of them where they fit; else the first layer of each block (`h.0`, `h.1`, …), at the
+    finest level that still fits, and of those as many as keep their distance.
+
+    >>> layer_ticks([f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")], most=4)
+    [(0, 'h.0'), (2, 'h.1'), (4, 'h.2'), (6, 'h.3')]
+    """
+    if len(names) <= most:
+        return [(i, shorten(name or "(model)", width)) for i, name in enumerate(names)]
+    paths = [name.split(".") for name in names]
+    starts: list[int] = []
+    depth = 1
+    for depth in range(1, max(map(len, paths)) + 1):
+        heads = [path[:depth] for path in paths]
+        starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
+        if len(starts) * 2 > most:
+            break
+    apart = len(names) / most
+    kept: list[int] = []
+    for i in starts:
+        if not kept or i - kept[-1] >= apart:
+            kept.append(i)
+    if len(kept) > 2:
+        kept[-1] = starts[-1]  # the end of the net, as its beginning, has a name
+    return [(i, shorten(".".join(paths[i][:depth]), width)) for i in kept]
+
+
+def label(record: Record, row: int) -> str:
+    """A layer's name and type, for a title."""
+    return f"{record.names[row] or '(model)'} ({record.types[row]})"
