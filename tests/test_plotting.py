@@ -605,6 +605,37 @@ def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str
     assert (np.diff(places) > 0).all()
 
 
+@pytest.mark.parametrize("ends", [(-9.0, 40.0), (-2000.0, 0.6), (-0.3, 0.3)])
+def test_negative_and_positive_values_are_labelled_at_the_same_sizes(
+    ends: tuple[float, float],
+) -> None:
+    edges = log_bins().edges
+    first, last = np.searchsorted(edges, ends)
+
+    _, labels = plotdata.bin_ticks(edges, int(first), int(last), 7)
+
+    negative, positive = (
+        {x.strip("−") for x in labels if (x[0] == "−") == s} for s in (True, False)
+    )
+    assert "0" in labels
+    assert negative
+    assert len(positive) > 1
+    assert negative <= positive or positive - {"0"} <= negative
+
+
+@pytest.mark.parametrize("ends", [(0.2, 0.4), (0.5, 0.8), (-3e-3, -2e-3), (300.0, 700.0)])
+def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> None:
+    edges = log_bins().edges
+    first, last = np.searchsorted(edges, ends)
+
+    places, labels = plotdata.bin_ticks(edges, int(first) - 1, int(last), 7)
+
+    assert len(labels) >= 2
+    values = [float(label.replace("−", "-")) for label in labels]
+    finite = np.isfinite(edges)
+    assert np.interp(places, np.arange(len(edges))[finite], edges[finite]) == pytest.approx(values)
+
+
 def test_labels_of_small_values_keep_clear_of_zero() -> None:
     edges = log_bins(-40, 8, 1).edges
 

@@ -119,24 +119,29 @@ def _round_step(rough: float) -> float:
 
 
 def _log_ticks(low: float, high: float, value: Floats, most: int) -> tuple[Floats, list[str]]:
-    """±10^k and 0 inside [low, high], as many decades on both sides as fit in `most` ticks."""
-    smallest = int(np.ceil(np.log10(np.abs(value[value != 0]).min()) - 1e-9))
-    tops = [int(np.floor(np.log10(max(abs(v), 1e-300)) + 1e-9)) for v in (low, high)]
-    counts = [max(0, top - smallest + 1) for top in tops]
-    every = max(1, -(-sum(counts) // max(1, most - 1)))
-    ticks = {
-        s * 10.0**k
-        for s, top in ((-1, tops[0]), (1, tops[1]))
-        for k in range(top, smallest - 1, -every)
-    }
-    inside = sorted(t for t in {*ticks, 0.0} if low <= t <= high)
-    return np.array(inside), [_power(t) for t in inside]
+    """±10^k and 0 inside [low, high]: of both signs the same decades, as many as `most` allows."""
+    if low <= 0 <= high:
+        smallest = int(np.ceil(np.log10(np.abs(value[value != 0]).min()) - 1e-9))
+    else:
+        smallest = int(np.floor(np.log10(min(abs(low), abs(high))) + 1e-9))
+    sizes = [max(-low, 1e-300), max(high, 1e-300)]  # of the negative values, of the positive
+    tops = [int(np.floor(np.log10(size) + 1e-9)) for size in sizes]
+    decades = sum(max(0, top - smallest + 1) for top in tops)
+    every = max(1, -(-decades // max(1, most - 1)))
+    powers = 10.0 ** np.arange(max(tops), smallest - 1, -every)
+    for lead in ([1], [1, 2, 5], np.arange(1, 10, 0.5)):  # finer, where values are close together
+        ticks = np.outer(lead, powers).ravel()
+        inside = np.unique([t for t in (0.0, *ticks, *-ticks) if low <= t <= high])
+        if len(inside) >= 2:
+            break
+    return inside, [_power(t) for t in inside]
 
 
 def _power(tick: float) -> str:
     if 0.01 <= abs(tick) <= 1000 or not tick:
         return f"{tick:g}"
-    return f"{'-' if tick < 0 else ''}1e{round(np.log10(abs(tick)))}"
+    lead, _, power = f"{tick:.1e}".partition("e")
+    return f"{lead.removesuffix('.0')}e{int(power)}"
 
 
 def used_bins(used: Any) -> tuple[int, int]:
