@@ -28,6 +28,13 @@ class StatsList(L):  # type: ignore[misc]
         table = torch.tensor(rows, dtype=torch.float32).reshape(2, len(self), n)
         return table.transpose(1, 2).contiguous()
 
+    def __repr__(self) -> str:
+        inside = f", each {self[0]._what()}" if len(self) else ""
+        return f"StatsList({len(self)} record{'s' * (len(self) != 1)}{inside})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # L's writes out every number
+
 
 class BatchStats(L):  # type: ignore[misc]
     """The layers of one record, by number or by name; and where it was made.
@@ -48,6 +55,16 @@ class BatchStats(L):  # type: ignore[misc]
             listed = ", ".join(f'"{name}"' for name in near)
             raise SelectionError(f'no recorded layer is called "{layer}". Nearest: {listed}.')
         return self.items[self.names.index(layer)]
+
+    def _what(self) -> str:
+        layers = f"{len(self)} layer{'s' * (len(self) != 1)}"
+        return f"{layers} × {' '.join(self.items[0])}" if len(self) else layers
+
+    def __repr__(self) -> str:
+        return f"BatchStats(step {self.step}, epoch {self.epoch}: {self._what()})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 class LayerStats(Exports, StatsCallback):
@@ -124,9 +141,10 @@ class LayerStats(Exports, StatsCallback):
 
     def _units(self, layer: int | str, which: int) -> list[int]:
         if not self.options.window:
+            who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
             raise OptionError(
                 f"units were asked for, {type(self).__name__} did not look at them. "
-                f"Make it with {type(self).__name__}(units=True)."
+                f"Make it with {who}(units=True)."
             )
         row = self._row(layer)
         for bank in self.tally.banks.values():
@@ -135,25 +153,32 @@ class LayerStats(Exports, StatsCallback):
                 return seen[which].nonzero().flatten().tolist()  # sync: one per read-out
         return []
 
-    def color_dim(
-        self, layer: int | str | None = None, figsize: Any = (10, 5), ax: Any = None
-    ) -> Any:
-        """The colorful dimension of one layer, or of all: `plotting.color_dim`; the Axes.
+    def color_dim(self, layer: int | str | None = None, figsize: Any = None, ax: Any = None) -> Any:
+        """The colorful dimension of one layer, or of all: `plotting.color_dim`.
+
+        Args:
+            layer: a number in `names`, or a name; None draws every layer.
+            figsize: width and height in inches; default (10, 5), or what all layers need.
+            ax: where to draw the one layer.
+
+        Returns:
+            The Axes of one layer, or the Figure of all.
 
         Raises:
-            OptionError: no histogram was recorded.
+            OptionError: no histogram was recorded, or `ax` was given for every layer.
         """
         record = self._with_hist()  # before matplotlib is asked for
 
         from hookkit import plotting
+        from hookkit.plotting.canvas import new_axes, new_figure
 
         if layer is None:
-            return plotting.color_dim(record)
+            figure = None if figsize is None or ax is not None else new_figure(None, *figsize)
+            return plotting.color_dim(record, ax=ax, fig=figure)
+        row = self._row(layer)  # before a figure is made
         if ax is None:
-            from hookkit.plotting.canvas import new_axes
-
-            ax = new_axes(None, *figsize)
-        return plotting.color_dim(record, layer=self._row(layer), ax=ax)
+            ax = new_axes(None, *(figsize or (10, 5)))
+        return plotting.color_dim(record, layer=row, ax=ax)
 
     def plot_layer_stats(self, layer: int | str) -> Any:
         """Mean, std and share near zero of one layer over steps: `plotting.plot_layer_stats`."""

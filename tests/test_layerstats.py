@@ -1,0 +1,65 @@
+"""Reading what layers did: short where it is shown, and nothing asked for is passed over."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit.errors import OptionError, SelectionError
+from hookkit.stats import ActivationStats, GradientStats
+from hookkit.watching import watch
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats(with_hist=True, units=True), GradientStats()) as w:
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+            opt.step()
+    return w
+
+
+def test_statistics_are_shown_in_one_line(recorded: Any) -> None:
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    stats = recorded.activation_stats.stats
+
+    assert repr(stats).startswith("StatsList(3 records, each 2 layers × count mean std rms ")
+    assert repr(stats[1]).startswith("BatchStats(step 1, epoch 0: 2 layers × count mean std rms ")
+    assert pretty(stats) == repr(stats)
+    assert pretty(stats[1]) == repr(stats[1])
+    assert repr(ActivationStats().stats) == "StatsList(0 records)"
+
+
+def test_gradients_are_not_offered_units_that_they_have_not(recorded: Any) -> None:
+    with pytest.raises(OptionError, match=r"GradientStats did not .*with ActivationStats\(units"):
+        recorded.gradient_stats.dead_units(0)
+
+
+def test_a_size_asked_for_all_layers_is_kept(recorded: Any) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+
+    figure = recorded.activation_stats.color_dim(figsize=(7, 6))
+
+    assert figure.get_size_inches().tolist() == [7, 6]
+    plt.close(figure)
+
+
+def test_one_axes_for_all_layers_is_refused(recorded: Any) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+
+    with pytest.raises(OptionError, match="one Axes was given for 2 layers"):
+        recorded.activation_stats.color_dim(ax=figure.subplots())
+
+
+def test_a_layer_that_is_unknown_leaves_no_empty_figure(recorded: Any) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    before = plt.get_fignums()
+
+    with pytest.raises(SelectionError, match='no recorded layer is called "fc"'):
+        recorded.activation_stats.color_dim("fc")
+
+    assert plt.get_fignums() == before
