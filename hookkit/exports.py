@@ -83,7 +83,7 @@ def to_csv(source: Any, path: str | Path) -> Path:
     """
     path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:  # whatever the system's is
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for record in records:

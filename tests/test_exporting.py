@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,21 @@ def test_pandas_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
         to_df(record())
+
+
+def test_csv_is_utf_8_whatever_the_system_prefers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path.open
+
+    def opened(self: Path, mode: str = "r", encoding: str = "ascii", **options: Any) -> Any:
+        return plain(self, mode, encoding=None if "b" in mode else encoding, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+    path = to_csv(replace(record(), names=("größe", "層")), tmp_path / "run.csv")
+
+    assert "größe" in path.read_bytes().decode("utf-8")
 
 
 def test_csv_has_every_value_in_full(tmp_path: Path) -> None:
