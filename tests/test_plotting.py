@@ -128,6 +128,23 @@ def test_an_unknown_layer_is_an_error_with_the_nearest_names() -> None:
         plotting.plot_layer_stats(made.run(n=20), "fc3")
 
 
+ODD = ("größe_слой", "日本語", "fire🔥", "a$b$", "<b>", "two\nlines", "_hidden", "n" * 120, "")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_layers_of_any_name_are_drawn_without_a_warning(name: str) -> None:
+    picture = PICTURES[name](made.run([(odd, "Linear") for odd in ODD], n=6))
+
+    assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+
+
+def test_what_the_font_has_no_sign_for_is_a_box_and_the_rest_stays() -> None:
+    ax = plotting.plot_dead(made.record([(odd, "Linear") for odd in ODD], 6))
+
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names[:6] == ["größe_слой", "□□□", "fire□", r"a\$b\$", "<b>", "two lines"]
+
+
 def test_what_holds_no_record_is_refused() -> None:
     with pytest.raises(ArgumentError, match="a run was asked for, int was given"):
         plotting.plot_run(3)

@@ -6,7 +6,7 @@ where there are several. Steps are optimizer steps; dotted lines mark epochs; co
 first layer (dark) to the last (light) and are safe for colour-blind readers; vermilion means NaN or
 Inf and nothing else.
 
-    canvas      figures, files, colours: the one file that imports matplotlib
+    canvas      figures, files, colours; imports matplotlib, or says how to get it
     plotdata    ticks, edges, limits, smoothing: what can be decided without matplotlib
     naming      which layers, in which order, under which names
     axes        titles, layers' names, marks of epochs and of NaN or Inf

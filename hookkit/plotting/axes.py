@@ -1,11 +1,12 @@
 """How every picture dresses its axes: titles, names of layers, marks of epochs and of NaN or Inf.
 
-Nothing here imports matplotlib: an axis, or a figure, is given.
+An axis, or a figure, is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,34 @@ KINDS = {"activation": "activations", "gradient": "gradients", "param": "paramet
 
 
 def literal(text: str) -> str:
-    """`text` as it stands: between two dollar signs matplotlib would read a formula.
+    """`text` as it stands, on one line, with □ for what the user's font has no sign for.
+
+    Between two dollar signs matplotlib would read a formula; for each missing sign it would warn.
 
     >>> literal("cost in $ or $US")
     'cost in \\\\$ or \\\\$US'
     """
-    return text.replace("$", r"\$")
+    text = " ".join(text.replace("$", r"\$").splitlines())
+    if text.isascii():
+        return text
+    known = _signs(_fonts())
+    return "".join(c if c.isascii() or ord(c) in known else "□" for c in text)
+
+
+def _fonts() -> tuple[str, ...]:
+    """The files of the fonts that text is drawn in."""
+    from matplotlib import rcParams  # late: that it is missing is for canvas to tell
+    from matplotlib.font_manager import FontProperties, findfont
+
+    return tuple(findfont(FontProperties(family=[family])) for family in rcParams["font.family"])
+
+
+@lru_cache(maxsize=8)
+def _signs(fonts: tuple[str, ...]) -> frozenset[int]:
+    """The code points that one of these fonts can draw."""
+    from matplotlib.font_manager import get_font
+
+    return frozenset(code for font in fonts for code in get_font(font).get_charmap())
 
 
 def ink(ax: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one file that imports matplotlib: figures, files, colours. No global setting is changed."""
+"""Figures, files, colours: matplotlib is imported here. No global setting is changed."""
 
 from __future__ import annotations
 
