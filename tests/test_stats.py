@@ -357,6 +357,16 @@ def test_gradients_of_outputs_are_autograds() -> None:
     assert record.value("std", "1")[0] == pytest.approx(want.std().item(), rel=1e-5)
 
 
+def test_a_models_own_scaler_is_not_taken_for_a_grad_scaler() -> None:
+    learn = synth_learner(cbs=GradientStats(of="both"))
+    learn.model.scaler = nn.Identity()
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert learn.gradient_stats.record().value("rms", "a").all()
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_linear_of_sequences_is_handed_on_as_it_is(inplace: bool) -> None:
     """Its output is a view, whose own hook an in-place operation would lose."""

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -96,8 +96,7 @@ class Callback:
     @property
     def name(self) -> str:
         """The class name in snake case, without a trailing `Callback`."""
-        word = re.sub(r"Callback$", "", type(self).__name__) or "Callback"
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
+        return _snake_case(type(self).__name__)
 
     def cleanup_fit(self) -> None:
         """Takes down what `before_fit` set up. Not an event: it is always called.
@@ -147,6 +146,12 @@ class Callback:
 
     def __repr__(self) -> str:
         return type(self).__name__
+
+
+@cache
+def _snake_case(word: str) -> str:
+    word = re.sub(r"Callback$", "", word) or "Callback"
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
 
 
 def _method(cb: Callback, event: str) -> Callable[[], object] | None:

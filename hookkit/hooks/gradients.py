@@ -62,7 +62,7 @@ def on_grad(
         i = next(numbers)
         if not t.requires_grad:
             return t
-        shared = memories[_memory(t)] > 1 or (not is_compiling() and needs_tap(t, versions))
+        shared = memories[_memory(t)] > 1 or (not is_compiling() and _needs_tap(t, versions))
         handed = tap(t) if several or shared or is_compiling() else t
         listen(handed, partial(receive, i))
         if shared and watched is not None:
@@ -82,8 +82,7 @@ def versions_of(*inputs: Any) -> dict[int, int]:
     return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
 
 
-def needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
-    """Whether `t` is more than what a module returned, given its inputs' `versions_of`."""
+def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
     if t.is_leaf or t._is_view():
         return True
     return versions is not None and versions.get(id(t)) == t._version

@@ -184,9 +184,9 @@ class StatsCallback(HookCallback):
 
 def unscale_of(driver: Any) -> Tensor | None:
     """1 / the scale that AMP's GradScaler has put on this batch's loss, on its device, or None."""
-    scaler = getattr(driver, "scaler", None)
-    if scaler is None:
-        scaler = getattr(getattr(driver, "accelerator", None), "scaler", None)
+    scaler = vars(driver).get("scaler")  # its own: the model may have one of another kind
+    if scaler is None and driver.accelerator is not None:
+        scaler = getattr(driver.accelerator, "scaler", None)
     return inverse_scale(scaler)
 
 

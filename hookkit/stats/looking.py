@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled, nn
 from hookkit.errors import HookError
 from hookkit.hooks import recomputing
 from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable, is_compiling
-from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, needs_tap, note_version
+from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, note_version
 from hookkit.moments.tallies import Tally
 from hookkit.nested import describe, named_leaves, pick
 from hookkit.selecting import Selection
@@ -107,19 +107,26 @@ class AfterGradients(WhenOn):
         if target is None or not target[0].on:
             return None
         _, general, receive = target
-        if receive is None or type(output) is not Tensor or is_compiling():
+        plain = type(output) is Tensor and len(args) == 1 and not kwargs
+        if not plain or receive is None or is_compiling() or type(args[0]) is not Tensor:
             return general(module, args, kwargs, output)
         if output.requires_grad and is_grad_enabled():
-            if needs_tap(output, general.target.versions):
-                own = _own_base(module, args, output)
-                if own is None:
-                    return general(module, args, kwargs, output)
-                output = own
-            listen(output, receive)
+            own: Tensor | None = output
+            if output._is_view():
+                own = _own_base(module, args[0], output)
+            elif output.is_leaf or (output is args[0] and _is_as_before(general, output)):
+                own = None
+            if own is None:
+                return general(module, args, kwargs, output)
+            listen(own, receive)
         return None
 
 
-def _own_base(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+def _is_as_before(general: Dispatcher, t: Tensor) -> bool:
+    return bool(general.target.versions.get(id(t)) == t._version)
+
+
+def _own_base(module: nn.Module, given: Tensor, output: Tensor) -> Tensor | None:
     """What the output of a `Linear` for three and more dimensions is a view of, and all of it.
 
     Nobody else has it, so its gradient is the output's, in another shape, and it keeps its hook
@@ -128,8 +135,7 @@ def _own_base(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
     base = output._base
     if base is None or type(module) is not nn.Linear or base.numel() != output.numel():
         return None
-    given = args[0]._base if args and type(args[0]) is Tensor else base
-    return None if given is base or args[0] is base else base  # a hook may hand on its input
+    return None if given is base or given._base is base else base  # a hook may hand on its input
 
 
 def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attached:
