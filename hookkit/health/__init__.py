@@ -56,10 +56,11 @@ RULES: tuple[Rule, ...] = (
     still.constant_init,
     slips.grads_pile_up,
     signals.input_scale,
+    curves.target_scale,
     signals.bad_init,
     updates.momentum,
-    updates.lr_too_high,
     updates.weight_decay,
+    updates.lr_too_high,
     updates.lr_too_low,
     noise.dropout,
     noise.small_batch,
@@ -131,9 +132,15 @@ def _silent(record: Record) -> tuple[str, ...]:
     return tuple(name for name, seen in zip(record.names, told, strict=True) if not seen)
 
 
+_BLOWS_UP = {"non_finite", "diverging", "exploding"}
+
 _BRINGS = {
-    "input_scale": {"saturated", "dead", "zero_gradient"},
-    "momentum": {"lr_too_high", "diverging", "dead", "saturated"},
+    "input_scale": {"saturated", "dead", "zero_gradient", *_BLOWS_UP},
+    "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
+    "momentum": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
+    "weight_decay": {"lr_too_high", "vanishing", "zero_gradient"},
+    "lr_too_high": {"dead", "saturated", *_BLOWS_UP},
+    "fp16_underflow": {"zero_gradient", "vanishing"},
 }
 """A cause, and what it brings about."""
 

@@ -1,7 +1,7 @@
 """Losses that need not fall: of players, of policies and energies, of a target that moves.
 
 A loss that does not fall is no illness where no training is meant to bring it down. `excuse` tells
-by what it is known; `curves.not_learning` then is a note.
+by what it is known; `curves.not_learning` then is a note, and to all rules the loss is unknown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,17 @@ def excuse(run: Run) -> Excuse | None:
         return _DIFFERENCE
     if run.params is not None and (names := _followers(run.params)):
         return Excuse(f"{names[0]}, frozen, follows what is trained", *_MOVING)
+    if (growth := max(map(_growth, filter(None, (run.activations, run.gradients))), default=0)) > 2:
+        return Excuse(f"a step saw {growth:.2g} times as much at the end as at first", *_LONGER)
     return None
+
+
+def learns(run: Run) -> bool | None:
+    """`reading.improved`, and None also where the loss need not fall."""
+    fell = read.improved(run)
+    if fell is False and np.isfinite(read.end_level(read.losses(run))) and excuse(run):
+        return None
+    return fell
 
 
 def loss_name(run: Run) -> str:
@@ -76,6 +86,17 @@ def _cycle(record: Record) -> int:
         if _alike(shares[:, n:], shares[:, :-n]).mean() > 0.95:
             return n if n > 1 else 0
     return 0
+
+
+def _growth(record: Record) -> float:
+    """How many times as much a step shows to the layers in the last third as in the first."""
+    if "count" not in record.values or len(record) < 6:
+        return 0.0
+    counts = record.values["count"] / record.spans
+    counts = counts[(np.nan_to_num(counts) > 0).all(axis=1)]
+    third = len(record) // 3
+    grew = counts[:, -third:].mean(axis=1) / counts[:, :third].mean(axis=1)
+    return float(grew.min()) if len(counts) else 0.0
 
 
 def _alike(a: Floats, b: Floats) -> npt.NDArray[np.bool_]:
@@ -116,4 +137,11 @@ _MOVING = (
     "gradient descent",
     "a target that moves with the model (a teacher, a target network): such a loss need not fall",
     "judge by the reward, or by a probe, not by this loss",
+)
+
+_LONGER = (
+    "where a step of the last third sees more than twice as much as one of the first",
+    "the definition: the losses of different data cannot be compared",
+    "data that grow with the run: episodes that last longer as the agent learns, longer sequences",
+    "judge by the reward, or by the loss on data that stay the same",
 )

@@ -31,17 +31,44 @@ def initial_loss(run: Run) -> Iterator[Finding]:
     excess = (first - chance) / chance
     if excess <= 1:
         return
-    recovers = read.improved(run) is True
+    guesses = excess > 4 and read.end_level(series) > chance  # several heads begin above it too
+    recovers = read.improved(run) is True and not guesses
     yield Finding(
         "initial_loss",
         "info" if recovers else "warn",
         (),
         (0, 0),
-        f"the first loss is {first:.3g}; guessing among {n_classes} classes gives {chance:.3g}",
-        "more than twice ln C",
+        f"the first loss is {first:.3g}; guessing among {n_classes} classes gives {chance:.3g}"
+        + (", and the run does not end below that" if guesses else ""),
+        "more than twice ln C; an alarm where the loss does not fall, or from five times ln C, "
+        "where it stays above ln C",
         f"cs231n, Neural Networks Part 3: look for correct loss at chance performance; {CHECKER}",
         "a head that begins too large, inputs that are not standardised, or wrong labels",
         "standardise the inputs and begin the last layer with small weights",
+    )
+
+
+def target_scale(run: Run) -> Iterator[Finding]:
+    """A regression whose first error is huge: targets nobody standardised, or a summed loss."""
+    name, series = aims.loss_name(run), read.losses(run)
+    if name not in ("mse", "l1", "smoothl1", "huber"):
+        return
+    first = float(series[np.isfinite(series)][0])
+    error = max(first, 0.0) ** (0.5 if name == "mse" else 1.0)
+    if error <= 20:
+        return
+    yield Finding(
+        "target_scale",
+        "warn" if aims.learns(run) is False and not read.creeps(run) else "info",
+        (),
+        (0, 0),
+        f"the first error is {error:.3g} ({name} {first:.3g})",
+        "above 20, where standardised targets give about 1; an alarm if the loss does not fall",
+        "LeCun et al. 1998, Efficient BackProp, of inputs: mean 0 and variance 1; "
+        "20: hookkit, measured",
+        "targets that are not standardised, so that the output takes very many steps to reach "
+        "them; or a loss that is summed over the batch",
+        "scale the targets to mean 0 and standard deviation 1; average the loss",
     )
 
 
@@ -52,6 +79,9 @@ def not_learning(run: Run) -> Iterator[Finding]:
         return
     start, end = read.start_level(series), read.end_level(series)
     worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
+    if read.creeps(run):
+        yield _creeping(series, start, end)
+        return
     why = aims.excuse(run) if np.isfinite(end) else None
     if why is not None:
         what = f"the loss began at {start:.3g} and ends at {end:.3g}; {why.evidence}"
@@ -76,6 +106,20 @@ def not_learning(run: Run) -> Iterator[Finding]:
         "lower the learning rate; check that zero_grad() runs every step"
         if worse
         else "try to learn one batch by heart: a sound model and loss can",
+    )
+
+
+def _creeping(series: Floats, start: float, end: float) -> Finding:
+    return Finding(
+        "not_learning",
+        "info",
+        (),
+        (0, len(series) - 1),
+        f"the loss began at {start:.3g} and ends at {end:.3g}: it falls slowly, and steadily",
+        "less than 5 % below its start, where it falls by 2 % and beyond its noise to the end",
+        f"{CHECKER}: 5 %; 2 %: hookkit, measured",
+        "a learning rate that is low, or a run that has only begun",
+        "train longer, or try a learning rate 3 to 10 times as high",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.records import Run
@@ -18,7 +19,7 @@ def dropout(run: Run) -> Iterator[Finding]:
     """Dropout that leaves less than a tenth, while the loss does not fall."""
     record = read.activations(run)
     rows = [i for i in read.rows(record, DROPOUTS) if i]
-    if not rows or read.improved(run) is not False:
+    if not rows or aims.learns(run) is not False:
         return
     left = 1 - read.table(record, "zero")
     with np.errstate(all="ignore"):  # what was 0 before it does not count as dropped

@@ -14,6 +14,9 @@ from hookkit.records import Floats, Record, Run
 MIN_RECORDS = 10
 """Fewer records than this say nothing: a rule never speaks on one batch."""
 
+ENOUGH_LOSSES = 50
+"""In fewer steps than this a loss that does not fall says nothing."""
+
 RELU_LIKE = frozenset({"ReLU", "ReLU6"})
 PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
 EMBEDDINGS = frozenset({"Embedding", "EmbeddingBag"})
@@ -138,12 +141,20 @@ def improved(run: Run) -> bool | None:
 
     Coming down from a wild first loss to chance (ln of the number of classes) is no progress; a
     loss that begins far below chance is a model that had learnt before, and counts as fallen.
-    Below 0 and maximised, it is a likelihood that is to rise.
+    Below 0 and maximised, it is a likelihood that is to rise. In fewer than `ENOUGH_LOSSES` steps
+    only a loss that rises says something: one that stays may have had no time.
     """
     try:
         series = losses(run, 20)
     except Missing:
         return None
+    fell = _fell(run, series)
+    if len(series) < ENOUGH_LOSSES and not fell:
+        return None if end_level(series) <= 1.5 * abs(start_level(series)) else False
+    return fell
+
+
+def _fell(run: Run, series: Floats) -> bool:
     start, end = start_level(series), end_level(series)
     if run.info.get("maximize") and start < 0:
         return end > start + 0.05 * abs(start)
@@ -154,6 +165,26 @@ def improved(run: Run) -> bool | None:
         if start > chance and (abs(end - chance) < 0.05 * chance or end > 10 * chance):
             return False
     return bool(end < start - 0.05 * abs(start))
+
+
+def creeps(run: Run) -> bool:
+    """Whether the loss falls by less than 5 %, steadily and by far more than its noise.
+
+    By 2 % or more (below chance, where that is known), from quarter to quarter of the run, and in
+    the later half still by four standard errors: a first drop alone is none.
+    """
+    series = losses(run)
+    known = series[np.isfinite(series)]
+    if len(known) < ENOUGH_LOSSES or np.isinf(end_level(series)):
+        return False
+    n = len(known) // 4
+    levels = [float(known[i * n : (i + 1) * n].mean()) for i in range(4)]
+    spread = 1.4826 * float(np.median(np.abs(np.diff(known)))) / np.sqrt(2)
+    chance = float(np.log(run.info.get("n_classes") or np.inf))
+    falls = min(start_level(series), chance) - end_level(series)
+    steady = levels[0] > levels[1] > levels[2] > levels[3]
+    lasts = levels[1] - levels[3] > 4 * spread * np.sqrt(2 / n)
+    return bool(steady and lasts and falls > 0.02 * abs(end_level(series)))
 
 
 def drifts(record: Record) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.health.signals import SAGEMAKER
@@ -24,7 +25,7 @@ def zero_init(run: Run) -> Iterator[Finding]:
     which = read.matrices(record)
     norm = read.table(record, "weight_norm")
     zero = [i for i in which if norm[i, 0] == 0]
-    if not zero or len(zero) < len(which) / 2 or read.improved(run) is not False:
+    if not zero or len(zero) < len(which) / 2 or aims.learns(run) is not False:
         return
     yield Finding(
         "zero_init",
@@ -51,7 +52,7 @@ def constant_init(run: Run) -> Iterator[Finding]:
         return  # `zero_init`
     yield Finding(
         "constant_init",
-        "sick" if read.improved(run) is False else "warn",
+        "sick" if aims.learns(run) is False else "warn",
         read.names(record, sorted(hit)),
         read.span(record, slice(0, 1)),
         f"the weights of {len(hit)} layers in a row all begin at one value",
@@ -140,14 +141,14 @@ def _stopped(run: Run, record: Record) -> Iterator[Finding]:
     update = np.nan_to_num(read.table(record, "update_norm")[which], nan=1.0)
     moves = np.flatnonzero((update > 0).any(axis=0))
     grads = np.nan_to_num(read.table(record, "grad_norm")[which])
-    if not len(moves) or moves[-1] >= len(record) // 2 or read.improved(run) is True:
+    if not len(moves) or moves[-1] >= len(record) // 2 or aims.learns(run) is True:
         return
     rest = slice(int(moves[-1]) + 1, None)
     before = np.median(grads[:, : rest.start].sum(axis=0))
     if np.median(grads[:, rest].sum(axis=0)) > 0.1 * before:  # else it has arrived
         yield Finding(
             "unmoved",
-            "sick" if read.improved(run) is False else "warn",
+            "sick" if aims.learns(run) is False else "warn",
             (),
             read.span(record, rest),
             f"no matrix moves after step {int(record.steps[moves[-1]])}, though gradients go on",

@@ -1,0 +1,98 @@
+"""What a loss says to the other rules: too short to tell, slow, excused, huge at first."""
+
+import numpy as np
+from test_health import FLAT, N, acts, alarms, falling, found, weights
+from test_health_causes import EVEN
+
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+CE = {"n_classes": 10, "loss_func": "CrossEntropyLoss"}
+MSE = {"loss_func": "MSELoss"}
+SHRINKS = acts(("Linear",) * 5, std=[1, 3e-2, 3e-3, 3e-4, 1], count=[64] * 5)
+DEFAULT = acts(("Linear",) * 5, std=[1, 0.5, 0.2, 0.08, 1])
+
+
+# how long
+
+
+def test_a_loss_that_stays_in_a_few_steps_says_nothing_and_one_that_rises_does():
+    few = FLAT[:30]
+
+    assert alarms(Run(SHRINKS, losses=few)) == set()
+    assert alarms(Run(SHRINKS, losses=FLAT)) == {"bad_init", "not_learning"}
+    assert "bad_init" in alarms(Run(SHRINKS, losses=few * np.linspace(1, 9, 30)))
+
+
+def slow(fall, n=300, noise=0.02):
+    return 2.3 - np.linspace(0, fall, n) + np.random.default_rng(4).normal(0, noise, n)
+
+
+def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
+    drops = FLAT + 0.08 * np.exp(-np.arange(300) / 20)
+
+    assert alarms(Run(losses=drops)) == {"not_learning"}
+    assert alarms(Run(losses=slow(0.09, noise=1.0))) == {"not_learning"}
+
+
+# excused
+
+
+def test_a_loss_that_need_not_fall_is_no_witness_for_other_rules():
+    turns = weights(5, update_norm=[EVEN, EVEN, EVEN, ~EVEN, ~EVEN])
+
+    assert alarms(Run(SHRINKS, params=turns, losses=FLAT)) == set()
+    assert "bad_init" in alarms(Run(SHRINKS, params=weights(5), losses=FLAT))
+
+
+def episodes(growth):
+    return acts(count=[np.linspace(20, 20 * growth, N)] * 3)
+
+
+def test_episodes_that_last_longer_make_a_loss_that_rises():
+    rises = np.linspace(3, 9, 300)
+
+    f = found(Run(episodes(8), losses=rises), "not_learning")
+
+    assert f.severity == "info"
+    assert "times as much at the end" in f.evidence
+    assert alarms(Run(episodes(1.2), losses=rises)) == {"diverging"}
+
+
+# the first loss
+
+
+def test_a_wild_first_loss_that_never_comes_below_chance_is_an_alarm():
+    wild = falling(start=16.0, end=3.3)
+
+    assert alarms(Run(losses=wild, info=CE)) == {"initial_loss"}
+    assert alarms(Run(losses=falling(start=16.0, end=1.0), info=CE)) == set()
+
+
+def test_targets_that_nobody_standardised_are_named_where_the_loss_stays():
+    far = 2.7e4 * (1 + 0.01 * np.random.default_rng(0).normal(size=300))
+
+    f = found(Run(losses=far, info=MSE), "target_scale")
+
+    assert (f.severity, diagnose(Run(losses=far, info=MSE))[0].rule) == ("warn", "target_scale")
+    assert f.evidence.startswith("the first error is 16")
+    assert alarms(Run(losses=falling(start=2.7e4, end=3e3), info=MSE)) == set()
+    assert "target_scale" not in diagnose(Run(losses=far / 1e3, info=MSE)).rules
+    assert "target_scale" not in diagnose(Run(losses=far)).rules
+
+
+# initial weights
+
+
+def test_what_pytorchs_own_weights_do_to_the_variance_is_no_alarm():
+    assert found(Run(DEFAULT, losses=FLAT), "bad_init").severity == "info"
+    grows = acts(("Linear",) * 5, std=[1, 2, 5, 12.5, 1])
+
+    assert found(Run(grows, losses=FLAT), "bad_init").severity == "warn"
+
+
+def test_weights_that_begin_too_large_come_before_what_they_bring():
+    grows = acts(("Linear",) * 5, std=[1, 12, 150, 1500, 1], nonfinite=[0, 0, 0, 0, EVEN])
+    run = Run(grows, params=weights(update_ratio=[2.0] * 4), losses=FLAT)
+
+    assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "lr_too_high", "non_finite"]
