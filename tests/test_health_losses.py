@@ -1,6 +1,7 @@
 """What a loss says to the other rules: too short to tell, slow, excused, huge at first."""
 
 import numpy as np
+import pytest
 from test_health import FLAT, N, acts, alarms, falling, found, weights
 from test_health_causes import EVEN
 
@@ -26,6 +27,17 @@ def test_a_loss_that_stays_in_a_few_steps_says_nothing_and_one_that_rises_does()
 
 def slow(fall, n=300, noise=0.02):
     return 2.3 - np.linspace(0, fall, n) + np.random.default_rng(4).normal(0, noise, n)
+
+
+@pytest.mark.parametrize("info", [{}, CE])
+def test_a_loss_that_falls_slowly_and_steadily_is_a_note(info):
+    rates = weights(update_ratio=[3e-5] * 4)
+
+    f = found(Run(params=rates, losses=slow(0.09), info=info), "not_learning")
+
+    assert (f.severity, "slowly" in f.evidence) == ("info", True)
+    assert alarms(Run(params=rates, losses=slow(0.09), info=info)) == set()
+    assert alarms(Run(params=rates, losses=slow(0.01))) == {"lr_too_low", "not_learning"}
 
 
 def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
@@ -96,3 +108,49 @@ def test_weights_that_begin_too_large_come_before_what_they_bring():
     run = Run(grows, params=weights(update_ratio=[2.0] * 4), losses=FLAT)
 
     assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "lr_too_high", "non_finite"]
+
+
+# the learning rate
+
+
+def leaps(to):
+    ratio = np.full((4, N), 1e-3)
+    ratio[:, 0] = to
+    return weights(update_ratio=ratio)
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warn"), (None, "warn")])
+def test_one_step_larger_than_the_weights_is_too_high_whatever_the_loss_says(losses, severity):
+    assert found(Run(params=leaps(4.0), losses=losses), "lr_too_high").severity == severity
+    assert alarms(Run(params=leaps(0.9), losses=losses)) == set()
+
+
+def test_a_rate_too_high_comes_before_the_units_it_kills():
+    later = np.zeros((3, N))
+    later[1, 20:] = 0.95
+
+    d = diagnose(Run(acts(dead=later), params=leaps(4.0)))
+
+    assert [(f.rule, f.severity) for f in d] == [("lr_too_high", "sick"), ("dead", "sick")]
+
+
+def test_a_decay_that_is_set_comes_before_the_steps_it_makes():
+    info = {"lr": [0.01], "weight_decay": [10.0]}
+
+    d = diagnose(Run(params=weights(update_ratio=[0.3] * 4), losses=FLAT, info=info))
+
+    assert [f.rule for f in d][:2] == ["weight_decay", "lr_too_high"]
+
+
+def test_an_eps_that_holds_adam_back_is_named():
+    info = {"optimizer": "Adam", "lr": [1e-3]}
+    held = weights(update_norm=[8e-5] * 4)  # of 64 weights: 1e-5 each
+
+    f = found(Run(params=held, losses=slow(0.09), info=info), "lr_too_low")
+
+    assert (f.severity, "eps" in f.cause) == ("warn", True)
+    assert "by 0.01 of its learning rate" in f.evidence
+    assert "Adam moves" in f.evidence
+    for other in ({"optimizer": "SGD", "lr": [1e-3]}, {**info, "lr": [1e-5]}):
+        assert alarms(Run(params=held, losses=slow(0.09), info=other)) == set()
+    assert alarms(Run(params=held, losses=falling(), info=info)) == set()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.records import Floats, Record, Run
@@ -20,12 +21,13 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
     record, which, ratio = _ratios(run)
     early = read.median(ratio[:, :20], axis=1)
     peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
-    learns = read.improved(run)
+    learns = aims.learns(run)
+    lost = (peak > 1) & (len(which) > 1)  # one step larger than the weights: nothing is left
     fast = (early > 0.1) | (peak > 0.5)
     if learns:  # something is learnt: only what cannot be meant is an alarm
-        fast = (early > 0.05) & (peak > 0.5) & (len(which) > 1)  # a head of its own may leap
+        fast = lost | ((early > 0.05) & (peak > 0.5) & (len(which) > 1))  # a lone head may leap
     elif learns is None:
-        fast = read.median(ratio, axis=1) > 0.1
+        fast = lost | (read.median(ratio, axis=1) > 0.1)
     if fast.mean() <= 0.5:
         return
     yield Finding(
@@ -35,7 +37,8 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         read.span(record),
         f"update:weight of {fast.sum()} of {len(which)} matrices is {read.median(early):.2g} early "
         f"and up to {peak.max():.2g}" + (" while the loss does not fall" * (learns is False)),
-        "above 1e-1 in most matrices (where the loss falls: 5e-1 in one step)",
+        "above 1e-1 in most matrices (where the loss falls or is unknown: 1 in one step, which "
+        "leaves nothing of the weights)",
         f"{CHECKER}: log10 within -4 and -1; {CS231N}",
         "the learning rate is too high"
         + (" (or the loss is climbed: a wrong sign)" if learns is False else ""),
@@ -48,7 +51,7 @@ def momentum(run: Run) -> Iterator[Finding]:
     if "momentum" not in run.info:
         raise read.Missing("momentum unknown")
     most = max(run.info["momentum"], default=0.0)
-    if not 0.99 < most < 1 or read.improved(run) is not False:
+    if not 0.99 < most < 1 or aims.learns(run) is not False:
         return
     yield Finding(
         "momentum",
@@ -71,22 +74,55 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     whole = read.median(ratio, axis=1)
     slow = (whole < 1e-4) & (not read.in_turns(run))
     early = read.median(ratio[:, :20], axis=1)  # what leapt at first is not slow: it broke
-    learns = read.improved(run)
-    if slow.mean() <= 0.5 or learns or (early > 1e-2).mean() > 0.5 or fades(record):
+    learns = aims.learns(run)
+    if learns or (early > 1e-2).mean() > 0.5 or fades(record):
+        return
+    if learns is False and (share := _share_of_rate(run, record, which)) < 0.03:
+        yield _held_by_eps(run, record, which, share)
+        return
+    if slow.mean() <= 0.5:
         return
     yield Finding(
         "lr_too_low",
-        "info" if learns is None else "warn",
+        "info" if learns is None or read.creeps(run) else "warn",
         read.names(record, [i for i, s in zip(which, slow, strict=True) if s]),
         read.span(record),
         f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
-        + ("" if learns is None else " and the loss does not fall"),
+        + ("" if learns is None else " and the loss hardly falls"),
         "below 1e-4 in most matrices",
         f"{CHECKER}: log10 within -4 and -1; {CS231N}",
         "the learning rate is too low"
         + (", or most steps are below the precision of the weights" * bool((whole == 0).any()))
         + (", or gradients are clipped to almost nothing" * _clipped(record)),
         "multiply the learning rate by 10 (nothing, if this is fine-tuning and it is meant)",
+    )
+
+
+def _share_of_rate(run: Run, record: Record, which: list[int]) -> float:
+    """Adam's late steps as a share of its learning rate, by element; inf of other optimizers."""
+    rates = [lr for lr in run.info.get("lr", ()) if lr > 0]
+    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam") or not rates:
+        return float("inf")
+    size = np.sqrt(np.array(read.meta(record, "numel", np.nan), float)[which])
+    step = read.median(read.table(record, "update_norm")[which][:, -read.MIN_RECORDS :], axis=1)
+    return float(read.median(step / size)) / float(min(rates))
+
+
+def _held_by_eps(run: Run, record: Record, which: list[int], share: float) -> Finding:
+    optimizer = run.info["optimizer"]
+    return Finding(
+        "lr_too_low",
+        "warn",
+        read.names(record, which),
+        read.span(record, slice(-read.MIN_RECORDS, None)),
+        f"{optimizer} moves each weight by {share:.2g} of its learning rate a step, and the loss "
+        "hardly falls",
+        "below 3e-2 in the last records",
+        "Kingma & Ba 2015, Adam, 2.1: its steps are about as large as the learning rate; "
+        "3e-2: hookkit, measured",
+        "an eps that is large against the gradients (eps itself, gradients clipped to almost "
+        "nothing, or a loss that is scaled down)",
+        "use Adam's default eps of 1e-8, or scale the loss up",
     )
 
 
@@ -148,13 +184,13 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     shared = float(np.median(size[: max(1, len(size) // 2)]) / size[-1]) < 1e-3**0.5
     hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6 and shared
     if not vanish:
-        hit = ratio > 70 and order < -0.6 and read.improved(run) is not True
+        hit = ratio > 70 and order < -0.6 and aims.learns(run) is not True
     severity = {True: "warn", False: "sick", None: "warn" if vanish else "info"}
     if not hit:
         return
     yield Finding(
         "vanishing" if vanish else "exploding",
-        severity[read.improved(run)],
+        severity[aims.learns(run)],
         (first, last),
         read.span(record, slice(0, grads.shape[1])),
         f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
@@ -182,7 +218,7 @@ def weight_decay(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "weight_decay",
-        "warn" if read.improved(run) else "sick",
+        "warn" if aims.learns(run) else "sick",
         layers,
         (0, max(run.n_steps - 1, 0)),
         evidence,
@@ -207,7 +243,7 @@ def _shrunk(run: Run, record: Record) -> tuple[str | None, tuple[str, ...]]:
     with np.errstate(all="ignore"):
         left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
     hit = left < 0.1
-    if not which or hit.mean() <= 0.5 or read.improved(run):
+    if not which or hit.mean() <= 0.5 or aims.learns(run):
         return None, ()
     layers = read.names(record, [i for i, h in zip(which, hit, strict=True) if h])
     kept = float(read.median(left[hit]))
