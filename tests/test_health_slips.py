@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_health import FLAT, N, alarms, falling, found, weights
+from test_health import FLAT, N, acts, alarms, falling, found, weights
 from torch import nn
 
 from hookkit import ParamStats, watch
@@ -60,13 +60,15 @@ def test_ascent_is_a_matter_of_what_steps_can_do():
         assert "ascent" not in diagnose(Run(params=p, losses=rising(by))).rules
 
 
-def test_ascent_needs_every_step():
-    p = weights(4)
+def test_ascent_is_seen_in_some_of_the_steps_but_not_in_merged_ones():
+    p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
     every_other = dataclasses.replace(p, steps=2 * p.steps)
+    merged = dataclasses.replace(every_other, spans=np.full(N, 2))
+    losses = rising(2.0, 2 * N)
 
-    d = diagnose(Run(params=every_other, losses=rising(1.0, 2 * N)))
-
-    assert dict(d.unjudged)["ascent"] == "not every step of parameters"
+    assert "49% of all" in found(Run(params=every_other, losses=losses), "ascent").evidence
+    d = diagnose(Run(params=merged, losses=losses))
+    assert dict(d.unjudged)["ascent"] == "not each step of parameters by itself"
 
 
 def test_maximize_is_ascent_where_the_loss_cannot_be_meant_to_rise():
@@ -132,3 +134,76 @@ def test_zeros_are_left_to_their_own_rule():
     p.values["weight_norm"][:, 1:] = 5.0
 
     assert alarms(Run(params=p, losses=FLAT)) == {"zero_init", "not_learning"}
+
+
+# gradients that pile up
+
+
+def summed(n, every=1, noise=0.0):
+    """Norms of a running sum of gradients that partly agree, at every so many steps."""
+    steps = np.arange(0, n, every)
+    jitter = np.exp(noise * np.random.default_rng(3).normal(size=len(steps)))
+    return steps, 0.1 * (steps + 1) ** 0.75 * jitter
+
+
+def sampled(norms, steps):
+    """`norms` as the gradients of one matrix of two."""
+    k = len(steps)
+    p = weights(2, n=k, grad_norm=[norms, np.zeros(k)])
+    return dataclasses.replace(p, steps=steps)
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warn"), (FLAT, "sick")])
+def test_a_sum_of_gradients_is_known_also_from_every_tenth_step(losses, severity):
+    steps, norms = summed(300, 10)
+
+    f = found(Run(params=sampled(norms, steps), losses=losses), "grads_pile_up")
+
+    assert f.severity == severity
+    fresh = sampled(summed(300, 10, noise=0.3)[1], steps)
+    assert "grads_pile_up" not in alarms(Run(params=fresh, losses=losses))
+
+
+def test_a_sum_that_is_smooth_and_tenfold_needs_no_losses():
+    norms = summed(200)[1]
+
+    assert alarms(Run(grad_norms=norms)) == {"grads_pile_up"}
+    assert alarms(Run(grad_norms=np.minimum(norms, 0.5))) == set()
+
+
+def test_a_norm_that_grows_late_is_no_sum():
+    late = 0.1 * np.exp(np.linspace(0, 4, 300))  # as large targets make it, step by step
+
+    assert "grads_pile_up" not in alarms(Run(losses=FLAT, grad_norms=late))
+
+
+# a sigmoid before binary_cross_entropy_with_logits
+
+BCE = {"loss_func": "BCEWithLogitsLoss"}
+
+
+def test_a_sigmoid_at_the_end_is_one_too_many_for_a_loss_with_logits():
+    last = acts(("Linear", "ReLU", "Linear", "Sigmoid"))
+
+    f = found(Run(last, losses=falling(), info=BCE), "probabilities")
+
+    assert "BCEWithLogitsLoss" in f.source
+    assert (
+        "probabilities"
+        not in diagnose(Run(last, losses=falling(), info={"loss_func": "BCELoss"})).rules
+    )
+
+
+def test_large_scores_that_leave_a_binary_loss_in_a_narrow_range_are_squashed():
+    narrow = 0.46 + 0.2 * np.exp(-np.arange(300) / 60)
+    large = acts(rms=[1, 1, 12], min=[-3, -3, -20])
+
+    f = found(Run(large, losses=narrow, info=BCE), "probabilities")
+
+    assert (f.severity, "2 gives values of RMS 12" in f.evidence) == ("warn", True)
+    for record, losses in (
+        (acts(rms=[1, 1, 2]), narrow),  # scores of an ordinary size
+        (acts(rms=[1, 1, 1e4], min=[-3, -3, -1e9]), narrow),  # a mask
+        (large, narrow - 0.2),  # below what probabilities can reach
+    ):
+        assert alarms(Run(record, losses=losses, info=BCE)) == set()
