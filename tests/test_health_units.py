@@ -191,3 +191,22 @@ def test_dead_units_behind_a_function_are_named_though_the_net_learns():
 
     assert (f.severity, f.layers) == ("warn", ("b",))
     assert "from the first step on" in f.evidence
+
+
+def test_units_that_die_while_the_loss_falls_are_a_note_up_to_most_of_a_layer():
+    def died(share):
+        later = np.where(np.arange(N) < 20, 0.0, share)
+        return layers(["ReLU", "ReLU", ""], dead=[0 * later, later, 0 * later])
+
+    assert found(Run(died(0.7), losses=falling()), "dead").severity == "info"
+    assert found(Run(died(0.7), losses=FLAT), "dead").severity == "warn"
+    assert found(Run(died(0.7)), "dead").severity == "warn"
+    assert found(Run(died(0.95), losses=falling()), "dead").severity == "sick"
+
+
+def test_a_last_sigmoid_may_be_at_its_ends_only_where_the_loss_falls():
+    last = acts(("Linear", "Sigmoid"), saturated=[0, 0.99])
+
+    assert "saturated" in alarms(Run(last, losses=FLAT))
+    assert alarms(Run(last, losses=falling())) == set()
+    assert alarms(Run(last)) == set()

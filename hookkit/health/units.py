@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import UNITS_UNSEEN, Finding
 from hookkit.health.signals import SAGEMAKER
@@ -34,8 +35,9 @@ def dead(run: Run) -> Iterator[Finding]:
     shares |= {i: 0.0 for i in shares if i not in relus and _weight_tells(run, record, i)}
     proved = [i for i in maybe if _stopped(run, record.names[i], shares[i])]
     given = "a ReLU layer's units" if relus else "the units that a ReLU is given"
-    found = [*_shut(record, {i: shares[i] for i in sure}, given)]
-    found += _shut(record, {i: shares[i] for i in proved}, _BY_GRADIENTS)
+    falls = aims.learns(run) is True
+    found = [*_shut(record, {i: shares[i] for i in sure}, given, falls)]
+    found += _shut(record, {i: shares[i] for i in proved}, _BY_GRADIENTS, falls)
     doubtful = [i for i in maybe if i not in proved and shares[i] > 0.5]
     found += _below(run, record, {i: shares[i] for i in doubtful})
     yield from found
@@ -51,7 +53,7 @@ def dead(run: Run) -> Iterator[Finding]:
 _BY_GRADIENTS = "the units that a ReLU is given (as many gradients are exactly 0)"
 
 
-def _shut(record: Record, shares: dict[int, float], units: str) -> Iterator[Finding]:
+def _shut(record: Record, shares: dict[int, float], units: str, falls: bool) -> Iterator[Finding]:
     window = read.last_half(record)
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
         hit = {i: s for i, s in shares.items() if low < s <= high}
@@ -59,12 +61,13 @@ def _shut(record: Record, shares: dict[int, float], units: str) -> Iterator[Find
             born = all(_least(_dead(record, i)[:3]) > low for i in hit)
             yield Finding(
                 "dead",
-                severity,
+                "info" if severity == "warn" and falls and not born else severity,
                 read.names(record, sorted(hit)),
                 read.span(record, window),
                 f"up to {max(hit.values()):.0%} of {units} are never above 0"
                 + (", from the first step on" if born else ", and more than at first"),
-                "over 50 % of a layer's units (a note from 20 %)",
+                "over 50 % of a layer's units (a note from 20 %, and up to 90 % where they died "
+                "while the loss fell: capacity that is lost, or was not needed)",
                 f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
                 "biases (or weights) that began so that no input reaches these units"
                 if born
@@ -78,7 +81,7 @@ def _shut(record: Record, shares: dict[int, float], units: str) -> Iterator[Find
 def _below(run: Run, record: Record, hit: dict[int, float]) -> Iterator[Finding]:
     """Layers that give hardly anything above 0, where nobody knows what reads them."""
     if hit:
-        stuck = max(hit.values()) > 0.9 and read.improved(run) is False
+        stuck = max(hit.values()) > 0.9 and aims.learns(run) is False
         yield Finding(
             "dead",
             "warn" if stuck else "info",
@@ -206,17 +209,17 @@ def dormant(run: Run) -> Iterator[Finding]:
 
 
 def saturated(run: Run) -> Iterator[Finding]:
-    """Tanh and sigmoid units at their ends; the last layer may be there, for it decides."""
+    """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = read.activations(run)
-    last = len(record.names) - 1
-    which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last]
+    last, learns = len(record.names) - 1, aims.learns(run)
+    which = read.rows(record, ("Tanh", "Sigmoid"))
+    which = [i for i in which if i != last or learns is False]
     if not which:
         raise read.Missing(
             "no tanh or sigmoid among the layers (include_paramless=True records them)"
         )
     window = read.last_half(record)
     share = np.array([_least(_saturation(record, i)[window]) for i in which])
-    learns = read.improved(run)
     for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
         hit = [(i, s) for i, s in zip(which, share, strict=True) if low < s <= high]
         if hit:
