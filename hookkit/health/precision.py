@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 
+from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.records import Ints, Record, Run
@@ -63,7 +64,7 @@ def fp16_underflow(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "fp16_underflow",
-        "warn" if hit is early or read.improved(run) is False else "info",
+        "warn" if hit is early or aims.learns(run) is False else "info",
         tuple(name for name, _ in hit),
         (0, max(run.n_steps - 1, 0)),
         f"the gradients of {len(hit)} of {len(small)} layers in float16 have RMS "
@@ -98,22 +99,44 @@ def _small(run: Run, record: Record | None) -> Iterator[tuple[str, float, float]
 def _all_zero(run: Run) -> Finding | None:
     """Gradients that are exactly 0 in every float16 layer, the last one too."""
     record = run.gradients
-    if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
+    if record is None:
+        return _all_zero_weights(run)
+    if len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return None
     broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
-    if broken or read.improved(run) is not False:
+    if broken or aims.learns(run) is not False:
         return None
     rows = _half_rows(run, record)
     rms = read.table(record, "rms")[rows]
     rows, rms = rows[np.isfinite(rms).any(axis=1)], rms[np.isfinite(rms).any(axis=1)]
     if len(rows) < 2 or np.nan_to_num(rms).any():
         return None
+    return _nothing_left(record, rows, f"all {len(rows)} layers in float16 are exactly 0, also of")
+
+
+def _all_zero_weights(run: Run) -> Finding | None:
+    """The same from gradients of matrices, of a model whose last layer gives float16."""
+    record, seen = run.params, run.activations
+    if record is None or seen is None or len(record) < read.MIN_RECORDS:
+        return None
+    if record.meta.get("unscaled") or len(seen.names) - 1 not in _half_rows(run, seen):
+        return None
+    sizes = read.median(read.table(record, "grad_rms"), axis=1)
+    which = np.array([i for i in read.matrices(record) if np.isfinite(sizes[i])], np.int64)
+    tiny, none = sizes[which] < 4 * SMALLEST, sizes[which] == 0
+    if len(which) < 2 or not tiny.all() or not none.any() or aims.learns(run) is not False:
+        return None
+    few = f"all {len(which)} matrices are exactly 0, or below 2.4e-7 (RMS), also of"
+    return _nothing_left(record, which, few)
+
+
+def _nothing_left(record: Record, rows: Ints, whose: str) -> Finding:
     return Finding(
         "fp16_underflow",
         "sick",
         read.names(record, rows),
         read.span(record),
-        f"the gradients of all {len(rows)} layers in float16 are exactly 0, also of the last",
+        f"the gradients of {whose} the last",
         "exactly 0 in every record",
         f"{IEEE}: 2^-24; {AMP}",
         "half precision without loss scaling: all gradients are below float16's smallest number",
