@@ -81,12 +81,15 @@ def test_every_picture_says_what_it_shows_and_its_size(sick: str) -> None:
     assert "NaN or Inf in 2 rows" in str(pictures[0]["alt"])
 
 
-def test_a_picture_scrolls_by_itself_where_the_page_is_narrow(sick: str) -> None:
+def test_a_picture_fits_a_narrow_page_and_scrolls_by_itself_when_enlarged(sick: str) -> None:
     regions = [a for a in Outline(sick).all("div") if a.get("role") == "group"]
 
     assert len(regions) == len(Outline(sick).all("img"))
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
-    assert "figure img{max-width:none;width:40rem}" in sick
+    rules = sick.partition("</style>")[0].split("}")
+    wider = [rule.partition("{")[0] for rule in rules if "max-width:none;width" in rule]
+    assert wider == ["figure .wide:focus img"]
+    assert any("figure img{max-width:100%;" in rule for rule in rules)
 
 
 def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) -> None:

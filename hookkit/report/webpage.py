@@ -58,7 +58,8 @@ pre{overflow-x:auto;font-size:.85rem;line-height:1.35}summary{cursor:pointer;pad
 .note{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
 @media (max-width:34rem){dl{grid-template-columns:1fr;
 gap:0}dd{margin:0 0 .5rem}body{padding:.6rem .7rem 3rem}
-figure .wide{margin:0}figure img{max-width:none;width:40rem}}
+figure .wide{margin:0;cursor:zoom-in}figcaption::after{content:" (Tap to enlarge.)"}
+figure .wide:focus{cursor:auto}figure .wide:focus img{max-width:none;width:40rem}}
 @media print{nav,.skip{display:none}body{max-width:none;font-size:11pt}h2{break-after:avoid}}
 """
 
@@ -96,7 +97,8 @@ def page(title: str, top: str, sections: Iterable[tuple[str, str, str]]) -> str:
 def figure(png: bytes, alt: str, caption: str, dpi: int) -> str:
     """A picture inside the page; `alt` tells its content to those who do not see it.
 
-    Where the page is narrow it stays readable and scrolls by itself.
+    Where the page is narrow it fits in, and while it has the focus it is large and scrolls by
+    itself: a tap does it, for the page has no script.
     """
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
     size = f'width="{round(width * 100 / dpi)}" height="{round(height * 100 / dpi)}"'
