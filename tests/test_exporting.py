@@ -15,7 +15,7 @@ import torch
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.exports import compare, load, log_to, save, to_csv, to_df
 from hookkit.moments.histograms import log_bins
-from hookkit.records import Record, Run
+from hookkit.records import Incident, Record, Run
 
 
 def record(scale: float = 1.0, n: int = 3, kind: str = "activation") -> Record:
@@ -64,6 +64,50 @@ def test_csv_is_utf_8_whatever_the_system_prefers(
     path = to_csv(replace(record(), names=("größe", "層")), tmp_path / "run.csv")
 
     assert "größe" in path.read_bytes().decode("utf-8")
+
+
+def whole_run() -> Run:
+    past = {"fc": np.array([1.0, math.nan])}
+    incident = Incident("activation", "fc", "Linear", 12, 1, 12, ("head",), np.arange(2), past)
+    rows = [{"epoch": 0, "step": 9, "valid_loss": math.nan}, {"epoch": 1, "accuracy": 0.5}]
+    facts = {"model": "Net", "lr": [0.1], "loss_func": None, "dtype": torch.float32}
+    return Run(
+        record(), params=record(kind="param"), losses=np.array([2.0, math.nan]), valid=rows,
+        grad_norms=np.ones(2), incidents=(incident,), info=facts,
+    )  # fmt: skip
+
+
+def test_a_saved_run_comes_back_whole(tmp_path: Path) -> None:
+    run = whole_run()
+
+    again = Run.load(run.save(tmp_path / "run.npz"))
+
+    assert again == replace(run, info={**run.info, "dtype": "torch.float32"})
+    assert again.incidents[0].steps.dtype == np.int64
+    assert load(tmp_path / "run.npz") == list(run.records)
+
+
+def test_a_run_of_losses_alone_comes_back(tmp_path: Path) -> None:
+    run = Run(losses=np.arange(3.0))
+
+    assert Run.load(run.save(tmp_path / "run.npz")) == run
+
+
+def test_saved_records_load_as_a_run_where_there_is_one_of_a_kind(tmp_path: Path) -> None:
+    records = [record(), record(kind="gradient")]
+
+    assert Run.load(save(records, tmp_path / "one.npz")) == Run(*records)
+    save([record(), record()], tmp_path / "two.npz")
+    with pytest.raises(
+        OptionError, match=r"two\.npz holds 2 records, several of a kind\. Use hook"
+    ):
+        Run.load(tmp_path / "two.npz")
+
+
+def test_a_recorder_is_saved_as_its_record(tmp_path: Path) -> None:
+    recorder = SimpleNamespace(record=record)
+
+    assert load(save(recorder, tmp_path / "run.npz")) == [record()]
 
 
 def test_csv_has_every_value_in_full(tmp_path: Path) -> None:

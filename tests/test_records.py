@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hookkit.errors import ArgumentError, SelectionError
-from hookkit.records import Incident, Record, Run
+from hookkit.records import Incident, Record, Run, as_run
 
 
 def record(n: int = 3, names: tuple[str, ...] = ("conv1", "fc")) -> Record:
@@ -89,6 +89,34 @@ def test_all_are_picklable() -> None:
     again = pickle.loads(pickle.dumps(run))
 
     assert repr(again) == repr(run) == "Run(7 steps; 2 activations)"
+
+
+def test_records_and_runs_are_equal_if_every_value_is() -> None:
+    values = {"mean": np.array([[np.nan, 1.0, 2.0], [0.0, 0.0, 0.0]])}
+    one = replace(record(), values=values)
+    run = Run(one, losses=np.array([np.nan]), incidents=(Incident("loss", "", steps=np.ones(2)),))
+
+    assert one == pickle.loads(pickle.dumps(one))
+    assert run == pickle.loads(pickle.dumps(run))
+    assert one != record()
+    assert run != replace(run, losses=np.zeros(1))
+    assert run != replace(run, incidents=(Incident("loss", "", steps=np.zeros(2)),))
+    assert run != one
+    assert one in [record(), one]
+
+
+def test_records_are_a_run_if_there_is_one_of_a_kind() -> None:
+    both = [record(), replace(record(), kind="param")]
+
+    assert as_run(both) == Run(both[0], params=both[1])
+    for odd in ([record(), record()], [], [1], "run.npz"):
+        with pytest.raises(ArgumentError, match=r"a run was asked for, .*is read by Run\.load"):
+            as_run(odd)
+
+
+def test_units_are_recorded_of_activations_alone() -> None:
+    with pytest.raises(SelectionError, match=r"`ActivationStats\(units=True\)` records it"):
+        replace(record(), kind="gradient").value("dead")
 
 
 def test_steps_are_those_of_the_losses_or_the_records() -> None:

@@ -1,0 +1,105 @@
+"""Records to a TensorBoard writer: a few scalars per layer, histograms in their recorded bins.
+
+TensorBoard is optional: the writer is whatever object the user brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hookkit.errors import ArgumentError, OptionError, nearest
+from hookkit.exports.tables import records_of
+from hookkit.records import Record
+
+_SCALARS = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
+_PARAM_SCALARS = ("weight_norm", "grad_norm", "update_ratio")
+
+
+def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None) -> None:
+    """Sends records to a TensorBoard `SummaryWriter`: a few scalars per layer, and the histograms.
+
+    Histograms go with the bins they were recorded in (`add_histogram_raw`), not from the values:
+    a kilobyte each, where `add_histogram` of a layer's output costs a pass over all of it.
+
+    Args:
+        writer: torch's or tensorboardX's SummaryWriter; it is neither flushed nor closed.
+        source: a Record, a Run, a recording callback, a Learner, a Watcher, or a list of these.
+        statistics: which scalars, a list of names (or one name); None takes about five per kind,
+            [] none.
+
+    Raises:
+        ArgumentError: `writer` cannot take scalars, or not the histograms that are there.
+        OptionError: one of `statistics` was recorded nowhere.
+    """
+    records = records_of(source)
+    needed = ["add_scalar", *["add_histogram_raw"] * any(r.hist is not None for r in records)]
+    if missing := [name for name in needed if not callable(getattr(writer, name, None))]:
+        raise ArgumentError(
+            f"log_to needs a SummaryWriter, {type(writer).__name__} was given, which has no "
+            f"{missing[0]}. Make one: torch.utils.tensorboard.SummaryWriter(log_dir)."
+        )
+    wanted = None if statistics is None else _checked(statistics, records)
+    for record in records:
+        usual = _PARAM_SCALARS if record.kind == "param" else _SCALARS
+        for statistic in usual if wanted is None else wanted:
+            _log_scalars(writer, record, statistic)
+        if record.hist is not None:
+            for row in range(len(record.names)):
+                _log_hist(writer, record, row)
+
+
+def _checked(statistics: Any, records: list[Record]) -> list[str]:
+    """The names in `statistics`, each recorded somewhere in `records`."""
+    one = isinstance(statistics, str) or not isinstance(statistics, Iterable)
+    wanted = [statistics] if one else list(statistics)
+    known = list(dict.fromkeys(name for record in records for name in record.values))
+    for name in wanted:
+        if records and name not in known:
+            near = nearest(str(name), known) or known
+            raise OptionError(
+                f"log_to(statistics=…) names {name!r}, which was not recorded. "
+                f"Use some of: {', '.join(near)}."
+            )
+    return wanted
+
+
+def _tag(record: Record, row: int) -> str:
+    return record.names[row].replace(".", "/") or "model"
+
+
+def _log_scalars(writer: Any, record: Record, statistic: str) -> None:
+    for row, values in enumerate(record.values.get(statistic, ())):
+        for step, value in zip(record.steps, values, strict=True):
+            if np.isfinite(value):
+                tag = f"{record.kind}/{statistic}/{_tag(record, row)}"
+                writer.add_scalar(tag, float(value), int(step))
+
+
+def _log_hist(writer: Any, record: Record, row: int) -> None:
+    assert record.hist is not None
+    assert record.edges is not None
+    for i, step in enumerate(record.steps):
+        counts = record.hist[row, :, i]
+        total = int(counts.sum())
+        if not total:
+            continue
+        stats = {name: float(record.values[name][row, i]) for name in ("min", "max", "mean", "rms")}
+        used = np.flatnonzero(counts)
+        first, last = int(used[0]), int(used[-1]) + 1
+        limits = record.edges[first + 1 : last + 1].copy()
+        if np.isinf(limits[-1]):  # an open bin ends at the greatest value
+            limits[-1] = max(stats["max"], np.nextafter(record.edges[last - 1], np.inf))
+        writer.add_histogram_raw(
+            f"{record.kind}/{_tag(record, row)}",
+            min=stats["min"],
+            max=stats["max"],
+            num=total,
+            sum=stats["mean"] * total,
+            sum_squares=stats["rms"] ** 2 * total,
+            bucket_limits=limits.tolist(),
+            bucket_counts=counts[first:last].tolist(),
+            global_step=int(step),
+        )

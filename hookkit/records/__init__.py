@@ -1,0 +1,34 @@
+"""What was recorded, as plain values: `Record` (layers × records), `Run`, `Incident`.
+
+Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
+hand, pickled, saved, compared, drawn and judged, long after the model is gone.
+
+    values    equality, array types, and the ways out: to_df, save, …
+    record    Record
+    runs      Incident, Run; as_run, as_record: of whatever holds one
+"""
+
+from hookkit.records.record import (
+    KINDS,
+    PARAM_STATISTICS,
+    STATISTICS,
+    UNIT_STATISTICS,
+    Record,
+)
+from hookkit.records.runs import Incident, Run, as_record, as_run
+from hookkit.records.values import Exports, Floats, Ints
+
+__all__ = [
+    "KINDS",
+    "PARAM_STATISTICS",
+    "STATISTICS",
+    "UNIT_STATISTICS",
+    "Exports",
+    "Floats",
+    "Incident",
+    "Ints",
+    "Record",
+    "Run",
+    "as_record",
+    "as_run",
+]

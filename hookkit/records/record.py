@@ -1,0 +1,178 @@
+"""`Record`: what one recorder saw, one row per layer and one column per record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hookkit.errors import ArgumentError, SelectionError, nearest
+from hookkit.records.values import Exports, Floats, Ints, Plain
+
+KINDS = ("activation", "gradient", "param")
+
+STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
+"""Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
+
+UNIT_STATISTICS = ("dead", "dormant", "saturated")
+"""Fractions of a layer's units, recorded with `units=True`."""
+
+PARAM_STATISTICS = (
+    "weight_norm",
+    "grad_norm",
+    "update_norm",
+    "update_ratio",
+    "grad_rms",
+    "weight_rms",
+    "nonfinite",
+)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Record(Plain, Exports):
+    """What one recorder saw: one row per layer, one column per record.
+
+    Args:
+        kind: `"activation"`, `"gradient"` (of outputs) or `"param"` (weights, grads, updates).
+        names: per row the qualified module (or parameter) name, followed by the leaf's path for
+            further leaves of a structured output (`"lstm[1][0]"`).
+        types: per row the module's class name; for a parameter, that of the owning module.
+        steps: (n,) int64, optimizer step of each record, 0-based and increasing; the first one
+            when several are merged.
+        epochs: (n,) int64.
+        iters: (n,) int64, index of the training batch.
+        spans: (n,) int64, how many recorded steps each record merges (1 until the ring halves).
+        values: statistic → (n_layers, n) float64, NaN where the layer did not run.
+        hist: (n_layers, n_bins, n) int64 counts, or None.
+        edges: (n_bins + 1,) float64, increasing, may begin and end with −inf and inf. Values that
+            no bin can hold (NaN, Inf) are in `values["nonfinite"]`.
+        meta: what else is needed to read it (sample size, eps, numel of parameters, …).
+
+    Raises:
+        ArgumentError: the parts do not fit together.
+
+    >>> r = Record("activation", ("fc",), ("Linear",), *[np.arange(2)] * 3, np.ones(2, np.int64),
+    ...            {"mean": np.array([[0.5, 1.5]])})
+    >>> r
+    Record(activation: 1 layer × 2 records, steps 0–1, mean)
+    >>> r.value("mean", "fc")
+    array([0.5, 1.5])
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    steps: Ints
+    epochs: Ints
+    iters: Ints
+    spans: Ints
+    values: dict[str, Floats]
+    hist: Ints | None = None
+    edges: Floats | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError(
+                f"Record(kind={self.kind!r}) was asked for. Use {', '.join(map(repr, KINDS))}."
+            )
+        rows, n = len(self.names), len(self.steps)
+        for what, found, wanted in self._sizes(rows, n):
+            if found != wanted:
+                raise ArgumentError(
+                    f"a Record of {rows} names and {n} steps was to be made, with {what} of shape "
+                    f"{found}. Give it the shape {wanted}."
+                )
+
+    def _sizes(self, rows: int, n: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """What has to fit together: its name, its shape, and the shape it should have."""
+        yield "types", (len(self.types),), (rows,)
+        for name in ("epochs", "iters", "spans"):
+            yield name, np.shape(getattr(self, name)), (n,)
+        for name, table in self.values.items():
+            yield f"values[{name!r}]", np.shape(table), (rows, n)
+        if self.hist is not None:
+            bins = np.size(self.edges) - 1 if self.edges is not None else np.shape(self.hist)[1]
+            yield "hist", np.shape(self.hist), (rows, bins, n)
+
+    def __len__(self) -> int:
+        """How many records there are."""
+        return len(self.steps)
+
+    def layer(self, layer: int | str) -> int:
+        """The row of `layer`, an index (negative ones count from the end) or a name.
+
+        Raises:
+            SelectionError: there is no such row; the message has the nearest names.
+        """
+        if not self.names:
+            raise SelectionError(
+                f"layer {layer!r} was asked for; nothing was recorded yet. Train first: "
+                f"learn.fit(1)."
+            )
+        if isinstance(layer, str):
+            return self._named(layer)
+        n = len(self.names)
+        whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not whole or not -n <= layer < n:
+            raise SelectionError(
+                f"layer {layer} was asked for, {n} were recorded. "
+                f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."
+            )
+        return int(layer) % n
+
+    def _named(self, name: str) -> int:
+        if name in self.names:
+            return self.names.index(name)
+        near = nearest(name, self.names) or list(self.names[:3])
+        raise SelectionError(
+            f'no recorded layer is called "{name}". Nearest: {_some(near)}. '
+            f"`.names` lists all {len(self.names)}."
+        )
+
+    def value(self, statistic: str, layer: int | str | None = None) -> Floats:
+        """One statistic: (n,) float64 of one layer, or (n_layers, n) of all.
+
+        Raises:
+            SelectionError: the statistic or the layer was not recorded.
+        """
+        if statistic not in self.values:
+            raise SelectionError(
+                f'the statistic "{statistic}" was asked for; recorded are {_some(self.values)}. '
+                + self._cure(statistic)
+            )
+        table = self.values[statistic]
+        return table if layer is None else table[self.layer(layer)]
+
+    def _cure(self, statistic: str) -> str:
+        if statistic in UNIT_STATISTICS and self.kind != "activation":
+            return "`ActivationStats(units=True)` records it."
+        return _CURES.get(statistic, "Use one of these.")
+
+    def rows(self) -> Iterator[tuple[int, int, str, str, str, float]]:
+        """The tidy form, one value at a time: (step, epoch, layer, kind, statistic, value)."""
+        for statistic, table in self.values.items():
+            for name, row in zip(self.names, table, strict=True):
+                for step, epoch, value in zip(self.steps, self.epochs, row, strict=True):
+                    yield int(step), int(epoch), name, self.kind, statistic, float(value)
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.names)} layer{'s' * (len(self.names) != 1)}"
+        steps = f", steps {self.steps[0]}–{self.steps[-1]}" if len(self) else ""
+        hist = ", hist" if self.hist is not None else ""
+        records = f"{len(self)} record{'s' * (len(self) != 1)}"
+        return f"Record({self.kind}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
+
+
+_CURES = {
+    **dict.fromkeys(UNIT_STATISTICS, "Record with `units=True` to have it."),
+    **dict.fromkeys(PARAM_STATISTICS[:4], "`ParamStats` records it."),
+}
+
+
+def _some(names: Any, n: int = 12) -> str:
+    listed = [f'"{name}"' for name in names]
+    more = f" … ({len(listed)})" if len(listed) > n else ""
+    return ", ".join(listed[:n]) + more

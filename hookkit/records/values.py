@@ -1,0 +1,72 @@
+"""What all records share: equality of plain values, and the ways out to other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal in every part; NaN equals NaN.
+
+    >>> same({"x": (np.ones(2), np.nan)}, {"x": (np.ones(2), np.nan)}), same([1, 2], [1, 3])
+    (True, False)
+    """
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        floats = all(np.asarray(x).dtype.kind in "fc" for x in (a, b))
+        return np.array_equal(a, b, equal_nan=floats)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b or (a != a and b != b))
+
+
+class Plain:
+    """Equal to another of its class if all its parts are: arrays too, and NaN equals NaN."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and same(vars(self), vars(other))
+
+    __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+
+class Exports:
+    """What can be read as records goes to other tools: see `hookkit.exports`."""
+
+    def to_df(self) -> Any:
+        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
+        from hookkit import exports
+
+        return exports.to_df(self)
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Writes the tidy table as CSV; the path."""
+        from hookkit import exports
+
+        return exports.to_csv(self, path)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
+        from hookkit import exports
+
+        return exports.save(self, path)
+
+    def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
+        """Sends the records to a TensorBoard `SummaryWriter`: scalars, and the histograms."""
+        from hookkit import exports
+
+        exports.log_to(writer, self, statistics=statistics)
+
+    def compare(self, other: Any, statistic: str = "rms") -> list[dict[str, Any]]:
+        """This run and another side by side, per layer of both: see `exports.compare`."""
+        from hookkit import exports
+
+        return exports.compare(self, other, statistic)
