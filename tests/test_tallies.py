@@ -11,6 +11,7 @@ import torch
 from hookkit.moments import waiting
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import log_bins
+from hookkit.moments.moments import moments, statistics
 from hookkit.moments.rings import Axis
 from hookkit.moments.tallies import Tally
 from hookkit.moments.unitarrays import UnitsByArrays
@@ -289,6 +290,31 @@ def test_units_are_the_same_whole_and_in_parts(kind: str, shape: tuple[int, ...]
     assert mine[2].sum() >= min(x.numel(), 1 << 14)
     assert record.value("dead", 0)[0] == record.value("dead", 1)[0]
     assert record.value("count", 0)[0] == x.numel()
+
+
+def test_small_tensors_of_many_records_are_read_at_once_and_rightly() -> None:
+    odd = {2: math.nan, 3: math.inf, 4: -math.inf}
+    scales = {5: 1e-20, 6: 0.0, 7: 1e25, 8: 1e30}
+    data = [scales.get(i, 1.0) * randn(300) + (1e4 if i == 9 else 0) for i in range(12)]
+    for i, value in odd.items():
+        data[i][7] = value
+    data[10] = torch.full((300,), 0.3)
+    data[11][:5] = torch.tensor([0.0, -0.0, 0.05, -0.05, 0.0501])
+    tally = Tally("activation", Options(bins=log_bins(), sample=64))
+    (row,) = tally.rows(["fc"], ["Linear"])
+
+    for i, x in enumerate(data):
+        tally.see(row, 0, "", x)
+        tally.commit(i, 0, i)
+
+    (bank,) = tally.banks.values()
+    assert len(bank.late) == 12
+    record = tally.record()
+    want = statistics(torch.stack([moments(x, 0.05) for x in data]).numpy())
+    for name, values in want.items():
+        np.testing.assert_allclose(record.value(name, 0), values, rtol=2e-5, err_msg=name)
+    assert record.hist is not None
+    assert record.hist[0].sum(0)[0] == 64
 
 
 def test_dead_is_exact_where_sizes_are_of_a_part() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookkit.moments import kernels
-from hookkit.moments.histograms import ABSENT, Bins, coprime_stride
+from hookkit.moments.histograms import ABSENT, Bins, sample_of
 from hookkit.moments.moments import N_FIELDS, empty_rows, flat, merge, moments
 from hookkit.moments.rings import Ring
 from hookkit.moments.units import Units
@@ -162,13 +162,8 @@ class Bank:
             self.counts[row] += self.options.bins.count(self.samples[row : row + 1])[0]
             if n < self.sampled[row]:
                 self.samples[row].view(torch.int32)[n:] = ABSENT
-        part = slice(0, n)
-        if n > size:
-            stride = coprime_stride(n, size)
-            start = self.turn % stride  # another part of the tensor at each step
-            part = slice(start, start + stride * (size - 1) + 1, stride)
         self.sampled[row] = k = min(n, size)
-        return part, k
+        return sample_of(n, size, self.turn), k
 
     def _live(self) -> Tensor:
         """(rows, 9) moments of the batch at hand."""

@@ -197,6 +197,15 @@ def coprime_stride(n: int, k: int) -> int:
     return stride
 
 
+def sample_of(n: int, k: int, turn: int) -> slice:
+    """Which `k` of `n` values to take; all if there are fewer, others at each `turn`."""
+    if n <= k:
+        return slice(0, n)
+    stride = coprime_stride(n, k)
+    start = turn % stride
+    return slice(start, start + stride * (k - 1) + 1, stride)
+
+
 def sample_error(k: int, confidence: float = 0.95) -> float:
     """Bound on the error of a sampled distribution function, at the given confidence.
 

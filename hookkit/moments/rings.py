@@ -107,10 +107,7 @@ class Ring:
         Args:
             most: columns that will ever be needed; room grows by halves up to it.
         """
-        n, rows = len(self.data), max(self.data.shape[1], len(values))
-        if column >= n or rows > self.data.shape[1]:
-            wanted = n if column < n else min(column * 3 // 2, most)
-            self._resize(max(n, wanted, column + 1), rows)
+        self._make_room(column, len(values), most)
         here = self.data[column, : len(values)]
         if not into:
             here.copy_(values)
@@ -118,6 +115,18 @@ class Ring:
             here.add_(values)
         else:
             here.copy_(merge(here, values))
+
+    def put_all(self, column: int, values: Tensor, most: int = MAX_COLUMNS) -> None:
+        """Write (n, rows, fields) `values` as so many new columns, the first of them `column`."""
+        n, rows, _ = values.shape
+        self._make_room(column + n - 1, rows, most)
+        self.data[column : column + n, :rows] = values
+
+    def _make_room(self, column: int, rows: int, most: int) -> None:
+        n, rows = len(self.data), max(self.data.shape[1], rows)
+        if column >= n or rows > self.data.shape[1]:
+            wanted = n if column < n else min(column * 3 // 2, most)
+            self._resize(max(n, wanted, column + 1), rows)
 
     def halve(self, n: int) -> None:
         """Merge the first `n` columns pairwise, in place; an odd one out stays alone."""

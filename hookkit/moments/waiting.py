@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hookkit.moments.banks import Bank, Options, narrow
-from hookkit.moments.histograms import ABSENT
+from hookkit.moments.histograms import ABSENT, sample_of
 from hookkit.moments.moments import EMPTY, Row, array_of, flat, merge_row
-from hookkit.moments.sweeps import cpu_row
+from hookkit.moments.rings import Ring
+from hookkit.moments.sweeps import MOST_ALIKE, cpu_row, rows_of
 from hookkit.moments.unitarrays import UnitsByArrays
 from hookkit.moments.units import Units
 
@@ -200,15 +201,14 @@ class WaitingBank(Bank):
             return
         self._read_late(late)
         tables = self._table([record.seen for record in late])
-        counts: Any = [None] * len(late)
+        counts: Any = None
         if self.hist is not None and self.options.bins is not None:
             staged = self.staged[: len(late)]
             found = self.options.bins.count(staged.view(-1, self.options.sample))
             counts = found.view(len(late), self.rows, -1)[..., :-1]
-        for record, table, count in zip(late, tables, counts, strict=True):
-            self.ring.put(record.column, table, record.into, record.most)
-            if self.hist is not None:
-                self.hist.put(record.column, count, record.into, record.most)
+        self._put(self.ring, late, tables)
+        if self.hist is not None:
+            self._put(self.hist, late, counts)
         if self.hist is not None:
             if self.sampled:  # the batch at hand goes on in the first slot
                 staged[0] = self.samples
@@ -218,8 +218,16 @@ class WaitingBank(Bank):
             self._use_slot(0)
         self.late, self.n_late = [], 0  # last: an interrupt loses nothing
 
+    def _put(self, ring: Ring, late: list[Late], tables: Tensor) -> None:
+        if any(record.into for record in late):
+            for record, table in zip(late, tables, strict=True):
+                ring.put(record.column, table, record.into, record.most)
+        else:  # new columns, one after the other
+            ring.put_all(late[0].column, tables, late[-1].most)
+
     def _read_late(self, late: list[Late]) -> None:
         """Look at what was only copied of records that wait; the batch at hand is kept apart."""
+        self._read_alike(late)
         apart = self.seen, self.unread, self.n_unread, self.sampled, self.turn
         try:
             for slot, record in enumerate(late):
@@ -231,6 +239,26 @@ class WaitingBank(Bank):
             self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
             if len(late) < (self.slots if self.options.bins else MOST_LATE):
                 self._use_slot(len(late))
+
+    def _read_alike(self, late: list[Late]) -> None:
+        """Look at what a layer gave in many records at once, where it is alike in size."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for slot, record in enumerate(late):
+            for row, (array, times) in record.unread.items():
+                if times == 1 and array.dtype == np.float32:
+                    alike.setdefault((row, len(array)), []).append(slot)
+        for (row, n), slots in alike.items():
+            if len(slots) < 4 or not 0 < n <= MOST_ALIKE:
+                continue
+            table = np.stack([late[slot].unread[row][0] for slot in slots])
+            rows = rows_of(table, self.options.eps)
+            for slot, values, found in zip(slots, table, rows, strict=True):
+                record = late[slot]
+                record.seen[row] = (1.0, *(found or cpu_row(values, self.options.eps)))
+                if self.options.bins:
+                    part = values[sample_of(n, self.options.sample, record.turn)]
+                    self.staged_arrays[slot, row, : len(part)] = part
+                del record.unread[row]
 
     def _tables(self) -> list[Tensor]:
         return [self.staged, self.counts] if self.options.bins else []
