@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,24 @@ def test_an_input_that_is_handed_on_keeps_its_memory(x: Tensor) -> None:
         for stored in (*h.stored, i.stored[0]):
             torch.testing.assert_close(stored, before, rtol=0, atol=0)
         before = x.clone()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_keyword_input_that_is_handed_on_keeps_its_memory(x: Tensor, mode: Any) -> None:
+    class Pair(nn.Module):
+        def forward(self, input: Tensor) -> dict[str, Tensor]:
+            return {"same": input, "more": input + 1}
+
+    array, before = x.numpy(), x.clone()
+    layers = [nn.Identity(), Pair()]
+    with mode(), hook_outputs(layers) as h:
+        for layer in layers:
+            layer(input=x)
+    x.add_(1)
+
+    assert (array == x.numpy()).all()
+    assert torch.equal(h.stored[0], before)
+    assert torch.equal(h.stored[1]["same"], before)
 
 
 def test_a_parameter_that_is_returned_keeps_its_memory() -> None:

@@ -8,6 +8,7 @@ made when somebody asks for it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from threading import get_ident
 from typing import Any, cast
@@ -83,17 +84,17 @@ class Plain(Dispatcher):
             or is_transforming()
             or (thread is not None and thread != get_ident())
         ):
-            observe(cast("Hook", self), module, owned(module, args, {}), same, output)
+            observe(cast("Hook", self), module, _given(module, args), same, output)
             return
         self._count += 1
         recording = is_grad_enabled()
         if not output.is_cpu or output._is_view() or not (recording or not is_inference_mode()):
-            self._last = Storer(block.options, owned(module, args, {})).keep(output)
+            self._last = Storer(block.options, _given(module, args)).keep(output)
             return
         if output.is_leaf and (
-            output.is_quantized or module._buffers or (args and (output is args[0] or args[1:]))
+            output.is_quantized or module._buffers or args[1:] or not args or output is args[0]
         ):
-            self._last = snapshot(output, owned(module, args, {}))
+            self._last = snapshot(output, _given(module, args))
             return
         try:
             if recording:  # half the cost of output.detach(), and one tensor less
@@ -104,6 +105,16 @@ class Plain(Dispatcher):
         finally:
             if recording:
                 set_grad_enabled(True)
+
+
+def _given(module: nn.Module, args: Any) -> tuple[Any, ...]:
+    """What `module`, whose hook calls this, was called with and owns.
+
+    To be handed the keyword inputs costs each call. Where there are no others they are found in the
+    frame that called the hook: PyTorch's, which has them as `kwargs`.
+    """
+    found = None if args or is_dynamo_compiling() else sys._getframe(2).f_locals.get("kwargs")
+    return owned(module, args, found if type(found) is dict else {})
 
 
 class Live(Plain):
