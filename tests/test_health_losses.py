@@ -1,5 +1,7 @@
 """What a loss says to the other rules: too short to tell, slow, excused, huge at first."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from test_health import FLAT, N, acts, alarms, falling, found, weights
@@ -45,6 +47,26 @@ def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
 
     assert alarms(Run(losses=drops)) == {"not_learning"}
     assert alarms(Run(losses=slow(0.09, noise=1.0))) == {"not_learning"}
+
+
+def regression(numel=1, std=1.0):
+    record = acts(std=[1, 1, std])
+    p = weights(3)
+    names = (*p.names[:2], "2.bias")
+    return {
+        "activations": record,
+        "params": dataclasses.replace(p, names=names, meta={**p.meta, "numel": [64, 64, numel]}),
+        "info": MSE,
+    }
+
+
+def test_a_regression_that_had_learnt_before_may_stay_at_the_floor_of_its_noise():
+    floor = FLAT / 10  # of a variance of 1
+
+    assert alarms(Run(**regression(), losses=floor)) == set()
+    for other in (regression(std=0.5), regression(numel=8), regression() | {"info": {}}):
+        assert alarms(Run(**other, losses=floor)) == {"not_learning"}
+    assert "diverging" in alarms(Run(**regression(), losses=floor * np.linspace(1, 9, 300)))
 
 
 # excused

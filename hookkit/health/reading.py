@@ -140,9 +140,10 @@ def improved(run: Run) -> bool | None:
     """Whether the loss fell, by 5 % or more; None when it is unknown.
 
     Coming down from a wild first loss to chance (ln of the number of classes) is no progress; a
-    loss that begins far below chance is a model that had learnt before, and counts as fallen.
-    Below 0 and maximised, it is a likelihood that is to rise. In fewer than `ENOUGH_LOSSES` steps
-    only a loss that rises says something: one that stays may have had no time.
+    loss that begins far below chance is a model that had learnt before, and counts as fallen; so
+    does a squared error far below the variance of what the model gives. Below 0 and maximised, it
+    is a likelihood that is to rise. In fewer than `ENOUGH_LOSSES` steps only a loss that rises says
+    something: one that stays may have had no time.
     """
     try:
         series = losses(run, 20)
@@ -164,7 +165,26 @@ def _fell(run: Run, series: Floats) -> bool:
             return end < 0.75 * chance
         if start > chance and (abs(end - chance) < 0.05 * chance or end > 10 * chance):
             return False
-    return bool(end < start - 0.05 * abs(start))
+    fell = bool(end < start - 0.05 * abs(start))
+    return fell or (
+        _explains(run, start, slice(MIN_RECORDS)) and _explains(run, end, slice(-10, None))
+    )
+
+
+def _explains(run: Run, loss: float, window: slice) -> bool:
+    """Whether a regression's one output varies far more than it errs, so that it has learnt.
+
+    If it knew nothing of the targets, the mean squared error would be its variance or more.
+    """
+    record, params = run.activations, run.params
+    name = str(run.info.get("loss", run.info.get("loss_func", "")))
+    if name not in ("MSELoss", "mse_loss") or record is None or params is None:
+        return False
+    last = f"{record.names[-1]}.bias"
+    if record.types[-1] != "Linear" or last not in params.names or "std" not in record.values:
+        return False
+    one = meta(params, "numel", 0)[params.names.index(last)] == 1
+    return bool(one and float(median(record.values["std"][-1, window])) ** 2 > 2 * loss)
 
 
 def creeps(run: Run) -> bool:
