@@ -17,7 +17,7 @@ from hookkit.errors import (
 )
 from hookkit.exports import load
 from hookkit.moments.moments import merge, moments
-from hookkit.moments.sweeps import cpu_row, norm
+from hookkit.moments.sweeps import cpu_row, norms
 from hookkit.stats import ActivationStats, GradientStats, ParamStats, updates
 from hookkit.stats.flight import FlightRecorder
 from hookkit.stats.norms import norms_of
@@ -235,11 +235,11 @@ def test_the_ways_to_a_norm_agree(scale):
     x, y = (scale * torch.randn(100_000) for _ in range(2))
     copy = np.zeros(100_000, np.float32)
 
-    assert norm(x.numpy(), copy=copy) == pytest.approx(x.double().norm().item(), rel=1e-6)
+    assert norms([x.numpy()], [copy])[0] == pytest.approx(x.double().norm().item(), rel=1e-6)
     assert (copy == x.numpy()).all()
     want = (x.double() - y.double()).norm().item()
-    assert norm(x.numpy(), minus=y.numpy()) == pytest.approx(want, rel=1e-6)
-    assert norm(x.numpy(), minus=x.numpy()) == 0
+    assert norms([x.numpy()], minus=[y.numpy()])[0] == pytest.approx(want, rel=1e-6)
+    assert norms([x.numpy()], minus=[x.numpy()])[0] == 0
 
 
 def test_small_and_large_models_have_the_same_norms(monkeypatch):
@@ -265,8 +265,8 @@ def test_small_and_large_models_have_the_same_norms(monkeypatch):
 def test_a_norm_of_a_nan_is_told_and_numpys_error_state_kept():
     x = np.array([1.0, np.nan, 2.0], np.float32)
     with np.errstate(all="raise"):
-        assert np.isnan(norm(x))
-        assert norm(np.full(3, np.inf, np.float32)) == np.inf
+        assert np.isnan(norms([x])[0])
+        assert norms([np.full(3, np.inf, np.float32)])[0] == np.inf
 
 
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])

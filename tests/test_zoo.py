@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from zoo import ZOO, Entry, entry, select_zoo
 
-from hookkit.stats.updates import named_parameters
+from hookkit.stats.parameters import named_parameters
 
 ids = [e.name for e in ZOO]
 

@@ -215,25 +215,34 @@ def _with_nonfinite(values: Any, eps: float) -> Row:
     return (*row[1:-1], bad)
 
 
-def norm(x: Any, copy: Any = None, minus: Any = None) -> float:
-    """The 2-norm of a flat float32 array, or of it `minus` another, read once.
+def norms(
+    arrays: list[Any], copies: list[Any] | None = None, minus: list[Any] | None = None
+) -> list[float]:
+    """The 2-norms of flat float32 arrays, or of them less those of `minus`, each read once.
 
     Args:
-        copy: an array that `x` is copied into on the way.
+        copies: arrays that they are copied into on the way.
     """
-    total = 0.0
+    nothing = [None] * len(arrays)
     with np.errstate(all="ignore"):
-        for start in range(0, len(x), CHUNK):
-            chunk = x[start : start + CHUNK]
-            if copy is not None:
-                copy[start : start + CHUNK] = chunk
-            if minus is not None:
-                room = scratch.room(len(chunk), torch.float32).numpy()
-                chunk = np.subtract(chunk, minus[start : start + CHUNK], out=room)
-            total += _squares(chunk)
-        if _SMALL < total < math.inf:
-            return math.sqrt(total)
-        if not x.any() if minus is None else np.array_equal(x, minus):
-            return 0.0
-        wide = x.astype(np.float64) if minus is None else np.subtract(x, minus, dtype=np.float64)
-        return float(np.linalg.norm(wide))
+        return [
+            _norm(*one) for one in zip(arrays, copies or nothing, minus or nothing, strict=True)
+        ]
+
+
+def _norm(x: Any, copy: Any, minus: Any) -> float:
+    total = 0.0
+    for start in range(0, len(x), CHUNK):
+        chunk = x[start : start + CHUNK]
+        if copy is not None:
+            copy[start : start + CHUNK] = chunk
+        if minus is not None:
+            room = scratch.floats[: len(chunk)]
+            chunk = np.subtract(chunk, minus[start : start + CHUNK], out=room)
+        total += _squares(chunk)
+    if _SMALL < total < math.inf:
+        return math.sqrt(total)
+    if not x.any() if minus is None else np.array_equal(x, minus):
+        return 0.0
+    wide = x.astype(np.float64) if minus is None else np.subtract(x, minus, dtype=np.float64)
+    return float(np.linalg.norm(wide))

@@ -29,8 +29,8 @@ from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
 from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
 from hookkit.stats.norms import local_values
+from hookkit.stats.parameters import named_parameters
 from hookkit.stats.tapes import NormTape, input_hook, norm_hook
-from hookkit.stats.updates import named_parameters
 from hookkit.walking import unwrap
 
 ACTIONS = ("raise", "skip", "report")

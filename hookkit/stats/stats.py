@@ -21,8 +21,9 @@ from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye, attach_gradients
 from hookkit.stats.options import check_scaler, checked_options
+from hookkit.stats.parameters import named_parameters
 from hookkit.stats.readers import readers
-from hookkit.stats.updates import ParamStats, named_parameters
+from hookkit.stats.updates import ParamStats
 
 __all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
 

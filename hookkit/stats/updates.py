@@ -7,7 +7,6 @@ and subtracted after it. All parameters at once, by PyTorch's batched (`_foreach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hookkit import ranks
 from hookkit.callbacks.driving import Callback
 from hookkit.errors import OptionError
 from hookkit.moments.rings import Axis, Ring
-from hookkit.moments.sweeps import norm
+from hookkit.moments.sweeps import norms
 from hookkit.records import Exports, Record
 from hookkit.stats.norms import (
     FEW,
@@ -32,26 +31,7 @@ from hookkit.stats.norms import (
     rows_swept,
     spread,
 )
-from hookkit.walking import is_parametrization, join, submodules, walk
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """(name, class of the owning module, parameter) of each parameter with values, once.
-
-    >>> [(name, kind) for name, kind, _ in named_parameters(nn.Sequential(nn.Linear(2, 2)))]
-    [('0.weight', 'Linear'), ('0.bias', 'Linear')]
-    """
-    seen: set[int] = set()
-    for place, module, first in walk(model):
-        held = list(module.named_parameters(recurse=False)) if first else []
-        rules = submodules(module).get("parametrizations") if first else None
-        if rules is not None and is_parametrization("parametrizations", rules):
-            held += [(f"parametrizations.{key}", p) for key, p in rules.named_parameters()]
-        for key, p in held:
-            lazy = isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta
-            if id(p) not in seen and not lazy:
-                seen.add(id(p))
-                yield join(place, key), type(module).__name__, p
+from hookkit.stats.parameters import Parameters
 
 
 class ParamStats(Exports, Callback):
@@ -100,6 +80,7 @@ class ParamStats(Exports, Callback):
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
         self._constant: dict[str, Any] = {}
+        self._known: Parameters | None = None
         self._cache: tuple[int, bool, Record] | None = None
 
     def before_fit(self) -> None:
@@ -115,7 +96,10 @@ class ParamStats(Exports, Callback):
         """Copies the weights, if this step is recorded."""
         if self._n_taken % (self.every or 1):
             return
-        parameters = list(named_parameters(self.learn.model))
+        model = self.learn.model
+        if self._known is None or self._known.model is not model:
+            self._known = Parameters(model)
+        parameters = self._known.now
         if not parameters:
             return
         self._live, self._parts = {name: p for name, _, p in parameters}, {}
@@ -143,7 +127,7 @@ class ParamStats(Exports, Callback):
         arrays = arrays_of(self._live.values()) if [*self._live] == [*self._before] else None
         if arrays is None or [len(x) for x in arrays] != [len(x) for x in copies]:
             return False
-        self._weights = [norm(x, copy=copy) for x, copy in zip(arrays, copies, strict=True)]
+        self._weights = norms(arrays, copies)
         return True
 
     def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
@@ -155,7 +139,7 @@ class ParamStats(Exports, Callback):
             with torch.no_grad():
                 torch._foreach_copy_(list(self._before.values()), list(now.values()))
             return None
-        return [norm(x, copy=copy) for x, copy in zip(arrays, copies, strict=True)]
+        return norms(arrays, copies)
 
     def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
         owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
@@ -275,13 +259,15 @@ class ParamStats(Exports, Callback):
 
     def cleanup_fit(self) -> None:
         """Gives back the copy of the weights."""
-        self._before, self._live, self._copies, self._snapped = {}, {}, None, False
+        self._before, self._live, self._copies, self._known = {}, {}, None, None
+        self._snapped = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"learn": None, "_before": {}, "_live": {}, "_copies": None}
+        gone["_known"] = None
         gone["_parts"] = {}
         return {**self.__dict__, **gone, "_constant": constant}
 
