@@ -612,7 +612,7 @@ def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None
     ("edges", "expected"),
     [
         (np.linspace(0, 10, 41), ["0", "2", "4", "6", "8", "10"]),
-        (made.EDGES, ["−1e4", "−1", "−1e−4", "0", "1e−4", "1", "1e4"]),
+        (made.EDGES, ["< −1e4", "−1", "−1e−4", "0", "1e−4", "1", "> 1e4"]),
     ],
 )
 def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str]) -> None:
@@ -651,6 +651,30 @@ def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> Non
     values = [float(label.replace("−", "-")) for label in labels]
     finite = np.isfinite(edges)
     assert np.interp(places, np.arange(len(edges))[finite], edges[finite]) == pytest.approx(values)
+
+
+def test_bins_that_hold_all_beyond_the_range_say_so() -> None:
+    edges = np.concatenate(([-np.inf], np.linspace(0, 10, 41), [np.inf]))
+
+    places, labels = plotdata.bin_ticks(edges, 0, 41)
+
+    assert (labels[0], labels[-1]) == ("< 0", "> 10")
+    assert (places[0], places[-1]) == (0.5, 41.5)
+    assert "0" not in labels  # it would be written over its neighbour
+    assert plotdata.bin_ticks(edges, 1, 40)[1][0] == "0"
+
+
+def test_a_small_axes_has_few_labels_and_its_names_inside() -> None:
+    axes = Figure(figsize=(9, 6)).subplots(2, 2)
+
+    for draw, ax in zip((plotting.plot_density, plotting.plot_updates), axes[0], strict=True):
+        draw(made.run(n=20), ax=ax)
+
+    full = plotting.plot_density(made.run(n=20))
+    assert len(axes[0, 0].get_xticks()) < 7 < len(full.get_xticks())
+    for ax in axes[0]:
+        room, names = ax.get_window_extent(), ax.get_legend().get_window_extent()
+        assert room.x0 <= names.x0 <= names.x1 <= room.x1
 
 
 def test_labels_of_small_values_keep_clear_of_zero() -> None:

@@ -181,8 +181,10 @@ def curves(
     if not key or not rows:
         return
     if len(rows) <= FEW:
-        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-        legend = ax.legend(lines, map(str, rows), fontsize=7, frameon=False, **place)
+        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
+        alone = ax.figure.get_layout_engine() is None  # nobody would make room beside the Axes
+        place = {"loc": "best", "framealpha": 0.6} if alone else beside
+        legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
         # named now: a label that begins with an underscore is left out of a legend
         for text, i in zip(legend.get_texts(), rows, strict=True):
             text.set_text(literal(naming.shorten(record.names[i] or "(model)", 28)))

@@ -109,8 +109,27 @@ def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floa
         ticks, labels = _log_ticks(low, high, value, most)
     places = np.interp(ticks, value, index)
     nil, apart = np.interp(0.0, value, index), 0.6 * (last + 1 - first) / most
-    kept = [i for i, t in enumerate(ticks) if not t or abs(places[i] - nil) >= apart]
-    return places[kept], [labels[i].replace("-", "−") for i in kept]
+    open_ended = _open_bins(edges, first, last)
+    kept = [
+        (place, label)
+        for place, label, tick in zip(places, labels, ticks, strict=True)
+        if (not tick or abs(place - nil) >= apart)
+        and all(abs(place - middle) >= apart for middle, _ in open_ended)
+    ]
+    both = sorted([*kept, *open_ended])
+    return np.array([place for place, _ in both]), [label.replace("-", "−") for _, label in both]
+
+
+def _open_bins(edges: Floats, first: int, last: int) -> list[tuple[float, str]]:
+    """Middle and label of the bins, among those shown, that hold all beyond the range."""
+    low = [(0.5, f"< {_short(edges[1])}")] if first == 0 and np.isinf(edges[0]) else []
+    n = len(edges) - 1
+    high = [(n - 0.5, f"> {_short(edges[-2])}")] if last == n - 1 and np.isinf(edges[-1]) else []
+    return low + high
+
+
+def _short(edge: float) -> str:
+    return f"{edge:.4g}" if 1e-3 <= abs(edge) < 1e4 or not edge else _power(edge)
 
 
 def _round_step(rough: float) -> float:

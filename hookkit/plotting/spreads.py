@@ -63,8 +63,8 @@ def color_dim(
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
         alarm = f"; {BROKEN} in vermilion" if plotdata.nonfinite(record).any() else ""
-        layers = f"{len(rows)} layer{'s' * (len(rows) != 1)}"
-        title(ax, f"Spread of {KINDS[record.kind]}, {layers} in order{alarm}", pad=18)
+        of = f", {len(rows)} layers in order" if len(rows) != 1 else f": {naming.label(record, 0)}"
+        title(ax, f"Spread of {KINDS[record.kind]}{of}{alarm}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
         title(ax, f"Spread of {KINDS[record.kind]}: {naming.label(record, rows[0])}")
@@ -147,7 +147,8 @@ def _tile(table: Floats, broken: Any) -> Floats:
 def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: float) -> None:
     """True values at the left, steps below the first column (alike in all), and no frame."""
     assert record.edges is not None
-    places, labels = plotdata.bin_ticks(record.edges, *bins, 9 if grid.rows == 1 else 5)
+    most = min(9, _fitting(ax, 3.5, high=True)) if grid.rows == 1 else 5
+    places, labels = plotdata.bin_ticks(record.edges, *bins, most)
     ys = [place - bins[0] + r * up for r in range(grid.rows) for place in places]
     size = min(8, grid.size + 0.5)
     count_steps(ax)
@@ -192,7 +193,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     x = np.arange(len(tables[0])) + 0.5
     curves(ax, record, x[first : last + 1], 100 * tables[:, first : last + 1], key=True)
     assert record.edges is not None
-    ax.set_xticks(*plotdata.bin_ticks(record.edges, first, last, 13))
+    ax.set_xticks(*plotdata.bin_ticks(record.edges, first, last, _fitting(ax, 1.6)))
     ax.set_xlim(first, last + 1)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
@@ -202,6 +203,13 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}{note}")
     plain(ax)
     return ax
+
+
+def _fitting(ax: Any, per_inch: float, *, high: bool = False) -> int:
+    """How many labels fit along an axis of `ax`, 4 at least."""
+    fig = ax.get_figure(root=True)
+    inches = float(ax.get_window_extent().size[int(high)]) / fig.dpi
+    return max(4, int(inches * per_inch + 0.5))
 
 
 def _last_counted(record: Record) -> int:
