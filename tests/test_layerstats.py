@@ -34,6 +34,25 @@ def test_statistics_are_shown_in_one_line(recorded: Any) -> None:
     assert repr(ActivationStats().stats) == "StatsList(0 records)"
 
 
+def test_what_is_made_of_statistics_shows_its_values(recorded: Any) -> None:
+    stats = recorded.activation_stats.stats
+
+    means = stats.itemgot(0).itemgot("mean")
+
+    assert [float(x) for x in repr(means).strip("[]").split(",")] == list(means)
+    assert repr(stats[0].itemgot("count")) == "[64.0, 16.0]"
+
+
+def test_some_layers_of_a_record_keep_their_names(recorded: Any) -> None:
+    batch = recorded.activation_stats.stats[1]
+
+    last = batch[1:]
+
+    assert last["2"] is batch["2"]
+    assert (last.names, last.step) == (("2",), 1)
+    assert batch[[1]].names == ("2",)
+
+
 def test_gradients_are_not_offered_units_that_they_have_not(recorded: Any) -> None:
     with pytest.raises(OptionError, match=r"GradientStats did not .*with ActivationStats\(units"):
         recorded.gradient_stats.dead_units(0)

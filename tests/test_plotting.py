@@ -763,7 +763,7 @@ def test_a_picture_is_saved_as_what_its_name_says(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_on_is_refused(name: str) -> None:
     given = {"ax" if name in ON_AXES else "fig": "here"}
 
-    with pytest.raises(ArgumentError, match=r"='here' was given, a str\. Give a"):
+    with pytest.raises(ArgumentError, match=r"='here' was given, of type str\. Give a"):
         PICTURES[name](made.run(n=20), **given)
 
 

@@ -92,7 +92,7 @@ def pyplot() -> Any:
 def new_figure(fig: Any, width: float, height: float, *, constrained: bool = True) -> Any:
     """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`."""
     if fig is not None:
-        return _checked("fig", fig, FigureBase, "Figure or SubFigure")
+        return _checked("fig", fig, FigureBase, "a Figure or SubFigure")
     make = Figure if _offscreen.get() else pyplot().figure
     return make(figsize=(width, height), layout="constrained" if constrained else None)
 
@@ -100,14 +100,14 @@ def new_figure(fig: Any, width: float, height: float, *, constrained: bool = Tru
 def new_axes(ax: Any, width: float, height: float) -> Any:
     """`ax`, or the only Axes of a new figure."""
     if ax is not None:
-        return _checked("ax", ax, Axes, "Axes")
+        return _checked("ax", ax, Axes, "an Axes")
     return new_figure(None, width, height).subplots()
 
 
 def _checked(name: str, given: Any, kind: type, word: str) -> Any:
     if not isinstance(given, kind):
         raise ArgumentError(
-            f"{name}={given!r:.60} was given, a {type(given).__name__}. Give a {word} of "
+            f"{name}={given!r:.60} was given, of type {type(given).__name__}. Give {word} of "
             f"matplotlib's, or none for a new one."
         )
     return given

@@ -110,7 +110,7 @@ class Record(Plain, Exports):
         if not self.names:
             raise SelectionError(
                 f"layer {layer!r} was asked for; nothing was recorded yet. Train first: "
-                f"learn.fit(1)."
+                f"learn.fit(1), or your loop inside `with watch(…)`."
             )
         if isinstance(layer, str):
             return self._named(layer)

@@ -29,6 +29,8 @@ class StatsList(L):  # type: ignore[misc]
         return table.transpose(1, 2).contiguous()
 
     def __repr__(self) -> str:
+        if not all(isinstance(batch, BatchStats) for batch in self.items[:1]):
+            return str(super().__repr__())  # made from one, by map or itemgot
         inside = f", each {self[0]._what()}" if len(self) else ""
         return f"StatsList({len(self)} record{'s' * (len(self) != 1)}{inside})"
 
@@ -49,18 +51,27 @@ class BatchStats(L):  # type: ignore[misc]
 
     def __getitem__(self, layer: Any) -> Any:
         if not isinstance(layer, str):
-            return super().__getitem__(layer)
+            return self._placed(super().__getitem__(layer), layer)
         if layer not in self.names:
             near = nearest(layer, self.names) or list(self.names[:3])
             listed = ", ".join(f'"{name}"' for name in near)
             raise SelectionError(f'no recorded layer is called "{layer}". Nearest: {listed}.')
         return self.items[self.names.index(layer)]
 
+    def _placed(self, found: Any, index: Any) -> Any:
+        """`found`, with names and place if it is some of these layers."""
+        if isinstance(found, BatchStats):
+            found.names = tuple(L(self.names)[index])
+            found.step, found.epoch, found.iteration = self.step, self.epoch, self.iteration
+        return found
+
     def _what(self) -> str:
         layers = f"{len(self)} layer{'s' * (len(self) != 1)}"
         return f"{layers} × {' '.join(self.items[0])}" if len(self) else layers
 
     def __repr__(self) -> str:
+        if not all(isinstance(layer, dict) for layer in self.items[:1]):
+            return str(super().__repr__())
         return f"BatchStats(step {self.step}, epoch {self.epoch}: {self._what()})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
