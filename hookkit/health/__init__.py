@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.health import (
+    aims,
     attention,
     curves,
     noise,
@@ -108,6 +109,8 @@ def diagnose(run: Any) -> Diagnosis:
         ('not_learning',)
     """
     run = as_run(run)
+    with np.errstate(all="ignore"):
+        run = aims.with_excuse(run)
     findings: list[Finding] = []
     unjudged: list[tuple[str, str]] = []
     for rule in RULES:
