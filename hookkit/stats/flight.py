@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
 from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
-from hookkit.stats.norms import local_values
-from hookkit.stats.parameters import named_parameters
-from hookkit.stats.tapes import NormTape, input_hook, norm_hook
+from hookkit.stats.parameters import Named, Parameters
+from hookkit.stats.tapes import GradTape, NormTape, input_hook, norm_hook
 from hookkit.walking import unwrap
 
 ACTIONS = ("raise", "skip", "report")
@@ -91,13 +89,10 @@ class FlightRecorder(HookCallback):
 
     def _clear(self) -> None:
         self._types: dict[str, str] = {}  # of every layer that was hooked, in the order of rows
-        self._grads: dict[int, dict[str, tuple[str, Tensor]]] = {}
-        self._of_parts: set[str] = set()  # whose gradients may be gone at the end of the step
+        self._grads = GradTape()
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
-        self._parameters: list[tuple[str, str, nn.Parameter]] = []
-        self._tables: list[dict[str, nn.Parameter | None]] = []
-        self._held: list[int] = []
+        self._known: Parameters | None = None
         self._checked = self._through = self._noted = self._told = False
 
     # --- hooks
@@ -125,7 +120,7 @@ class FlightRecorder(HookCallback):
         if not isinstance(root, torch.jit.ScriptModule):
             wanted[INPUT, id(root)] = root
         self._hook_only(wanted, tape)
-        self._types, self._parameters = types, []
+        self._types = types
 
     def _hook_only(self, wanted: dict[tuple[int, int], nn.Module], tape: NormTape) -> None:
         """Has hooks on `wanted`, by row and id, and on nothing else; if it raises, as before."""
@@ -148,7 +143,7 @@ class FlightRecorder(HookCallback):
         super()._remove()
         while self._handles:
             self._handles.popitem()[1].remove()
-        self._grads, self._parameters, self._tables = {}, [], []
+        self._grads, self._known = GradTape(), None
 
     def _record(self, on: bool) -> None:
         self.recording = on
@@ -164,8 +159,7 @@ class FlightRecorder(HookCallback):
         if self.recording and self._tape is not None:
             self._look_late()
             self._tape.turn(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
-            self._grads.pop(self._tape.at, None)
-            self._of_parts.clear()
+            self._grads.turn(self._tape.at)
 
     def after_pred(self) -> None:
         """The batch is through: a layer called by itself from here on is no part of it."""
@@ -236,14 +230,11 @@ class FlightRecorder(HookCallback):
         if isinstance(loss, Tensor) and self._tape is not None:
             self._tape.see(LOSS, 0, "", loss)
 
-    def _find_parameters(self) -> None:
-        """Those of now: asked in calls of C, since the walk by name is too slow for each step."""
-        if not self._parameters:
-            tables = [vars(m).get("_parameters") for m in self.learn.model.modules()]
-            self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
-        held = list(map(id, chain.from_iterable(map(dict.values, self._tables))))
-        if not self._parameters or held != self._held:
-            self._parameters, self._held = list(named_parameters(self.learn.model)), held
+    @property
+    def _parameters(self) -> list[Named]:
+        if self._known is None:
+            self._known = Parameters(self.learn.model)
+        return self._known.now
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
         """Notes the gradients that one optimizer of several has used, while they are there."""
@@ -251,38 +242,19 @@ class FlightRecorder(HookCallback):
             self._note_gradients({id(p) for p in owned})
 
     def _note_gradients(self, only: Container[int] | None = None) -> None:
-        assert self._tape is not None
         scaled = unscale_of(self.learn) is not None or any(
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
         )
-        if scaled:
-            return
-        self._find_parameters()
-        noted = self._grads.setdefault(self._tape.at, {})
-        found = [
-            (name, kind, local_values(p.grad))
-            for name, kind, p in self._parameters
-            if (name not in self._of_parts if only is None else id(p) in only)
-            and p.grad is not None
-            and p.grad.is_floating_point()
-            and p.grad.numel()
-        ]
-        with torch.no_grad():
-            norms = torch._foreach_norm([g for _, _, g in found]) if found else []
-        for (name, kind, _), norm in zip(found, norms, strict=True):
-            noted[name] = kind, norm
-        if only is not None:
-            self._of_parts.update(name for name, _, _ in found)
+        if not scaled:
+            self._grads.note(self._parameters, only)
 
     def _finite(self) -> Tensor:
         """0-d bool: nothing of this batch is NaN or Inf."""
         tape = self._tape
         assert tape is not None
         fine = torch.isfinite(tape.norms[tape.at]).all()
-        grads = [norm for _, norm in self._grads.get(tape.at, {}).values()]
-        for device in {g.device for g in grads}:
-            mine = torch.stack([g.float() for g in grads if g.device == device])
-            fine = fine & torch.isfinite(mine).all().to(fine.device)
+        for norms in self._grads.now():
+            fine = fine & torch.isfinite(norms).all().to(fine.device)
         return fine
 
     def _look_now(self) -> bool:
@@ -321,7 +293,7 @@ class FlightRecorder(HookCallback):
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
             assert self._tape is not None
-            memory = Memory(self._tape, self._types, self._grads, self._parameters)
+            memory = Memory(self._tape, self._types, self._grads.norms, self._parameters)
             incident = memory.incident(at, late)
             self.incidents = (*self.incidents, incident)
             if self.on_nonfinite == "raise":
@@ -329,9 +301,8 @@ class FlightRecorder(HookCallback):
         return not fine
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts"))
-        kept: dict[str, Any] = {"_handles": {}, "_grads": {}}
-        kept |= {name: [] for name in ("_flags", "_parameters", "_tables", "_held")}
+        gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts", "_known"))
+        kept: dict[str, Any] = {"_handles": {}, "_grads": GradTape(), "_flags": []}
         return {**self.__dict__, **gone, **kept, "recording": False}
 
     def __repr__(self) -> str:

@@ -1,10 +1,11 @@
-"""Norms of what layers gave in the last batches: one number each, on the device.
+"""Norms of what layers gave in the last batches, and of gradients: one number each, on the device.
 
 A norm is one read of the tensor and is not finite if any value is not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import plain
 from hookkit.moments.tallies import enlist
 from hookkit.nested import named_leaves
+from hookkit.stats.norms import local_values
+from hookkit.stats.parameters import Named
 
 
 class NormTape:
@@ -99,6 +102,55 @@ class NormTape:
         n = len(self.places)
         slots = [(at - i) % n for i in range((at - self.at - 1) % n, 0, -1)]
         return [i for i in slots if self.places[i][0] >= 0]
+
+
+class GradTape:
+    """Norms of the parameters' gradients in the last batches, each on its own device.
+
+    Attributes:
+        norms: slot of the `NormTape` → parameter → (class of its module, norm of its gradient).
+        at: the slot of this batch.
+    """
+
+    def __init__(self) -> None:
+        self.norms: dict[int, dict[str, tuple[str, Tensor]]] = {}
+        self.at = 0
+        self._of_parts: set[str] = set()  # whose gradients may be gone at the end of the step
+
+    def turn(self, at: int) -> None:
+        """The next batch, in slot `at`."""
+        self.at = at
+        self.norms.pop(at, None)
+        self._of_parts.clear()
+
+    def note(self, parameters: list[Named], only: Container[int] | None = None) -> None:
+        """The gradients as they are now.
+
+        Args:
+            parameters: of the model, by name.
+            only: ids of those that an optimizer has stepped; later calls leave them as they were.
+        """
+        found = [
+            (name, kind, local_values(p.grad))
+            for name, kind, p in parameters
+            if (name not in self._of_parts if only is None else id(p) in only)
+            and p.grad is not None
+            and p.grad.is_floating_point()
+            and p.grad.numel()
+        ]
+        with torch.no_grad():
+            norms = torch._foreach_norm([g for _, _, g in found]) if found else []
+        noted = self.norms.setdefault(self.at, {})
+        for (name, kind, _), norm in zip(found, norms, strict=True):
+            noted[name] = kind, norm
+        if only is not None:
+            self._of_parts.update(name for name, _, _ in found)
+
+    def now(self) -> list[Tensor]:
+        """The norms of this batch, those of one device together."""
+        norms = [norm.float() for _, norm in self.norms.get(self.at, {}).values()]
+        devices = {norm.device for norm in norms}
+        return [torch.stack([n for n in norms if n.device == device]) for device in devices]
 
 
 def norm_hook(tape: NormTape, row: int) -> Any:
