@@ -640,6 +640,15 @@ def test_negative_and_positive_values_are_labelled_at_the_same_sizes(
     assert negative <= positive or positive - {"0"} <= negative
 
 
+def test_both_ends_of_a_spread_have_a_label() -> None:
+    edges = log_bins().edges
+    first, last = np.searchsorted(edges, (-6, 12))
+
+    _, labels = plotdata.bin_ticks(edges, int(first), int(last), 5)
+
+    assert labels == ["−1", "0", "1"]
+
+
 @pytest.mark.parametrize("ends", [(0.2, 0.4), (0.5, 0.8), (-3e-3, -2e-3), (300.0, 700.0)])
 def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> None:
     edges = log_bins().edges

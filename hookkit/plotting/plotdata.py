@@ -147,7 +147,9 @@ def _log_ticks(low: float, high: float, value: Floats, most: int) -> tuple[Float
     tops = [int(np.floor(np.log10(size) + 1e-9)) for size in sizes]
     decades = sum(max(0, top - smallest + 1) for top in tops)
     every = max(1, -(-decades // max(1, most - 1)))
-    powers = 10.0 ** np.arange(max(tops), smallest - 1, -every)
+    alike = max(tops) - min(tops) <= 1  # then the ends of both have one
+    start = smallest + ((min if alike else max)(tops) - smallest) % every
+    powers = 10.0 ** np.arange(start, max(tops) + 1, every)
     for lead in ([1], [1, 2, 5], np.arange(1, 10, 0.5)):  # finer, where values are close together
         ticks = np.outer(lead, powers).ravel()
         inside = np.unique([t for t in (0.0, *ticks, *-ticks) if low <= t <= high])

@@ -181,7 +181,7 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
     at = plotdata.spikes(values)
     if len(at):
         word = f"{len(at)} spike{'s' * (len(at) > 1)}"
-        ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5, label=word)
+        ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5 if len(at) < 30 else 3, label=word)
     plain(ax)
 
 
