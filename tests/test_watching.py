@@ -318,6 +318,24 @@ def test_a_closure_is_evaluated_as_it_was_given():
     assert w.n_steps == 2
 
 
+@pytest.mark.parametrize("given", [0.5, net()])
+def test_what_is_no_closure_reaches_the_step_as_it_was_given(given: object):
+    class Own(torch.optim.SGD):
+        def step(self, first: object) -> None:
+            seen.append(first)
+            super().step()
+
+    model, log, seen = net(), Log(), []
+    opt = Own(model.parameters(), lr=0.1)
+
+    with watch(model, opt, log):
+        model(batches(1)[0]).sum().backward()
+        opt.step(given)
+
+    assert seen == [given]
+    assert log.events == OPEN + BATCH + CLOSE
+
+
 def test_a_step_whose_closure_came_before_is_left_out():
     model, x = net(), batches(1)[0]
     opt = torch.optim.LBFGS(model.parameters())

@@ -224,8 +224,10 @@ class Boundaries:
             self._steps.append(opt)
             if len(self._steps) == 1:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                self.listener.step_began(opt, closure is not None)
-                if callable(closure):
+                # an optimizer of one's own may take a number there, or the model
+                is_closure = callable(closure) and not isinstance(closure, nn.Module)
+                self.listener.step_began(opt, is_closure)
+                if is_closure:
                     told = self._told(closure)
                     if "closure" in kwargs:
                         return args, {**kwargs, "closure": told}
