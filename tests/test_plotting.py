@@ -11,7 +11,7 @@ import made
 import numpy as np
 import pytest
 
-from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.errors import ArgumentError, HookkitError, OptionError, SelectionError
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Record, Run
 
@@ -592,6 +592,30 @@ def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
     path = plotting.save(ax, tmp_path / "dead.png")
 
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
+
+
+WRONG: dict[str, Callable[[Run], Any]] = {
+    "no histograms": lambda r: plotting.plot_density(replace(r.activations, hist=None)),
+    "no such step": lambda r: plotting.plot_density(r, 99),
+    "no such steps": lambda r: plotting.plot_depth(r, [99]),
+    "no such layer": lambda r: plotting.color_dim(r, "fc9"),
+    "no such layer either": lambda r: plotting.plot_layer_stats(r, "fc9"),
+    "no finding": lambda r: plotting.plot_run(r, findings=[3]),
+    "no step left": lambda r: plotting.plot_loss(r, 99),
+    "no such record": lambda r: plotting.plot_updates(r.activations),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_refused_picture_leaves_no_empty_figure(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hookkit.plotting.canvas._offscreen", SimpleNamespace(get=lambda: False))
+
+    with pytest.raises(HookkitError):
+        WRONG[what](made.run(n=20))
+
     assert plt.get_fignums() == []
 
 

@@ -86,11 +86,14 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
         if not np.nan_to_num(record.value("dead")).any():
             ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
     else:
-        eps = f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
-        head = f"Values near zero{eps}"
+        head = f"Values near zero{_eps(record)}"
         _lines(ax, record, 100 * record.value("near_zero"), head, key=True, ylabel="% of values")
     ax.set_ylim(-2, 102)
     return ax
+
+
+def _eps(record: Record) -> str:
+    return f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
 
 
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
@@ -104,7 +107,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     panels = {
         "mean": ("Mean", 1),
         "std": ("Standard deviation", 1),
-        "near_zero": ("Near zero, % of values", 100),
+        "near_zero": (f"Near zero{_eps(record)}, % of values", 100),
     }
     for ax, (statistic, (head, scale)) in zip(fig.subplots(1, 3), panels.items(), strict=True):
         values = scale * record.value(statistic, row)

@@ -48,25 +48,24 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
         OptionError: `steps` has one that was not recorded, or none.
     """
     run = plotdata.as_run(run)
+    panels = {"activation": run.activations, "gradient": run.gradients}
+    there = {kind: r for kind, r in panels.items() if r is not None and len(r) and len(r.names)}
+    columns = {kind: plotdata.asked_columns(r, steps) for kind, r in there.items()}
     fig = new_figure(fig, 10, 4.6)
-    for ax, record, name in zip(
-        fig.subplots(1, 2),
-        (run.activations, run.gradients),
-        ("activation", "gradient"),
-        strict=True,
-    ):
-        if record is None or not len(record) or not len(record.names):
-            recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[name]
-            add = f"no {name}s recorded: add {recorder}()"
+    for ax, (kind, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
+        if kind in there:
+            _profile(ax, there[kind], columns[kind])
+            way = "Forward" if kind == "activation" else "Backward"
+            title(ax, f"{way}: RMS of {KINDS[kind]}")
+        else:
+            recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[kind]
+            add = f"no {kind}s recorded: add {recorder}()"
             nothing(ax, add if record is None else "nothing was recorded")
-            continue
-        _profile(ax, record, steps)
-        title(ax, f"{'Forward' if name == 'activation' else 'Backward'}: RMS of {KINDS[name]}")
     return fig
 
 
-def _profile(ax: Any, record: Record, steps: Sequence[int] | None) -> None:
-    table, columns = record.value("rms"), plotdata.asked_columns(record, steps)
+def _profile(ax: Any, record: Record, columns: list[int]) -> None:
+    table = record.value("rms")
     broken, at = plotdata.nonfinite(record), np.arange(len(record.names))
     wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
     handles = []

@@ -180,13 +180,13 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
         OptionError: no histograms were recorded, or none at all near `step`.
     """
     record = plotdata.as_record(record, "activation", "gradient")
-    ax = new_axes(ax, 10, 4.5)
     _check_hist(record)
     if not record.names or not len(record):
-        return nothing(ax, "nothing was recorded")
+        return nothing(new_axes(ax, 10, 4.5), "nothing was recorded")
     column = _last_counted(record)
     if step is not None:
         (column,) = plotdata.asked_columns(record, [step])
+    ax = new_axes(ax, 10, 4.5)
     rows = range(len(record.names))
     tables = np.stack([plotdata.shares(record, row)[:, column] for row in rows])
     first, last = plotdata.used_bins((tables > 0).any(axis=0))
