@@ -152,14 +152,15 @@ def test_gradients_that_are_zero_in_every_layer_underflowed_if_nothing_is_learnt
 
 def test_without_gradients_of_outputs_those_of_matrices_tell():
     half = told(acts(), [HALF] * 3)
-    gone = weights(3, grad_rms=[0, 0, 1e-7], grad_norm=[0, 0, 1e-5])
+    gone = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5])
 
     f = found(Run(half, params=gone, losses=FLAT), "fp16_underflow")
 
     assert diagnose(Run(half, params=gone, losses=FLAT))[0] == f
     for record, p, losses in (
         (told(acts(), [FULL] * 3), gone, FLAT),
-        (half, weights(3, grad_rms=[0, 0, 1e-3]), FLAT),
+        (half, weights(3, grad_rms=[0, 0, 1e-4]), FLAT),
+        (half, weights(3, grad_rms=[1e-5, 1e-5, 1e-5]), FLAT),
         (half, gone, falling()),
         (half, dataclasses.replace(gone, meta={**gone.meta, "unscaled": True}), FLAT),
     ):

@@ -16,7 +16,7 @@ from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.records import Ints, Record, Run
 
-LARGEST, SMALLEST = 65504.0, 2.0**-24
+LARGEST, SMALLEST, NORMAL = 65504.0, 2.0**-24, 2.0**-14
 IEEE = "IEEE 754 binary16"
 AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zero"
 
@@ -97,11 +97,13 @@ def _small(run: Run, record: Record | None) -> Iterator[tuple[str, float, float]
 
 
 def _all_zero(run: Run) -> Finding | None:
-    """Gradients that are exactly 0 in every float16 layer, the last one too."""
+    """Gradients that are exactly 0 in every float16 layer, the last one too, or almost so."""
+    return _zero_outputs(run) or _zero_weights(run)
+
+
+def _zero_outputs(run: Run) -> Finding | None:
     record = run.gradients
-    if record is None:
-        return _all_zero_weights(run)
-    if len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
+    if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return None
     broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
     if broken or aims.learns(run) is not False:
@@ -114,8 +116,8 @@ def _all_zero(run: Run) -> Finding | None:
     return _nothing_left(record, rows, f"all {len(rows)} layers in float16 are exactly 0, also of")
 
 
-def _all_zero_weights(run: Run) -> Finding | None:
-    """The same from gradients of matrices, of a model whose last layer gives float16."""
+def _zero_weights(run: Run) -> Finding | None:
+    """Matrices' gradients that are all exactly 0 or subnormal, where the last layer is float16."""
     record, seen = run.params, run.activations
     if record is None or seen is None or len(record) < read.MIN_RECORDS:
         return None
@@ -123,10 +125,10 @@ def _all_zero_weights(run: Run) -> Finding | None:
         return None
     sizes = read.median(read.table(record, "grad_rms"), axis=1)
     which = np.array([i for i in read.matrices(record) if np.isfinite(sizes[i])], np.int64)
-    tiny, none = sizes[which] < 4 * SMALLEST, sizes[which] == 0
+    tiny, none = sizes[which] < NORMAL, sizes[which] == 0
     if len(which) < 2 or not tiny.all() or not none.any() or aims.learns(run) is not False:
         return None
-    few = f"all {len(which)} matrices are exactly 0, or below 2.4e-7 (RMS), also of"
+    few = f"all {len(which)} matrices are exactly 0, or below 6.1e-5 (RMS), also of"
     return _nothing_left(record, which, few)
 
 
@@ -137,8 +139,8 @@ def _nothing_left(record: Record, rows: Ints, whose: str) -> Finding:
         read.names(record, rows),
         read.span(record),
         f"the gradients of {whose} the last",
-        "exactly 0 in every record",
-        f"{IEEE}: 2^-24; {AMP}",
+        "exactly 0 in every record, or some so and all below 6.1e-5, the smallest normal number",
+        f"{IEEE}: 2^-24 and 2^-14; {AMP}",
         "half precision without loss scaling: all gradients are below float16's smallest number",
         "scale the loss with torch.amp.GradScaler, or use bfloat16",
     )
