@@ -51,7 +51,7 @@ def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
 
 def regression(numel=1, std=1.0):
     record = acts(std=[1, 1, std])
-    p = weights(3)
+    p = weights(3, update_norm=[0.05] * 3)
     names = (*p.names[:2], "2.bias")
     return {
         "activations": record,
@@ -129,7 +129,7 @@ def test_weights_that_begin_too_large_come_before_what_they_bring():
     grows = acts(("Linear",) * 5, std=[1, 12, 150, 1500, 1], nonfinite=[0, 0, 0, 0, EVEN])
     run = Run(grows, params=weights(update_ratio=[2.0] * 4), losses=FLAT)
 
-    assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "lr_too_high", "non_finite"]
+    assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "non_finite", "lr_too_high"]
 
 
 # the learning rate
@@ -185,3 +185,39 @@ def test_the_excuse_is_looked_for_once(monkeypatch):
     diagnose(Run(SHRINKS, params=weights(5), losses=FLAT))
 
     assert len(seen) == 1
+
+
+def test_a_loss_that_rises_further_than_the_steps_explain_has_other_data():
+    small = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)  # 0.02 a step, 2 in all
+    fading = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4, grad_rms=FADES)
+    rises, further = 3 + np.linspace(0, 1, N), 3 + np.linspace(0, 8, N)
+
+    f = found(Run(params=small, losses=further), "not_learning")
+
+    assert f.severity == "info"
+    assert "times as far as gradients and steps explain" in f.evidence
+    assert alarms(Run(params=small, losses=rises)) == {"ascent", "not_learning"}
+    assert alarms(Run(params=small, losses=further, info=CE)) == {"diverging"}
+    assert alarms(Run(params=fading, losses=further)) == set()  # actor and critic: no one depth
+    assert "vanishing" in alarms(Run(params=fading, losses=rises)) & alarms(Run(params=fading))
+
+
+FADES = [1e-7, 1e-5, 1e-3, 1e-2]
+
+
+def test_spikes_are_a_note_where_the_data_change():
+    spiky = 3 + np.linspace(0, 8, 300)
+    spiky[[100, 150, 200, 250]] = 90.0
+    small = weights(4, n=300, grad_norm=[0.1] * 4, update_norm=[0.01] * 4)
+
+    assert found(Run(params=small, losses=spiky), "spikes").severity == "info"
+    assert found(Run(losses=spiky), "spikes").severity == "warn"
+
+
+def test_what_was_no_number_in_the_first_step_comes_first():
+    broken = acts(nonfinite=[0, 0, 1.0], max=[3.0, 3.0, 3.0])
+    late = acts(nonfinite=[0, 0, np.arange(N) > 50])
+    still = weights(3, update_norm=[0, 1, 1], grad_norm=[0, 1, 1])
+
+    assert diagnose(Run(broken, params=still))[0].rule == "non_finite"
+    assert diagnose(Run(late, params=still))[0].rule == "zero_gradient"

@@ -171,6 +171,14 @@ def test_a_sum_that_is_smooth_and_tenfold_needs_no_losses():
     assert alarms(Run(grad_norms=np.minimum(norms, 0.5))) == set()
 
 
+def test_a_sum_smoother_than_the_loss_is_one_also_where_the_loss_stays():
+    norms = np.minimum(summed(300)[1], 0.5) * (1 + 1e-3 * np.random.default_rng(0).normal(size=300))
+    wild = FLAT * np.where(np.arange(300) % 2, 1.3, 0.7)
+
+    assert found(Run(losses=wild, grad_norms=norms), "grads_pile_up").severity == "sick"
+    assert alarms(Run(losses=FLAT, grad_norms=norms)) == {"not_learning"}
+
+
 def test_a_norm_that_grows_late_is_no_sum():
     late = 0.1 * np.exp(np.linspace(0, 4, 300))  # as large targets make it, step by step
 
@@ -196,7 +204,7 @@ def test_a_sigmoid_at_the_end_is_one_too_many_for_a_loss_with_logits():
 
 def test_large_scores_that_leave_a_binary_loss_in_a_narrow_range_are_squashed():
     narrow = 0.46 + 0.2 * np.exp(-np.arange(300) / 60)
-    large = acts(rms=[1, 1, 12], min=[-3, -3, -20])
+    large = acts(("Linear", "ReLU", "Conv2d"), rms=[1, 1, 12], min=[-3, -3, -20])
 
     f = found(Run(large, losses=narrow, info=BCE), "probabilities")
 

@@ -12,6 +12,7 @@
     slips.py      rules on mistakes in the loop: ascent, zero_grad forgotten, softmax twice
     curves.py     rules on the loss
     aims.py       losses that need not fall
+    reach.py      how far the steps can have moved a loss
 
 A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
 Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
@@ -120,7 +121,7 @@ def diagnose(run: Any) -> Diagnosis:
         except Missing as why:
             unjudged.append((rule.__name__, str(why)))
     findings = [_as_grave_as(f, findings) for f in findings]
-    findings.sort(key=lambda f: -SEVERITIES.index(f.severity))
+    findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), not _from_the_start(f)))
     looked = run.activations or run.params or run.gradients
     silent = _silent(looked) if looked else ()
     n_layers = len(looked.names) - len(silent) if looked else 0
@@ -153,6 +154,12 @@ def _as_grave_as(f: Finding, findings: list[Finding]) -> Finding:
     brought = [g.severity for g in findings if g.rule in _BRINGS.get(f.rule, ())]
     worst = max([f.severity, *brought], key=SEVERITIES.index)
     return f if f.severity == "info" else replace(f, severity=worst)
+
+
+def _from_the_start(f: Finding) -> bool:
+    """What was no number in the first step comes before all but what made it so."""
+    first = f.rule == "non_finite" and f.steps[0] == 0
+    return first or f.rule in ("input_scale", "bad_init")
 
 
 health_report = diagnose

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hookkit.health import reach
 from hookkit.health import reading as read
 from hookkit.records import Floats, Record, Run
 
@@ -53,6 +54,8 @@ def excuse(run: Run) -> Excuse | None:
         return _DIFFERENCE
     if run.params is not None and (names := _followers(run.params)):
         return Excuse(f"{names[0]}, frozen, follows what is trained", *_MOVING)
+    if (rise := _beyond_reach(run)) > 2:
+        return Excuse(f"it rises {rise:.3g} times as far as gradients and steps explain", *_OTHER)
     if (growth := max(map(_growth, filter(None, (run.activations, run.gradients))), default=0)) > 2:
         return Excuse(f"a step saw {growth:.2g} times as much at the end as at first", *_LONGER)
     return None
@@ -98,6 +101,19 @@ def _cycle(record: Record) -> int:
         if _alike(shares[:, n:], shares[:, :-n]).mean() > 0.95:
             return n if n > 1 else 0
     return 0
+
+
+def _beyond_reach(run: Run) -> float:
+    """How many times as far the loss rises as the steps can have made it; 0 if it is not known.
+
+    Of a cross entropy as well: data that change under a classifier are no excuse.
+    """
+    if "entropy" in loss_name(run) or loss_name(run).startswith(("nll", "bce")):
+        return 0.0
+    try:
+        return reach.climbed(read.params(run), read.losses(run, 20)) or 0.0
+    except read.Missing:
+        return 0.0
 
 
 def _growth(record: Record) -> float:
@@ -149,6 +165,13 @@ _MOVING = (
     "gradient descent",
     "a target that moves with the model (a teacher, a target network): such a loss need not fall",
     "judge by the reward, or by a probe, not by this loss",
+)
+
+_OTHER = (
+    "above twice the sum of |gradient| × |update|, which no step can exceed to first order",
+    "first-order Taylor expansion and the Cauchy-Schwarz inequality; 2: hookkit, measured",
+    "data or targets that change with the run: returns that grow as an agent learns",
+    "judge by the reward, or by the loss on data that stay the same",
 )
 
 _LONGER = (

@@ -183,7 +183,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     at = [t for t in range(64, len(known)) if _jumps(known, t, level)]
     if not at:
         return
-    often = len(at) >= 3 and len(at) > 0.01 * len(known)
+    often = len(at) >= 3 and len(at) > 0.01 * len(known) and not aims.excuse(run)
     yield Finding(
         "spikes",
         "warn" if often else "info",

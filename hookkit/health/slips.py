@@ -9,19 +9,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookkit.health import aims
+from hookkit.health import aims, reach
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
-from hookkit.records import Floats, Ints, Record, Run
+from hookkit.records import Floats, Ints, Run
 
 
 def ascent(run: Run) -> Iterator[Finding]:
     """A loss that the steps push up, as far as their size and the gradients' explains.
 
-    To first order a step dw changes the loss by g·dw, and never by more than |g| |dw|, summed over
-    parameters. Climbing uses most of that. A rate that is too high makes the loss rise as well, but
-    then the steps go to and fro: where it takes ten of them or more to rise tenfold, that is a
-    sixteenth of the sum (of a quadratic: (r - 1) / 2, if the distance grows r-fold a step).
+    What they can do, and how much of it steps that go to and fro use, is in `reach`.
     """
     asked = bool(run.info.get("maximize")) and aims.loss_name(run) in aims.NEVER_BELOW_ZERO
     record = None if asked else read.params(run)
@@ -29,7 +26,7 @@ def ascent(run: Run) -> Iterator[Finding]:
     if aims.learns(run) is not False:
         return
     rises = read.end_level(series) > read.start_level(series)
-    share = _climbed(record, series) if record is not None else 1.0 if rises else None
+    share = reach.climbed(record, series) if record is not None else 1.0 if rises else None
     if share is None or not 0.12 < share < 2:
         return
     yield Finding(
@@ -48,28 +45,6 @@ def ascent(run: Run) -> Iterator[Finding]:
     )
 
 
-def _climbed(record: Record, series: Floats) -> float | None:
-    """The rise of the loss over the sum of |g| |dw|, until it has risen tenfold."""
-    if set(record.spans) != {1}:
-        raise read.Missing("not each step of parameters by itself")
-    reach = np.nansum(read.table(record, "grad_norm") * read.table(record, "update_norm"), axis=0)
-    loss = series[: record.steps[-1] + 1]
-    reach = np.interp(np.arange(len(loss)), record.steps, reach)  # between the records
-    unknown = np.flatnonzero(~np.isfinite(loss))
-    loss = loss[: unknown[0]] if len(unknown) else loss
-    if len(loss) < read.MIN_RECORDS:
-        return None
-    start = float(np.median(loss[:5]))
-    high = np.flatnonzero(~(_smoothed(loss) <= start + 9 * abs(start)))
-    end = int(high[0]) if len(high) else len(loss)
-    if end < read.MIN_RECORDS:
-        return None
-    noise = 1.4826 * float(read.median(np.abs(np.diff(loss[:end]))))
-    rise = float(read.median(loss[end - 5 : end])) - start
-    total = float(reach[:end].sum())
-    return rise / total if rise > 3 * noise and np.isfinite(total) and total > 0 else None
-
-
 def grads_pile_up(run: Run) -> Iterator[Finding]:
     """A gradient norm that grows as a sum does, and smoothly."""
     norms, steps = _grad_norms(run)
@@ -79,22 +54,23 @@ def grads_pile_up(run: Run) -> Iterator[Finding]:
     first = float(np.median(known[steps < steps[0] + 3]))
     if first <= 0 or not _grows_as_a_sum(known, steps):
         return
-    peak = float(np.max(_smoothed(known)))
+    peak = float(np.max(reach.smoothed(known)))
     jitter = float(np.median(np.abs(np.diff(known)) / np.maximum(known[1:], 1e-300)))
     learns = aims.learns(run)
     lasts = known[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
     stuck = peak >= 10 * first and jitter <= 0.15 and learns is False and bool(lasts)
     unsaid = learns is None and jitter < 0.03 and peak >= 10 * first
-    if not (stuck or unsaid or (learns and _too_smooth(run, known, steps))):
+    smooth = learns is not None and _too_smooth(run, known, steps)
+    if not (stuck or unsaid or smooth):
         return
     yield Finding(
         "grads_pile_up",
-        "sick" if stuck else "warn",
+        "sick" if learns is False else "warn",
         (),
         (0, run.n_steps - 1),
         f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n steps, and "
         f"changes by only {jitter:.2g} of itself from record to record"
-        + (", and the loss does not fall" if stuck else ""),
+        + (", and the loss does not fall" if learns is False else ""),
         "at first by √n in n steps or more; and 10-fold with a median change below 15 % a step, "
         "while the loss does not fall (3 % where it is unknown); or 1.5-fold below 3 %, where the "
         "loss changes five times as much (3-fold below 6 %, where some steps only are recorded)",
@@ -127,12 +103,6 @@ def _jitter(series: Floats) -> float:
     """The median change from one step to the next, over the later half, as a share."""
     late = series[len(series) // 2 :]
     return float(read.median(np.abs(np.diff(late)) / np.maximum(np.abs(late[1:]), 1e-300)))
-
-
-def _smoothed(values: Floats, n: int = 5) -> Floats:
-    """Medians of `n` neighbours, so that one wild batch is no peak."""
-    views = np.lib.stride_tricks.sliding_window_view(values, min(n, len(values)))
-    return np.asarray(np.median(views, axis=1))
 
 
 def _grad_norms(run: Run) -> tuple[Floats, Ints]:
@@ -168,7 +138,7 @@ def probabilities(run: Run) -> Iterator[Finding]:
         (0, run.n_steps - 1),
         evidence,
         "a sigmoid at the end; or a loss between ln(1 + 1/e) and ln(1 + e), which inputs between 0 "
-        "and 1 cannot leave, where the last layer gives RMS 6 or more"
+        "and 1 cannot leave, where the last layer gives RMS 4 or more"
         if binary
         else "rows of non-negative numbers that sum to 1 (or a loss that cannot pass below "
         "ln(e + C - 1) - 1)",
@@ -205,15 +175,19 @@ def _by_last_layer(run: Run) -> _Proof | None:
 def _by_narrow_range(run: Run) -> _Proof | None:
     """With inputs in [0, 1] no batch of a binary cross entropy is below .313, or above 1.313.
 
-    Scores as large as 6 would make it almost 0 where they are right, and large where they are not.
+    Scores as large as 4 would make it almost 0 where they are right, and large where they are not.
     """
     record, series = run.activations, read.losses(run, 50)
     low, high = float(np.nanmin(series)), float(np.nanmax(series))
-    if record is None or record.types[-1:] != ("Linear",) or len(record) < read.MIN_RECORDS:
+    if (
+        record is None
+        or record.types[-1] not in read.PRE_ACTIVATION
+        or len(record) < read.MIN_RECORDS
+    ):
         return None
     inside = low >= np.log1p(1 / np.e) and high <= np.log1p(np.e)
     rms, least = (read.median(record.value(s, -1)[read.last_half(record)]) for s in ("rms", "min"))
-    if not inside or not rms > 6 or least < -1e3:  # a mask is large, and leaves the loss as it is
+    if not inside or not rms > 4 or least < -1e3:  # a mask is large, and leaves the loss as it is
         return None
     given = f"{record.names[-1]} gives values of RMS {rms:.3g}"
     return "warn", (), f"the loss stays within {low:.3g} and {high:.3g} while {given}"

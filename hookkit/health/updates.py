@@ -185,7 +185,9 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     hit = ratio < 1e-3 and size[0] < 1e-4 and order > 0.6 and shared
     if not vanish:
         hit = ratio > 70 and order < -0.6 and aims.learns(run) is not True
-    severity = {True: "warn", False: "sick", None: "warn" if vanish else "info"}
+    excused = read.improved(run) is False and aims.learns(run) is None
+    several = vanish and excused  # actor and critic, both players: no depth of one net
+    severity = {True: "warn", False: "sick", None: "info" if several or not vanish else "warn"}
     if not hit:
         return
     yield Finding(
