@@ -444,6 +444,38 @@ def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values: tuple[float,
     assert 0 < low < high < np.inf
 
 
+@pytest.mark.parametrize("value", [1e308, -np.inf, np.inf, 5e-324])
+@pytest.mark.parametrize("name", ["plot_stats", "plot_loss"])
+def test_a_few_values_at_the_ends_among_usual_ones_are_drawn(name: str, value: float) -> None:
+    run, few = made.run(n=40), np.arange(40) % 7 == 3
+    assert run.activations is not None
+    values = {k: np.where(few, value, table) for k, table in run.activations.values.items()}
+    odd = replace(run.activations, values=values)
+
+    picture = PICTURES[name](replace(run, activations=odd, losses=np.where(few, value, run.losses)))
+
+    assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+
+
+def test_validation_alone_stands_by_its_epochs() -> None:
+    rows = [{"epoch": 0, "valid_loss": 1.0}, {"epoch": 1, "valid_loss": 0.5}]
+
+    assert points_of(plotting.plot_loss(Run(valid=rows)).axes[0]) == [(0, 1), (1, 0.5)]
+
+
+@pytest.mark.parametrize("style", ["seaborn-v0_8", "ggplot", "classic"])
+def test_other_styles_draw_without_a_warning_or_a_grid_on_heat_maps(style: str) -> None:
+    run = made.run(n=9)
+
+    with plt.style.context(style):
+        for draw in (plotting.plot_run, plotting.plot_updates, plotting.color_dim):
+            picture = draw(run)
+            assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+            if draw is not plotting.plot_updates:
+                lines = picture.axes[0].get_xgridlines()
+                assert not any(line.get_visible() for line in lines)
+
+
 @pytest.mark.parametrize("step", [-1, 300, 500])
 def test_density_of_a_step_that_was_not_recorded_is_refused(step: int) -> None:
     with pytest.raises(OptionError, match=f"step {step} was asked for, .* steps 0 to 299"):

@@ -22,8 +22,6 @@ NEVER = "#dcdcdc"
 BLUE = "#0072b2"
 ORANGE = "#e69f00"
 BROKEN = "NaN or Inf"
-RANGE = (1e-301, 1e301)
-"""Limits of a log axis that matplotlib can still widen and mark without overflow."""
 KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
 
 
@@ -39,7 +37,8 @@ def literal(text: str) -> str:
     if text.isascii():
         return text
     known = _signs(_fonts())
-    return "".join(c if c.isascii() or ord(c) in known else "□" for c in text)
+    box = "□" if ord("□") in known else "?"
+    return "".join(c if c.isascii() or ord(c) in known else box for c in text)
 
 
 def _fonts() -> tuple[str, ...]:
@@ -144,8 +143,9 @@ def log_y(ax: Any, values: Any) -> None:
         return
     low, high = np.log10(positive.min()), np.log10(positive.max())
     decades = high - low
-    if decades > 250:  # the margins of matplotlib's own limits would overflow
-        ax.set_ylim(*np.clip((positive.min(), positive.max()), *RANGE))
+    most = 300 - 0.35 * decades  # or matplotlib's ticks, some decades beyond, overflow
+    if max(-low, high) > most and low < most and high > -most:
+        ax.set_ylim(*10.0 ** np.clip((low, high), -most, most))
     ax.set_yscale("log", nonpositive="mask")
     between = {2.0, 5.0} if decades < 2 else set()
 
@@ -157,7 +157,7 @@ def log_y(ax: Any, values: Any) -> None:
     ax.yaxis.set_minor_formatter(word)
     ax.tick_params(axis="y", which="minor", labelsize=7)
     if decades < 0.7:  # too little to hold two ticks: show the neighbourhood too
-        middle = float(np.clip(10 ** ((low + high) / 2), *RANGE))
+        middle = float(np.clip(10 ** ((low + high) / 2), 1e-301, 1e301))
         ax.set_ylim(middle / 3, middle * 3)
 
 
@@ -176,6 +176,8 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
     if not size.size or size.max() <= 100 * usual:
         return
     ax.set_yscale("symlog", linthresh=usual)
+    if size.max() > 1e200:  # as above
+        ax.set_ylim(*np.clip((-size.max(), size.max()), -1e200, 1e200))
     ax.yaxis.get_major_locator().set_params(numticks=7)
     # the ticks next to 0 would be written over it
     ax.yaxis.set_major_formatter(lambda v, _: _number(v) if not v or abs(v) > 3 * usual else "")

@@ -56,7 +56,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
-    _lines(ax, record, ratio, head, key=True, ylabel="log10 ‖Δw‖ / ‖w‖")
+    _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
         low, high = plotdata.span(ratio)
         low = max(low, float(np.nanmedian(ratio)) - 6)  # or one frozen matrix presses all flat

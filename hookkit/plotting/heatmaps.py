@@ -104,6 +104,7 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under="black", over=ALARM)
     mesh = ax.pcolormesh(edges, ends, shown.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
     _bar(ax, mesh, param)
+    ax.grid(False)
     ax.tick_params(labelsize=8)
     ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
     name_layers(ax.yaxis, record.names, int(8 * height))

@@ -223,7 +223,8 @@ def smoothed(values: Floats, width: int | None = None) -> Floats:
     width = (width or max(5, len(values) // 40)) | 1
     finite = np.isfinite(values)
     kernel = np.ones(min(width, len(values)))
-    total = np.convolve(np.where(finite, values, 0.0), kernel, "same")
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.convolve(np.where(finite, values, 0.0), kernel, "same")
     count = np.convolve(finite.astype(np.float64), kernel, "same")
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
 
@@ -241,11 +242,12 @@ def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 
     called spikes: there is nothing yet to compare them with.
     """
     found = []
-    for i in range(least, len(values)):
-        past = values[max(0, i - window) : i]
-        past = past[np.isfinite(past)]
-        if len(past) >= least and values[i] > past.mean() + sigmas * past.std() + 1e-12:
-            found.append(i)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i in range(least, len(values)):
+            past = values[max(0, i - window) : i]
+            past = past[np.isfinite(past)]
+            if len(past) >= least and values[i] > past.mean() + sigmas * past.std() + 1e-12:
+                found.append(i)
     return np.array(found, dtype=np.int64)
 
 
@@ -259,7 +261,8 @@ def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:
     starts = epoch_starts(records[0], most=len(records[0])) if records else []
     ends = [*(start - 1 for start, _ in starts[1:]), float(n_steps - 1)]
     if len(ends) != len(run.valid):
-        ends = [(i + 1) * n_steps / len(run.valid) - 1 for i in range(len(run.valid))]
+        each = n_steps / len(run.valid) if n_steps and len(run.valid) else 1.0
+        ends = [(i + 1) * each - 1 for i in range(len(run.valid))]
     return [
         (float(row.get("step", end)), float(row["valid_loss"]))
         for row, end in zip(run.valid, ends, strict=True)

@@ -159,6 +159,7 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     else:
         ends = sorted({int(record.steps[0]), int(record.steps[-1])})
         ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=size)
+    ax.grid(False)
     ax.tick_params(length=2)
     ax.spines[:].set_visible(False)
 
