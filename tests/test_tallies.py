@@ -317,6 +317,59 @@ def test_small_tensors_of_many_records_are_read_at_once_and_rightly() -> None:
     assert record.hist[0].sum(0)[0] == 64
 
 
+def take(units: UnitsByArrays, x: torch.Tensor, kind: str) -> None:
+    plan = units.plan(0, x.shape, kind) or units.planned(0, x.shape, kind)
+    units.take_array(0, x.view(-1).numpy(), plan, 1e3)
+
+
+@pytest.mark.parametrize("window", [2, 6, 100])
+@pytest.mark.parametrize("seed", range(6))
+def test_units_of_small_tensors_wait_and_are_judged_alike(window: int, seed: int) -> None:
+    """Beside float64 values, which are looked at when they come."""
+    g, kinds = torch.Generator().manual_seed(seed), ["Linear", "Conv2d", "Tanh", "Conv1d"]
+    random = lambda n: int(torch.randint(n, (1,), generator=g))  # noqa: E731
+    waits, comes = (Tally("activation", Options(window=window)) for _ in range(2))
+    for step in range(70):
+        for batch in range(1 + (random(5) == 0)):
+            for row, kind in enumerate(kinds):
+                for _ in range((1, 1, 1, 2, 0)[random(5)]):
+                    width = 6 if row or step < 20 or random(9) else 3 + step % 4
+                    shape = (2 + random(3), width, *(5 - i for i in range(row % 3)))
+                    x = torch.randn(shape, generator=g)
+                    x.transpose(0, -1 if row == 0 else 1)[:2] *= random(2) * 1e-3
+                    for tally, t in ((waits, x.clone()), (comes, x.double())):
+                        (name,) = tally.rows([str(row)], [kind])
+                        tally.see(name, 0, "", t)
+                        t.fill_(9)
+            if batch or random(9) == 0:
+                kept = random(2)
+                for tally in (waits, comes):
+                    (tally.fold if kept else tally.drop)()
+        for tally in (waits, comes):
+            tally.commit(step, 0, step)
+        if random(15) == 0:
+            waits.record()
+
+    a, b = waits.record(), comes.record()
+    for name in ("dead", "dormant", "saturated", "count"):
+        np.testing.assert_allclose(a.value(name), b.value(name), rtol=1e-5, err_msg=name)
+
+
+def test_a_layer_whose_width_changes_keeps_its_memory_bounded() -> None:
+    tally = Tally("activation", Options(window=4))
+    (row,) = tally.rows(["fc"], ["Linear"])
+
+    for step in range(300):
+        tally.see(row, 0, "", randn(4, 100 + step % 7).abs())
+        tally.commit(step, 0, step)
+
+    (bank,) = tally.banks.values()
+    tally.record()
+    assert bank.units is not None
+    assert bank.units.live.shape[1] < 3000
+    assert (tally.record().value("dead", 0) == 0).all()
+
+
 def test_dead_is_exact_where_sizes_are_of_a_part() -> None:
     x = torch.zeros(5000, 256)
     x[:, :200] = randn(5000, 200)
@@ -326,7 +379,7 @@ def test_dead_is_exact_where_sizes_are_of_a_part() -> None:
 
     for step in range(8):
         now = x if step == 0 else x.clamp(max=0)  # never again above zero
-        assert units.take_array(0, now.flatten().numpy(), now, "Linear", 10.0)
+        take(units, now, "Linear")
         units.commit(step, False, 1, 64)
         dead.append([i for i, flag in enumerate((units.now(0) or [torch.ones(0)])[0]) if flag])
 
@@ -340,7 +393,7 @@ def test_dormant_is_judged_by_parts_of_a_large_tensor_in_turn() -> None:
     units, n = UnitsByArrays(window=90), []
 
     for step in range(40):
-        assert units.take_array(0, x.view(-1).numpy(), x, "Linear", 1e3)
+        take(units, x, "Linear")
         units.commit(step, False, 1, 64)
         _, dormant, _ = units.now(0) or (0, torch.ones(0), 0)
         assert dormant.nonzero().flatten().tolist() == [*range(10, 14)], step

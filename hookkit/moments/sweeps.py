@@ -233,13 +233,13 @@ def norms(
 def _norm(x: Any, copy: Any, minus: Any) -> float:
     total = 0.0
     for start in range(0, len(x), CHUNK):
-        chunk = x[start : start + CHUNK]
+        chunk = x if len(x) <= CHUNK else x[start : start + CHUNK]
+        end = start + len(chunk)
         if copy is not None:
-            copy[start : start + CHUNK] = chunk
+            copy[start:end] = chunk
         if minus is not None:
-            room = scratch.floats[: len(chunk)]
-            chunk = np.subtract(chunk, minus[start : start + CHUNK], out=room)
-        total += _squares(chunk)
+            chunk = np.subtract(chunk, minus[start:end], out=scratch.floats[: len(chunk)])
+        total += float(np.dot(chunk, chunk)) if len(chunk) <= _PIECE else _squares(chunk)
     if _SMALL < total < math.inf:
         return math.sqrt(total)
     if not x.any() if minus is None else np.array_equal(x, minus):

@@ -11,7 +11,6 @@ runs this very code: no graph break, no second implementation.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from hookkit.moments.moments import (
     working_dtype,
 )
 from hookkit.moments.rings import Axis, Ring
+from hookkit.moments.unitarrays import UnitsByArrays
 from hookkit.moments.units import Units, shares
 from hookkit.moments.waiting import WaitingBank
 from hookkit.records import Record
@@ -292,7 +292,7 @@ class Tally:
             one.hist.data = counts.to(one.hist.data.dtype)
         if one.units is not None:
             seen = [bank.units for bank in self.banks.values() if bank.units is not None]
-            one.units = copy.copy(seen[0]) if seen else one.units
+            one.units = UnitsByArrays.of(seen[0]) if seen else one.units
             one.units.ring = Ring(1, units.shape[2], torch.float32, one.device, counts=True)
             one.units.ring.data = units.float()
         one.turn = self.n_commits

@@ -8,6 +8,7 @@ full; so a judgement rests on `window / 2` to `window` records, in constant memo
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Units:
     def __init__(self, window: int, device: torch.device) -> None:
         self.window, self.device, self.turn = window, device, 0
         self.places: dict[int, tuple[int, int]] = {}
+        self._n_left = 0  # units that are nobody's any more
         self.live, self.kept = self._blank(0), self._blank(0)
         self.older, self.newer = self._blank(0), self._blank(0)
         self.row_of = torch.zeros(0, dtype=torch.int64, device=device)
@@ -80,7 +82,7 @@ class Units:
         start, size = self.places.get(row, (0, -1))
         if size != n:
             if size >= 0:
-                self.row_of[start : start + size] = _NOBODY
+                self._leave(row)
             start = self.live.shape[1]
             self.places[row] = start, n
             with torch.inference_mode(False):
@@ -92,6 +94,24 @@ class Units:
                 self.bounded = torch.cat([self.bounded, flags])
             self._moved()
         return start
+
+    def _leave(self, row: int) -> None:
+        """Its units are nobody's; when there are many of those the tables are closed up."""
+        start, size = self.places.pop(row)
+        self.row_of[start : start + size] = _NOBODY
+        self._n_left += size
+        if self._n_left <= max(self.live.shape[1] // 2, 1024):
+            return
+        kept = [torch.arange(at, at + n) for at, n in self.places.values()]
+        keep = torch.cat(kept or [torch.zeros(0, dtype=torch.int64)]).to(self.device)
+        with torch.inference_mode(False):
+            for name in ("live", "kept", "older", "newer"):
+                setattr(self, name, getattr(self, name)[:, keep])
+            self.row_of, self.bounded = self.row_of[keep], self.bounded[keep]
+        ends = accumulate(n for _, n in self.places.values())
+        places = zip(self.places.items(), ends, strict=True)
+        self.places = {other: (end - n, n) for (other, (_, n)), end in places}
+        self._n_left = 0
 
     def _moved(self) -> None:
         """The tables lie elsewhere now."""
@@ -108,10 +128,6 @@ class Units:
         here[2] += x.numel() // n
         for part in _parts(x, dim):
             self._add(here, part.float(), dim, kind)
-
-    def take_array(self, row: int, values: Any, x: Tensor, kind: str, top: float) -> bool:
-        """`take` by a faster way, if there is one for such a tensor: whether there was."""
-        return False
 
     def _add(self, here: Tensor, x: Tensor, dim: int, kind: str) -> None:
         size = x.abs()

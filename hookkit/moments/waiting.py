@@ -17,18 +17,18 @@ from torch import Tensor
 
 from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT, sample_of
-from hookkit.moments.moments import EMPTY, Row, array_of, flat, merge_row
+from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
 from hookkit.moments.rings import Ring
 from hookkit.moments.sweeps import MOST_ALIKE, cpu_row, rows_of
-from hookkit.moments.unitarrays import UnitsByArrays
-from hookkit.moments.units import Units
+from hookkit.moments.unitarrays import LATE_VALUES, MOST_LATE, UnitsByArrays
+from hookkit.moments.unitplans import Plan
 
 SMALL = 1 << 14
 """Tensors of at most so many values wait."""
 
-MOST_LATE = 32
-LATE_VALUES = 1 << 18
-"""Most records that wait, and most values that wait with them (1 MiB, as many sampled)."""
+
+Unread = tuple[Any, int, "Plan | None"]
+"""Values that were copied, how often each counts, and how their units are read."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Late:
     most: int
     turn: int
     seen: dict[int, tuple[float, ...]]
-    unread: dict[int, tuple[Any, int]]
+    unread: dict[int, Unread]
 
 
 class WaitingBank(Bank):
@@ -48,19 +48,20 @@ class WaitingBank(Bank):
 
     Attributes:
         seen: moments of the batch at hand, by row.
-        unread: by row, copied values that are to be looked at, and how often each counts.
+        unread: by row, what was copied and is to be looked at.
         late: records that wait for others before they go into the ring.
     """
 
+    units: UnitsByArrays | None
+
     def __init__(self, options: Options, rows: int) -> None:
         self.seen: dict[int, tuple[float, ...]] = {}
-        self.unread: dict[int, tuple[Any, int]] = {}
+        self.unread: dict[int, Unread] = {}
         self.late: list[Late] = []
         self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
-        self.patient = not (options.window or options.exact_hist)
         super().__init__(options, torch.device("cpu"), rows)
 
-    def _new_units(self) -> Units:
+    def _new_units(self) -> UnitsByArrays:
         return UnitsByArrays(self.options.window)
 
     def _grow(self, rows: int) -> None:
@@ -99,6 +100,7 @@ class WaitingBank(Bank):
         if row in self.unread:
             self._read()
         if self.units is not None:
+            self._plan(row, t, kind)
             self.units.take(row, t, kind)
         self._take_row(row, x, times)
         if self.options.exact_hist:
@@ -108,30 +110,53 @@ class WaitingBank(Bank):
         """Add `t`, whose values are the flat `array`, each so many times."""
         self._room_for(row)
         known = row in self.seen or row in self.unread
-        if self.patient and len(array) <= SMALL and not known:
-            self.unread[row] = array.copy(), times
+        if known:
+            self._read()
+        plan = None if self.units is None else self._plan(row, t, kind)
+        alike = times == 1 and array.dtype == np.float32 and t.is_contiguous()
+        quick = plan is None or (alike and plan.width > 0)
+        if quick and len(array) <= SMALL and not (known or self.options.exact_hist):
+            self.unread[row] = array.copy(), times, plan
             self.n_unread += len(array)
             if self.n_unread > LATE_VALUES:
                 self._read()
             return
-        if known:
-            self._read()
-        new = self._take_row(row, array, times)
-        if self.units is not None:
-            top = math.inf if new[-1] else max(-new[3], new[4])
-            if times > 1 or not self.units.take_array(row, array, t, kind, top):
+        self._take_row(row, array, times)
+        if self.units is not None and plan is not None:
+            if quick:
+                self.units.take_array(row, array, plan, self._top(row))
+            else:
                 self.units.take(row, t.detach(), kind)
         if self.options.exact_hist:
             self._count(row, torch.from_numpy(array), times)
 
-    def _read(self) -> None:
-        """Look at what was only copied of the batch at hand."""
-        for row in list(self.unread):
-            self._take_row(row, *self.unread[row])
-            del self.unread[row]  # only now: an interrupt loses nothing, nor counts it twice
+    def _plan(self, row: int, t: Tensor, kind: str) -> Plan:
+        assert self.units is not None
+        plan = self.units.plan(row, t.shape, kind)
+        if plan is None:
+            if row in self.units.places:  # it may give other units now: judge those first
+                self.flush()
+            plan = self.units.planned(row, t.shape, kind)
+        return plan
+
+    def _top(self, row: int) -> float:
+        *_, lo, hi, _, _, bad = self.seen[row]
+        return math.inf if bad else max(-lo, hi)
+
+    def _read(self, slot: int | None = None) -> None:
+        """Look at what was only copied of the batch at hand, or of the record in `slot`."""
+        for row, (array, times, plan) in list(self.unread.items()):
+            if row not in self.seen:  # an interrupt loses nothing, nor counts it twice
+                self._take_row(row, array, times)
+            if self.units is not None and plan is not None:
+                if slot is None:
+                    self.units.take_array(row, array, plan, self._top(row))
+                else:
+                    self.units.take_late(row, [slot], array[None], plan)
+            del self.unread[row]
         self.n_unread = 0
 
-    def _take_row(self, row: int, x: Any, times: int) -> Row:
+    def _take_row(self, row: int, x: Any, times: int) -> None:
         new: Any = cpu_row(x, self.options.eps)
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
@@ -140,7 +165,6 @@ class WaitingBank(Bank):
         self.seen[row] = (calls + 1, *(merge_row(old, new) if calls else new))
         if self.options.bins and not self.options.exact_hist:
             self._sample(row, x)
-        return new  # type: ignore[no-any-return]
 
     def _sample(self, row: int, x: Any) -> None:
         part, k = self._part(row, len(x))
@@ -180,16 +204,18 @@ class WaitingBank(Bank):
             self._read()
             self.flush()
             super().commit(column, into, most)
+            if self.units is not None:
+                self.units.flush()
             return
         self.late.append(Late(column, into, most, self.turn, self.seen, self.unread))
         self.n_late += self.n_unread
         self.seen, self.unread, self.n_unread = {}, {}, 0
         if self.units is not None:
             self.units.commit(column, into, self.rows, most)
-            self.units.forget()
         self.sampled.clear()
         slots = self.slots if self.options.bins else MOST_LATE
-        if len(self.late) >= slots or self.n_late > LATE_VALUES:
+        full = len(self.late) >= slots or self.n_late > LATE_VALUES
+        if full or (self.units is not None and self.units.full):
             self.flush()
         else:
             self._use_slot(len(self.late))
@@ -206,6 +232,8 @@ class WaitingBank(Bank):
             staged = self.staged[: len(late)]
             found = self.options.bins.count(staged.view(-1, self.options.sample))
             counts = found.view(len(late), self.rows, -1)[..., :-1]
+        if self.units is not None:
+            self.units.flush()
         self._put(self.ring, late, tables)
         if self.hist is not None:
             self._put(self.hist, late, counts)
@@ -234,7 +262,7 @@ class WaitingBank(Bank):
                 self.seen, self.unread, self.sampled = record.seen, record.unread, {}
                 self.turn = record.turn
                 self._use_slot(slot)
-                self._read()
+                self._read(slot)
         finally:
             self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
             if len(late) < (self.slots if self.options.bins else MOST_LATE):
@@ -242,14 +270,16 @@ class WaitingBank(Bank):
 
     def _read_alike(self, late: list[Late]) -> None:
         """Look at what a layer gave in many records at once, where it is alike in size."""
-        alike: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[int, int, Any], list[int]] = {}
         for slot, record in enumerate(late):
-            for row, (array, times) in record.unread.items():
+            for row, (array, times, plan) in record.unread.items():
                 if times == 1 and array.dtype == np.float32:
-                    alike.setdefault((row, len(array)), []).append(slot)
-        for (row, n), slots in alike.items():
+                    shape = None if plan is None else plan.shape
+                    alike.setdefault((row, len(array), shape), []).append(slot)
+        for (row, n, _), slots in alike.items():
             if len(slots) < 4 or not 0 < n <= MOST_ALIKE:
                 continue
+            plan = late[slots[0]].unread[row][2]
             table = np.stack([late[slot].unread[row][0] for slot in slots])
             rows = rows_of(table, self.options.eps)
             for slot, values, found in zip(slots, table, rows, strict=True):
@@ -259,6 +289,8 @@ class WaitingBank(Bank):
                     part = values[sample_of(n, self.options.sample, record.turn)]
                     self.staged_arrays[slot, row, : len(part)] = part
                 del record.unread[row]
+            if self.units is not None and plan is not None:
+                self.units.take_late(row, slots, table, plan)
 
     def _tables(self) -> list[Tensor]:
         return [self.staged, self.counts] if self.options.bins else []

@@ -110,7 +110,7 @@ def rows_swept(
         ratio = update / weight if weight else math.inf * update if update else 0.0
         bad = not math.isfinite(weight + update + grad)
         rows.append((weight, grad, update, ratio, bad, 1.0, g is not None))
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.from_numpy(np.array(rows, dtype=np.float64))
 
 
 def spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
