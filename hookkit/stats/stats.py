@@ -51,7 +51,9 @@ class ActivationStats(LayerStats):
         include_paramless: with `modules=None`, takes modules without parameters too.
         hook: `hook(module, inputs, output)` gives what to record in place of the output.
         on_valid: records each validation as one record, apart: `record(valid=True)`.
-        units: counts dead, dormant and saturated units over the last `window` records.
+        units: counts dead, dormant and saturated units (channels) over the last `window` records,
+            at least half of it; dead from all values, dormant on a CPU from about 32,768 of a layer
+            and record, others each time.
         eps: a value of at most this size is near zero.
         bins: of the histogram: `(low, high)`, `(low, high, n)`, edges, or `log_bins(…)`; None:
             signed logarithmic, two per octave from 2**-12 to 2**12.
