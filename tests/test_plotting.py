@@ -104,6 +104,21 @@ def test_a_given_figure_or_axes_is_drawn_on_and_returned(name: str) -> None:
     assert figure.axes
 
 
+def test_a_given_figure_is_laid_out_so_that_no_name_is_cut_off() -> None:
+    layers = [("encoder.layers.11.self_attn", "Linear"), ("decoder.layers.11.out_proj", "Linear")]
+    bare, tight, used = Figure(), Figure(layout="tight"), Figure()
+    used.subplots()
+
+    for figure in (bare, tight, used):
+        plotting.plot_run(made.run(layers, n=9), fig=figure)
+
+    plotting.png(bare)
+    labels = [label.get_window_extent() for label in bare.axes[0].get_yticklabels()]
+    assert min(label.x0 for label in labels) >= 0
+    assert type(tight.get_layout_engine()).__name__ == "TightLayoutEngine"
+    assert used.get_layout_engine() is None
+
+
 def test_color_dim_honours_ax_for_one_layer_and_fig_for_all() -> None:
     run, figure = made.run(n=20), Figure()
     ax = Figure().subplots()

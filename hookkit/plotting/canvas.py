@@ -90,9 +90,15 @@ def pyplot() -> Any:
 
 
 def new_figure(fig: Any, width: float, height: float, *, constrained: bool = True) -> Any:
-    """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`."""
+    """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
+
+    An empty Figure that nothing lays out is given a layout, or names would be cut off at its edge.
+    """
     if fig is not None:
-        return _checked("fig", fig, FigureBase, "a Figure or SubFigure")
+        _checked("fig", fig, FigureBase, "a Figure or SubFigure")
+        if isinstance(fig, Figure) and not fig.axes and fig.get_layout_engine() is None:
+            fig.set_layout_engine("constrained")
+        return fig
     make = Figure if _offscreen.get() else pyplot().figure
     return make(figsize=(width, height), layout="constrained" if constrained else None)
 
