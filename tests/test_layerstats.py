@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookkit.errors import OptionError, SelectionError
+from hookkit.errors import HookkitWarning, OptionError, SelectionError
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
@@ -82,3 +82,27 @@ def test_a_layer_that_is_unknown_leaves_no_empty_figure(recorded: Any) -> None:
         recorded.activation_stats.color_dim("fc")
 
     assert plt.get_fignums() == before
+
+
+class Experts(nn.Module):
+    """The second of its two layers never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def test_units_of_a_layer_that_never_ran_are_told_to_be_unknown() -> None:
+    model, stats = Experts(), ActivationStats(units=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, stats):
+        model(torch.randn(4, 8)).sum().backward()
+        opt.step()
+
+    assert isinstance(stats.dead_units("used"), list)
+    with pytest.warns(HookkitWarning, match=r'units of "idle" were asked for; .*it did not run'):
+        assert stats.dead_units("idle") == []

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import OptionError, SelectionError, nearest
+from hookkit.errors import HookkitWarning, OptionError, SelectionError, nearest
 from hookkit.records import Exports, Record
 from hookkit.stats.gathering import StatsCallback
 
@@ -162,6 +163,12 @@ class LayerStats(Exports, StatsCallback):
             seen = None if bank.units is None else bank.units.now(row)
             if seen is not None:
                 return seen[which].nonzero().flatten().tolist()  # sync: one per read-out
+        warnings.warn(
+            f'units of "{self.record().names[row]}" were asked for; it gave nothing to judge them '
+            f"by: it did not run, or gives single numbers. None is listed.",
+            HookkitWarning,
+            stacklevel=3,
+        )
         return []
 
     def color_dim(self, layer: int | str | None = None, figsize: Any = None, ax: Any = None) -> Any:
