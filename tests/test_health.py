@@ -581,6 +581,15 @@ def test_gradients_of_what_is_in_no_optimizer_pile_up_unseen():
     assert alarms(Run(params=p, losses=FLAT[:N])) == {"not_in_optimizer", "not_learning"}
 
 
+def test_a_loss_that_passes_by_the_floor_of_probabilities_has_not_settled_there():
+    info = {"n_classes": 4, "loss_func": "CrossEntropyLoss"}  # the floor is 0.744
+    passes = np.linspace(1.38, 0.76, 60)
+    settles = 0.79 + 0.59 * np.exp(-np.arange(60) / 8)
+
+    assert alarms(Run(losses=passes, info=info)) == set()
+    assert alarms(Run(losses=settles, info=info)) == {"probabilities"}
+
+
 def test_probabilities_by_output_by_layer_and_by_the_floor_of_the_loss():
     softmax = acts(("Linear", "ReLU", "Linear", "Softmax"))
     floor = np.log(np.e + 9) - 1

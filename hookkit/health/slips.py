@@ -203,4 +203,7 @@ def _by_floor(run: Run) -> _Proof | None:
     low, high, end = series.min(), series.max(), read.end_level(series)
     if n < 3 or low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + 0.1:
         return None
+    before = float(np.median(series[-max(len(series) // 4, 10) :][:10]))
+    if before - end > end - floor:
+        return None  # it passes by the floor, and does not settle
     return "warn", (), f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
