@@ -69,6 +69,24 @@ def test_a_regression_that_had_learnt_before_may_stay_at_the_floor_of_its_noise(
     assert "diverging" in alarms(Run(**regression(), losses=floor * np.linspace(1, 9, 300)))
 
 
+@pytest.mark.parametrize("noise", [0.04, 0.4])
+def test_a_loss_in_whose_noise_a_fall_may_hide_is_a_note(noise):
+    stays = 1 + noise * np.random.default_rng(2).normal(size=300)
+
+    f = found(Run(losses=stays), "not_learning")
+
+    assert f.severity == ("info" if noise > 0.3 else "warn")
+    assert ("so noisy" in f.evidence) == (noise > 0.3)
+    assert "diverging" in alarms(Run(losses=stays * np.linspace(1, 3, 300)))
+
+
+def test_a_fall_shows_in_ten_steps_and_a_rate_is_then_judged_by_it():
+    fast, falls = weights(n=12, update_ratio=[0.2] * 4), np.linspace(2.3, 1.2, 12)
+
+    assert alarms(Run(params=fast, losses=falls)) == set()
+    assert alarms(Run(params=fast, losses=np.full(12, 2.3))) == {"lr_too_high"}
+
+
 # excused
 
 

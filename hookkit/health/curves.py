@@ -79,8 +79,8 @@ def not_learning(run: Run) -> Iterator[Finding]:
         return
     start, end = read.start_level(series), read.end_level(series)
     worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
-    if read.creeps(run):
-        yield _creeping(series, start, end)
+    if read.creeps(run) or (not worse and read.hides_a_fall(run)):
+        yield _undecided(series, start, end, read.creeps(run))
         return
     why = aims.excuse(run) if np.isfinite(end) else None
     if why is not None:
@@ -109,17 +109,25 @@ def not_learning(run: Run) -> Iterator[Finding]:
     )
 
 
-def _creeping(series: Floats, start: float, end: float) -> Finding:
+def _undecided(series: Floats, start: float, end: float, slow: bool) -> Finding:
+    levels = f"the loss began at {start:.3g} and ends at {end:.3g}"
     return Finding(
         "not_learning",
         "info",
         (),
         (0, len(series) - 1),
-        f"the loss began at {start:.3g} and ends at {end:.3g}: it falls slowly, and steadily",
-        "less than 5 % below its start, where it falls by 2 % and beyond its noise to the end",
-        f"{CHECKER}: 5 %; 2 %: hookkit, measured",
-        "a learning rate that is low, or a run that has only begun",
-        "train longer, or try a learning rate 3 to 10 times as high",
+        f"{levels}: it falls slowly, and steadily"
+        if slow
+        else f"{levels}, and is so noisy that a fall of 5 % may hide in it",
+        "less than 5 % below its start; an alarm if it does not fall by 2 % beyond its noise, and "
+        "its noise (two standard errors) leaves no room for 5 %",
+        f"{CHECKER}: 5 %; the rest: hookkit, measured",
+        "a learning rate that is low, or a run that has only begun"
+        if slow
+        else "small batches, or targets that are mostly noise",
+        "train longer, or try a learning rate 3 to 10 times as high"
+        if slow
+        else "train longer, or judge by an average over more batches",
     )
 
 

@@ -146,13 +146,33 @@ def improved(run: Run) -> bool | None:
     something: one that stays may have had no time.
     """
     try:
-        series = losses(run, 20)
+        series = losses(run, MIN_RECORDS)
     except Missing:
         return None
     fell = _fell(run, series)
     if len(series) < ENOUGH_LOSSES and not fell:
         return None if end_level(series) <= 1.5 * abs(start_level(series)) else False
     return fell
+
+
+def hides_a_fall(run: Run) -> bool:
+    """Whether a fall of 5 % cannot be excluded at two standard errors, for the noise of the loss.
+
+    By the slope over the run; where chance is known, by how far below it the run ends.
+    """
+    series = losses(run)
+    known = series[np.isfinite(series)]
+    start, end, n = start_level(series), end_level(series), len(known)
+    if n < ENOUGH_LOSSES or start <= 0 or not np.isfinite(end):
+        return False
+    spread = 1.4826 * float(np.median(np.abs(np.diff(known)))) / np.sqrt(2)
+    if classes := run.info.get("n_classes"):
+        from_level = min(start, float(np.log(classes)))
+        most = from_level - end + 2 * 1.25 * spread / np.sqrt(max(5, n // 10))  # of a median
+        return bool(most > 0.05 * from_level)
+    time = np.arange(n) - (n - 1) / 2
+    fall = -float(time @ known / (time @ time)) * n
+    return bool(fall + 2 * spread * np.sqrt(12 / n) > 0.05 * start)
 
 
 def _fell(run: Run, series: Floats) -> bool:
