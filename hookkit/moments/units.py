@@ -102,12 +102,11 @@ class Units:
         self._n_left += size
         if self._n_left <= max(self.live.shape[1] // 2, 1024):
             return
-        kept = [torch.arange(at, at + n) for at, n in self.places.values()]
-        keep = torch.cat(kept or [torch.zeros(0, dtype=torch.int64)]).to(self.device)
         with torch.inference_mode(False):
-            for name in ("live", "kept", "older", "newer"):
-                setattr(self, name, getattr(self, name)[:, keep])
-            self.row_of, self.bounded = self.row_of[keep], self.bounded[keep]
+            for name in ("live", "kept", "older", "newer", "row_of", "bounded"):
+                table = getattr(self, name)
+                parts = [table[..., at : at + n] for at, n in self.places.values()]
+                setattr(self, name, torch.cat([table[..., :0], *parts], -1))  # no index: no wait
         ends = accumulate(n for _, n in self.places.values())
         places = zip(self.places.items(), ends, strict=True)
         self.places = {other: (end - n, n) for (other, (_, n)), end in places}
