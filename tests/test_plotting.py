@@ -472,6 +472,33 @@ def test_a_few_values_at_the_ends_among_usual_ones_are_drawn(name: str, value: f
     assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
 
 
+def test_spikes_and_epochs_are_marked_in_the_gradient_norm_too() -> None:
+    run = made.run(n=200, epoch=50)
+    norms = np.ones(200) + 0.01 * np.sin(np.arange(200))
+    norms[150] = 9.0
+
+    loss, norm = plotting.plot_loss(replace(run, grad_norms=norms)).axes
+
+    assert [text.get_text() for text in norm.get_legend().get_texts()] == ["1 spike"]
+    dotted = [
+        [x.get_xdata()[0] for x in ax.lines if x.get_linestyle() == ":"] for ax in (loss, norm)
+    ]
+    assert dotted[0] == dotted[1] == [0, 50, 100, 150]
+
+
+@pytest.mark.parametrize(("first", "scale"), [(1e6, "symlog"), (3.0, "linear")])
+def test_one_huge_loss_does_not_press_losses_below_zero_flat(first: float, scale: str) -> None:
+    losses = np.linspace(1, -1, 50)
+    losses[0] = first
+
+    ax = plotting.plot_loss(Run(losses=losses)).axes[0]
+
+    assert ax.get_yscale() == scale
+    if scale == "symlog":
+        labels = [label.get_text() for label in ax.get_yticklabels()]
+        assert labels == ["−0.5", "0", "0.5", "100", "1e4", "1e6"]
+
+
 def test_validation_alone_stands_by_its_epochs() -> None:
     rows = [{"epoch": 0, "valid_loss": 1.0}, {"epoch": 1, "valid_loss": 0.5}]
 

@@ -178,7 +178,18 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
     ax.set_yscale("symlog", linthresh=usual)
     if size.max() > 1e200:  # as above
         ax.set_ylim(*np.clip((-size.max(), size.max()), -1e200, 1e200))
-    ax.yaxis.get_major_locator().set_params(numticks=7)
-    # the ticks next to 0 would be written over it
-    ax.yaxis.set_major_formatter(lambda v, _: _number(v) if not v or abs(v) > 3 * usual else "")
+    marks = _signed_ticks(values[np.isfinite(values)], usual)
+    ax.set_yticks(marks, [_number(mark) for mark in marks])
     ax.minorticks_off()
+
+
+def _signed_ticks(values: Any, usual: float) -> list[float]:
+    """0, a round value near ±`usual` (where the axis turns logarithmic), and decades beyond."""
+    power = 10.0 ** np.floor(np.log10(usual))
+    near = max(lead * power for lead in (1, 2, 5) if lead * power <= usual * 1.001)
+    last = int(np.floor(np.log10(np.abs(values).max())))
+    beyond = range(last, int(np.ceil(np.log10(3 * usual))) - 1, -1)
+    every = max(1, -(-len(beyond) // 3))
+    sizes = [near, *(10.0**k for k in beyond[::every])]
+    low, high = values.min() - near / 2, values.max() + near / 2
+    return sorted(x for x in (0.0, *sizes, *(-size for size in sizes)) if low <= x <= high)

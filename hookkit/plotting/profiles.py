@@ -24,6 +24,7 @@ from hookkit.plotting.axes import (
     name_layers,
     nothing,
     plain,
+    signed_log_if_wide,
     title,
 )
 from hookkit.plotting.canvas import depth_colours, new_axes, new_figure
@@ -148,6 +149,9 @@ def plot_loss(
         _series(axes[1], steps, norms, "gradient norm")
         title(axes[1], "Global gradient norm")
         log_y(axes[1], norms)
+        if spikes := [line for line in axes[1].lines if "spike" in str(line.get_label())]:
+            axes[1].legend(handles=spikes, fontsize=8, frameon=False)
+        _mark_epochs(axes[1], run, label=False)
     count_steps(axes[-1])
     return fig
 
@@ -164,8 +168,12 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     else:
         nothing(ax, "no loss was recorded")
     title(ax, "Loss")
+    _mark_epochs(ax, run, label=True)
+
+
+def _mark_epochs(ax: Any, run: Run, *, label: bool) -> None:
     if run.records and len(run.records[0]):
-        mark_epochs(ax, run.records[0])
+        mark_epochs(ax, run.records[0], label=label)
 
 
 def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
@@ -188,6 +196,8 @@ def _log_if_wide(ax: Any, values: Floats) -> None:
     low, high = plotdata.span(values)
     if high > 100 * low > 0:
         log_y(ax, values)
+    elif low <= 0:
+        signed_log_if_wide(ax, values)
 
 
 def _valid_points(ax: Any, points: list[tuple[float, float]], skip_start: int) -> Floats:
