@@ -20,6 +20,7 @@ plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
 plotdata = pytest.importorskip("hookkit.plotting.plotdata")
 naming = pytest.importorskip("hookkit.plotting.naming")
+axes = pytest.importorskip("hookkit.plotting.axes")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {
@@ -404,6 +405,15 @@ def test_a_recorder_that_saw_no_step_is_not_asked_for_again() -> None:
     assert [ax.texts[0].get_text() for ax in figure.axes] == ["nothing was recorded"] * 2
 
 
+@pytest.mark.parametrize("ground", [0.0, 1.0])
+def test_grey_words_are_read_on_white_and_on_black(ground: float) -> None:
+    rgb = np.array(mpl.colors.to_rgb(axes.FAINT))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    light, dark = sorted([float(linear @ [0.2126, 0.7152, 0.0722]), ground], reverse=True)
+
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
 def test_in_a_dark_style_everything_is_seen() -> None:
     finding = SimpleNamespace(rule="dead", severity="sick", layers=("act",), steps=(10, 19))
 
@@ -772,14 +782,14 @@ def test_bins_that_hold_all_beyond_the_range_say_so() -> None:
 
 
 def test_a_small_axes_has_few_labels_and_its_names_inside() -> None:
-    axes = Figure(figsize=(9, 6)).subplots(2, 2)
+    panels = Figure(figsize=(9, 6)).subplots(2, 2)
 
-    for draw, ax in zip((plotting.plot_density, plotting.plot_updates), axes[0], strict=True):
+    for draw, ax in zip((plotting.plot_density, plotting.plot_updates), panels[0], strict=True):
         draw(made.run(n=20), ax=ax)
 
     full = plotting.plot_density(made.run(n=20))
-    assert len(axes[0, 0].get_xticks()) < 7 < len(full.get_xticks())
-    for ax in axes[0]:
+    assert len(panels[0, 0].get_xticks()) < 7 < len(full.get_xticks())
+    for ax in panels[0]:
         room, names = ax.get_window_extent(), ax.get_legend().get_window_extent()
         assert room.x0 <= names.x0 <= names.x1 <= room.x1
 

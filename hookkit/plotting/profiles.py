@@ -181,7 +181,7 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
     known = np.isfinite(values)
     steps, values = steps[known], values[known]
     few = len(values) < 30
-    raw = {"color": FAINT, "lw": 0.8, "marker": "." if few else ""}
+    raw = {"color": FAINT, "lw": 0.7, "marker": "." if few else ""}
     ax.plot(steps, values, **raw, label=name if few else f"{name}, each step")
     if not few:
         ax.plot(steps, plotdata.smoothed(values), color=BLUE, lw=1.8, label=f"{name}, smoothed")
