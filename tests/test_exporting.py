@@ -277,3 +277,8 @@ def test_missing_folders_are_made(tmp_path: Path) -> None:
 def test_what_holds_no_records_is_refused(other: Any) -> None:
     with pytest.raises(ArgumentError, match="a record was expected"):
         to_csv(other, "nowhere.csv")
+
+
+def test_a_folder_in_place_of_a_writer_gets_the_way_to_one() -> None:
+    with pytest.raises(ArgumentError, match=r'str was given.*pip install "hookkit\[tensorboard\]"'):
+        log_to("runs", record())

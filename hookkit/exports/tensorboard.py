@@ -39,7 +39,8 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
     if missing := [name for name in needed if not callable(getattr(writer, name, None))]:
         raise ArgumentError(
             f"log_to needs a SummaryWriter, {type(writer).__name__} was given, which has no "
-            f"{missing[0]}. Make one: torch.utils.tensorboard.SummaryWriter(log_dir)."
+            f"{missing[0]}. Make one: torch.utils.tensorboard.SummaryWriter(log_dir); it needs "
+            f'tensorboard: pip install "hookkit[tensorboard]".'
         )
     wanted = None if statistics is None else _checked(statistics, records)
     for record in records:
