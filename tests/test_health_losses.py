@@ -174,6 +174,17 @@ def test_a_rate_too_high_comes_before_the_units_it_kills():
     assert [(f.rule, f.severity) for f in d] == [("lr_too_high", "sick"), ("dead", "sick")]
 
 
+def test_steps_that_never_count_need_no_loss_to_be_too_small():
+    slow, once = weights(update_ratio=[3e-7] * 4), np.full((4, N), 3e-7)
+    once[:, 5] = 1e-3
+
+    for losses in (None, FLAT[:30]):
+        assert alarms(Run(params=slow, losses=losses)) == {"lr_too_low"}
+        for ratio in (once, [3e-5] * 4):
+            assert alarms(Run(params=weights(update_ratio=ratio), losses=losses)) == set()
+    assert alarms(Run(params=slow, losses=falling())) == set()
+
+
 def test_a_decay_that_is_set_comes_before_the_steps_it_makes():
     info = {"lr": [0.01], "weight_decay": [10.0]}
 

@@ -60,6 +60,15 @@ def test_ascent_is_a_matter_of_what_steps_can_do():
         assert "ascent" not in diagnose(Run(params=p, losses=rising(by))).rules
 
 
+def test_ascent_is_seen_before_the_loss_has_risen_far():
+    p = weights(4, n=30, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
+    losses = rising(0.3, 30)
+
+    assert alarms(Run(params=p, losses=losses)) == {"ascent"}
+    both_signs = losses - 2.05
+    assert alarms(Run(params=p, losses=both_signs)) == set()
+
+
 def test_ascent_is_seen_in_some_of_the_steps_but_not_in_merged_ones():
     p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
     every_other = dataclasses.replace(p, steps=2 * p.steps)
@@ -177,6 +186,12 @@ def test_a_sum_smoother_than_the_loss_is_one_also_where_the_loss_stays():
 
     assert found(Run(losses=wild, grad_norms=norms), "grads_pile_up").severity == "sick"
     assert alarms(Run(losses=FLAT, grad_norms=norms)) == {"not_learning"}
+
+
+def test_a_sum_smoother_than_the_loss_shows_in_a_short_run():
+    wild = FLAT[:45] * np.where(np.arange(45) % 2, 1.3, 0.7)
+
+    assert alarms(Run(losses=wild, grad_norms=summed(45)[1])) == {"grads_pile_up"}
 
 
 def test_a_norm_that_grows_late_is_no_sum():

@@ -23,7 +23,7 @@ def ascent(run: Run) -> Iterator[Finding]:
     asked = bool(run.info.get("maximize")) and aims.loss_name(run) in aims.NEVER_BELOW_ZERO
     record = None if asked else read.params(run)
     series = read.losses(run, 20)
-    if aims.learns(run) is not False:
+    if read.improved(run) or aims.excuse(run):
         return
     rises = read.end_level(series) > read.start_level(series)
     share = reach.climbed(record, series) if record is not None else 1.0 if rises else None
@@ -60,7 +60,7 @@ def grads_pile_up(run: Run) -> Iterator[Finding]:
     lasts = known[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
     stuck = peak >= 10 * first and jitter <= 0.15 and learns is False and bool(lasts)
     unsaid = learns is None and jitter < 0.03 and peak >= 10 * first
-    smooth = learns is not None and _too_smooth(run, known, steps)
+    smooth = run.losses is not None and _too_smooth(run, known, steps)
     if not (stuck or unsaid or smooth):
         return
     yield Finding(

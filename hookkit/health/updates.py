@@ -82,20 +82,26 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
         return
     if slow.mean() <= 0.5:
         return
+    never = (np.nanmax(np.nan_to_num(ratio), axis=1) < 1e-5).mean() > 0.5
     yield Finding(
         "lr_too_low",
-        "info" if learns is None or read.creeps(run) else "warn",
+        "info" if (learns is None and not never) or _creeps(run) else "warn",
         read.names(record, [i for i, s in zip(which, slow, strict=True) if s]),
         read.span(record),
         f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
         + ("" if learns is None else " and the loss hardly falls"),
-        "below 1e-4 in most matrices",
+        "below 1e-4 in most matrices; where the loss says nothing, an alarm if it is below 1e-5 in "
+        "every record: 1 % of the weight in 1000 steps",
         f"{CHECKER}: log10 within -4 and -1; {CS231N}",
         "the learning rate is too low"
         + (", or most steps are below the precision of the weights" * bool((whole == 0).any()))
         + (", or gradients are clipped to almost nothing" * _clipped(record)),
         "multiply the learning rate by 10 (nothing, if this is fine-tuning and it is meant)",
     )
+
+
+def _creeps(run: Run) -> bool:
+    return run.losses is not None and bool(np.isfinite(run.losses).any()) and read.creeps(run)
 
 
 def _share_of_rate(run: Run, record: Record, which: list[int]) -> float:
