@@ -50,7 +50,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
-        self.floats = np.empty(CHUNK, dtype=np.float32)
+        self.floats, self.sizes = np.empty((2, CHUNK), dtype=np.float32)
 
     def room(self, n: int, dtype: torch.dtype) -> Tensor:
         """(n,) uninitialised values, valid until the next call for the same dtype."""
@@ -124,7 +124,7 @@ MOST_ALIKE = _PIECE
 def rows_of(table: Any, eps: float) -> list[Row | None]:
     """The rows of each of the (k, n) float32 values, with n up to `MOST_ALIKE`, in few calls.
 
-    None for those that only `cpu_row` is right about.
+    At most `CHUNK` values. None for those that only `cpu_row` is right about.
     """
     n = table.shape[1]
     with np.errstate(all="ignore"):
@@ -136,10 +136,21 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
         size = np.maximum(-lo, hi)
         right = (m2 >= _ILL * mean * mean * n) & (size < _LARGE[np.float32])
         right &= (size >= _TINY) | (lo == hi)
-    near, zero = (map(np.count_nonzero, flags) for flags in (np.abs(table) <= eps, table == 0))
-    columns = (c.tolist() for c in (right, mean, m2, lo, hi))
-    rows = zip(*columns, map(float, near), map(float, zero), strict=True)
+    flags, room = (x[: table.size].reshape(table.shape) for x in (scratch.flags, scratch.sizes))
+    near = _per_row(np.less_equal(np.abs(table, out=room), eps, out=flags))
+    zero = _per_row(np.equal(table, 0, out=flags))
+    rows = zip(*(c.tolist() for c in (right, mean, m2, lo, hi)), near, zero, strict=True)
     return [(float(n), *row, 0.0) if ok else None for ok, *row in rows]
+
+
+def stacked(arrays: list[Any]) -> Any:
+    """Float32 arrays of one size as a (k, n) table, in scratch memory: at most `CHUNK` values."""
+    room = scratch.floats[: len(arrays) * len(arrays[0])]
+    return np.stack(arrays, out=room.reshape(len(arrays), -1))
+
+
+def _per_row(flags: Any) -> list[float]:
+    return [float(np.count_nonzero(row)) for row in flags]
 
 
 def _chunk(values: Any, eps: float) -> Row:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.moments.sweeps import scratch
 from hookkit.moments.unitplans import Plan, plan_of
 from hookkit.moments.units import TAU, Units
 
@@ -150,10 +151,11 @@ class UnitsByArrays(Units):
     def take_late(self, row: int, slots: list[int], table: Any, plan: Plan) -> None:
         """Add the values that a small layer gave in the waiting records `slots`, (slots, n)."""
         parts = table.reshape(len(slots), -1, plan.width)
+        room = scratch.sizes[: table.size].reshape(parts.shape)
         start, n = self.places[row]
         here = slice(start, start + n)
         with np.errstate(all="ignore"):
-            sizes = plan.by_unit(np.add.reduce(np.abs(parts), axis=1), np.add.reduce)
+            sizes = plan.by_unit(np.add.reduce(np.abs(parts, out=room), axis=1), np.add.reduce)
             tops = plan.by_unit(np.maximum.reduce(parts, axis=1), np.maximum.reduce)
             self._late[slots, 0, here] = np.maximum(self._late[slots, 0, here], tops)
             self._late[slots, 1, here] += sizes

@@ -19,7 +19,7 @@ from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT, sample_of
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
 from hookkit.moments.rings import Ring
-from hookkit.moments.sweeps import MOST_ALIKE, cpu_row, rows_of
+from hookkit.moments.sweeps import CHUNK, MOST_ALIKE, cpu_row, rows_of, stacked
 from hookkit.moments.unitarrays import LATE_VALUES, MOST_LATE, UnitsByArrays
 from hookkit.moments.unitplans import Plan
 
@@ -277,20 +277,23 @@ class WaitingBank(Bank):
                     shape = None if plan is None else plan.shape
                     alike.setdefault((row, len(array), shape), []).append(slot)
         for (row, n, _), slots in alike.items():
-            if len(slots) < 4 or not 0 < n <= MOST_ALIKE:
-                continue
-            plan = late[slots[0]].unread[row][2]
-            table = np.stack([late[slot].unread[row][0] for slot in slots])
-            rows = rows_of(table, self.options.eps)
-            for slot, values, found in zip(slots, table, rows, strict=True):
-                record = late[slot]
-                record.seen[row] = (1.0, *(found or cpu_row(values, self.options.eps)))
-                if self.options.bins:
-                    part = values[sample_of(n, self.options.sample, record.turn)]
-                    self.staged_arrays[slot, row, : len(part)] = part
-                del record.unread[row]
-            if self.units is not None and plan is not None:
-                self.units.take_late(row, slots, table, plan)
+            if len(slots) >= 4 and 0 < n <= MOST_ALIKE:
+                for start in range(0, len(slots), CHUNK // n):
+                    self._read_together(row, late, slots[start : start + CHUNK // n])
+
+    def _read_together(self, row: int, late: list[Late], slots: list[int]) -> None:
+        plan = late[slots[0]].unread[row][2]
+        table = stacked([late[slot].unread[row][0] for slot in slots])
+        rows = rows_of(table, self.options.eps)
+        for slot, values, found in zip(slots, table, rows, strict=True):
+            record = late[slot]
+            record.seen[row] = (1.0, *(found or cpu_row(values, self.options.eps)))
+            if self.options.bins:
+                part = values[sample_of(len(values), self.options.sample, record.turn)]
+                self.staged_arrays[slot, row, : len(part)] = part
+            del record.unread[row]
+        if self.units is not None and plan is not None:
+            self.units.take_late(row, slots, table, plan)
 
     def _tables(self) -> list[Tensor]:
         return [self.staged, self.counts] if self.options.bins else []
