@@ -214,6 +214,8 @@ def test_hugging_face_with_the_bridge(tmp_path, each: int):
     same(probe, bridge.watcher.losses, each)
     assert len(bridge.watcher.run().valid) == EPOCHS
     assert bridge.watcher.run().valid[0]["valid_loss"] > 0
+    assert [row["epoch"] for row in bridge.watcher.run().valid] == [0, 1]
+    assert [row["step"] for row in bridge.watcher.run().valid] == [N // each - 1, 2 * N // each - 1]
     assert n_hooks(model, *bridge.watcher.loop.opts) == 0
 
 
@@ -450,6 +452,22 @@ def test_a_missing_library_is_named(module: str, cls: str, package: str, monkeyp
 
     with pytest.raises(MissingExtraError, match=f"pip install {package}"):
         getattr(bridge, cls)()
+
+
+def test_a_library_s_own_epoch_and_step_take_no_other_s_place():
+    from hookkit.bridges import Bridge
+
+    model = Net()
+    opt = sgd(model)
+    bridge = Bridge()
+    bridge.begin(model, opt)
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    bridge.epoch(epoch=0.5, step=7.0, accuracy=1.0)
+    bridge.end()
+
+    told = {"logged_epoch": 0.5, "logged_step": 7.0, "accuracy": 1.0}
+    assert bridge.watcher.run().valid == [{"epoch": 0, "step": 0, **told}]
 
 
 def test_a_watcher_that_never_began_is_told():

@@ -948,6 +948,23 @@ def test_a_run_has_what_the_epochs_were_told():
     assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
 
 
+def test_what_watch_counts_of_an_epoch_is_not_told():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        model(next(iter(batches(1)))).sum().backward()
+        w.loss(2.0)
+        opt.step()
+        with pytest.raises(ArgumentError, match=r"epoch and step were told .* name: my_epoch=…\."):
+            w.epoch(step=77, epoch=3)
+        with pytest.raises(ArgumentError, match=r"step was told of an epoch; watch counts epoch"):
+            w.note(step=torch.tensor(7))
+        w.epoch(my_step=77)
+
+    assert w.run().valid == [{"epoch": 0, "step": 0, "train_loss": 2.0, "my_step": 77}]
+
+
 def test_a_run_without_losses_says_so():
     model = net()
     opt = sgd(model)

@@ -28,6 +28,7 @@ from typing import Any
 from ..callbacks import Callback
 from ..errors import ArgumentError, HookError, MissingExtraError
 from ..watching import Watcher, watch
+from ..watching.admitting import OWN
 
 __all__ = ["Bridge", "base", "needs"]
 
@@ -81,7 +82,13 @@ class Bridge:
     def epoch(self, **values: Any) -> None:
         """An epoch ends."""
         if self._watcher is not None:
-            self._watcher.epoch(**values)
+            self._watcher.epoch()
+            self.note(**values)
+
+    def note(self, **values: Any) -> None:
+        """Numbers of the last epoch; the library's own `epoch` and `step` as `logged_…`."""
+        if self._watcher is not None:
+            self._watcher.note(**{f"logged_{k}" if k in OWN else k: v for k, v in values.items()})
 
     def loss(self, loss: Any) -> None:
         """The loss of the batch at hand, if it is one number."""

@@ -44,9 +44,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps the numbers of an evaluation with the epoch: `eval_loss` as `valid_loss`."""
         found = {k.removeprefix("eval_"): v for k, v in kwargs.get("metrics", {}).items()}
-        told = {"valid_loss" if k == "loss" else k: v for k, v in found.items()}
-        if self._watcher is not None:
-            self._watcher.note(**told)
+        self.note(**{"valid_loss" if k == "loss" else k: v for k, v in found.items()})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends."""

@@ -109,6 +109,24 @@ def check_free(callbacks: Iterable[Any]) -> None:
             )
 
 
+OWN = ("epoch", "step")
+"""What `watch` itself counts in the row of an epoch."""
+
+
+def check_told(values: Iterable[str]) -> None:
+    """Raises if something told of an epoch would stand in the place of what is counted.
+
+    Raises:
+        ArgumentError: it would.
+    """
+    if taken := [name for name in OWN if name in values]:
+        raise ArgumentError(
+            f"{' and '.join(taken)} {'was' if len(taken) == 1 else 'were'} told of an epoch; watch "
+            f"counts {' and '.join(OWN)} itself. Leave it out, or tell it by another name: "
+            f"my_{taken[0]}=…."
+        )
+
+
 def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> None:
     """Raises if what stands behind model and optimizer is not what it should be.
 

@@ -25,6 +25,7 @@ from hookkit.walking import unwrap
 from hookkit.watching.admitting import (
     check_free,
     check_rest,
+    check_told,
     one_model,
     optimizers,
     tell_foreign,
@@ -214,12 +215,21 @@ class Watcher(ReadOut):
         Args:
             values: what to keep of the epoch that ends, such as `valid_loss=…`, `accuracy=…`:
                 numbers or scalar tensors, read by the host when the run is read.
+
+        Raises:
+            ArgumentError: one of them is `epoch` or `step`, which are counted here.
         """
+        check_told(values)
         self.loop.mark_epoch()
         self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Adds to what is kept of the last epoch, as `epoch` does, without ending it."""
+        """Adds to what is kept of the last epoch, as `epoch` does, without ending it.
+
+        Raises:
+            ArgumentError: as `epoch`.
+        """
+        check_told(values)
         if self.loop.spans:
             told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
             self.loop.spans[-1].update(told)
