@@ -1,6 +1,7 @@
 """The same training in every loop gives the same records, and leaves no hook behind."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -431,6 +432,151 @@ def test_fastai(native: bool):
     learn.validate()
     assert bridge.watcher.n_steps == n
     assert n_hooks(model) == 0
+
+
+def fastai_learner(bridge, *cbs):
+    pytest.importorskip("fastai")
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+
+    def mae(y, t):
+        return (y - t).abs().mean()
+
+    dls = DataLoaders(loader(), loader())
+    return Learner(dls, Net(), mse, lr=0.05, metrics=mae, cbs=[bridge, *cbs])
+
+
+def test_what_fastai_s_recorder_has_of_an_epoch_is_kept(monkeypatch):
+    """Without fastai: its events in their order, and a Recorder's log before the time is added."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from hookkit.bridges import fastai as bridges
+    monkeypatch.setattr(bridges, "_Callback", SimpleNamespace(__init__=lambda self: None))
+    model = Net()
+    opt, bridge = sgd(model), bridges.HookkitCallback()
+    recorder = SimpleNamespace(
+        metric_names=["epoch", "train_loss", "valid_loss", "mae", "time"],
+        log=[0, 3.0, 0.5, 0.25],
+        learn=SimpleNamespace(metrics=["mae"]),
+        train_metrics=False,
+        cancel_train=False,
+        cancel_valid=False,
+    )
+    bridge.learn = SimpleNamespace(model=model, opt=opt, recorder=recorder)
+
+    bridge.before_fit()
+    bridge.before_train()
+    model(torch.ones(1, 4)).sum().backward()
+    bridge.before_step()
+    opt.step()
+    bridge.after_step()
+    bridge.after_epoch()
+    bridge.after_fit()
+    recorder.log = [0, 9.0, 9.0]  # a validation by itself: nothing of a training
+    for event in ("before_fit", "after_epoch", "after_fit"):
+        getattr(bridge, event)()
+
+    row = {"epoch": 0, "step": 0, "valid_loss": 0.5, "mae": 0.25}
+    assert bridge.watcher.run().valid == [row]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fastai_tells_validation_losses_and_metrics():
+    pytest.importorskip("fastai")
+    from hookkit.bridges.fastai import HookkitCallback
+
+    bridge = HookkitCallback(Probe())
+    learn = fastai_learner(bridge)
+
+    with learn.no_logging():
+        learn.fit(EPOCHS)
+        run, values = bridge.watcher.run(), learn.recorder.values
+        learn.validate()
+
+    assert [list(row) for row in run.valid] == [
+        ["epoch", "step", "train_loss", "valid_loss", "mae"]
+    ] * EPOCHS
+    assert [[row["valid_loss"], row["mae"]] for row in run.valid] == [v[1:3] for v in values]
+    assert run.valid[1]["train_loss"] == pytest.approx(run.losses[N:].mean())
+    assert bridge.watcher.run().valid == run.valid
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cancelled", ["train", "validate"])
+def test_fastai_s_cancelled_parts_put_no_number_under_another_name(cancelled: str):
+    pytest.importorskip("fastai")
+    from fastai.callback.core import Callback as FastaiCallback
+    from fastai.callback.core import CancelTrainException, CancelValidException
+
+    from hookkit.bridges.fastai import HookkitCallback
+
+    class Cancel(FastaiCallback):
+        def after_batch(self) -> None:
+            if self.iter == 2 and self.training == (cancelled == "train"):
+                raise CancelTrainException if self.training else CancelValidException
+
+    bridge = HookkitCallback()
+    learn = fastai_learner(bridge, Cancel())
+
+    with learn.no_logging():
+        learn.fit(EPOCHS)
+
+    rows = bridge.watcher.run().valid
+    assert [row.get("valid_loss") for row in rows] == (
+        [values[0] for values in learn.recorder.values] if cancelled == "train" else [None, None]
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_inside_a_fit_of_fastai_ends_nothing():
+    pytest.importorskip("fastai")
+    from fastai.callback.core import Callback as FastaiCallback
+
+    from hookkit.bridges.fastai import HookkitCallback
+
+    class Aside(FastaiCallback):
+        order = 90
+
+        def after_batch(self) -> None:
+            if self.training and self.iter == 3:
+                self.learn.validate()
+                self.model.train()
+                self.learn.training = True
+
+    probe = Probe()
+    bridge = HookkitCallback(probe)
+    learn = fastai_learner(bridge, Aside())
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert len(bridge.watcher.run().valid) == 1
+    assert len(probe.rows) == bridge.watcher.n_steps == N
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fastai_begins_anew_after_an_exception():
+    pytest.importorskip("fastai")
+    from fastai.callback.core import Callback as FastaiCallback
+
+    from hookkit.bridges.fastai import HookkitCallback
+
+    class Fail(FastaiCallback):
+        def after_batch(self) -> None:
+            if self.iter == 3:
+                raise ZeroDivisionError("boom")
+
+    bridge = HookkitCallback(Probe())
+    learn = fastai_learner(bridge)
+
+    with learn.no_logging():
+        with pytest.raises(ZeroDivisionError):
+            learn.fit(1, cbs=Fail())
+        learn.validate()
+        learn.fit(1)
+
+    assert bridge.watcher.n_steps == 4 + N
+    assert n_hooks(learn.model) == 0
 
 
 @pytest.mark.parametrize(
