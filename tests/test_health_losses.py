@@ -185,6 +185,29 @@ def test_steps_that_never_count_need_no_loss_to_be_too_small():
     assert alarms(Run(params=slow, losses=falling())) == set()
 
 
+def test_a_net_that_broke_in_its_first_steps_is_not_slow():
+    broke = np.zeros((4, N))
+    broke[:, 0] = 0.3
+    sampled = dataclasses.replace(weights(update_ratio=broke), steps=10 * np.arange(N))
+
+    rules = diagnose(Run(params=sampled, losses=FLAT)).rules
+
+    assert "lr_too_high" in rules
+    assert "lr_too_low" not in rules
+
+
+def test_weights_that_are_all_zero_and_partly_stay_there_need_no_loss_that_stays():
+    norm = np.full((3, N), 5.0)
+    norm[:, 0] = 0
+    part = weights(3, weight_norm=[0, 0, norm[2]], update_norm=[0, 0, 1])
+    all_move = weights(3, weight_norm=norm)
+    one = weights(1, weight_norm=norm[:1])
+
+    assert "zero_init" in alarms(Run(params=part, losses=falling()))
+    assert "zero_init" not in alarms(Run(params=all_move, losses=falling()))
+    assert "zero_init" not in alarms(Run(params=one, losses=falling()))
+
+
 def test_a_decay_that_is_set_comes_before_the_steps_it_makes():
     info = {"lr": [0.01], "weight_decay": [10.0]}
 

@@ -25,15 +25,18 @@ def zero_init(run: Run) -> Iterator[Finding]:
     which = read.matrices(record)
     norm = read.table(record, "weight_norm")
     zero = [i for i in which if norm[i, 0] == 0]
-    if not zero or len(zero) < len(which) / 2 or aims.learns(run) is not False:
+    stuck = len(which) > 1 and len(zero) == len(which) and _still(record)[which].any()
+    fails = aims.learns(run) is False
+    if not zero or not (stuck or (fails and len(zero) >= len(which) / 2)):
         return
     yield Finding(
         "zero_init",
         "sick",
         read.names(record, zero),
         read.span(record, slice(0, 1)),
-        f"{len(zero)} of {len(which)} matrices begin at exactly 0 and the loss does not fall",
-        "at least half of the matrices",
+        f"{len(zero)} of {len(which)} matrices begin at exactly 0"
+        + (" and the loss does not fall" if fails else ", and not all of them ever move"),
+        "all matrices, of which some stay there; or at least half, while the loss does not fall",
         "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
         "weights all begin at 0: the units of a layer get the same gradient, or none",
         "initialise at random (zeros only in the last layer of a branch)",

@@ -19,7 +19,7 @@ CS231N = "cs231n, Neural Networks Part 3: about 1e-3"
 def lr_too_high(run: Run) -> Iterator[Finding]:
     """Most matrices are rewritten faster than they can learn."""
     record, which, ratio = _ratios(run)
-    early = read.median(ratio[:, :20], axis=1)
+    early = _early(record, ratio)
     peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
     learns = aims.learns(run)
     lost = (peak > 1) & (len(which) > 1)  # one step larger than the weights: nothing is left
@@ -44,6 +44,12 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         + (" (or the loss is climbed: a wrong sign)" if learns is False else ""),
         "divide the learning rate by 10, or warm it up",
     )
+
+
+def _early(record: Record, ratio: Floats) -> Floats:
+    """Each matrix's median over the first 20 steps, of as many records as they have."""
+    first = record.steps < record.steps[0] + 20
+    return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
 
 
 def momentum(run: Run) -> Iterator[Finding]:
@@ -73,7 +79,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     record, which, ratio = _ratios(run)
     whole = read.median(ratio, axis=1)
     slow = (whole < 1e-4) & (not read.in_turns(run))
-    early = read.median(ratio[:, :20], axis=1)  # what leapt at first is not slow: it broke
+    early = _early(record, ratio)  # what leapt at first is not slow: it broke
     learns = aims.learns(run)
     if learns or (early > 1e-2).mean() > 0.5 or fades(record):
         return
