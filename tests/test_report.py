@@ -1,8 +1,10 @@
 """The page of a run: whole, valid, self-contained, and honest about what is missing."""
 
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import made
 import numpy as np
 import pytest
 
-from hookkit.errors import ArgumentError, OptionError, missing_extra
+import hookkit
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Run
 
 pytest.importorskip("matplotlib")
@@ -149,17 +152,26 @@ def test_a_picture_that_fails_does_not_cost_the_page(
     )
 
 
-def test_without_matplotlib_the_page_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extra(
+    sick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent() -> Any:
-        raise missing_extra("matplotlib", "plot", "draw")
+    for name in [n for n in sys.modules if re.match(r"hookkit\.(plotting|report)\b", n)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(hookkit, "plotting")
+    monkeypatch.setattr(hookkit, "report", None)  # and so put back
+    for name in ["matplotlib", *(n for n in sys.modules if n.startswith("matplotlib."))]:
+        monkeypatch.setitem(sys.modules, name, None)
 
-    monkeypatch.setattr(plotting, "offscreen", absent)
+    pages = import_module("hookkit.report.pages")
+    html = pages.report(made.exploding(made.run(n=300)), tmp_path / "bare.html").read_text()
 
-    assert "pip install &quot;hookkit[plot]&quot;" in html_of(
-        Run(made.record(made.small_names(), 3)), tmp_path
-    )
+    bare, whole = Outline(html), Outline(sick)
+    told = 'No picture: hookkit needs matplotlib to draw: pip install "hookkit[plot]"'
+    assert bare.all("img") == []
+    assert bare.text.count(told) == len(whole.all("img"))
+    assert all((p["alt"] or "") in bare.text for p in whole.all("img"))
+    for tag in ("section", "table", "article"):
+        assert bare.all(tag) == whole.all(tag)
 
 
 def test_names_and_facts_are_escaped_and_paths_are_left_out(tmp_path: Path) -> None:

@@ -6,45 +6,20 @@ Nothing here imports matplotlib.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hookkit import records
-from hookkit.records import Record, Run
+from hookkit.records import Record, Run, by_module, in_order
 
 
 def as_run(source: Any) -> Run:
     """`records.as_run`, with the layers of each record as they follow each other in the model."""
-    run = records.as_run(source)
-    activations = None if run.activations is None else by_module(run.activations)
-    gradients = None if run.gradients is None else by_module(run.gradients)
-    return replace(run, activations=activations, gradients=gradients)
+    return in_order(records.as_run(source))
 
 
 def as_record(source: Any, *kinds: str) -> Record:
     """`records.as_record`, with its layers as they follow each other in the model."""
     return by_module(records.as_record(source, *kinds))
-
-
-def by_module(record: Record) -> Record:
-    """`record` with each further output of a module (`lstm[1][0]`) next to its first.
-
-    As recorded they come last, as they were found when the modules ran.
-    """
-    owners = [name.partition("[")[0] for name in record.names]
-    first = {owner: i for i, owner in reversed([*enumerate(owners)])}
-    order = sorted(range(len(owners)), key=lambda i: first[owners[i]])
-    if record.kind == "param" or order == sorted(order):
-        return record
-    by_row = {k: v for k, v in record.meta.items() if isinstance(v, list) and len(v) == len(order)}
-    return replace(
-        record,
-        names=tuple(record.names[i] for i in order),
-        types=tuple(record.types[i] for i in order),
-        values={key: table[order] for key, table in record.values.items()},
-        hist=None if record.hist is None else record.hist[order],
-        meta={**record.meta, **{k: [v[i] for i in order] for k, v in by_row.items()}},
-    )
 
 
 def shorten(name: str, width: int = 24) -> str:

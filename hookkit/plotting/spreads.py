@@ -23,7 +23,7 @@ from hookkit.plotting.axes import (
 )
 from hookkit.plotting.canvas import colour_map, new_axes, new_figure
 from hookkit.plotting.curves import curves
-from hookkit.records import Floats, Record, as_record
+from hookkit.records import Floats, Record, as_record, by_module
 
 FLOOR = 1e-4
 """The smallest share of values with a colour of its own."""
@@ -51,7 +51,7 @@ def color_dim(
         SelectionError: there is no such layer.
     """
     record = as_record(record, "activation", "gradient")
-    record = naming.by_module(record) if layer is None else record
+    record = by_module(record) if layer is None else record
     if layer is None and ax is not None:
         raise OptionError(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."

@@ -5,7 +5,7 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
 
     values    equality, array types, and the ways out: to_df, save, …
     record    Record
-    runs      Incident, Run; as_run, as_record: of whatever holds one
+    runs      Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
 """
 
 from hookkit.records.record import (
@@ -15,7 +15,7 @@ from hookkit.records.record import (
     UNIT_STATISTICS,
     Record,
 )
-from hookkit.records.runs import Incident, Run, as_record, as_run
+from hookkit.records.runs import Incident, Run, as_record, as_run, by_module, in_order
 from hookkit.records.values import Exports, Floats, Ints
 
 __all__ = [
@@ -31,4 +31,6 @@ __all__ = [
     "Run",
     "as_record",
     "as_run",
+    "by_module",
+    "in_order",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,34 @@ def as_run(source: Any) -> Run:
         "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
         "ActivationStats; a saved one is read by Run.load(path)."
     )
+
+
+def by_module(record: Record) -> Record:
+    """`record` with each further output of a module (`lstm[1][0]`) next to its first.
+
+    As recorded they come last, as they were found when the modules ran.
+    """
+    owners = [name.partition("[")[0] for name in record.names]
+    first = {owner: i for i, owner in reversed([*enumerate(owners)])}
+    order = sorted(range(len(owners)), key=lambda i: first[owners[i]])
+    if record.kind == "param" or order == sorted(order):
+        return record
+    by_row = {k: v for k, v in record.meta.items() if isinstance(v, list) and len(v) == len(order)}
+    return replace(
+        record,
+        names=tuple(record.names[i] for i in order),
+        types=tuple(record.types[i] for i in order),
+        values={key: table[order] for key, table in record.values.items()},
+        hist=None if record.hist is None else record.hist[order],
+        meta={**record.meta, **{k: [v[i] for i in order] for k, v in by_row.items()}},
+    )
+
+
+def in_order(run: Run) -> Run:
+    """`run` with the layers of each record as they follow each other in the model."""
+    activations = None if run.activations is None else by_module(run.activations)
+    gradients = None if run.gradients is None else by_module(run.gradients)
+    return replace(run, activations=activations, gradients=gradients)
 
 
 def as_record(source: Any, *kinds: str) -> Record:

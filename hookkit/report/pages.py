@@ -19,8 +19,7 @@ import torch
 
 from hookkit import health
 from hookkit.errors import ArgumentError, HookkitError, OptionError
-from hookkit.plotting import plotdata
-from hookkit.records import Record, Run
+from hookkit.records import Record, Run, as_run, in_order
 from hookkit.report.webpage import GENERATOR, figure, note, page, table, terms
 
 DPI = 130
@@ -65,7 +64,7 @@ def report(
                 f'Give text, such as report(run, "run.html", title="My run").'
             )
     target = _writable(Path("report.html" if path is None else path))
-    record = plotdata.as_run(run)
+    record = in_order(as_run(run))
     model = str(record.info.get("model") or "")
     title = str(title or "") or (f"Training of {model}" if model else "A training run")
     diagnosis = health.diagnose(record)
@@ -156,7 +155,7 @@ def _told(record: Record) -> str:
     if not fine.any():
         return f"{name}: no finite value"
     row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
-    bad = plotdata.nonfinite(record).any(axis=1).sum()
+    bad = (record.values.get("nonfinite", np.zeros((1, 1))) > 0).any(axis=1).sum()
     return (
         f"{name} of {len(record.names)} rows over {len(record)} records: median "
         f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {record.names[row]} at "
@@ -261,7 +260,7 @@ def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
         with plotting.offscreen():
             return figure(plotting.png(draw(plotting), DPI), alt, caption, DPI)
     except HookkitError as why:
-        return note(f"{caption} {why}")
+        return note(f"{alt} No picture: {why}")
     except Exception as error:
         return note(f"{caption} Could not be drawn: {type(error).__name__}: {error}")
 
