@@ -273,3 +273,11 @@ def test_what_was_no_number_in_the_first_step_comes_first():
 
     assert diagnose(Run(broken, params=still))[0].rule == "non_finite"
     assert diagnose(Run(late, params=still))[0].rule == "zero_gradient"
+
+
+@pytest.mark.parametrize(("n", "every", "told"), [(5, 10, True), (4, 20, False), (6, 5, False)])
+def test_half_as_many_records_do_where_they_lie_apart(n, every, told):
+    still = weights(3, n=n, update_norm=[0, 1, 1])
+    apart = dataclasses.replace(still, steps=every * np.arange(n))
+
+    assert ("unmoved" in diagnose(Run(params=apart)).rules) == told

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from hookkit.records import Floats, Record, Run
 
 MIN_RECORDS = 10
-"""Fewer records than this say nothing: a rule never speaks on one batch."""
+"""Fewer records than this say nothing: a rule never speaks on one batch. Half as many do, if they
+are of batches that lie apart, over 40 steps or more."""
 
 ENOUGH_LOSSES = 50
 """In fewer steps than this a loss that does not fall says nothing."""
@@ -39,7 +40,8 @@ def params(run: Run) -> Record:
 def _enough(record: Record | None, what: str) -> Record:
     if record is None or not record.names:
         raise Missing(f"no {what}")
-    if len(record) < MIN_RECORDS:
+    apart = len(record) >= MIN_RECORDS // 2 and record.steps[-1] - record.steps[0] >= 40
+    if len(record) < MIN_RECORDS and not apart:
         raise Missing(f"fewer than {MIN_RECORDS} records of {what}")
     return record
 
