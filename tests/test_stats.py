@@ -206,6 +206,22 @@ def test_validation_is_kept_apart_when_asked_for() -> None:
     assert valid.value("count", 0).tolist() == [48, 48]
 
 
+def test_validations_that_were_not_recorded_are_told() -> None:
+    learn = synth_learner(n_trn=4, n_val=3, cbs=[ActivationStats, GradientStats])
+    acts = learn.activation_stats
+
+    with pytest.raises(OptionError, match=r"Activ\w+ did not .* with ActivationStats\(on_valid=Tr"):
+        acts.record(valid=True)
+    with pytest.raises(OptionError, match=r"Grad\w+ did not .* with ActivationStats\(on_valid=Tr"):
+        learn.gradient_stats.record(valid=True)
+    acts.on_valid = True
+    assert len(acts.record(valid=True)) == 0  # asked for: there was none yet
+    with learn.no_logging():
+        learn.fit(1)
+    acts.on_valid = False
+    assert len(acts.record(valid=True)) == 1
+
+
 def test_a_cancelled_batch_leaves_nothing() -> None:
     class Cancel(Callback):
         def after_pred(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.errors import OptionError
 from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.tallies import Tally
@@ -172,7 +173,16 @@ class StatsCallback(HookCallback):
         Args:
             valid: the validations (one record each, needs `on_valid=True`) instead of training.
             local: this rank's own. Otherwise ranks are merged, and each has to call this.
+
+        Raises:
+            OptionError: validations are asked for that were not recorded.
         """
+        if valid and not (self.on_valid or self.valid_tally.n_commits):
+            who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
+            raise OptionError(
+                f"validations were asked for, {type(self).__name__} did not look at them. "
+                f"Make it with {who}(on_valid=True)."
+            )
         return (self.valid_tally if valid else self.tally).record(local=local)
 
     def __getstate__(self) -> dict[str, Any]:
