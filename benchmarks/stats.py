@@ -153,6 +153,9 @@ METHODS: dict[str, Watch] = {
     "hookkit params": hooked(ParamStats),
     "hookkit flight recorder": hooked(lambda: FlightRecorder("report")),
     "hookkit everything": everything(None),
+    "hookkit everything, no hist": hooked(
+        lambda: ActivationStats(units=True), GradientStats, ParamStats
+    ),
     "hookkit everything, every=10": everything(10),
     "hookkit flag off": everything(1_000_000_000),
     "fastai's hook": lambda model, opt: fastai_like(model, False),
