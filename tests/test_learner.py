@@ -1,9 +1,11 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionE
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
 
 
@@ -523,6 +525,29 @@ def test_a_subclass_of_a_recorder_is_part_of_the_run() -> None:
     run = learn.run_record()
     assert run.activations is learn.my_stats.record()
     assert run.incidents == flight.incidents != ()
+
+
+def test_what_was_recorded_goes_to_other_tools_as_from_the_run(tmp_path: Path) -> None:
+    learn = quiet(cbs=[ActivationStats(modules="", with_hist=True), ParamStats()])
+    logged: list[tuple[Any, ...]] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda *a: logged.append(a),
+        add_histogram_raw=lambda *a, **facts: logged.append((*a, str(facts))),
+    )
+
+    learn.fit(1)
+
+    run = learn.run_record()
+    path = learn.to_csv(tmp_path / "learn.csv")
+    assert path.read_text() == run.to_csv(tmp_path / "run.csv").read_text()
+    assert path.read_text().count("\n") > 10
+    assert [row["ratio"] for row in learn.compare(run)] == [1.0]
+    learn.log_to(writer)
+    of_learner, logged[:] = list(logged), []
+    run.log_to(writer)
+    assert of_learner == logged != []
+    if importlib.util.find_spec("pandas"):
+        assert learn.to_df().equals(run.to_df())
 
 
 def test_a_record_goes_where_its_kind_belongs() -> None:

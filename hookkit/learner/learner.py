@@ -41,10 +41,10 @@ from hookkit.learner.groups import (
 from hookkit.learner.loop import Loop
 from hookkit.learner.predicting import GatherPreds
 from hookkit.learner.saving import load_state, save_state
-from hookkit.records import Run
+from hookkit.records import Run, Tables
 
 
-class Learner(Loop):
+class Learner(Loop, Tables):
     """Trains a model, and tells callbacks what happens.
 
     Args:
@@ -346,7 +346,10 @@ class Learner(Loop):
         return learner_summary(self)
 
     def run_record(self) -> Run:
-        """Everything recorded so far, as plain values: what pictures, diagnosis and report read."""
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
+
+        `.save(path)` keeps it, for `Run.load(path)`; the Learner's own `save` keeps the weights.
+        """
         from hookkit.callbacks.runs import run_of
 
         return run_of(self)

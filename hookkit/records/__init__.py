@@ -16,7 +16,7 @@ from hookkit.records.record import (
     Record,
 )
 from hookkit.records.runs import Incident, Run, as_record, as_run, by_module, in_order
-from hookkit.records.values import Exports, Floats, Ints
+from hookkit.records.values import Exports, Floats, Ints, Tables
 
 __all__ = [
     "KINDS",
@@ -29,6 +29,7 @@ __all__ = [
     "Ints",
     "Record",
     "Run",
+    "Tables",
     "as_record",
     "as_run",
     "by_module",

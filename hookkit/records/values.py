@@ -38,7 +38,7 @@ class Plain:
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
 
-class Exports:
+class Tables:
     """What can be read as records goes to other tools: see `hookkit.exports`."""
 
     def to_df(self) -> Any:
@@ -53,12 +53,6 @@ class Exports:
 
         return exports.to_csv(self, path)
 
-    def save(self, path: str | Path) -> Path:
-        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
-        from hookkit import exports
-
-        return exports.save(self, path)
-
     def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
         """Sends the records to a TensorBoard `SummaryWriter`: scalars, and the histograms."""
         from hookkit import exports
@@ -70,3 +64,13 @@ class Exports:
         from hookkit import exports
 
         return exports.compare(self, other, statistic)
+
+
+class Exports(Tables):
+    """… and to a file that comes back. Not a Learner: its `save` writes the weights."""
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
+        from hookkit import exports
+
+        return exports.save(self, path)
