@@ -292,13 +292,14 @@ def test_units_are_the_same_whole_and_in_parts(kind: str, shape: tuple[int, ...]
     assert record.value("count", 0)[0] == x.numel()
 
 
-def test_small_tensors_of_many_records_are_read_at_once_and_rightly() -> None:
+@pytest.mark.parametrize("n", [300, 9000, 1 << 14])
+def test_small_tensors_of_many_records_are_read_at_once_and_rightly(n: int) -> None:
     odd = {2: math.nan, 3: math.inf, 4: -math.inf}
     scales = {5: 1e-20, 6: 0.0, 7: 1e25, 8: 1e30}
-    data = [scales.get(i, 1.0) * randn(300) + (1e4 if i == 9 else 0) for i in range(12)]
+    data = [scales.get(i, 1.0) * randn(n) + (1e4 if i == 9 else 0) for i in range(12)]
     for i, value in odd.items():
         data[i][7] = value
-    data[10] = torch.full((300,), 0.3)
+    data[10] = torch.full((n,), 0.3)
     data[11][:5] = torch.tensor([0.0, -0.0, 0.05, -0.05, 0.0501])
     tally = Tally("activation", Options(bins=log_bins(), sample=64))
     (row,) = tally.rows(["fc"], ["Linear"])

@@ -118,19 +118,20 @@ def _swept(x: Any, eps: float) -> Row | None:
     return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
 
 
-MOST_ALIKE = _PIECE
-
-
 def rows_of(table: Any, eps: float) -> list[Row | None]:
-    """The rows of each of the (k, n) float32 values, with n up to `MOST_ALIKE`, in few calls.
+    """The rows of each of the (k, n) float32 values, in few calls.
 
     At most `CHUNK` values. None for those that only `cpu_row` is right about.
     """
     n = table.shape[1]
     with np.errstate(all="ignore"):
         lo, hi = np.minimum.reduce(table, axis=1), np.maximum.reduce(table, axis=1)
-        first = np.matmul(table[:, None], _ONES[np.float32][:n])[:, 0, 0].astype(np.float64)
-        second = np.matmul(table[:, None], table[:, :, None])[:, 0, 0].astype(np.float64)
+        first, second = np.zeros((2, len(table)))
+        for start in range(0, n, _PIECE):
+            piece = table[:, start : start + _PIECE]
+            ones = _ONES[np.float32][: piece.shape[1]]
+            first += np.matmul(piece[:, None], ones)[:, 0, 0]
+            second += np.matmul(piece[:, None], piece[:, :, None])[:, 0, 0]
         mean = first / n
         m2 = second - first * mean
         size = np.maximum(-lo, hi)

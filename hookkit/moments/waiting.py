@@ -19,7 +19,7 @@ from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT, sample_of
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
 from hookkit.moments.rings import Ring
-from hookkit.moments.sweeps import CHUNK, MOST_ALIKE, cpu_row, rows_of, stacked
+from hookkit.moments.sweeps import CHUNK, cpu_row, rows_of, stacked
 from hookkit.moments.unitarrays import LATE_VALUES, MOST_LATE, UnitsByArrays
 from hookkit.moments.unitplans import Plan
 
@@ -277,7 +277,7 @@ class WaitingBank(Bank):
                     shape = None if plan is None else plan.shape
                     alike.setdefault((row, len(array), shape), []).append(slot)
         for (row, n, _), slots in alike.items():
-            if len(slots) >= 4 and 0 < n <= MOST_ALIKE:
+            if len(slots) >= 4 and n:
                 for start in range(0, len(slots), CHUNK // n):
                     self._read_together(row, late, slots[start : start + CHUNK // n])
 
