@@ -905,6 +905,37 @@ def test_a_loss_that_the_model_returns_is_found():
     assert w.losses.tolist() == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_scalar_beside_other_outputs_is_the_loss_only_if_none_is_told(told: bool):
+    """An actor-critic's value is no loss; a language model's `(logits, loss)` is."""
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            logits = self.layer(x)
+            return logits, logits.mean()
+
+    model = Critic()
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    values = []
+
+    with watch(model, opt) as w:
+        for step in range(3):
+            for _ in range(5):
+                logits, value = model(torch.randn(2, 4))
+                values.append(value.item())
+            if told:
+                w.loss(100.0 + step)
+            logits.sum().backward()
+            opt.step()
+
+    want = [100, 101, 102] if told else np.array(values).reshape(3, 5).mean(1)
+    np.testing.assert_allclose(w.losses, want, rtol=1e-5)
+
+
 def test_the_loss_function_can_be_watched():
     model, losses, told = net(), [], []
     opt, mse = sgd(model), nn.MSELoss()
@@ -1068,7 +1099,9 @@ def test_steps_of_another_optimizer_than_the_given_one_are_told_at_the_end():
     w = watch(model, sgd(model)).start()
     train(model, sgd(model), 2)
 
-    with pytest.warns(NeverFiredWarning, match=r"2 training batches.*SGD is not what steps"):
+    with pytest.warns(
+        NeverFiredWarning, match=r"2 training batches.*never called, SGD is not what steps"
+    ):
         w.stop()
 
 

@@ -203,8 +203,9 @@ def tell_unstepped(model: nn.Module, n_batches: int, opts: list[Optimizer], comp
         why = "its step is compiled. Compile the model, and call the optimizer's own step()."
     elif opts:
         why = (
-            f"{type(opts[0]).__name__} is not what steps, a wrapper hides its step, or a "
-            f"GradScaler left them all out. Give watch the one that steps, or none to find it."
+            f"step() was never called, {type(opts[0]).__name__} is not what steps, a wrapper hides "
+            f"its step, or a GradScaler left them all out. Give watch the one that steps, or none "
+            f"to find it."
         )
     else:
         why = (

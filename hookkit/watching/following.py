@@ -183,8 +183,9 @@ class FollowedLoop(Stepping):
             return
         if not self.training:
             return
-        if (loss := loss_in(output)) is not None:
-            self.tell_loss(loss)
+        loss, guess = loss_in(output)
+        if loss is not None:
+            self.tell_loss(loss, guess)
         if self.scores is None and not isinstance(self.loss_func, nn.Module):
             # a module's own input is looked at
             self.scores = Scores(self.loss_func, output, fed=False)
@@ -202,10 +203,10 @@ class FollowedLoop(Stepping):
             self.losses.drop()
             self._end_batch("after_cancel_batch")
 
-    def tell_loss(self, loss: Tensor) -> None:
+    def tell_loss(self, loss: Tensor, guess: bool = False) -> None:
         """The loss of the batch that is in, or of the step just made."""
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
-        self.losses.put(kept)
+        self.losses.put(kept, guess)
         if self.training:
             self.loss = kept
 

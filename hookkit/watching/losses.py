@@ -21,20 +21,22 @@ from hookkit.nested import named_leaves
 from hookkit.records import Floats
 
 
-def loss_in(output: Any) -> Tensor | None:
-    """The loss that a model returned by itself: its `loss`, or its only scalar with a gradient.
+def loss_in(output: Any) -> tuple[Tensor | None, bool]:
+    """The loss that a model returned by itself, and whether that is only a guess.
+
+    It is the output, or its `loss`, or as a guess the only scalar with a gradient among others.
 
     >>> x = torch.ones(2, requires_grad=True)
-    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in(x)
-    (tensor(2., grad_fn=<SumBackward0>), None)
+    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in((x, x.sum()))[1], loss_in(x)
+    ((tensor(2., grad_fn=<SumBackward0>), False), True, (None, False))
     """
     if isinstance(output, Tensor):
-        return output if output.dim() == 0 and output.requires_grad else None
+        return output if output.dim() == 0 and output.requires_grad else None, False
     scalars = {p: t for p, t in named_leaves(output) if t.dim() == 0 and t.requires_grad}
     for path in (".loss", "['loss']"):
         if path in scalars:
-            return scalars[path]
-    return next(iter(scalars.values())) if len(scalars) == 1 else None
+            return scalars[path], False
+    return next(iter(scalars.values())) if len(scalars) == 1 else None, True
 
 
 def one_number(loss: Any) -> Tensor:
@@ -60,7 +62,7 @@ def one_number(loss: Any) -> Tensor:
 
 
 class LossTape:
-    """The loss of each batch, kept on its device until read.
+    """The loss of each batch, kept on its device until read. Guesses count if nothing was told.
 
     Attributes:
         shares: a step's loss is the sum over its batches, not their mean.
@@ -74,8 +76,8 @@ class LossTape:
 
     def __init__(self) -> None:
         self.shares = False
-        self._values, self._steps = Scalars(), array("q")
-        self._step, self._now = 0, None  # type: tuple[int, Tensor | None]
+        self._values, self._steps, self._guessed = Scalars(), array("q"), array("b")
+        self._step, self._now, self._guess = 0, None, False  # type: tuple[int, Tensor | None, bool]
         self._device: torch.device | None = None
 
     def begin(self, step: int) -> None:
@@ -83,12 +85,13 @@ class LossTape:
         if self._now is not None:
             self._values.append(self._now)
             self._steps.append(self._step)
+            self._guessed.append(self._guess)
         self._step, self._now = step, None
 
-    def put(self, loss: Tensor) -> None:
+    def put(self, loss: Tensor, guess: bool = False) -> None:
         """The batch's loss; a second one, also after the step, takes the place of the first."""
         self._device = self._device or loss.device
-        self._now = loss.to(self._device)
+        self._now, self._guess = loss.to(self._device), guess
 
     def drop(self) -> None:
         """The batch does not count."""
@@ -101,7 +104,9 @@ class LossTape:
         """
         self.begin(self._step)
         steps, losses = np.array(self._steps, np.int64), self._values.read()
+        guessed = np.array(self._guessed, bool)
         taken = steps < n_steps  # a batch at the end that no step followed
+        taken &= ~guessed | guessed.all()
         counts = np.bincount(steps[taken], minlength=n_steps)
         with np.errstate(invalid="ignore"):
             totals = np.bincount(steps[taken], losses[taken], n_steps)
