@@ -139,3 +139,56 @@ def test_a_recorder_pickled_amid_a_run_knows_how_far_it_came() -> None:
         opt.step()
 
     assert again.record().steps.tolist() == [0, 1, 2, 3]
+
+
+class InAList(nn.Module):
+    """A classic: the layers work, and are no part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 2)
+        self.body = [nn.Linear(4, 6), nn.Linear(6, 6)]
+        self.teacher = [nn.Linear(6, 6)]  # hidden on purpose, and runs without gradients
+        self.scale = {"all": nn.Parameter(torch.ones(()))}
+        self.names = ["a", 1, None]
+
+    def forward(self, x):
+        for layer in self.body:
+            x = F.relu(layer(x))
+        with torch.no_grad():
+            self.teacher[0](x)
+        return self.head(x) * self.scale["all"]
+
+
+def train_hidden(model, opt, given):
+    stats = ActivationStats()
+    with watch(model, opt if given else None, stats, ParamStats()) as w:
+        for _ in range(12):
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+            opt.step()
+            opt.zero_grad()
+    return w, stats
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_layers_in_a_list_are_named(given):
+    model = InAList()
+    w, stats = train_hidden(model, torch.optim.SGD(model.parameters(), lr=0.1), given)
+
+    names = [f"body[{i}].{key}" for i in (0, 1) for key in ("weight", "bias")]
+    assert stats.record().meta["unregistered"] == [*names, "scale['all']"]
+    (finding,) = [f for f in w.diagnose() if f.rule == "not_in_optimizer"]
+    assert finding.layers == (*names, "scale['all']")
+    assert "ModuleList" in finding.fix
+    assert pickle.loads(pickle.dumps(stats)).record().meta["unregistered"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_hidden_layers_that_an_optimizer_has_are_none_of_these(given):
+    model = InAList()
+    every = [*model.parameters(), model.scale["all"]]
+    every += [p for layer in model.body for p in layer.parameters()]
+    w, stats = train_hidden(model, torch.optim.SGD(every, lr=0.1), given)
+
+    assert "unregistered" not in stats.record().meta
+    assert "not_in_optimizer" not in w.diagnose().rules

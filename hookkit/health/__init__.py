@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     slips.probabilities,
     slips.ascent,
     still.unmoved,
+    still.unregistered,
     still.zero_init,
     still.constant_init,
     slips.grads_pile_up,

@@ -82,6 +82,29 @@ def unmoved(run: Run) -> Iterator[Finding]:
     yield from _stopped(run, record)
 
 
+def unregistered(run: Run) -> Iterator[Finding]:
+    """Weights in plain lists and dicts of the model, of which PyTorch does not know."""
+    if run.activations is None:
+        raise read.Missing("no activations were recorded")
+    names = run.activations.meta.get("unregistered", [])
+    if names:
+        n = len(names)
+        yield Finding(
+            "not_in_optimizer",
+            "warn",
+            tuple(names),
+            read.span(run.activations),
+            f"{n} weight{'s' * (n != 1)} of the forward {'are' if n != 1 else 'is'} neither in "
+            "model.parameters() nor in an optimizer",
+            "exact: seen in the autograd graph of one batch",
+            "exact; PyTorch's documentation of nn.ModuleList: what a plain list holds is not "
+            "registered",
+            "layers (or parameters) in a plain list, tuple or dict: they are never trained, moved "
+            "to a device or saved",
+            "hold them in an nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+        )
+
+
 def zero_gradient(run: Run) -> Iterator[Finding]:
     """Matrices whose gradient is exactly 0 at every step."""
     record = read.params(run)

@@ -70,6 +70,7 @@ class Tally:
         self.dtypes: dict[int, torch.dtype] = {}
         self.unscaled = False
         self.feeds: dict[str, str | None] = {}
+        self.unregistered: list[str] = []
         self.n_commits = 0
         self._by_name: dict[str, int] = {}
         self._leaves: dict[tuple[int, str], int] = {}
@@ -276,6 +277,8 @@ class Tally:
         meta["unscaled"] = self.unscaled
         if self.feeds:
             meta["feeds"] = [self.feeds.get(name) for name in names]
+        if self.unregistered:
+            meta["unregistered"] = list(self.unregistered)
         if o.window:
             meta["window"] = o.window
         if o.bins is not None:

@@ -43,7 +43,8 @@ class StatsCallback(HookCallback):
 
     def _clear_fit(self) -> None:
         self._n_taken, self._iter = 0, 0
-        self._tried = self._cancelled = self._through = self._asked = False
+        self._tried = self._cancelled = self._through = False
+        self._n_asked = 0
 
     # --- hooks
 

@@ -1,4 +1,4 @@
-"""Which activation reads what each layer gives, `F.relu` too: told by the autograd graph.
+"""What the autograd graph tells of a model: who reads each layer, and which weights it has hidden.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
 does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
@@ -6,12 +6,14 @@ does. A layer is known there by its weight: the operation that uses it, then wha
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hookkit.nested import named_leaves
-from hookkit.walking import walk
+from hookkit.walking import join, walk
 
 _SHAPES = {"View", "UnsafeView", "ReshapeAlias", "Alias", "T", "Transpose", "Permute", "Expand"}
 _PARTS = {"Squeeze", "Unsqueeze", "Slice", "Select", "Split", "Chunk", "Unbind", "Clone", "ToCopy"}
@@ -43,6 +45,37 @@ def readers(model: nn.Module, output: Any) -> dict[str, str | None]:
             kinds = {_kind(end) for op in _ends(users, leaf) for end in _ends(users, op)}
             found[name] = kinds.pop() if len(kinds) == 1 else ""
     return found
+
+
+def unregistered(model: nn.Module, opts: Iterable[Optimizer], output: Any) -> list[str]:
+    """Weights that made `output`, in plain lists and dicts of `model` and in no optimizer: by name.
+
+    PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3))
+    >>> net.extra = [nn.Linear(3, 1, bias=False)]
+    >>> unregistered(net, [], net.extra[0](net(torch.ones(4, 2))))
+    ['extra[0].weight']
+    """
+    known = {id(p) for p in model.parameters()}
+    known |= {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+    hidden = [(name, p) for name, p in _hidden(model) if id(p) not in known]
+    used = {id(leaf.variable) for leaf in _graph(output)[1]} if hidden else set()
+    return [name for name, p in hidden if id(p) in used]
+
+
+def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for place, module, first in walk(model):
+        for key, held in vars(module).items() if first else ():
+            if key.startswith("_") or not isinstance(held, (list, tuple, dict)):
+                continue
+            for i, x in held.items() if isinstance(held, dict) else enumerate(held):
+                name = join(place, f"{key}[{i!r}]")
+                if isinstance(x, nn.Module):
+                    yield from ((f"{name}.{n}", p) for n, p in x.named_parameters())
+                elif isinstance(x, nn.Parameter):
+                    yield name, x
 
 
 def _weight(m: nn.Module) -> nn.Parameter | None:

@@ -22,7 +22,7 @@ from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye, attach_gradients
 from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.parameters import named_parameters
-from hookkit.stats.readers import readers
+from hookkit.stats.readers import readers, unregistered
 from hookkit.stats.updates import ParamStats
 
 __all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
@@ -118,9 +118,16 @@ class ActivationStats(LayerStats):
         if self.is_forward:
             self._through = True
             self._record(self.recording)
-            if self.recording and self.learn.training and not (self._asked or self._given_hook):
-                self._asked = True  # once a fit: the model may have changed
-                self.tally.feeds |= readers(self.learn.model, self.learn.pred)
+            if self.recording and self.learn.training and self._n_asked < 2:
+                self._ask(self.learn)
+
+    def _ask(self, learn: Any) -> None:
+        """Has the graph of two batches tell of the model, once a fit: it may have changed."""
+        if not (self._n_asked or self._given_hook):
+            self.tally.feeds |= readers(learn.model, learn.pred)
+        if self._n_asked and learn.n_steps:  # by now those that step are known
+            self.tally.unregistered = unregistered(learn.model, learn.opts, learn.pred)
+        self._n_asked += bool(learn.n_steps or not self._n_asked)
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         if self.is_forward:
