@@ -151,6 +151,9 @@ METHODS: dict[str, Watch] = {
     "hookkit activations + hist, every=10": hooked(lambda: ActivationStats(True, every=10)),
     "hookkit gradients": hooked(GradientStats),
     "hookkit params": hooked(ParamStats),
+    "hookkit activations, units, params": hooked(
+        lambda: ActivationStats(with_hist=True, units=True), ParamStats
+    ),
     "hookkit flight recorder": hooked(lambda: FlightRecorder("report")),
     "hookkit everything": everything(None),
     "hookkit everything, no hist": hooked(
