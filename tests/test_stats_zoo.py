@@ -1,10 +1,14 @@
 """The recorders on every odd model of the zoo: training goes on as without them, reading works."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from test_recording_zoo import trained
 from zoo import ZOO, Entry
 
+from hookkit.errors import HookkitWarning
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 
@@ -23,7 +27,12 @@ def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
     for guest in guests[:3]:
         assert len(guest.record()) == len(guest.record().spans)
     assert len(stats.stats) == len(stats.record())
-    for i in range(len(stats.names)):
+    for i, name in enumerate(stats.names):
         stats.layer_stats(i)
         stats.hist(i)
-        stats.dead_units(i)
+        dead = stats.record().value("dead", name)
+        if np.isfinite(dead).any():
+            assert isinstance(stats.dead_units(i), list)
+        elif len(dead):  # it gave nothing: that is told
+            with pytest.warns(HookkitWarning, match=re.escape(name)):
+                assert stats.dead_units(i) == []
