@@ -356,6 +356,33 @@ def test_units_of_small_tensors_wait_and_are_judged_alike(window: int, seed: int
         np.testing.assert_allclose(a.value(name), b.value(name), rtol=1e-5, err_msg=name)
 
 
+def test_an_interrupt_while_units_are_judged_loses_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tally, calls = Tally("activation", Options(window=8)), itertools.count()
+    (row,) = tally.rows(["fc"], ["Linear"])
+    real = UnitsByArrays._judged
+
+    def interrupted(self: UnitsByArrays, tables: object) -> object:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return real(self, tables)
+
+    monkeypatch.setattr(UnitsByArrays, "_judged", interrupted)
+    n_interrupts = 0
+    for step in range(21):
+        tally.see(row, 0, "", torch.tensor([[1.0, -1.0, 1.0 if step % 16 == 3 else -1.0]]))
+        try:
+            tally.commit(step, 0, step)
+        except KeyboardInterrupt:
+            n_interrupts += 1
+
+    assert n_interrupts == 1
+    dead = tally.record().value("dead", 0) * 3
+    want = [2 if s in (0, 1, 2, *range(8, 19)) else 1 for s in range(21)]
+    assert np.rint(dead).tolist() == want
+
+
 def test_a_layer_whose_width_changes_keeps_its_memory_bounded() -> None:
     tally = Tally("activation", Options(window=4))
     (row,) = tally.rows(["fc"], ["Linear"])

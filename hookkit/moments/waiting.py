@@ -207,6 +207,8 @@ class WaitingBank(Bank):
             if self.units is not None:
                 self.units.flush()
             return
+        if self.units is not None and self.units.full:
+            self.flush()  # an interrupt may have left it half done
         self.late.append(Late(column, into, most, self.turn, self.seen, self.unread))
         self.n_late += self.n_unread
         self.seen, self.unread, self.n_unread = {}, {}, 0
