@@ -4,6 +4,7 @@ dummies    The input of a model, read off its first layer: how many channels, ho
            dimensions.
 isolating  Copies of a model to run in its place, and a world that is put back afterwards.
 expelling  Fake tensors that a forward put outside of the model are taken out again.
+faking     Where fake tensors know less than real ones: types, indices, the workspace of an LSTM.
 tracing    One run of a model, seen by module: calls in order, shapes, multiply-accumulates,
            bytes kept.
 keeping    What autograd keeps for the backward pass: memory by storage, and which parameters it

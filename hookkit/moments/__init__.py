@@ -10,6 +10,7 @@ units       Dead, dormant and saturated units (channels): judged over a window o
             batch.
 unitarrays  Units judged on a CPU, by numpy: there a record's hundred operations on small tables
             cost most.
+unitplans   How the units of a CPU tensor are read by numpy: found once for each layer and shape.
 banks       The tables of one device: what hooks handed in since the last step, and the ring of
             the past.
 waiting     The tables of the CPU, where what is small waits until there is much of it.

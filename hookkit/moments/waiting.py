@@ -26,7 +26,6 @@ from hookkit.moments.unitplans import Plan
 SMALL = 1 << 14
 """Tensors of at most so many values wait."""
 
-
 Unread = tuple[Any, int, "Plan | None"]
 """Values that were copied, how often each counts, and how their units are read."""
 

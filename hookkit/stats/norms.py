@@ -1,7 +1,7 @@
 """Norms of parameters, their gradients and their updates, all parameters at once.
 
-By PyTorch's batched (`_foreach`) operations; where there are few values on a CPU, by numpy, whose
-way to them is shorter.
+By PyTorch's batched (`_foreach`) operations; on a CPU, up to some millions of values, by numpy,
+which reads each of them once.
 """
 
 from __future__ import annotations

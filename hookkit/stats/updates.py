@@ -1,7 +1,7 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
 The true update, not learning rate times gradient: the weights are copied before a recorded step
-and subtracted after it. All parameters at once, by PyTorch's batched (`_foreach`) operations.
+and subtracted after it. How the norms are taken is in `norms`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ParamStats(Exports, Callback):
         self._before: dict[str, Tensor] = {}
         self._live: dict[str, nn.Parameter] = {}
         self._weights: list[float] | None = None  # norms of the copies, where they are known
-        self._copies: list[Any] | None = None  # `_before` as arrays, where the model is small
+        self._copies: list[Any] | None = None  # `_before` as arrays, where numpy reads it
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._n_taken, self._snapped, self._iter = 0, False, 0
         self._n_records, self._n_opts = 0, -1
@@ -120,7 +120,7 @@ class ParamStats(Exports, Callback):
             self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
 
     def _same_again(self) -> bool:
-        """Copies the weights of a small model that is as it was, in the fewest calls."""
+        """Copies the weights of a model that is as it was, in the fewest calls."""
         copies = self._copies
         if copies is None or self._n_opts != len(self.learn.opts) or not self._n_records:
             return False
@@ -131,7 +131,7 @@ class ParamStats(Exports, Callback):
         return True
 
     def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
-        """Copies the weights; their norms too where all are small, and calls are what costs."""
+        """Copies the weights; their norms too where numpy reads them anyway."""
         small = sum(t.numel() for t in now.values()) <= FEW
         arrays = arrays_of(now.values()) if small else None
         copies = self._copies = None if arrays is None else arrays_of(self._before.values())
