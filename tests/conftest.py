@@ -1,10 +1,14 @@
-"""Golden files, rewritten by `--update-golden`; and what older versions of torch cannot do."""
+"""Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
 
+import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+
+from hookkit.moments.sweeps import machine
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -35,3 +39,18 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text + "\n" == file.read_text()
 
     return check
+
+
+@pytest.fixture(autouse=True)
+def _by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much has been read before, CPU tensors are read by numpy."""
+    monkeypatch.setattr(machine, "found", None)
+    monkeypatch.setattr(machine, "left", math.inf)
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are read by numpy, then by compiled loops."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(machine, "found", import_module("hookkit.moments.loops"))

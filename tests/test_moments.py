@@ -22,6 +22,8 @@ from hookkit.moments.moments import (
 )
 from hookkit.moments.sweeps import cpu_row
 
+pytestmark = pytest.mark.usefixtures("reader")
+
 EPS = 0.05
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -24,6 +24,8 @@ from hookkit.stats.norms import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
+pytestmark = pytest.mark.usefixtures("reader")
+
 
 class Net(nn.Module):
     def __init__(self):

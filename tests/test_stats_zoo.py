@@ -12,6 +12,8 @@ from hookkit.errors import HookkitWarning
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 
+pytestmark = pytest.mark.usefixtures("reader")
+
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:

@@ -17,6 +17,8 @@ from hookkit.moments.tallies import Tally
 from hookkit.moments.unitarrays import UnitsByArrays
 from hookkit.moments.units import Units
 
+pytestmark = pytest.mark.usefixtures("reader")
+
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -5,8 +5,9 @@ their mean and their sum of squared deviations (`m2`), least and greatest, how m
 and exactly zero, and how many values were not finite. Rows of different tensors, steps, layers or
 ranks merge exactly (`merge`, Chan et al. 1983), so nothing is lost by summing up early.
 
-Three ways to a row, one truth: `moments` (any device, no branch on data; the oracle of the
-others), `sweeps.py` (chunks that stay in the cache of a CPU), and `kernels.py` (one read on CUDA).
+Four ways to a row, one truth: `moments` (any device, no branch on data; the oracle of the others),
+`sweeps.py` (chunks that stay in the cache of a CPU), `loops.py` (one read there, where numba is),
+and `kernels.py` (one read on CUDA).
 """
 
 from __future__ import annotations

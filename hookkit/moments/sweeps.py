@@ -1,20 +1,24 @@
 """Moments of a CPU tensor in one read: in chunks that stay in the cache.
 
 By numpy, on one thread. The model has just driven all code out of the cache: the first call of
-anything costs 30 to 100 µs here, so few different things are called.
+anything costs 30 to 100 µs here, so few different things are called. Where numba is installed
+(the `fast` extra), its machine code takes over once so much has been read that loading it pays.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 import threading
-from typing import Any
+import warnings
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.errors import HookkitWarning
 from hookkit.moments.moments import EMPTY, Row, merge_row, moments, working_dtype
 
 CHUNK = 1 << 17
@@ -44,6 +48,46 @@ _FLAGS_LIE = sys.platform == "darwin"
 # Accelerate's products set the error flags of the processor at random.
 
 
+WORTH = 1 << 26
+# Values read after which machine code is loaded (0.5 s; compiled first, 2 s, once a machine): numpy
+# has taken 35 ms for them, so a toy never waits, and a training of size has it within seconds.
+
+
+class _Loops:
+    """The compiled loops, once they pay."""
+
+    def __init__(self) -> None:
+        self.found: Any = None
+        self.left = WORTH
+
+    def after(self, n: int) -> Any:
+        """The module `loops`, after `n` values more; None so far, or without numba."""
+        if self.found is None and self.left > 0:
+            self.left -= n
+            if self.left <= 0:
+                self.found = _load()
+        return self.found
+
+
+def _load() -> Any:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        import numba
+
+        if numba.config.DISABLE_JIT:  # somebody debugs: these would be loops of Python
+            return None
+        from hookkit.moments import loops
+    except Exception as e:  # what is slower is no reason to end a training
+        text = f"numba does not work here ({type(e).__name__}: {e}), so numpy goes on in its place."
+        warnings.warn(f"{text} Update it: pip install -U numba", HookkitWarning, stacklevel=2)
+        return None
+    return loops
+
+
+machine = _Loops()
+
+
 class _Scratch(threading.local):
     """Work space of one thread: allocated once, so that a hook allocates nothing."""
 
@@ -51,6 +95,7 @@ class _Scratch(threading.local):
         self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
         self.floats, self.sizes = np.empty((2, CHUNK), dtype=np.float32)
+        self.row = np.empty(8)
 
     def room(self, n: int, dtype: torch.dtype) -> Tensor:
         """(n,) uninitialised values, valid until the next call for the same dtype."""
@@ -66,8 +111,8 @@ scratch = _Scratch()
 def cpu_row(x: Any, eps: float) -> Row:
     """The row (without `calls`) of flat values on the CPU, read once in chunks that fit the cache.
 
-    fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks. Reads
-    results through numpy's view of them: memory that is already here, no tensor read-out.
+    By numpy fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks.
+    Reads results through numpy's view of them: memory that is already here, no tensor read-out.
 
     Args:
         x: (n,) array of float32 or float64 without gaps, or a tensor of any dtype and stride.
@@ -76,7 +121,10 @@ def cpu_row(x: Any, eps: float) -> Row:
     if n == 0:
         return EMPTY[1:]
     is_array = isinstance(x, np.ndarray)
-    quick = _swept(x, eps) if is_array and not _FLAGS_LIE else None
+    loops = machine.after(n)
+    quick = None if loops is None or not is_array else _looped(loops, x, eps)
+    if quick is None and is_array and not _FLAGS_LIE:
+        quick = _swept(x, eps)
     if quick is not None:
         return quick
 
@@ -85,10 +133,23 @@ def cpu_row(x: Any, eps: float) -> Row:
         chunk = x[start : start + CHUNK]
         if not is_array:
             chunk = scratch.room(len(chunk), working_dtype(x)).copy_(chunk).numpy()
-        row = _chunk(chunk, eps)
+        row = None if loops is None else _looped(loops, chunk, eps)
+        row = row or _chunk(chunk, eps)
         total = row if total is None else merge_row(total, row)
     assert total is not None
     return total
+
+
+def _looped(loops: Any, x: Any, eps: float) -> Row | None:
+    """The row of an array by machine code; None if that has none for such arrays."""
+    if x.dtype != np.float32:
+        return None
+    row = scratch.row
+    try:
+        loops.row(x, eps, row)
+    except TypeError:  # its memory is not aligned
+        return None
+    return cast(Row, tuple(row.tolist()))
 
 
 def _swept(x: Any, eps: float) -> Row | None:
@@ -123,7 +184,11 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
 
     At most `CHUNK` values. None for those that only `cpu_row` is right about.
     """
-    n = table.shape[1]
+    n, loops = table.shape[1], machine.after(table.size)
+    if loops is not None:
+        found = np.empty((len(table), 8))
+        loops.rows(table, eps, found)
+        return [cast(Row, tuple(row)) for row in found.tolist()]
     with np.errstate(all="ignore"):
         lo, hi = np.minimum.reduce(table, axis=1), np.maximum.reduce(table, axis=1)
         first, second = np.zeros((2, len(table)))
@@ -236,10 +301,22 @@ def norms(
         copies: arrays that they are copied into on the way.
     """
     nothing = [None] * len(arrays)
+    loops = machine.after(sum(map(len, arrays)))
+    if loops is not None:
+        pairs = zip(arrays, copies or nothing, minus or nothing, strict=True)
+        return [_looped_norm(loops, *pair) for pair in pairs]
     with np.errstate(all="ignore"):
         return [
             _norm(*one) for one in zip(arrays, copies or nothing, minus or nothing, strict=True)
         ]
+
+
+def _looped_norm(loops: Any, x: Any, copy: Any, minus: Any) -> float:
+    if copy is not None:
+        return math.sqrt(loops.copied_squares(x, copy))
+    if minus is not None:
+        return math.sqrt(loops.squared_distance(x, minus))
+    return math.sqrt(loops.squares(x))
 
 
 def _norm(x: Any, copy: Any, minus: Any) -> float:

@@ -1,0 +1,151 @@
+"""Loops over a CPU tensor's values as machine code: numba's, which the `fast` extra brings.
+
+One read for all moments, 0.15 ns a value, where numpy's passes over chunks take 0.5. Sums are
+float64, so nothing overflows, and values of a mean up to 1e3 times their spread need no second
+read. What a float32's bits say (zero, not finite, which is greater) is asked of the bits: such
+loops become vector instructions. The oracle is `moments.moments`.
+
+Imports numba: import it through `sweeps.loops_for`, which waits until that pays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_SIGN, _SIZE, _INF = np.int32(31), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+_LEAST, _MOST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
+_NONE = np.int32(0)
+_PIECE = 4096  # counts of a piece fit 32 bits, and all of it a core's first cache
+_ILL = 1e-6  # below this ratio of variance to mean² the sums have lost digits
+
+_FLOATS = "Array(float32, 1, 'C', readonly=True)"
+_TABLE = "Array(float32, 2, 'C', readonly=True)"
+
+
+def _compiled(signature: str) -> Any:
+    """Compiles at once; kept on disk where that can be written."""
+    # reassociation lets sums become vectors; NaN and Inf keep their meaning
+    options: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True}
+
+    def compiled(f: Any) -> Any:
+        try:
+            return njit(signature, cache=True, **options)(f)
+        except RuntimeError:  # numba has nowhere to keep it
+            return njit(signature, **options)(f)
+
+    return compiled
+
+
+@_compiled(f"Tuple((float64, float64, int32, int32, int64, int64))({_FLOATS}, int32)")
+def _sums(x, eps):  # type: ignore[no-untyped-def]
+    """Sums of values and squares, keys of least and greatest, how many are near zero and zero."""
+    bits, n = x.view(np.int32), len(x)
+    first = second = 0.0
+    lo, hi = _MOST, _LEAST
+    near = zero = 0
+    for start in range(0, n, _PIECE):
+        values, words = x[start : start + _PIECE], bits[start : start + _PIECE]
+        some = none = _NONE
+        for i in range(len(values)):
+            value, word = np.float64(values[i]), words[i]
+            first += value
+            second += value * value
+            size = word & _SIZE
+            some += np.int32(size <= eps)
+            none += np.int32(size == 0)
+            key = word ^ ((word >> _SIGN) & _SIZE)
+            lo, hi = min(lo, key), max(hi, key)
+        near += int(some)
+        zero += int(none)
+    return first, second, lo, hi, near, zero
+
+
+@_compiled(f"Tuple((int64, float64, int32, int32, int64))({_FLOATS}, int32)")
+def _finite_sums(x, eps):  # type: ignore[no-untyped-def]
+    """Of the finite values: how many, their sum, keys of least and greatest, how many near zero."""
+    bits, n = x.view(np.int32), len(x)
+    count, near, first = 0, 0, 0.0
+    lo, hi = _MOST, _LEAST
+    for i in range(n):
+        word = bits[i]
+        size = word & _SIZE
+        if size < _INF:
+            count += 1
+            first += np.float64(x[i])
+            near += size <= eps
+            key = word ^ ((word >> _SIGN) & _SIZE)
+            lo, hi = min(lo, key), max(hi, key)
+    return count, first, lo, hi, near
+
+
+@_compiled(f"float64({_FLOATS}, int64, float64)")
+def _deviations(x, n, mean):  # type: ignore[no-untyped-def]
+    """Sum of squared deviations of the `n` finite values from their mean."""
+    first = second = 0.0
+    for i in range(len(x)):
+        apart = np.float64(x[i]) - mean
+        apart = apart if abs(apart) < math.inf else 0.0
+        first += apart
+        second += apart * apart
+    return second - first * first / n
+
+
+@_compiled(f"void({_FLOATS}, float32, float64[::1])")
+def row(x, eps, out):  # type: ignore[no-untyped-def]
+    """The row of `x` (without `calls`, as `moments.Row`) into the (8,) `out`."""
+    n = len(x)
+    floats = np.empty(3, np.float32)
+    words = floats.view(np.int32)
+    floats[2] = eps
+    first, second, lo, hi, near, zero = _sums(x, words[2])
+    count = n
+    if not second < math.inf:
+        count, first, lo, hi, near = _finite_sums(x, words[2])
+    words[0], words[1] = lo ^ ((lo >> _SIGN) & _SIZE), hi ^ ((hi >> _SIGN) & _SIZE)
+    mean = first / max(count, 1)
+    m2 = second - first * mean
+    if count and (count < n or m2 < _ILL * mean * mean * n):
+        m2 = _deviations(x, count, mean)
+    out[0], out[1], out[2] = count, mean, max(m2, 0.0) if count else 0.0
+    out[3], out[4] = (floats[0], floats[1]) if count else (math.inf, -math.inf)
+    out[5], out[6], out[7] = near, zero, n - count
+
+
+@_compiled(f"void({_TABLE}, float32, float64[:, ::1])")
+def rows(table, eps, out):  # type: ignore[no-untyped-def]
+    """The row of each of the (k, n) values into (k, 8)."""
+    for i in range(len(table)):
+        row(table[i], eps, out[i])
+
+
+@_compiled(f"float64({_FLOATS})")
+def squares(x):  # type: ignore[no-untyped-def]
+    """Their sum."""
+    total = 0.0
+    for i in range(len(x)):
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@_compiled(f"float64({_FLOATS}, float32[::1])")
+def copied_squares(x, copy):  # type: ignore[no-untyped-def]
+    """Their sum; they are copied on the way."""
+    total = 0.0
+    for i in range(len(x)):
+        copy[i] = x[i]
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@_compiled(f"float64({_FLOATS}, {_FLOATS})")
+def squared_distance(x, y):  # type: ignore[no-untyped-def]
+    """Sum of the squares of `x` less `y`."""
+    total = 0.0
+    for i in range(len(x)):
+        apart = np.float64(x[i]) - np.float64(y[i])
+        total += apart * apart
+    return total

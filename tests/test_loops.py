@@ -1,0 +1,129 @@
+"""The compiled loops: when they come, what keeps them away, and that they change nothing else."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookkit.errors import HookkitWarning
+from hookkit.moments import sweeps
+from hookkit.moments.sweeps import WORTH, cpu_row, norms
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
+from hookkit.watching import watch
+
+numba = pytest.importorskip("numba")
+loops = pytest.importorskip("hookkit.moments.loops")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    fresh = sweeps._Loops()
+    monkeypatch.setattr(sweeps, "machine", fresh)
+    return fresh
+
+
+def test_they_come_when_much_has_been_read(machine):
+    cpu_row(np.ones(1000, np.float32), 0.05)
+    assert machine.found is None
+    assert machine.left == WORTH - 1000
+
+    machine.left = 1
+    cpu_row(np.ones(1000, np.float32), 0.05)
+    assert machine.found is loops
+
+
+def test_norms_count_too(machine):
+    machine.left = 1000
+    x = np.full(600, 2.0, np.float32)
+    assert norms([x, x]) == pytest.approx([math.sqrt(2400)] * 2)
+    assert machine.found is loops
+
+
+def test_without_numba_numpy_goes_on(machine, monkeypatch):
+    monkeypatch.setattr(sweeps.importlib.util, "find_spec", lambda name: None)
+    machine.left = 1
+    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+    assert machine.found is None
+    assert machine.left <= 0  # and nobody looks for it again
+
+
+def test_a_numba_that_does_not_compile_is_passed_by(machine, monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    machine.left = 1
+    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+    assert machine.found is None
+
+
+def test_a_numba_that_does_not_work_is_told_once(machine, monkeypatch):
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setattr(sys, "meta_path", [_Refusing(), *sys.meta_path])
+    machine.left = 1
+    with pytest.warns(HookkitWarning, match=r"does not work here \(ImportError: .*pip install -U"):
+        assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+
+
+class _Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            spec = SimpleNamespace(loader=self, name=name, submodule_search_locations=None)
+            spec.parent, spec.origin, spec.cached, spec.has_location = "", None, None, False
+            spec.loader_state, spec._initializing, spec._uninitialized_submodules = None, False, []
+            return spec
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise ImportError("needs another numpy")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("offset", [0, 1])
+def test_memory_that_is_not_aligned_is_read(offset):
+    memory = bytearray(4 * 1000 + 1)
+    x = torch.frombuffer(memory, dtype=torch.float32, count=1000, offset=offset).fill_(3.0)
+    assert cpu_row(x.numpy(), 0.05)[:3] == (1000, 3, 0)
+
+
+def trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5)
+    )
+    opt = torch.optim.AdamW(model.parameters())
+    guests = [
+        ActivationStats(with_hist=True, units=True, include_paramless=True),
+        GradientStats(of="both"),
+        ParamStats(),
+        FlightRecorder("skip"),
+    ]
+    with watch(model, opt, *guests):
+        for i in range(12):
+            x = torch.randn(64, 1, 8, 8) + (100 if i % 3 else 0)
+            if i == 7:
+                x[0, 0, 0, 0] = math.inf
+            loss = nn.functional.cross_entropy(model(x).nan_to_num(), torch.arange(64) % 5)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    return guests, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_training_has_the_same_records_and_the_same_weights(monkeypatch):
+    plain, weights = trained()
+    monkeypatch.setattr(sweeps.machine, "found", loops)
+    compiled, again = trained()
+
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    for a, b in zip(plain[:3], compiled[:3], strict=True):
+        for name, want in a.record().values.items():
+            got = b.record().values[name]
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7, err_msg=name)
+    assert [str(i) for i in plain[3].incidents] == [str(i) for i in compiled[3].incidents]
