@@ -9,6 +9,8 @@ little). A cell is the median ratio over the rounds. `bare again` shows the nois
 wandb's runs cannot be watched anew, and have a net of their own. Peers that are not installed are
 left out.
 
+Where numba is installed (the `fast` extra) its loops read the tensors; `--numpy` leaves it out.
+
 `reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
 operations that a step has above a bare one: on a GPU, waits and kernel launches. With `--compile`,
 `graphs` are those that were compiled and `breaks` the places where Python had to step in.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import platform
 import random
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookkit.moments.sweeps import machine
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
@@ -274,15 +278,20 @@ def main() -> None:
     parser.add_argument("--nets", default="transformer,wide conv,conv,mlp")
     parser.add_argument("--only", default="", help="methods whose names contain one of these")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
+    parser.add_argument("--numpy", action="store_true", help="without numba's compiled loops")
     o = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
+    machine.left = math.inf if o.numpy else 1  # loaded before anything is timed
+    loops = machine.after(1)
     methods = dict(METHODS)
     if found("wandb"):
         methods["wandb.watch('all')"] = wandb_watch
     wanted = [w for w in o.only.split(",") if w]
     methods = {n: m for n, m in methods.items() if not wanted or any(w in n for w in wanted)}
-    print(platform.machine(), f"torch {torch.__version__}", found("wandb"), f"{o.rounds} rounds")
+    reader = "numpy" if loops is None else found("numba")
+    torch_is = f"torch {torch.__version__}"
+    print(platform.machine(), torch_is, reader, found("wandb"), f"{o.rounds} rounds")
     for name in o.nets.split(","):
         report(name, methods, o.rounds, o.compile)
 

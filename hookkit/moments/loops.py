@@ -19,6 +19,7 @@ from numba import njit
 _SIGN, _SIZE, _INF = np.int32(31), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _LEAST, _MOST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 _NONE = np.int32(0)
+_SIZE_BITS, _INF_BITS = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _PIECE = 4096  # counts of a piece fit 32 bits, and all of it a core's first cache
 _ILL = 1e-6  # below this ratio of variance to mean² the sums have lost digits
 
@@ -149,3 +150,45 @@ def squared_distance(x, y):  # type: ignore[no-untyped-def]
         apart = np.float64(x[i]) - np.float64(y[i])
         total += apart * apart
     return total
+
+
+@_compiled("void(Array(uint32, 2, 'C', readonly=True), uint32, int64, int64, int64[:, ::1])")
+def count_bits(bits, shift, first, last, table):  # type: ignore[no-untyped-def]
+    """Adds to (k, width) counts those of (k, m) values, given as bits; as `Bins.count`.
+
+    Logarithmic bins begin at the sizes that, shifted, are `first` to `last`.
+    """
+    n = table.shape[1] - 4
+    half = n // 2
+    for i in range(len(bits)):
+        counts, words = table[i], bits[i]
+        for j in range(len(words)):
+            word = words[j]
+            size = word & _SIZE_BITS
+            if size >= _INF_BITS:
+                counts[n + 1 + (size == _INF_BITS) + 2 * (size == _SIZE_BITS)] += 1
+                continue
+            step = min(max(np.int64(size >> shift), first - 1), last) - first + 1
+            minus = word > _SIZE_BITS and size != 0
+            counts[np.uint64(half - 1 - step if minus else half + step)] += 1
+            counts[n] += size == 0
+
+
+@_compiled(f"void({_TABLE}, int64, int64, int64, float32[::1])")
+def unit_sizes(table, each, start, step, sums):  # type: ignore[no-untyped-def]
+    """Adds to (units,) sums of |x| those of each `step`-th row, which has `each` values of each."""
+    n = len(sums)
+    for i in range(start, len(table), step):
+        row = table[i]
+        for begin in range(0, len(row), n * each):
+            if each == 1:
+                values = row[begin : begin + n]
+                for unit in range(n):
+                    sums[unit] += abs(values[unit])
+                continue
+            for unit in range(n):
+                at = begin + unit * each
+                total = np.float32(0)
+                for value in row[at : at + each]:
+                    total += abs(value)
+                sums[unit] += total

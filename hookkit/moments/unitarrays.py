@@ -97,13 +97,12 @@ class UnitsByArrays(Units):
         start, n = self.places[row]
         tops, sums, counts = self._arrays[:3, start : start + n]
         table = values.reshape(-1, plan.width)
-        some = table[self.turn % plan.step :: plan.step]
         if top < _LARGE:
-            np.add(sums, plan.sizes(some), out=sums)
+            some = plan.add_sizes(table, self.turn, sums)
         else:
             with np.errstate(all="ignore"):
-                np.add(sums, plan.sizes(some), out=sums)
-        np.add(counts, some.size // n, out=counts)
+                some = plan.add_sizes(table, self.turn, sums)
+        np.add(counts, some, out=counts)
         if row >= len(self._risen) or not self._risen[row]:
             plan.raise_to(tops, table)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hookkit.moments.sweeps import CHUNK, scratch
+from hookkit.moments.sweeps import CHUNK, machine, scratch
 from hookkit.moments.units import ONE_SIDED, TWO_SIDED, channel_dim
 
 PART = 1 << 15
@@ -42,8 +42,21 @@ class Plan:
         shape = *over_rows.shape[:-1], self.fold, self.n, self.width // self.fold // self.n
         return reduce(over_rows.reshape(shape), axis=(-3, -1))
 
-    def sizes(self, some: Any) -> Any:
-        """(units,) sums of |x| over these (…, width) rows."""
+    def add_sizes(self, table: Any, turn: int, sums: Any) -> int:
+        """Adds to (units,) sums of |x| those of some of the (rows, width), others at each `turn`.
+
+        How many values of a unit those were.
+        """
+        start = turn % self.step
+        some = table[start :: self.step]
+        if machine.found is None:
+            np.add(sums, self._sizes(some), out=sums)
+        else:
+            each = self.width // self.fold // self.n
+            machine.found.unit_sizes(table, each, start, self.step, sums)
+        return int(some.size // self.n)
+
+    def _sizes(self, some: Any) -> Any:
         total, at_once = None, max(CHUNK // self.width, 1)
         for start in range(0, len(some), at_once):
             part = some[start : start + at_once]
