@@ -48,9 +48,9 @@ _FLAGS_LIE = sys.platform == "darwin"
 # Accelerate's products set the error flags of the processor at random.
 
 
-WORTH = 1 << 26
+WORTH = 1 << 28
 # Values read after which machine code is loaded (0.5 s; compiled first, 2 s, once a machine): numpy
-# has taken 35 ms for them, so a toy never waits, and a training of size has it within seconds.
+# has taken 0.15 s for them, so a toy never waits, and a training of size has it within seconds.
 
 
 class _Loops:
