@@ -1,5 +1,6 @@
 """Multiply-accumulates against hand-derived truth, and honesty about the rest."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookkit.modelinfo.flops import is_unknown
+from hookkit.modelinfo.flops import has_formula, is_unknown, macs_of
 from hookkit.summaries import summary
 
 
@@ -78,6 +79,41 @@ def test_fused_kernels_count_as_what_they_compute(
     net = module().train(training).requires_grad_(not frozen)
 
     assert summary(net, *args).macs == macs
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "macs"),
+    [  # the experts of a mixture (each row meets one of 4 matrices), then its other layouts
+        ("_grouped_mm", (t(10, 8), t(4, 8, 6)), 10 * 8 * 6),
+        ("_grouped_mm", (t(4, 3, 8), t(4, 8, 6)), 4 * 3 * 8 * 6),
+        ("_grouped_mm", (t(5, 12), t(12, 6)), 5 * 12 * 6),
+        ("_grouped_mm", (t(4, 3, 8), t(8, 12)), 3 * 8 * 12),
+        ("_scaled_grouped_mm", (t(10, 8), t(4, 8, 6), t(10), t(4, 6)), 10 * 8 * 6),
+        ("_scaled_mm_v2", (t(10, 8), t(8, 6), [t(10)]), 10 * 8 * 6),
+        ("_lstm_mps", (t(5, 3, 8), [], [t(64, 8), t(64, 16), t(64), t(64)]), 15 * 64 * 24),
+    ],
+)  # fmt: skip
+def test_kernels_that_not_every_machine_has_are_counted(name: str, args: Any, macs: int) -> None:
+    op = getattr(torch.ops.aten, name).default
+
+    assert macs_of(op, args, {}, None) == macs
+
+
+def test_a_convolution_over_time_first_is_counted() -> None:
+    conv = Fn(lambda x, w, b: torch.conv_tbc(x, w, b, 1))
+
+    assert summary(conv, t(7, 2, 3), t(3, 3, 5), t(5)).macs == 7 * 2 * 5 * 3 * 3
+
+
+def test_no_product_of_matrices_is_taken_for_free() -> None:
+    # names by their looks: an operator that a new PyTorch brings gets a formula, or is told
+    looks = re.compile(r"(?!.*backward).*(mm|matmul)(_v\d+)?$")
+    composite = {"chain_matmul", "matmul"}  # made of others, which are counted
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")}
+
+    free = [n for n in names if looks.match(n[6:]) and not has_formula(n) and not is_unknown(n)]
+
+    assert sorted(n[6:] for n in free if n[6:] not in composite) == []
 
 
 def test_work_under_no_grad_and_inference_mode_is_counted() -> None:

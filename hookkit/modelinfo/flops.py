@@ -44,6 +44,23 @@ _UNKNOWN = (
     "_ctc_loss",
     "matrix_exp",
     "_thnn_differentiable",
+    "_addmm_activation",
+    "_cslt_sparse_mm",
+    "_cudnn_attention",
+    "_dyn_quant_matmul",
+    "_foreach_mm",
+    "_mixed_dtypes_linear",
+    "_pdist_forward",
+    "_sparse_mm_reduce",
+    "_sparse_sparse_matmul",
+    "_spsolve",
+    "_triton_",
+    "_wrapped_quantized_linear",
+    "fbgemm_linear",
+    "hspmm",
+    "smm",
+    "sparse_sampled_addmm",
+    "sspaddmm",
 )
 _HOME = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
 
@@ -65,6 +82,28 @@ def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> in
 def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
     """All layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
     return prod(x.shape[:-1]) * sum(_numel(w) for w in weight if w.dim() == 2)
+
+
+def _mps_lstm(x: Tensor, _hx: Any, weight: list[Tensor], *_: Any, **__: Any) -> int:
+    """All layers, as `_cudnn_rnn`."""
+    return _cudnn_rnn(x, weight)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`F.grouped_mm`, the experts of a mixture: each row meets the one matrix of its group.
+
+    Only where `a` is a batch and `b` is not are the columns of `b` shared out among the groups.
+    """
+    shared = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return _numel(a) * int(b.shape[-1]) // shared
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return _numel(a) * int(b.shape[-1])
+
+
+def _conv_tbc(_x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
+    return _numel(out) * int(weight.shape[0] * weight.shape[1])
 
 
 def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
@@ -114,6 +153,11 @@ _OURS: dict[str, MacFormula] = {
     "aten::mkldnn_rnn_layer": _mkldnn_rnn,
     "aten::_cudnn_rnn": _cudnn_rnn,
     "aten::miopen_rnn": _cudnn_rnn,
+    "aten::_lstm_mps": _mps_lstm,
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::_scaled_grouped_mm": _grouped_mm,
+    "aten::_scaled_grouped_mm_v2": _grouped_mm,
+    "aten::_scaled_mm_v2": _scaled_mm,
     "aten::mv": _matvec,
     "aten::dot": _matvec,
     "aten::vdot": _matvec,
@@ -147,6 +191,8 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return int(a.shape[0] * a.shape[1] * b.shape[-1])
     if (theirs := _TORCHS.get(name.rstrip("_"))) is not None:
         return int(theirs(*args, **kwargs, out_val=out)) // 2
+    if name == "aten::conv_tbc":
+        return _conv_tbc(*args, **kwargs, out=out)
     if name.startswith("quantized::linear"):
         return _quantized_linear(*args, out=out)
     return None if is_unknown(name) else 0
@@ -155,7 +201,7 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def has_formula(name: str) -> bool:
     """True if `name` costs something, though it may be nothing on an empty batch."""
     known = name in _OURS or name in _TWO_SIDED or name.rstrip("_") in _TORCHS
-    return known or name.startswith("quantized::linear")
+    return known or name == "aten::conv_tbc" or name.startswith("quantized::linear")
 
 
 def is_unknown(name: str) -> bool:
