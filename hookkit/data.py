@@ -80,9 +80,10 @@ class DataLoaders:
         return getattr(self.valid, "dataset", None)
 
     def __getitem__(self, i: int) -> Any:
-        if not -len(self) <= i < len(self) or self.loaders[i] is None:
+        known = isinstance(i, int) and -len(self) <= i < len(self)
+        if not known or self.loaders[i] is None:
             raise SelectionError(
-                f"Loader {i} was asked for; there are {sum(x is not None for x in self.loaders)} "
+                f"Loader {i!r} was asked for; there are {sum(x is not None for x in self.loaders)} "
                 f"(0 is training, 1 validation). Give it to DataLoaders, or a `dl=` to the call."
             )
         return self.loaders[i]
@@ -107,7 +108,8 @@ class DataLoaders:
         raise ModelRunError(no_batches(f"loader {i}"))
 
     def __repr__(self) -> str:
-        sizes = " + ".join(str(len(x)) if hasattr(x, "__len__") else "?" for x in self)
+        lengths = (n_batches(x) for x in self)
+        sizes = " + ".join("?" if n is None else str(n) for n in lengths)
         return f"DataLoaders({sizes} batches, device={self.device})"
 
 
@@ -153,6 +155,20 @@ def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], 
         return (batch,), ()
     n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
     return tuple(batch[:n]), tuple(batch[n:])
+
+
+def n_batches(loader: Any) -> int | None:
+    """How many batches `loader` says it gives; None if it cannot tell.
+
+    A DataLoader over an `IterableDataset` has a length that raises.
+
+    >>> n_batches([1, 2]), n_batches(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def no_batches(what: str) -> str:

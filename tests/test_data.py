@@ -45,8 +45,9 @@ def test_a_loader_must_give_batches(bad: Any) -> None:
 def test_a_loader_that_is_not_there_is_an_error() -> None:
     with pytest.raises(SelectionError, match=r"Loader 1 was asked for; there are 1"):
         DataLoaders(BATCHES)[1]
-    with pytest.raises(SelectionError, match=r"Loader 5 was asked for"):
-        DataLoaders(BATCHES)[5]
+    for i in (5, "valid", None):
+        with pytest.raises(SelectionError, match=rf"Loader {i!r} was asked for"):
+            DataLoaders(BATCHES)[i]  # type: ignore[index]
 
 
 def test_a_device_must_exist_as_a_word() -> None:

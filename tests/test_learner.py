@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hookkit.callbacks import Callback, GradientAccumulation
+from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
 from hookkit.events import CancelFitException
@@ -304,6 +304,27 @@ def test_any_iterable_is_a_loader() -> None:
 
     assert learn.n_steps == 6
     assert learn.n_iter is None
+
+
+class Stream(IterableDataset[Any]):
+    """Twelve samples; a DataLoader of it has a `__len__` that raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(1), torch.ones(1))] * 12)
+
+
+def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
+    stream = DataLoader(Stream(), 4)
+    learn = quiet(data=DataLoaders(stream, stream), cbs=[ProgressCallback])
+
+    learn.fit(2)
+    preds, _ = learn.get_preds()
+
+    assert learn.n_steps == 6
+    assert preds.shape == (12, 1)
+    assert "? + ? batches" in repr(learn)
+    with pytest.raises(OptionError, match=r"the training loader does not tell its length"):
+        learn.fit_one_cycle(1)
 
 
 def test_a_generator_is_used_up_and_told() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from hookkit.callbacks.driving import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder, Scalars
+from hookkit.data import n_batches
 from hookkit.errors import ArgumentError, OptionError
 
 __all__ = [
@@ -193,15 +194,13 @@ class SchedulerCallback(Callback):
 
     def _n_steps(self) -> int:
         """Optimizer steps of one epoch."""
-        learn = self.learn
-        try:
-            n = len(learn.dls.train)
-        except TypeError:
+        n = n_batches(self.learn.dls.train)
+        if n is None:
             raise OptionError(
                 "A schedule by optimizer step was asked for; the training loader does not tell "
                 "its length. Give a loader with __len__, or SchedulerCallback(…, by_epoch=True)."
-            ) from None
-        n_acc = max([cb.n_acc for cb in learn._grab_cbs(GradientAccumulation)], default=1)
+            )
+        n_acc = max([cb.n_acc for cb in self.learn._grab_cbs(GradientAccumulation)], default=1)
         return ceil(n / n_acc)
 
     def after_batch(self) -> None:

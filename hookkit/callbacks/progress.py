@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 from hookkit.callbacks.driving import Callback
+from hookkit.data import n_batches
 from hookkit.errors import missing_extra
 
 _PAUSE_S = 0.25  # between two readings of the loss, and between two drawings in a notebook
@@ -79,10 +80,9 @@ class ProgressCallback(Callback):
 
     def _open(self, part: str) -> None:
         learn, self._shown = self.learn, 0.0
-        total = len(learn.dl) if hasattr(learn.dl, "__len__") else None
         epoch = f"epoch {learn.epoch + 1}/{learn.n_epoch} " if learn.fitting else ""
         if self._screen is not None and not self._inside():
-            self._screen.open(epoch + part, total)
+            self._screen.open(epoch + part, n_batches(learn.dl))
 
     def _close(self) -> None:
         if self._screen is not None and not self._inside():

@@ -19,7 +19,7 @@ from fastcore.basics import PrettyString
 from torch import nn
 
 from hookkit.callbacks.driving import Driver
-from hookkit.data import no_batches, split_batch, to_device
+from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
     CANCEL_EXCEPTIONS,
@@ -104,7 +104,7 @@ class Loop(Driver):
 
     def all_batches(self) -> None:
         """Runs every batch of `dl`."""
-        self.n_iter = len(self.dl) if hasattr(self.dl, "__len__") else None
+        self.n_iter = n_batches(self.dl)
         self._device = self.device
         i = -1
         for i, b in enumerate(self.dl):
