@@ -216,6 +216,18 @@ def test_momentum_is_cycled_where_there_is_one_and_put_back(
     assert learn.opt.param_groups[0][key] == before
 
 
+@pytest.mark.parametrize(
+    ("n", "pct_start", "highest"), [(4, 0.25, 1), (10, 0.1, 1), (1, 1, 0), (5, 1.0, 4), (5, 0, 0)]
+)
+def test_one_cycle_has_phases_of_any_length(n: int, pct_start: float, highest: int) -> None:
+    learn = quiet(n_trn=n)
+
+    learn.fit_one_cycle(1, pct_start=pct_start)
+
+    rates = learn.recorder.lrs
+    assert rates.index(max(rates)) == highest
+
+
 def test_one_cycle_with_a_rate_for_each_group_and_with_accumulation() -> None:
     learn = quiet(n_trn=6, model=mlp(1, 2, 1), splitter=lambda m: [m[0], m[2]])
     tops: list[list[float]] = []

@@ -180,7 +180,7 @@ def one_cycle(
             opt,
             spread(lr, len(groups)),
             total_steps=max(n_steps, 1),
-            pct_start=pct_start,
+            pct_start=_warm_share(pct_start, max(n_steps, 1)),
             div_factor=div,
             final_div_factor=div_final / div,
             cycle_momentum=bool(has),
@@ -189,6 +189,13 @@ def one_cycle(
         )
 
     return make
+
+
+def _warm_share(pct_start: float, n: int) -> float:
+    """`pct_start` as torch can take it: it divides by the last step of either phase, which is 0."""
+    if pct_start * n == n:
+        return 1 - 1e-6
+    return (1 + 1e-6) / n if pct_start * n == 1 else float(pct_start)
 
 
 def _check_cycle(div: Any, div_final: Any, pct_start: Any, moms: Any) -> None:
