@@ -21,6 +21,7 @@ plotting = pytest.importorskip("hookkit.plotting")
 plotdata = pytest.importorskip("hookkit.plotting.plotdata")
 naming = pytest.importorskip("hookkit.plotting.naming")
 axes = pytest.importorskip("hookkit.plotting.axes")
+canvas = pytest.importorskip("hookkit.plotting.canvas")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {
@@ -667,9 +668,9 @@ def test_no_global_state_of_matplotlib_changes() -> None:
 
 
 def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Any,
 ) -> None:
-    monkeypatch.setattr("hookkit.plotting.canvas._offscreen", SimpleNamespace(get=lambda: False))
+    canvas._offscreen.set(False)  # until the fixture ends
     ax = plotting.plot_dead(made.run(n=20))
     assert plt.get_fignums() == [ax.figure.number]
 
@@ -692,10 +693,8 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_refused_picture_leaves_no_empty_figure(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hookkit.plotting.canvas._offscreen", SimpleNamespace(get=lambda: False))
+def test_a_refused_picture_leaves_no_empty_figure(what: str) -> None:
+    canvas._offscreen.set(False)  # until the fixture ends
 
     with pytest.raises(HookkitError):
         WRONG[what](made.run(n=20))
