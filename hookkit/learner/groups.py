@@ -175,12 +175,13 @@ def one_cycle(
 
     def make(opt: Any, n_steps: int) -> Any:
         groups = opt.param_groups
+        total, share = _phases(pct_start, max(n_steps, 1))
         has = all(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups)
         return torch.optim.lr_scheduler.OneCycleLR(
             opt,
             spread(lr, len(groups)),
-            total_steps=max(n_steps, 1),
-            pct_start=_warm_share(pct_start, max(n_steps, 1)),
+            total_steps=total,
+            pct_start=share,
             div_factor=div,
             final_div_factor=div_final / div,
             cycle_momentum=bool(has),
@@ -191,11 +192,11 @@ def one_cycle(
     return make
 
 
-def _warm_share(pct_start: float, n: int) -> float:
-    """`pct_start` as torch can take it: it divides by the last step of either phase, which is 0."""
-    if pct_start * n == n:
-        return 1 - 1e-6
-    return (1 + 1e-6) / n if pct_start * n == 1 else float(pct_start)
+def _phases(pct_start: float, n: int) -> tuple[int, float]:
+    """Steps and share of warm-up as torch can take them: it divides by the length of each phase."""
+    if pct_start == 1:
+        n, pct_start = n + 1, n / (n + 1)  # the fall is a step that nobody makes
+    return n, (1 + 1e-6) / n if pct_start * n == 1 else float(pct_start)
 
 
 def _check_cycle(div: Any, div_final: Any, pct_start: Any, moms: Any) -> None:
