@@ -566,11 +566,29 @@ def test_html_is_as_it_was_looked_at(name: str, golden: Callable[[str, str], Non
 
 
 @pytest.mark.parametrize("n", [40, 60, 80, 120])
-@pytest.mark.parametrize("name", ["cjk", "gpt", "lstm"])
+@pytest.mark.parametrize("name", ["cjk", "gpt", "lstm", "data_dependent", "unused"])
 def test_tables_keep_to_the_width_in_true_columns(name: str, n: int) -> None:
-    table = drawn(name).text(width=n).split("─\n")[:2]
+    lines = drawn(name).text(width=n).split("\n")
 
-    assert all(width(line) <= n for part in table for line in part.split("\n"))
+    assert [line for line in lines if width(line) > n] == []
+
+
+def test_a_narrow_heading_has_what_came_out_on_a_line_of_its_own() -> None:
+    s = drawn("data_dependent")
+
+    assert s.text(width=100).splitlines()[0] == f"{s.rows[0].type}   {s.inputs} → {s.output}"
+    narrow = s.text(width=30).splitlines()
+    assert narrow[:2] == [f"{s.rows[0].type}   {s.inputs}", f"  → {s.output}"]
+
+
+def test_a_warning_is_broken_between_words() -> None:
+    s = drawn("unused")
+
+    lines = s.text(width=60).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("⚠ "))
+
+    assert " ".join(lines[first:]) == "⚠ " + " ⚠ ".join(s.warnings)
+    assert len(lines) > first + len(s.warnings)
 
 
 def test_columns_that_do_not_fit_are_named() -> None:

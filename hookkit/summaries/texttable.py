@@ -135,21 +135,30 @@ def render(s: Summary, view: View, n: int | None = None) -> str:
     drawn = body(s, view)
     names = view.columns or (_RUN if s.run != "none" else _NO_RUN)
     table, missing = _table(s, drawn, names, n)
-    parts = [heading(s, n), *table, *footer(s, n)]
+    parts = [*heading(s, n), *table, *footer(s, n)]
     if any(line.fold > 1 for line in drawn):
         folds = sorted({line.fold for line in drawn if line.fold > 1})
         some = ", ".join(f"×{k}" for k in folds[:4]) + (", …" if len(folds) > 4 else "")
-        parts += wrap([f"Rows marked {some} show one of so many equal ones."], n)
+        parts += _in_words(f"Rows marked {some} show one of so many equal ones.", n)
     if missing:
         cut = ", ".join(COLUMNS[c][0] for c in missing)
-        parts += [f"Not shown in {n} columns: {cut}. Choose with columns=, or widen."]
-    return "\n".join(parts + [f"⚠ {w}" for w in s.warnings])
+        parts += _in_words(f"Not shown in {n} columns: {cut}. Choose with columns=, or widen.", n)
+    return "\n".join(parts + [line for w in s.warnings for line in _in_words(f"⚠ {w}", n)])
 
 
-def heading(s: Summary, n: int) -> str:
-    """The model's class, what went in and what came out."""
-    flow = f"   {s.inputs} → {s.output or ('✗' if s.failed else '–')}" if s.run != "none" else ""
-    return clip(s.rows[0].type + flow, max(n, 20))
+def heading(s: Summary, n: int) -> list[str]:
+    """The model's class, what went in, and what came out: on a line of its own if it must."""
+    name, n = s.rows[0].type, max(n, 20)
+    if s.run == "none":
+        return [clip(name, n)]
+    given, got = f"{name}   {s.inputs}", f"→ {s.output or ('✗' if s.failed else '–')}"
+    lines = [f"{given} {got}"] if width(f"{given} {got}") <= n else [given, f"  {got}"]
+    return [clip(line, n) for line in lines]
+
+
+def _in_words(line: str, n: int) -> list[str]:
+    """A sentence in as many lines as it needs; a word that is too long stays whole."""
+    return wrap(line.split(" "), n, " ")
 
 
 def _table(
@@ -207,7 +216,8 @@ def _shrink(limits: dict[str, int], shown: list[str], over: int) -> bool:
 
 def footer(s: Summary, n: int) -> list[str]:
     """Totals, memory and how the numbers were found."""
-    return [line for parts in footer_parts(s) for line in wrap(parts, n)]
+    facts = (fact for parts in footer_parts(s) for fact in wrap(parts, n))
+    return [line for fact in facts for line in _in_words(fact, n)]
 
 
 def footer_parts(s: Summary) -> list[list[str]]:
