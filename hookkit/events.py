@@ -18,6 +18,8 @@ fit; no further event fires, but every callback's `cleanup_fit()` is called.
 
 from __future__ import annotations
 
+from hookkit.errors import nearest
+
 EVENTS = (
     "after_create",
     "before_fit",
@@ -106,3 +108,14 @@ backward, step and zero_grad. `after_cancel_<part>` and `after_<part>` fire in e
 
 CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
 """What an `except` clause needs to let control flow pass."""
+
+
+def not_an_event(name: str) -> str:
+    """What to say of an event that there is not.
+
+    >>> not_an_event("on_end")
+    "'on_end' is not an event. hookkit.events.EVENTS lists all 24."
+    """
+    near = nearest(name, EVENTS)
+    hint = f"Nearest: {', '.join(near)}. " if near else ""
+    return f"{name!r} is not an event. {hint}hookkit.events.EVENTS lists all {len(EVENTS)}."

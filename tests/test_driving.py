@@ -10,13 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks import Callback, TrainEvalCallback
 from hookkit.callbacks.driving import Driver
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
-from hookkit.testing import synth_learner
+from hookkit.testing import EventLog, synth_learner
 
 
 def quiet(**kwargs: Any) -> Any:
@@ -342,6 +343,58 @@ def test_a_class_for_one_fit_leaves_the_learners_own_alone() -> None:
     learn.fit(1, cbs=Tst)
 
     assert learn.tst is own
+
+
+@pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
+def test_callbacks_for_one_fit_come_in_any_collection(verb: str) -> None:
+    learn = quiet()
+
+    for several in ({Tst()}, (Tst() for _ in range(2)), L(Tst())):
+        getattr(learn, verb)(1, cbs=several)
+
+    assert learn.n_steps == 6
+    assert len(learn.cbs) == 2
+
+
+def test_of_callbacks_that_cannot_all_be_added_none_is() -> None:
+    learn = quiet()
+    before = list(learn.cbs)
+
+    with pytest.raises(ArgumentError, match=r"3 was to be added as a callback"):
+        learn.add_cbs([Tst(), 3])
+    with pytest.raises(ArgumentError, match=r"3 was to be added as a callback"):
+        learn.fit_one_cycle(1, cbs=3)
+
+    assert list(learn.cbs) == before
+
+
+def test_callbacks_whose_beginning_fails_in_mid_fit_are_taken_off() -> None:
+    def fail(self: Any) -> None:
+        raise ValueError("no beginning")
+
+    def begin(self: Any) -> None:
+        with self.learn.added_cbs([Tst(), Callback(before_fit=fail)]):
+            pass
+
+    learn = quiet(cbs=Callback(before_train=begin))
+    before = list(learn.cbs)
+
+    with pytest.raises(ValueError, match=r"no beginning"):
+        learn.fit(1)
+
+    assert list(learn.cbs) == before
+
+
+def test_removed_cbs_come_back_to_their_place_among_equals() -> None:
+    a, b, c = EventLog(), Tst(), EventLog()
+    learn = quiet(cbs=[a, b, c])
+    before = list(learn.cbs)
+
+    with learn.removed_cbs(EventLog):
+        learn.add_cb(late := Tst())
+
+    assert list(learn.cbs) == [*before, late]
+    assert list(learn.ordered_cbs("after_fit")) == [a, c]
 
 
 def test_removed_cbs_come_back_also_after_an_error() -> None:

@@ -104,7 +104,7 @@ class Bridge:
 def base(*names: str) -> Any:
     """The first of these classes that is installed, to inherit from; `object` if none is.
 
-    >>> base("no_such_library.Callback", "hookkit.callbacks.driving.Callback").__name__
+    >>> base("no_such_library.Callback", "hookkit.callbacks.Callback").__name__
     'Callback'
     """
     for name in names:

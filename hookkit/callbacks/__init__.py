@@ -1,6 +1,7 @@
 """The ready-made callbacks: what every run needs, and a few that people expect.
 
-driving    `Callback`, and `Driver`: whatever owns callbacks and tells them what happens.
+listening  `Callback`: something to do at some of the events of training.
+driving    `Driver`: whatever owns callbacks and tells them what happens.
 recorder   `Recorder`: losses, learning rates and metrics of a run, read from the device only
            when asked.
 outputs    What a classifier's scores look like: how many classes, and whether they are

@@ -1,6 +1,6 @@
 """The ready-made callbacks: what every run needs, and a few that people expect.
 
-`Callback` itself, to inherit from, is in `driving`; `Recorder` and `ProgressCallback` have files of
+`Callback`, to inherit from, is in `listening`; `Recorder` and `ProgressCallback` have files of
 their own.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder, Scalars
 from hookkit.data import n_batches

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.metrics import Mean, as_metric, item
 from hookkit.callbacks.outputs import Scores
 from hookkit.data import batch_size

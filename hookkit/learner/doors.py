@@ -88,8 +88,3 @@ def as_loaders(dls: Any) -> Any:
         f"Learner(dls=…) was given {type(dls).__name__}: it has no training data to name. "
         f"Give DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
     )
-
-
-def several(cbs: Any) -> list[Any]:
-    """`cbs` as a list: one, several or None."""
-    return [] if cbs is None else list(cbs) if isinstance(cbs, (list, tuple, L)) else [cbs]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
+from hookkit.callbacks.driving import listed
 from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError, nearest
@@ -27,7 +28,6 @@ from hookkit.learner.doors import (
     check_function,
     checked_metrics,
     checked_model,
-    several,
 )
 from hookkit.learner.groups import (
     freeze_groups,
@@ -199,7 +199,7 @@ class Learner(Loop, Tables):
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
-        self.fit(n_epoch, lr, wd, [schedule, *several(cbs)], reset_opt, start_epoch)
+        self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
 
     def create_opt(self) -> None:
         """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups."""
@@ -279,7 +279,7 @@ class Learner(Loop, Tables):
         """
         dl = self._loader(ds_idx, dl, "get_preds")
         gather = GatherPreds(with_input, with_loss, act)
-        with self._untouched([gather, *several(cbs)], inner):
+        with self._untouched([gather, *listed(cbs)], inner):
             self._do_epoch_validate(dl)
         self._past.pop(gather.name, None)  # or its tensors would live on
         return gather.result(concat_dim)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
