@@ -20,6 +20,7 @@ from hookkit.records import Incident, Run
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
 report = pytest.importorskip("hookkit.report").report
+webpage = import_module("hookkit.report.webpage")
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -115,6 +116,29 @@ def test_tables_have_captions_and_scopes(sick: str) -> None:
 
     assert len(page.all("caption")) == len(page.all("table")) == 4
     assert {attrs.get("scope") for attrs in page.all("th")} == {"row", "col"}
+
+
+def test_numbers_stand_on_the_right_and_words_on_the_left() -> None:
+    rows = [["0", "Conv2d", "0.5", "–"], ["1", "ReLU", "nan", "1,024"]]
+
+    html = webpage.table("Layers", ["layer", "type", "mean", "n"], rows)
+
+    assert ".words{text-align:left}" in webpage.CSS
+    assert re.findall(r'class="words">(\w+)<', html) == ["type", "Conv2d", "ReLU"]
+    assert "<td>–</td>" in html
+    assert "<td>1,024</td>" in html
+    assert webpage.table("None", ["layer", "type"], []).count("<th ") == 2
+
+
+@pytest.mark.parametrize(("n", "told"), [(1, "1 rule could not"), (2, "2 rules could not")])
+def test_rules_that_could_not_judge_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, told: str
+) -> None:
+    unjudged = tuple((f"rule {i}", "why") for i in range(n))
+    found = hookkit.Diagnosis((), 3, 40, unjudged)
+    monkeypatch.setattr("hookkit.health.diagnose", lambda run: found)
+
+    assert told in html_of(made.run(n=40), tmp_path)
 
 
 def test_a_healthy_run_gets_one_calm_line(tmp_path: Path) -> None:

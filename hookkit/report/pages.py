@@ -115,7 +115,8 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
         texts = "\n\n".join(str(incident) for incident in run.incidents)
         parts.append(f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>")
     if diagnosis.unjudged:
-        what = f"{len(diagnosis.unjudged)} rules could not judge, for want of data"
+        n = len(diagnosis.unjudged)
+        what = f"{n} rule{'' if n == 1 else 's'} could not judge, for want of data"
         parts.append(f"<details><summary>{what}</summary>{terms(diagnosis.unjudged)}</details>")
     return "".join(parts)
 

@@ -53,7 +53,7 @@ font-size:.9rem;text-align:left;padding:.3rem 0}
 .wide{overflow-x:auto;margin:1rem 0}table{border-collapse:collapse;
 font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th[scope=row],thead th:first-child{text-align:left;font-weight:600}
+th[scope=row],thead th:first-child{text-align:left;font-weight:600}.words{text-align:left}
 pre{overflow-x:auto;font-size:.85rem;line-height:1.35}summary{cursor:pointer;padding:.2rem 0}
 .note{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
 @media (max-width:34rem){dl{grid-template-columns:1fr;
@@ -111,11 +111,23 @@ def figure(png: bytes, alt: str, caption: str, dpi: int) -> str:
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column names the rows; it scrolls by itself where the page is narrow."""
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    """A table whose first column names the rows; it scrolls by itself where the page is narrow.
+
+    Numbers stand on the right, and words on the left.
+    """
+    rows = list(rows)
+    words = [any(map(_is_words, column)) for column in zip(*rows, strict=True)] or [False] * len(
+        head
+    )
+    side = [' class="words"' if is_words else "" for is_words in words]
+    top = "".join(
+        f'<th scope="col"{at}>{escape(cell)}</th>' for cell, at in zip(head, side, strict=True)
+    )
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "".join(
+            f"<td{at}>{escape(cell)}</td>" for cell, at in zip(row[1:], side[1:], strict=True)
+        )
         + "</tr>"
         for row in rows
     )
@@ -124,6 +136,14 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
         f"<table><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _is_words(cell: str) -> bool:
+    try:
+        float(cell.replace(",", ""))
+    except ValueError:
+        return cell != "–"
+    return False
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> str:
