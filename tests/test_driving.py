@@ -15,7 +15,7 @@ from torch import nn
 
 from hookkit.callbacks import Callback, TrainEvalCallback
 from hookkit.callbacks.driving import Driver
-from hookkit.errors import ArgumentError, HookkitWarning, OptionError
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
 from hookkit.testing import EventLog, synth_learner
 
@@ -226,6 +226,15 @@ def test_an_order_or_a_method_set_later_counts() -> None:
     learn("before_fit", "after_fit")
 
     assert seen == [1, 2, 0, 2, 3]
+
+
+@pytest.mark.parametrize("order", ["first", None])
+def test_an_order_is_a_number(order: Any) -> None:
+    cb = Tst()
+    cb.order = order
+
+    with pytest.raises(ArgumentError, match=rf"added with order={order!r}.*Make it a number"):
+        quiet(cbs=cb)
 
 
 def test_run_switches_a_callback_off_until_the_fit_is_over() -> None:
@@ -445,6 +454,36 @@ def test_a_callback_added_in_mid_fit_gets_its_before_fit() -> None:
     assert seen == ["before_fit", "after_fit"]
 
 
+@pytest.mark.parametrize("verb", ["add_cb", "fit", "validate"])
+def test_a_callback_at_work_in_one_fit_serves_no_other(verb: str) -> None:
+    shared = Tst()
+    other = quiet(cbs=shared)
+
+    def inside(self: Any) -> None:
+        {
+            "add_cb": lambda: quiet(cbs=shared),
+            "fit": lambda: other.fit(1),
+            "validate": lambda: other.validate(),
+        }[verb]()
+
+    learn = quiet(cbs=[shared, Callback(before_train=inside)])
+
+    with pytest.raises(HookError, match=r"Tst was given to a second Learner while it is at work"):
+        learn.fit(1)
+    other.fit(1)
+
+    assert (learn.fitting, other.n_steps) == (False, 2)
+
+
+def test_another_learner_may_train_inside_a_fit() -> None:
+    other = quiet(cbs=Tst)
+    learn = quiet(cbs=[Tst, Callback(after_epoch=lambda self: other.fit(1))])
+
+    learn.fit(2)
+
+    assert (learn.n_steps, other.n_steps) == (4, 4)
+
+
 def test_one_callback_serves_two_learners_in_turn() -> None:
     seen: list[Any] = []
     cb = Callback(after_fit=lambda self: seen.append(self.learn))
@@ -474,9 +513,6 @@ def test_an_exception_keeps_its_type_and_gains_a_note() -> None:
 
 
 def test_control_flow_gains_no_note() -> None:
-    def cancel() -> None:
-        raise CancelFitException
-
     learn = quiet()
 
     with pytest.raises(CancelFitException) as caught:
@@ -522,6 +558,22 @@ def test_cleanup_of_the_others_runs_when_one_fails() -> None:
         learn.fit(1)
 
     assert (a.cleaned, b.cleaned, learn.fitting) == (1, 1, False)
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_an_exception_while_cleaning_up_names_its_callback(remove: bool) -> None:
+    class Bad(Callback):
+        def before_train(self) -> None:
+            if remove:
+                self.learn.remove_cb(self)
+
+        def cleanup_fit(self) -> None:
+            raise RuntimeError("bad cleanup")
+
+    with pytest.raises(RuntimeError, match=r"bad cleanup") as caught:
+        quiet(cbs=Bad).fit(1)
+
+    assert "in callback Bad, cleanup_fit, epoch 0" in caught.value.__notes__[0]
 
 
 def test_validate_cleans_up_too() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, TypeVar
 
 from fastcore.foundation import L
 
 from hookkit.callbacks.listening import Callback, heard_by, in_phase
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 
 __all__ = ["Callback", "Driver", "listed"]
@@ -58,13 +59,20 @@ class Driver:
         One added while a fit is under way gets its `before_fit` at once.
 
         Raises:
-            ArgumentError: `cb` is not a callback.
+            ArgumentError, HookError: as `add_cbs`.
         """
         return self.add_cbs([cb])
 
     def add_cbs(self: D, cbs: Any) -> D:
-        """Adds one callback, several, or None: all of them, or it raises."""
-        for cb in _made(cbs):
+        """Adds one callback, several, or None: all of them, or it raises.
+
+        Raises:
+            ArgumentError: one of them is not a callback.
+            HookError: one of them is at work in a fit of another driver.
+        """
+        made = _made(cbs)
+        self._check_free(made)
+        for cb in made:
             if not self._owns(cb):
                 self._add(cb)
         return self
@@ -115,8 +123,7 @@ class Driver:
 
     def _drop(self, cb: Callback) -> None:
         if self.fitting:
-            self._part_from(cb)
-            cb.cleanup_fit()
+            self._let_go(cb)
         self.cbs = L(c for c in self.cbs if c is not cb)
         self._forget_order()
 
@@ -206,10 +213,19 @@ class Driver:
 
     def _claim(self) -> None:
         """Makes every callback answer to this driver: another one may have had it since."""
+        self._check_free(self.cbs)
         for cb in self.cbs:
             cb.learn = self
             self._carry_on(cb)
         self._forget_order()
+
+    def _check_free(self, cbs: Iterable[Callback]) -> None:
+        for cb in cbs:
+            if cb.learn is not self and getattr(cb.learn, "fitting", False):
+                raise HookError(
+                    f"{cb!r} was given to a second {type(self).__name__} while it is at work in a "
+                    f"fit. Give each its own: {type(cb).__name__}(…)."
+                )
 
     def _carry_on(self, cb: Callback) -> None:
         """Counts on from the step that `cb` has come to, here or elsewhere."""
@@ -225,8 +241,15 @@ class Driver:
         with ExitStack() as stack:
             for cb in self.cbs:
                 cb.run = True
-                self._part_from(cb)
-                stack.callback(cb.cleanup_fit)
+                stack.callback(self._let_go, cb)
+
+    def _let_go(self, cb: Callback) -> None:
+        self._part_from(cb)
+        try:
+            cb.cleanup_fit()
+        except Exception as error:
+            error.add_note(f"in callback {cb!r}, cleanup_fit{self._where()}")
+            raise
 
 
 def listed(cbs: Any) -> list[Any]:
@@ -247,5 +270,10 @@ def _made(cbs: Any) -> list[Callback]:
             raise ArgumentError(
                 f"{cb!r} was to be added as a callback, its type is {type(cb).__name__}. Give a "
                 f"Callback, a Callback class, or Callback(after_fit=f) around a function."
+            )
+        if not isinstance(made[-1].order, Real):
+            raise ArgumentError(
+                f"{cb!r} was to be added with order={made[-1].order!r}: callbacks run by ascending "
+                f"order. Make it a number, such as 0."
             )
     return made
