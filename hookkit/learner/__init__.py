@@ -3,8 +3,8 @@
 loop          The loop: `fit`, and the parts it is made of.
 groups        From a splitter's parameter groups to a torch optimizer: groups, learning rates,
               freezing.
-predicting    `GatherPreds`: the callback behind `Learner.get_preds`, and the joining of batches
-              it needs.
+predicting    Passes without learning: `validate` and `get_preds`.
+readout       What one reads of a Learner: callbacks by name, summary, diagnosis, report.
 distributing  Training over several processes, on accelerate's engine: what
               `Learner.distrib_ctx` does.
 doors         What a Learner is given, checked at its door.
@@ -12,10 +12,6 @@ saving        Weights and optimizer state, to a file and back: what `Learner.sav
               `Learner.load` do.
 """
 
-from hookkit.learner.learner import (
-    Learner,
-)
+from hookkit.learner.learner import Learner
 
-__all__ = [
-    "Learner",
-]
+__all__ = ["Learner"]

@@ -1,6 +1,7 @@
 """`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
 
-The loop itself is in `loop`. Optimizers, schedulers, loaders and distribution are torch's and
+The loop itself is in `loop`, `validate` and `get_preds` in `predicting`, what one reads in
+`readout`. Optimizers, schedulers, loaders and distribution are torch's and
 accelerate's own; nothing here wraps them. Names, order and defaults are fastai's (2.8).
 """
 
@@ -17,8 +18,6 @@ from torch import nn
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
 from hookkit.callbacks.driving import listed
 from hookkit.callbacks.keywords import InitSignature, check_keywords
-from hookkit.data import DataLoaders
-from hookkit.errors import ModelRunError, nearest
 from hookkit.events import CancelFitException
 from hookkit.learner.distributing import distributed
 from hookkit.learner.doors import (
@@ -38,13 +37,12 @@ from hookkit.learner.groups import (
     spread,
     trainable_params,
 )
-from hookkit.learner.loop import Loop
-from hookkit.learner.predicting import GatherPreds
+from hookkit.learner.predicting import Predicting
+from hookkit.learner.readout import ReadOut
 from hookkit.learner.saving import load_state, save_state
-from hookkit.records import Run, Tables
 
 
-class Learner(Loop, Tables):
+class Learner(Predicting, ReadOut):
     """Trains a model, and tells callbacks what happens.
 
     Args:
@@ -226,64 +224,6 @@ class Learner(Loop, Tables):
         """Trains every parameter group."""
         self.freeze_to(0)
 
-    # --- without learning
-
-    def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
-        """The mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
-
-        What was recorded, the modules' modes and the state of a fit that calls this stay as they
-        are. Inside a fit only the events of validation fire.
-
-        Args:
-            ds_idx: which loader of `dls`.
-            dl: batches to use instead: a loader or a list.
-            cbs: further callbacks.
-        """
-        dl = self._loader(ds_idx, dl, "validate")
-        with self._untouched(cbs, inner=False):
-            self._do_epoch_validate(dl)
-            record = list(self.final_record or [])
-        self.final_record = record
-        return record
-
-    def get_preds(
-        self,
-        ds_idx: int = 1,
-        dl: Any = None,
-        *,
-        with_input: bool = False,
-        with_loss: bool = False,
-        act: Callable[[Any], Any] | None = None,
-        inner: bool = False,
-        cbs: Any = None,
-        concat_dim: int | None = 0,
-    ) -> tuple[Any, ...]:
-        """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
-
-        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
-        Nothing that was recorded is changed.
-
-        Args:
-            ds_idx: which loader of `dls`.
-            dl: batches to use instead: a loader or a list.
-            with_input: whether to return the inputs too.
-            with_loss: whether to return the loss of each sample too, (n,), or of each batch where
-                the loss function cannot be told not to reduce.
-            act: applied to each prediction.
-            inner: whether to fire the events of validation only, not those of fit and epoch.
-            cbs: further callbacks.
-            concat_dim: the dimension batches are joined along; None gives lists of them.
-
-        Raises:
-            ModelRunError: there is no data, or the batches' shapes do not join.
-        """
-        dl = self._loader(ds_idx, dl, "get_preds")
-        gather = GatherPreds(with_input, with_loss, act)
-        with self._untouched([gather, *listed(cbs)], inner):
-            self._do_epoch_validate(dl)
-        self._past.pop(gather.name, None)  # or its tensors would live on
-        return gather.result(concat_dim)
-
     # --- keeping
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
@@ -336,70 +276,3 @@ class Learner(Loop, Tables):
             MissingExtraError: accelerate is not installed.
         """
         return distributed(self, accelerator, options)
-
-    # --- looking
-
-    def summary(self) -> Any:
-        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
-        from hookkit.summaries import learner_summary
-
-        return learner_summary(self)
-
-    def run_record(self) -> Run:
-        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
-
-        `.save(path)` keeps it, for `Run.load(path)`; the Learner's own `save` keeps the weights.
-        """
-        from hookkit.callbacks.runs import run_of
-
-        return run_of(self)
-
-    def diagnose(self) -> Any:
-        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
-        from hookkit.health import diagnose
-
-        return diagnose(self.run_record())
-
-    def report(self, path: str | Path | None = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.report`."""
-        from hookkit.report import report
-
-        return report(self, path, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property that failed with AttributeError: its own error
-            return object.__getattribute__(self, name)
-        cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
-        if cb is not None:
-            return cb
-        if not name.startswith("__") and "model" in vars(self):
-            try:
-                return getattr(self.model, name)
-            except AttributeError:
-                pass
-        raise AttributeError(self._no_attribute(name), name=name, obj=self)
-
-    def _no_attribute(self, name: str) -> str:
-        near = nearest(name, [n for n in {*dir(type(self)), *vars(self)} if n[0] != "_"])
-        near += [cb.name for cb in vars(self).get("cbs", ()) if nearest(name, [cb.name])]
-        hint = f" Nearest: {', '.join(near)}." if near else ""
-        model = type(vars(self).get("model")).__name__
-        return f"Neither the Learner, its callbacks nor its model ({model}) has {name!r}.{hint}"
-
-    def __repr__(self) -> str:
-        return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"
-
-    # --- at the door
-
-    def _needs_data(self, verb: str) -> None:
-        if self.dls is None:
-            raise ModelRunError(
-                f"{verb} was called; this Learner has no data. Make it with DataLoaders(train, "
-                f"valid), set `learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
-            )
-
-    def _loader(self, ds_idx: int, dl: Any, verb: str) -> Any:
-        if dl is None:
-            self._needs_data(verb)
-            return self.dls[ds_idx]
-        return DataLoaders(dl).train  # the same check at the same door

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from fastcore.basics import PrettyString
 from torch import nn
 
 from hookkit.callbacks.driving import Driver
@@ -35,18 +34,7 @@ from hookkit.nested import describe
 
 T = TypeVar("T", bound="Loop")
 
-_BATCH = {"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None}
-_PLACE = (
-    "iter",
-    "n_iter",
-    "training",
-    "stepped",
-    "aside",
-    "final_record",
-    "_amid",
-    "_by_keyword",
-    "_device",
-)
+BATCH = {"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None}
 
 
 class Loop(Driver):
@@ -78,7 +66,7 @@ class Loop(Driver):
 
     def _forget_batch(self) -> None:
         self._amid = False
-        for name, value in _BATCH.items():
+        for name, value in BATCH.items():
             setattr(self, name, value)
 
     # --- the loop, from the outside in
@@ -234,40 +222,6 @@ class Loop(Driver):
         finally:
             self._clean_up()
 
-    @contextmanager
-    def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
-        """Surrounds a pass without learning: afterwards state and modes are as they were.
-
-        Outside a fit the events of a fit and an epoch are fired around it, unless `inner`.
-        """
-        kept = {name: getattr(self, name) for name in (*_BATCH, *_PLACE)}
-        modes = [(m, m.training) for m in self.model.modules()]
-        recording = self._recording()
-        self.aside = True
-        try:
-            for cb in recording:
-                cb.run = False
-                cb._record(False)
-            with self.added_cbs(cbs):
-                if inner or self.fitting:
-                    yield
-                else:
-                    with self:
-                        yield
-        finally:
-            for name, value in kept.items():
-                setattr(self, name, value)
-            for module, mode in modes:
-                module.training = mode
-            for cb in recording:
-                cb.run = True
-                cb._record(True)
-
-    def _recording(self) -> list[Any]:
-        """The HookCallbacks at work on the batch at hand: what comes amid it is not of it."""
-        mine = [cb for cb in self.cbs if self._amid and hasattr(type(cb), "_record")]
-        return [cb for cb in mine if cb.run and cb.recording]
-
     # --- what callbacks read
 
     @property
@@ -297,12 +251,6 @@ class Loop(Driver):
         return given if given is not None or first is None else first.device
 
     @property
-    def smooth_loss(self) -> float | None:
-        """The Recorder's smoothed training loss; reading it is a read from the device."""
-        recorder: Any = self._cb_named("recorder")
-        return None if recorder is None else recorder.smooth_loss
-
-    @property
     def x(self) -> Any:
         """The batch's input, or the tuple of them if there are several."""
         return self.xb[0] if len(self.xb) == 1 else self.xb
@@ -316,36 +264,7 @@ class Loop(Driver):
         batch = "" if self.dl is None else f", batch {self.iter}"
         return f", epoch {self.epoch}{batch} ({'training' if self.training else 'not training'})"
 
-    def show_training_loop(self) -> PrettyString:
-        """The loop as text: every event in its place, with the callbacks that listen to it."""
-        depth, lines = 0, []
-        for line in _LOOP.split():
-            if line.startswith("end:"):
-                depth -= 1
-            heard = f": {list(self.ordered_cbs(line))}" if "_" in line and ":" not in line else ""
-            words = line.replace("start:", "Start ").replace("end:", "End ").replace("+", " ")
-            lines.append(f"{'  ' * depth}{'- ' if heard else ''}{words}{heard}")
-            if line.startswith("start:"):
-                depth += 1
-        return PrettyString("\n".join(lines))
-
 
 def _loss_in(pred: Any) -> Any:
     """The loss that a model returned, as Hugging Face's do; None if there is none."""
     return pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
-
-
-_LOOP = """
-before_fit start:Fit
- before_epoch start:Epoch
-  before_train start:Training
-   before_batch start:Batch after_pred after_loss
-    before_backward after_cancel_backward after_backward
-    before_step after_cancel_step after_step
-   end:Batch after_cancel_batch after_batch
-  end:Training after_cancel_train after_train
-  before_validate start:Validation+(batches+as+above,+without+backward+and+step)
-  end:Validation after_cancel_validate after_validate
- end:Epoch after_cancel_epoch after_epoch
-end:Fit after_cancel_fit after_fit
-"""

@@ -1,17 +1,134 @@
-"""`GatherPreds`: the callback behind `Learner.get_preds`, and the joining of batches it needs."""
+"""Passes without learning: `Learner.validate` and `Learner.get_preds`, which leave no trace.
+
+Builds on `loop`. `GatherPreds` is the callback behind `get_preds`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.driving import listed
+from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError
+from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
+
+_STATE = [*BATCH, "iter", "n_iter", "training", "stepped", "aside", "final_record"]
+_STATE += ["_amid", "_by_keyword", "_device"]
+
+
+class Predicting(Loop):
+    """The half of a Learner that learns nothing."""
+
+    def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
+        """The mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
+
+        What was recorded, the modules' modes and the state of a fit that calls this stay as they
+        are. Inside a fit only the events of validation fire.
+
+        Args:
+            ds_idx: which loader of `dls`.
+            dl: batches to use instead: a loader or a list.
+            cbs: further callbacks.
+        """
+        dl = self._loader(ds_idx, dl, "validate")
+        with self._untouched(cbs, inner=False):
+            self._do_epoch_validate(dl)
+            record = list(self.final_record or [])
+        self.final_record = record
+        return record
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,
+        dl: Any = None,
+        *,
+        with_input: bool = False,
+        with_loss: bool = False,
+        act: Callable[[Any], Any] | None = None,
+        inner: bool = False,
+        cbs: Any = None,
+        concat_dim: int | None = 0,
+    ) -> tuple[Any, ...]:
+        """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
+
+        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
+        Nothing that was recorded is changed.
+
+        Args:
+            ds_idx: which loader of `dls`.
+            dl: batches to use instead: a loader or a list.
+            with_input: whether to return the inputs too.
+            with_loss: whether to return the loss of each sample too, (n,), or of each batch where
+                the loss function cannot be told not to reduce.
+            act: applied to each prediction.
+            inner: whether to fire the events of validation only, not those of fit and epoch.
+            cbs: further callbacks.
+            concat_dim: the dimension batches are joined along; None gives lists of them.
+
+        Raises:
+            ModelRunError: there is no data, or the batches' shapes do not join.
+        """
+        dl = self._loader(ds_idx, dl, "get_preds")
+        gather = GatherPreds(with_input, with_loss, act)
+        with self._untouched([gather, *listed(cbs)], inner):
+            self._do_epoch_validate(dl)
+        self._past.pop(gather.name, None)  # or its tensors would live on
+        return gather.result(concat_dim)
+
+    def _needs_data(self, verb: str) -> None:
+        if self.dls is None:
+            raise ModelRunError(
+                f"{verb} was called; this Learner has no data. Make it with DataLoaders(train, "
+                f"valid), set `learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
+            )
+
+    def _loader(self, ds_idx: int, dl: Any, verb: str) -> Any:
+        if dl is None:
+            self._needs_data(verb)
+            return self.dls[ds_idx]
+        return DataLoaders(dl).train  # the same check at the same door
+
+    @contextmanager
+    def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
+        """Surrounds a pass without learning: afterwards state and modes are as they were.
+
+        Outside a fit the events of a fit and an epoch are fired around it, unless `inner`.
+        """
+        kept = {name: getattr(self, name) for name in _STATE}
+        modes = [(m, m.training) for m in self.model.modules()]
+        recording = self._recording()
+        self.aside = True
+        try:
+            for cb in recording:
+                cb.run = False
+                cb._record(False)
+            with self.added_cbs(cbs):
+                if inner or self.fitting:
+                    yield
+                else:
+                    with self:
+                        yield
+        finally:
+            for name, value in kept.items():
+                setattr(self, name, value)
+            for module, mode in modes:
+                module.training = mode
+            for cb in recording:
+                cb.run = True
+                cb._record(True)
+
+    def _recording(self) -> list[Any]:
+        """The HookCallbacks at work on the batch at hand: what comes amid it is not of it."""
+        mine = [cb for cb in self.cbs if self._amid and hasattr(type(cb), "_record")]
+        return [cb for cb in mine if cb.run and cb.recording]
 
 
 class GatherPreds(Callback):
