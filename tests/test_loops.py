@@ -1,7 +1,9 @@
 """The compiled loops: when they come, what keeps them away, and that they change nothing else."""
 
+import logging
 import math
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from hookkit.errors import HookkitWarning
-from hookkit.moments import sweeps
-from hookkit.moments.sweeps import WORTH, cpu_row, norms
+from hookkit.moments import loading, sweeps
+from hookkit.moments.loading import WORTH
+from hookkit.moments.sweeps import cpu_row, norms
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
@@ -22,18 +25,22 @@ loops = pytest.importorskip("hookkit.moments.loops")
 
 @pytest.fixture
 def machine(monkeypatch):
-    fresh = sweeps._Loops()
+    fresh = loading.Machine()
     monkeypatch.setattr(sweeps, "machine", fresh)
     return fresh
 
 
+def read(n=9):
+    return cpu_row(np.ones(n, np.float32), 0.05)[1]
+
+
 def test_they_come_when_much_has_been_read(machine):
-    cpu_row(np.ones(1000, np.float32), 0.05)
+    read(1000)
     assert machine.found is None
     assert machine.left == WORTH - 1000
 
     machine.left = 1
-    cpu_row(np.ones(1000, np.float32), 0.05)
+    read(1000)
     assert machine.found is loops
 
 
@@ -45,9 +52,9 @@ def test_norms_count_too(machine):
 
 
 def test_without_numba_numpy_goes_on(machine, monkeypatch):
-    monkeypatch.setattr(sweeps.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     machine.left = 1
-    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+    assert read() == 1
     assert machine.found is None
     assert machine.left <= 0  # and nobody looks for it again
 
@@ -55,7 +62,7 @@ def test_without_numba_numpy_goes_on(machine, monkeypatch):
 def test_a_numba_that_does_not_compile_is_passed_by(machine, monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     machine.left = 1
-    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+    assert read() == 1
     assert machine.found is None
 
 
@@ -64,8 +71,69 @@ def test_a_numba_that_does_not_work_is_told_once(machine, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [_Refusing(), *sys.meta_path])
     machine.left = 1
     with pytest.warns(HookkitWarning, match=r"does not work here \(ImportError: .*pip install -U"):
-        assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
-    assert cpu_row(np.ones(9, np.float32), 0.05)[1] == 1
+        assert read() == 1
+    assert read() == 1
+
+
+def test_a_stand_in_for_numba_is_told_too(machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", SimpleNamespace())  # no __spec__: find_spec raises
+    machine.left = 1
+    with pytest.warns(HookkitWarning, match=r"does not work here \(ValueError"):
+        assert read() == 1
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_loading(machine, monkeypatch):
+    interrupted, join = threading.Event(), threading.Thread.join
+
+    def interrupt(thread):
+        monkeypatch.setattr(threading.Thread, "join", join)
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: interrupted.wait(10))
+    machine.left = 1
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    for thread in threading.enumerate():
+        if thread.name == "hookkit loads numba":
+            thread.join()
+    assert machine.found is loops
+    assert read() == 1
+
+
+def test_loading_is_outside_of_what_the_training_has_set(machine, monkeypatch):
+    seen = []
+
+    def find_spec(name):
+        seen.append((np.geterr()["over"], torch.empty(1).device.type, torch.is_grad_enabled()))
+
+    monkeypatch.setattr(loading.importlib.util, "find_spec", find_spec)
+    machine.left = 1
+    with np.errstate(all="raise"), torch.device("meta"), torch.no_grad():
+        read()
+    assert seen == [("warn", "cpu", True)]
+
+
+def test_compiling_fills_no_log_of_everything(caplog):
+    log = logging.getLogger("numba")
+    with caplog.at_level(logging.DEBUG):
+        with loading._quiet():
+            log.getChild("core.ssa").debug("of no interest")
+        log.debug("asked for")
+    assert [r.message for r in caplog.records] == ["asked for"]
+    assert log.level == logging.NOTSET
+
+
+@pytest.mark.parametrize("error", [EOFError, PermissionError, RuntimeError])
+def test_what_cannot_be_kept_or_is_kept_broken_is_compiled_anew(monkeypatch, error):
+    def njit(signature, cache=False, **options):
+        if cache:
+            raise error
+        return lambda f: f
+
+    monkeypatch.setattr(loops, "njit", njit)
+    assert loops._compiled("float64(float64)")(math.sqrt) is math.sqrt
 
 
 class _Refusing:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hookkit.errors import OptionError
-from hookkit.moments.sweeps import machine
+from hookkit.moments.loading import machine
 
 ABSENT = 0x7FFFFFFF
 """Bits of the float32 (a NaN no arithmetic makes) that marks an unused place in a sample."""

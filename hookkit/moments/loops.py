@@ -5,7 +5,7 @@ float64, so nothing overflows, and values of a mean up to 1e3 times their spread
 read. What a float32's bits say (zero, not finite, which is greater) is asked of the bits: such
 loops become vector instructions. The oracle is `moments.moments`.
 
-Imports numba: import it through `sweeps.loops_for`, which waits until that pays.
+Imports numba: take it from `loading.machine`, which waits until that pays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _compiled(signature: str) -> Any:
     def compiled(f: Any) -> Any:
         try:
             return njit(signature, cache=True, **options)(f)
-        except RuntimeError:  # numba has nowhere to keep it
+        except Exception:  # nowhere to keep it, or what is kept there is broken
             return njit(signature, **options)(f)
 
     return compiled

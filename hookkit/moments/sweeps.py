@@ -7,18 +7,16 @@ anything costs 30 to 100 µs here, so few different things are called. Where num
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import threading
-import warnings
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.errors import HookkitWarning
+from hookkit.moments.loading import machine
 from hookkit.moments.moments import EMPTY, Row, merge_row, moments, working_dtype
 
 CHUNK = 1 << 17
@@ -46,46 +44,6 @@ _LARGE = {np.float32: 1e17, np.float64: 1e150}
 
 _FLAGS_LIE = sys.platform == "darwin"
 # Accelerate's products set the error flags of the processor at random.
-
-
-WORTH = 1 << 28
-# Values read after which machine code is loaded (0.5 s; compiled first, 2 s, once a machine): numpy
-# has taken 0.15 s for them, so a toy never waits, and a training of size has it within seconds.
-
-
-class _Loops:
-    """The compiled loops, once they pay."""
-
-    def __init__(self) -> None:
-        self.found: Any = None
-        self.left = WORTH
-
-    def after(self, n: int) -> Any:
-        """The module `loops`, after `n` values more; None so far, or without numba."""
-        if self.found is None and self.left > 0:
-            self.left -= n
-            if self.left <= 0:
-                self.found = _load()
-        return self.found
-
-
-def _load() -> Any:
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        import numba
-
-        if numba.config.DISABLE_JIT:  # somebody debugs: these would be loops of Python
-            return None
-        from hookkit.moments import loops
-    except Exception as e:  # what is slower is no reason to end a training
-        text = f"numba does not work here ({type(e).__name__}: {e}), so numpy goes on in its place."
-        warnings.warn(f"{text} Update it: pip install -U numba", HookkitWarning, stacklevel=2)
-        return None
-    return loops
-
-
-machine = _Loops()
 
 
 class _Scratch(threading.local):
