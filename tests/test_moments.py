@@ -20,7 +20,7 @@ from hookkit.moments.moments import (
     statistics,
     working_dtype,
 )
-from hookkit.moments.sweeps import cpu_row
+from hookkit.moments.sweeps import cpu_row, rows_of
 
 pytestmark = pytest.mark.usefixtures("reader")
 
@@ -98,6 +98,10 @@ CASES: dict[str, Tensor] = {
     "expanded": randn(30, 1, 4).expand(30, 5, 4),
     "all one value expanded": torch.full((1, 1), 0.5).expand(20, 20),
     "constant": torch.full((5000,), 7.25),
+    "constant and tiny": torch.full((5000,), -2.9e-23),
+    "all at eps": torch.full((5000,), EPS),
+    "some at eps, NaN": torch.tensor([math.nan, EPS, -EPS, 1.0]).repeat(9),
+    "some at eps, Inf, in float64": torch.tensor([math.inf, EPS, -EPS, 1.0]).double(),
     "scalar": torch.tensor(3.5),
     "one": torch.tensor([0.0]),
     "empty": torch.empty(0, 4),
@@ -119,6 +123,26 @@ def test_the_fast_way_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_way_without_branches_equals_the_reference(name: str) -> None:
     check(slow(CASES[name]), reference(CASES[name]))
+
+
+@pytest.mark.parametrize(("eps", "near"), [(-0.0, 2), (1e-50, 2), (1e300, 5)])
+def test_any_size_can_be_the_limit_of_near_zero(eps: float, near: int) -> None:
+    x = np.array([0.0, -0.0, 1e-30, 2.0, -3.0], np.float32)
+
+    with np.errstate(all="raise"):
+        (row,) = rows_of(x[None], eps)
+        assert cpu_row(x, eps)[5] == near
+    assert row is not None
+    assert row[5] == near
+
+
+@pytest.mark.parametrize("name", ["constant", "constant and tiny", "all at eps"])
+def test_records_of_one_value_are_read_together(name: str) -> None:
+    x = CASES[name].numpy()[:100]
+    want = reference(CASES[name][:100])
+
+    for row in rows_of(np.stack([x, x]), EPS):
+        check(dict(zip(FIELDS[1:], row or cpu_row(x, EPS), strict=True)), want)
 
 
 def test_a_naive_formula_fails_the_reference() -> None:

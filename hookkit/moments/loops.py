@@ -101,7 +101,7 @@ def row(x, eps, out):  # type: ignore[no-untyped-def]
     n = len(x)
     floats = np.empty(3, np.float32)
     words = floats.view(np.int32)
-    floats[2] = eps
+    floats[2] = abs(eps)  # of -0.0 too
     first, second, lo, hi, near, zero = _sums(x, words[2])
     count = n
     if not second < math.inf:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -114,7 +115,7 @@ def _swept(x: Any, eps: float) -> Row | None:
     """The row of an ordinary array: what every layer gives at every step, in as little code as can
     be. None where sums of squares will not do, or where they would warn.
     """
-    n, large = len(x), _LARGE[x.dtype.type]
+    n, large, eps = len(x), _LARGE[x.dtype.type], _rounded(eps, x.dtype.type)
     lo, hi, first, second, near, zero = math.inf, -math.inf, 0.0, 0.0, 0, 0
     for start in range(0, n, CHUNK):
         values = x[start : start + CHUNK]
@@ -132,7 +133,9 @@ def _swept(x: Any, eps: float) -> Row | None:
         lo, hi = min(lo, least), max(hi, most)
     mean = first / n
     m2 = second - first * mean
-    if not m2 >= _ILL * mean * mean * n or (lo < hi and max(-lo, hi) < _TINY):
+    if lo == hi:
+        mean, m2 = lo, 0.0
+    elif not m2 >= _ILL * mean * mean * n or max(-lo, hi) < _TINY:
         return None
     return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
 
@@ -147,6 +150,7 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
         found = np.empty((len(table), 8))
         loops.rows(table, eps, found)
         return [cast(Row, tuple(row)) for row in found.tolist()]
+    eps = _rounded(eps, np.float32)
     with np.errstate(all="ignore"):
         lo, hi = np.minimum.reduce(table, axis=1), np.maximum.reduce(table, axis=1)
         first, second = np.zeros((2, len(table)))
@@ -155,14 +159,14 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
             ones = _ONES[np.float32][: piece.shape[1]]
             first += np.matmul(piece[:, None], ones)[:, 0, 0]
             second += np.matmul(piece[:, None], piece[:, :, None])[:, 0, 0]
-        mean = first / n
-        m2 = second - first * mean
-        size = np.maximum(-lo, hi)
-        right = (m2 >= _ILL * mean * mean * n) & (size < _LARGE[np.float32])
-        right &= (size >= _TINY) | (lo == hi)
-    flags, room = (x[: table.size].reshape(table.shape) for x in (scratch.flags, scratch.sizes))
-    near = _per_row(np.less_equal(np.abs(table, out=room), eps, out=flags))
-    zero = _per_row(np.equal(table, 0, out=flags))
+        same, size = lo == hi, np.maximum(-lo, hi)
+        mean = np.where(same, lo, first / n)
+        m2 = np.where(same, 0, second - first * mean)
+        right = same | ((m2 >= _ILL * mean * mean * n) & (size >= _TINY))
+        right &= size < _LARGE[np.float32]
+        flags, room = (x[: table.size].reshape(table.shape) for x in (scratch.flags, scratch.sizes))
+        near = _per_row(np.less_equal(np.abs(table, out=room), eps, out=flags))
+        zero = _per_row(np.equal(table, 0, out=flags))
     rows = zip(*(c.tolist() for c in (right, mean, m2, lo, hi)), near, zero, strict=True)
     return [(float(n), *row, 0.0) if ok else None for ok, *row in rows]
 
@@ -177,17 +181,26 @@ def _per_row(flags: Any) -> list[float]:
     return [float(np.count_nonzero(row)) for row in flags]
 
 
+@lru_cache(64)
+def _rounded(eps: float, dtype: Any) -> float:
+    """`eps` as values of this type are compared with it; Inf if it leaves the type."""
+    with np.errstate(all="ignore"):
+        return float(dtype(eps))
+
+
 def _chunk(values: Any, eps: float) -> Row:
     n, dtype = len(values), values.dtype.type
+    eps = _rounded(eps, dtype)
     with np.errstate(all="ignore"):
         lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-        mean, m2 = _mean_m2(values)
-        if not math.isfinite(m2):
+        mean, m2 = (lo, 0.0) if lo == hi else _mean_m2(values)
+        if not math.isfinite(lo + m2):
             return _with_nonfinite(values, eps)
         if lo < hi and dtype is np.float32 and max(-lo, hi) < _TINY:
             return tuple(moments(torch.from_numpy(values).double(), eps)[1:].tolist())
         near, zero = _counts(values, lo, hi, eps)
-        if m2 < _ILL * mean * mean * n:  # last: it may overwrite the room that the values lie in
+        # last: it may overwrite the room that the values lie in
+        if lo < hi and m2 < _ILL * mean * mean * n:
             near_mean = dtype(mean)
             room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
             rest, m2 = _mean_m2(np.subtract(values, near_mean, out=room))
