@@ -408,6 +408,39 @@ def test_a_replacement_that_is_no_module() -> None:
         pass
 
 
+@pytest.mark.parametrize("layer", [nn.ReLU, nn.GELU, nn.Tanh, nn.Linear])
+def test_a_class_of_torchs_layers_is_refused_with_what_to_write(layer: Any) -> None:
+    # nn.ReLU(original) would be a ReLU that works in place, nn.GELU(original) fail in the forward
+    net = mlp()
+    first = net[0]
+
+    with (
+        pytest.raises(ArgumentError, match=rf"Give a module, {layer.__name__}\(…\), or a function"),
+        swap(net, {"0": layer}),
+    ):
+        pass
+
+    assert net[0] is first
+
+
+def test_a_class_of_torch_that_takes_a_module_is_made_from_the_original() -> None:
+    net = mlp()
+
+    with swap(net, {"0": nn.Sequential, "3": nn.Identity}) as new:
+        assert isinstance(new["3"], nn.Identity)
+        assert list(new["0"].children()) == [net[0][0]]
+
+
+def test_an_error_of_what_makes_a_replacement_says_where() -> None:
+    with (
+        pytest.raises(ZeroDivisionError) as e,
+        swap(mlp(), {"0": lambda old: 1 / 0}),  # type: ignore[arg-type, return-value]
+    ):
+        pass
+
+    assert e.value.__notes__ == ['hookkit: raised in swap by what replaces "0" (Linear)']
+
+
 def test_the_root_cannot_be_swapped() -> None:
     with (
         pytest.raises(HookError, match="the model itself has no place"),

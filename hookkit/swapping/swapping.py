@@ -135,7 +135,18 @@ def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module
             f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
             f"module, or what makes one from the original, such as Catcher."
         )
-    made = replacement(original)
+    if isinstance(replacement, type) and _is_plain_layer(replacement):
+        layer = replacement.__name__
+        raise ArgumentError(
+            f'swap: for "{name}" the class {layer} would be called with the layer that stands '
+            f"there, {layer}({type(original).__name__}), which is none of its arguments. Give a "
+            f"module, {layer}(…), or a function that makes one: lambda old: {layer}(…)."
+        )
+    try:
+        made = replacement(original)
+    except Exception as e:
+        e.add_note(f'hookkit: raised in swap by what replaces "{name}" ({type(original).__name__})')
+        raise
     if not isinstance(made, nn.Module):
         raise ArgumentError(
             f'swap: for "{name}" {getattr(replacement, "__name__", replacement)} made '
@@ -151,6 +162,12 @@ def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module
         if id(m) not in old:
             m.training = original.training
     return made
+
+
+def _is_plain_layer(kind: type) -> bool:
+    """True for a layer of torch's own that is not made from a module: `nn.GELU`, `nn.Linear`."""
+    torchs = kind.__module__.startswith("torch.nn.modules.")
+    return torchs and not issubclass(kind, (nn.Sequential, nn.Identity))
 
 
 def _put_back(places: list[_Place]) -> str:
