@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,6 +361,37 @@ def test_the_loss_function_is_taken_from_the_dataset() -> None:
 def test_training_without_a_loss_is_told() -> None:
     with pytest.raises(ModelRunError, match=r"A loss was needed to train.*Give Learner\(…, loss"):
         plain(synth_dbunch(), RegModel()).fit(1)
+
+
+def test_training_on_batches_without_targets_is_told() -> None:
+    learn = quiet(data=([torch.ones(4, 1)] * 2, None))
+
+    with pytest.raises(ModelRunError, match=r"FlatMSELoss compares with targets.*\(4×1,\) is all"):
+        learn.fit(1)
+
+
+def test_a_callback_may_give_the_loss() -> None:
+    def give(self: Any) -> None:
+        self.learn.loss_grad = (self.pred - self.x).pow(2).mean()
+
+    learn = quiet(data=([torch.ones(4, 1)] * 2, None), cbs=Callback(after_loss=give))
+
+    learn.fit(1)
+
+    assert learn.n_steps == 2
+
+
+@pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
+def test_a_loss_that_is_no_tensor_is_told(loss: Any, said: str) -> None:
+    with pytest.raises(ModelRunError, match=re.escape(f"<lambda> gave {said}. Give one number")):
+        quiet(loss_func=lambda pred, y: loss).fit(1)
+
+
+def test_a_loss_that_is_not_reduced_keeps_pytorchs_error_and_says_what_it_was() -> None:
+    with pytest.raises(RuntimeError, match=r"only for scalar outputs") as caught:
+        quiet(loss_func=nn.MSELoss(reduction="none")).fit(1)
+
+    assert caught.value.__notes__ == ["the loss was 16×1, epoch 0, batch 0 (training)"]
 
 
 def test_predicting_needs_no_loss() -> None:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit.callbacks.driving import Driver
+from hookkit.callbacks.outputs import loss_name
 from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
@@ -47,6 +48,7 @@ class Loop(Driver):
     n_epoch: int
     epoch: int
     n_iter: int | None
+    loss: Any
     loss_grad: Any
     _amid: bool  # whether a batch is under way, from before its `before_batch`
     _device: torch.device | None
@@ -114,7 +116,9 @@ class Loop(Driver):
         self("after_pred")
         self._get_loss()
         self("after_loss")
-        if self.training and self.loss_grad is not None:
+        if self.training:
+            if self.loss_grad is None:
+                raise ModelRunError(self._no_loss())
             self._do_grad_opt()
 
     def _do_grad_opt(self) -> None:
@@ -146,21 +150,39 @@ class Loop(Driver):
     def _get_loss(self) -> None:
         if self.loss_func is None:
             self.loss_grad = _loss_in(self.pred)
-            if self.loss_grad is None and self.training:
-                raise ModelRunError(
-                    "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
-                    "and the model returns none. Give Learner(…, loss_func=…)."
-                )
         elif self.yb:
             self.loss_grad = self.loss_func(self.pred, *self.yb)
-        if self.loss_grad is not None:
-            self.loss = self.loss_grad.clone()
+        if self.loss_grad is None:
+            return
+        if not isinstance(self.loss_grad, Tensor):
+            who = loss_name(self.loss_func) or "the model"
+            raise ModelRunError(
+                f"A loss was needed{self._where()}; {who} gave {describe(self.loss_grad)}. "
+                f"Give one number, as the tensor it was computed as."
+            )
+        self.loss = self.loss_grad.clone()
+
+    def _no_loss(self) -> str:
+        if self.loss_func is None:
+            return (
+                "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
+                "and the model returns none. Give Learner(…, loss_func=…)."
+            )
+        return (
+            f"A loss was needed to train; {loss_name(self.loss_func)} compares with targets, and "
+            f"the batch has none: {describe(self.xb)} is all input. Give batches (x, y), a smaller "
+            f"DataLoaders(…, n_inp=…), or no loss_func if the model returns its loss."
+        )
 
     def _backward(self) -> None:
-        if self.accelerator is None:
-            self.loss_grad.backward()
-        else:
-            self.accelerator.backward(self.loss_grad)
+        try:
+            if self.accelerator is None:
+                self.loss_grad.backward()
+            else:
+                self.accelerator.backward(self.loss_grad)
+        except RuntimeError as error:
+            error.add_note(f"the loss was {describe(self.loss_grad)}{self._where()}")
+            raise
 
     def _step(self) -> None:
         self.opt.step()
