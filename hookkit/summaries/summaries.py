@@ -26,6 +26,15 @@ __all__ = ["Row", "Summary", "layer_info", "learner_summary", "module_summary", 
 
 _OPTIONS = ("opt", "fold", "depth", "columns", "model_kwargs")
 
+_SIZE = "Give inputs, or the size of one image: summary(model, x), summary(model, (3, 224, 224))"
+# what torchinfo and its like call it
+_ELSEWHERE = {
+    "input_size": _SIZE,
+    "input_shape": _SIZE,
+    "input_data": "Give the inputs as the model takes them: summary(model, x)",
+    "col_names": 'Say which columns: columns=("output", "params", "macs")',
+}
+
 
 def summary(
     model: nn.Module,
@@ -101,6 +110,7 @@ def _check_names(model: nn.Module, asked: dict[str, Any], direct: dict[str, Any]
         if name not in params:
             near = nearest(name, [*params, *_OPTIONS], n=1)
             hint = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(params)}"
+            hint = _ELSEWHERE.get(name, hint)
             raise OptionError(
                 f'"{name}" is neither an option of summary nor an input of '
                 f"{type(model).__name__}.forward. {hint}"
