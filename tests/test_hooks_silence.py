@@ -54,6 +54,15 @@ def test_more_than_five_are_counted_and_five_are_shown() -> None:
     assert "; and 3 more. What they store is None: run the model inside the block" in text
 
 
+def test_gradients_that_did_not_come_ask_for_the_backward_pass(x: Tensor) -> None:
+    layer = nn.Linear(3, 3)
+
+    text = told(hook_outputs([layer], grad=True), lambda: layer(x))
+
+    assert "no backward pass came by it inside the block. What they store is None: run " in text
+    assert "run loss.backward() inside the block" in text
+
+
 def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:
     attention = nn.MultiheadAttention(3, 1)
     q = x[None]

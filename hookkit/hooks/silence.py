@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hookkit.hooks.hooking import Hook
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_BACKWARD = "no backward pass came by it inside the block"
 _MISSED = {
     "thread": "called only from another thread; enter the block in the thread that runs the model",
     "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
@@ -135,7 +136,7 @@ def _reason(h: Hook) -> str:
     if h._missed in _MISSED:
         return _MISSED[h._missed]
     if h._count:
-        return "no backward pass came by it inside the block"
+        return _NO_BACKWARD
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "MultiheadAttention uses its weights without calling it; hook the attention"
     return "not called (module.forward(x) runs no hooks, module(x) does)"
@@ -150,9 +151,10 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
     texts = [f"{label}: {why}" for label, why in silent.items()]
     few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
     if stop is None:
+        run = "loss.backward()" if _NO_BACKWARD in silent.values() else "the model"
         text = (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
-            "What they store is None: run the model inside the block, or leave them out."
+            f"What they store is None: run {run} inside the block, or leave them out."
         )
     elif stop.waiting:
         text = (
