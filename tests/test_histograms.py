@@ -8,6 +8,7 @@ import torch
 
 from hookkit.errors import OptionError
 from hookkit.moments.histograms import (
+    ABSENT,
     Bins,
     coprime_stride,
     edge_bins,
@@ -15,6 +16,8 @@ from hookkit.moments.histograms import (
     range_bins,
     sample_error,
 )
+
+pytestmark = pytest.mark.usefixtures("reader")
 
 
 def randn(n: int) -> torch.Tensor:
@@ -58,6 +61,20 @@ def test_values_that_no_bin_holds_are_counted_apart() -> None:
     assert counts[: bins.n].sum() == 5
     assert (counts[0], counts[bins.n - 1]) == (1, 1)
     assert counts[bins.n // 2] == 2  # −0.0 and 1e−30 lie in the bin that begins at 0
+
+
+NANS = [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001]
+
+
+@pytest.mark.parametrize("bins", ALL_BINS[:1] + ALL_BINS[3:4], ids=["log", "range"])
+def test_every_nan_is_counted_whatever_made_it(bins: Bins) -> None:
+    """0x7FFFFFFF is what arithmetic on CUDA gives, 0xFFC00000 what that on x86 does."""
+    x = torch.from_numpy(np.array([[*NANS, ABSENT]], np.uint32).view(np.float32))
+
+    counts = bins.count(x)[0]
+
+    assert counts[bins.n :].tolist() == [0, len(NANS), 0, 1]
+    assert counts[: bins.n].sum() == 0
 
 
 def test_edges_are_round_and_increase() -> None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from hookkit.errors import OptionError
 from hookkit.moments.loading import machine
 
-ABSENT = 0x7FFFFFFF
-"""Bits of the float32 (a NaN no arithmetic makes) that marks an unused place in a sample."""
+ABSENT = 0x7FA5C35A
+"""Bits of the float32 that marks an unused place in a sample: a signalling NaN, which no arithmetic
+makes (0x7FFFFFFF is what CUDA's makes)."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class Bins:
         Args:
             x: float32, any shape and device; `ABSENT` bits mark places without a value.
         """
-        size = x.view(torch.int32) & ABSENT
+        bits = x.view(torch.int32)
+        size = bits & _SIZE
         inner = self._log_index(x, size) if self.octaves else self._edge_index(x)
-        special = torch.where(size == ABSENT, self.n + 3, self.n + 1 + (size == _INF_BITS).long())
+        special = torch.where(bits == ABSENT, self.n + 3, self.n + 1 + (size == _INF_BITS).long())
         inner = torch.where(size >= _INF_BITS, special, inner)
         return torch.where(size == 0, self.n, inner)
 
@@ -114,7 +116,7 @@ class Bins:
         bits, half, n = x.contiguous().numpy().view(np.uint32), self.n // 2, self.n
         if machine.found is not None:
             counts = np.zeros((len(x), self.width), np.int64)
-            machine.found.count_bits(bits, 23 - m, first, last, counts)
+            machine.found.count_bits(bits, 23 - m, first, last, ABSENT, counts)
             return torch.from_numpy(counts)
         sides = _bincounts(bits >> np.uint32(23 - m), 512 << m).reshape(len(x), 2, 256 << m)
         starts = [0, *range(first, last + 1), 255 << m]
@@ -122,7 +124,7 @@ class Bins:
         table = np.zeros((len(x), self.width), np.int64)
         table[:, half:n], table[:, :half] = found[:, 0, :-1], found[:, 1, -2::-1]
         if sides[:, :, 0].any():
-            table[:, n] = np.count_nonzero(bits & np.uint32(ABSENT) == 0, axis=1)
+            table[:, n] = np.count_nonzero(bits & np.uint32(_SIZE) == 0, axis=1)
             minus = np.count_nonzero(bits == _MINUS_ZERO, axis=1)
             table[:, half - 1] -= minus
             table[:, half] += minus
@@ -131,7 +133,7 @@ class Bins:
             table[:, n + 3] = np.count_nonzero(bits == ABSENT, axis=1)
             odd -= table[:, n + 3]
         if odd.any():
-            table[:, n + 2] = np.count_nonzero(bits & np.uint32(ABSENT) == _INF_BITS, axis=1)
+            table[:, n + 2] = np.count_nonzero(bits & np.uint32(_SIZE) == _INF_BITS, axis=1)
             table[:, n + 1] = odd - table[:, n + 2]
         return torch.from_numpy(table)
 
@@ -144,6 +146,7 @@ def _bincounts(classes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.int64]
     return counts
 
 
+_SIZE = 0x7FFFFFFF
 _INF_BITS = 0x7F800000
 _MINUS_ZERO = 0x80000000
 

@@ -152,11 +152,14 @@ def squared_distance(x, y):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled("void(Array(uint32, 2, 'C', readonly=True), uint32, int64, int64, int64[:, ::1])")
-def count_bits(bits, shift, first, last, table):  # type: ignore[no-untyped-def]
+@_compiled(
+    "void(Array(uint32, 2, 'C', readonly=True), uint32, int64, int64, uint32, int64[:, ::1])"
+)
+def count_bits(bits, shift, first, last, absent, table):  # type: ignore[no-untyped-def]
     """Adds to (k, width) counts those of (k, m) values, given as bits; as `Bins.count`.
 
-    Logarithmic bins begin at the sizes that, shifted, are `first` to `last`.
+    Logarithmic bins begin at the sizes that, shifted, are `first` to `last`. `absent` is what marks
+    places without a value (an argument: a constant of another file would stay as it was compiled).
     """
     n = table.shape[1] - 4
     half = n // 2
@@ -166,7 +169,7 @@ def count_bits(bits, shift, first, last, table):  # type: ignore[no-untyped-def]
             word = words[j]
             size = word & _SIZE_BITS
             if size >= _INF_BITS:
-                counts[n + 1 + (size == _INF_BITS) + 2 * (size == _SIZE_BITS)] += 1
+                counts[n + 1 + (size == _INF_BITS) + 2 * (word == absent)] += 1
                 continue
             step = min(max(np.int64(size >> shift), first - 1), last) - first + 1
             minus = word > _SIZE_BITS and size != 0
