@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
-from hookkit.events import CancelFitException
+from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
@@ -750,6 +750,43 @@ def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
         quiet(metrics=metrics)
 
 
+def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:
+    learn = quiet()
+    batch = torch.ones(2, 1), torch.ones(2, 1)
+
+    learn.dls = [batch] * 2, None
+    learn.fit(1)
+
+    assert learn.n_steps == 2
+
+
+def test_an_optimizer_of_another_model_is_told() -> None:
+    learn = quiet()
+    learn.fit(1)
+
+    learn.model = mlp(1, 1)
+    with pytest.warns(HookkitWarning, match=r"SGD holds no parameter of Sequential.*reset_opt=T"):
+        learn.fit(1)
+    learn.fit(1, reset_opt=True)
+    learn.fit(1)
+
+    assert learn.n_steps == 12
+
+
+@pytest.mark.parametrize(
+    ("event", "error"), [("after_step", CancelStepException), ("after_fit", CancelFitException)]
+)
+def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any) -> None:
+    def cancel(self: Any) -> None:
+        raise error
+
+    with pytest.raises(error) as caught:
+        quiet(cbs=Callback(**{event: cancel})).fit(1)
+
+    part = event.removeprefix("after_")
+    assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
+
+
 def test_a_fit_inside_a_fit_is_refused() -> None:
     learn = quiet(cbs=Callback(after_epoch=lambda cb: cb.learn.fit(1)))
 
@@ -858,6 +895,24 @@ def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
         assert other.recorder.learn is other
 
     assert len(learn.recorder.losses) == 3
+
+
+@pytest.mark.parametrize("event", ["before_fit", "after_pred", "after_step", "after_epoch"])
+def test_a_copy_made_in_mid_fit_is_at_rest_and_can_be_trained(event: str) -> None:
+    copies: list[Any] = []
+
+    def keep(self: Any) -> None:
+        copies.append(copy.deepcopy(self.learn))
+
+    learn = synth_learner(n_trn=3, cbs=[ActivationStats(), ParamStats(), ProgressCallback()])
+    learn.fit(1, cbs=Callback(**{event: keep}))
+
+    kept = copies[0]
+    kept.remove_cb(kept.callback).fit(1)
+
+    assert kept.model is not learn.model
+    assert kept.n_steps == {"after_step": 4, "after_epoch": 6}.get(event, 3)
+    assert kept.logger is print
 
 
 @pytest.mark.parametrize("n", [1.5, "1", None])

@@ -78,6 +78,9 @@ class ProgressCallback(Callback):
         if self._logger is not None:
             self.learn.logger, self._logger = self._logger, None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_screen": None}  # an open bar writes to a terminal
+
     def _open(self, part: str) -> None:
         learn, self._shown = self.learn, 0.0
         epoch = f"epoch {learn.epoch + 1}/{learn.n_epoch} " if learn.fitting else ""

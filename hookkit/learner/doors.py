@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from numbers import Integral
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hookkit.callbacks.metrics import as_metric
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -52,6 +53,18 @@ def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
             f"fit({n_epoch}, start_epoch={start_epoch}) was asked for: that is no epoch, since the "
             f"first number is that of all epochs. For {n_epoch} more: "
             f"fit({start_epoch + n_epoch}, start_epoch={start_epoch})."
+        )
+
+
+def check_trained(model: nn.Module, opt: Any) -> None:
+    """Warns if `opt` holds no parameter of `model`, which a fit would then leave as it is."""
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        warnings.warn(
+            f"fit was called; {type(opt).__name__} holds no parameter of {type(model).__name__}, "
+            f"so it trains something else. If learn.model is a new one: fit(…, reset_opt=True).",
+            HookkitWarning,
+            stacklevel=3,
         )
 
 

@@ -25,6 +25,7 @@ from hookkit.learner.doors import (
     check_decay,
     check_epochs,
     check_function,
+    check_trained,
     checked_metrics,
     checked_model,
 )
@@ -162,6 +163,8 @@ class Learner(Predicting, ReadOut):
         with self.added_cbs(cbs), self._fit_under_way():
             if reset_opt or self.opt is None:
                 self.create_opt()
+            elif self.accelerator is None:  # whose wrappers may have parameters of their own
+                check_trained(self.model, self.opt)
             self._set_hypers(lr, wd)
             self.n_epoch, self.epoch = n_epoch, start_epoch
             self._epochs = range(start_epoch, n_epoch)

@@ -23,6 +23,7 @@ from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
     CANCEL_EXCEPTIONS,
+    CANCELS,
     CancelBackwardException,
     CancelBatchException,
     CancelEpochException,
@@ -70,6 +71,11 @@ class Loop(Driver):
         self._amid = False
         for name, value in BATCH.items():
             setattr(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy made in mid fit is at rest, and holds no graph
+        rest = dict.fromkeys(("fitting", "training", "aside", "_broken", "_amid"), False)
+        return {**vars(self), **BATCH, **rest, "_step_hooks": []}
 
     # --- the loop, from the outside in
 
@@ -220,6 +226,9 @@ class Loop(Driver):
         try:
             yield
             self._broken = False
+        except CANCEL_EXCEPTIONS as stray:
+            stray.add_note(_stray(stray))
+            raise
         finally:
             try:
                 self._clean_up()
@@ -285,6 +294,14 @@ class Loop(Driver):
     def _where(self) -> str:
         batch = "" if self.dl is None else f", batch {self.iter}"
         return f", epoch {self.epoch}{batch} ({'training' if self.training else 'not training'})"
+
+
+def _stray(cancel: Exception) -> str:
+    part = next(part for part, kind in CANCELS.items() if isinstance(cancel, kind))
+    return (
+        f"{type(cancel).__name__} ends a part of the fit, and came where that was not under way. "
+        f"Raise it from before_{part} on, and before after_{part}."
+    )
 
 
 def _loss_in(pred: Any) -> Any:

@@ -17,6 +17,7 @@ from hookkit.callbacks import Callback
 from hookkit.callbacks.driving import listed
 from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError
+from hookkit.learner.doors import as_loaders
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
 
@@ -89,6 +90,7 @@ class Predicting(Loop):
                 f"{verb} was called; this Learner has no data. Make it with DataLoaders(train, "
                 f"valid), set `learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
             )
+        self.dls = as_loaders(self.dls)  # set by hand, it may be what the Learner takes
 
     def _loader(self, ds_idx: int, dl: Any, verb: str) -> Any:
         if dl is None:
