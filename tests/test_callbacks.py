@@ -1,5 +1,6 @@
 """The ready-made callbacks."""
 
+import copy
 import sys
 from typing import Any
 
@@ -335,6 +336,20 @@ def test_the_bar_shows_in_a_terminal_and_is_closed(capsys: Any, monkeypatch: Any
     assert "epoch 1/1 train" in err
     assert "0/2" in err
     assert learn.progress._screen is None
+
+
+def test_a_run_whose_bar_is_open_can_be_copied(capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    copies: list[Any] = []
+
+    def keep(self: Any) -> None:
+        copies.append(copy.deepcopy(self.learn.progress))
+
+    synth_learner(n_trn=2, cbs=[ProgressCallback, Callback(after_batch=keep)]).fit(1)
+
+    assert copies[0]._screen is None
+    assert "0/2" in capsys.readouterr().err
 
 
 def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:

@@ -315,6 +315,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
+    pytest.importorskip("tqdm")
     stream = DataLoader(Stream(), 4)
     learn = quiet(data=DataLoaders(stream, stream), cbs=[ProgressCallback])
 
@@ -899,6 +900,7 @@ def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
 
 @pytest.mark.parametrize("event", ["before_fit", "after_pred", "after_step", "after_epoch"])
 def test_a_copy_made_in_mid_fit_is_at_rest_and_can_be_trained(event: str) -> None:
+    pytest.importorskip("tqdm")
     copies: list[Any] = []
 
     def keep(self: Any) -> None:
