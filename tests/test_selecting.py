@@ -562,6 +562,16 @@ def error(model: nn.Module, *what: Any) -> str:
             '"blocks.2.attn". Use "blocks.*.attn[0]", or select(model) to list all 25 names.',
         ),
         (
+            "stem[out][0]",
+            'no module matches "stem[out][0]". A key of what a module gives stands in quotes: '
+            "\"stem['out'][0]\".",
+        ),
+        (
+            "[logits]",
+            'no module matches "[logits]". A key of what a module gives stands in quotes: '
+            "\"['logits']\".",
+        ),
+        (
             "stem.weight",
             'no module matches "stem.weight": it is a tensor of the Linear "stem", and hooks go '
             'on modules. Use "stem", or hook_tensor for a tensor.',

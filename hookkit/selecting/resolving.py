@@ -29,6 +29,7 @@ Selector = (
 
 _LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
 
+_BARE_KEY = re.compile(r"(.*?)\[([^\W\d]\w*)\](.*)", re.DOTALL)
 _BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
 
 
@@ -264,6 +265,12 @@ class Asked:
             return (
                 f'no module matches "{text}": it is a tensor of the {type(found[1]).__name__} '
                 f'"{owner}", and hooks go on modules. Use "{owner}", or hook_tensor for a tensor.'
+            )
+        if (bare := _BARE_KEY.fullmatch(text)) and find(self.root, bare[1]) is not None:
+            name, key, rest = bare.groups()
+            return (
+                f'no module matches "{text}". A key of what a module gives stands in quotes: '
+                f"\"{name}['{key}']{rest}\"."
             )
         name, leaf = _BRACKETS.fullmatch(text).groups()  # type: ignore[union-attr]
         mended = self.mended(name) or self.mended(text)
