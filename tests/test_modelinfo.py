@@ -193,6 +193,19 @@ def test_modes_are_put_back_after_an_error() -> None:
     assert all(m.training for m in net.modules())
 
 
+def test_the_models_own_words_end_in_one_full_stop() -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("only long tensors.")
+
+    with pytest.raises(ModelRunError, match=r"only long tensors\. Give its size"):
+        dummy_eval(Strict())
+
+
 def test_hooks_see_the_made_up_input() -> None:
     net, seen = nn.Linear(3, 4), []
     handle = net.register_forward_hook(lambda m, i, o: seen.append(o.shape))

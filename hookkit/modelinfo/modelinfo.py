@@ -182,8 +182,9 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
 
 def _cannot(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
     place = f' in "{where}"' if where else ""
+    why = str(error).rstrip(". ")
     return ModelRunError(
-        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(given[0])}: {error}"
+        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(given[0])}: {why}"
         f"{place}. Give its size (size=...) or an example input (x=...)"
     )
 
