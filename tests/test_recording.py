@@ -13,6 +13,7 @@ from hookkit.callbacks import Callback, GradientAccumulation
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
 from hookkit.events import EVENTS, CancelBatchException, CancelFitException
 from hookkit.recording import HookCallback
+from hookkit.stats import ActivationStats
 from hookkit.testing import RNNNet, mlp, synth_dbunch, synth_learner
 
 
@@ -84,6 +85,35 @@ def test_the_backward_hook_sees_the_gradient_of_the_loss() -> None:
     quiet(n_trn=5, cbs=TstCallback()).fit(1)
 
     assert seen == [0, 1, 2, 3, 4]
+
+
+# --- subclasses that pass by what they inherit
+
+
+@pytest.mark.parametrize("event", ["before_fit", "before_batch", "cleanup_fit"])
+@pytest.mark.parametrize("base", [HookCallback, ActivationStats])
+def test_an_event_that_leaves_the_base_class_out_is_told(base: type, event: str) -> None:
+    with pytest.warns(HookkitWarning, match=rf"Mine\.{event} does not call super\(\)\.{event}\(\)"):
+        type("Mine", (base,), {event: lambda self: None})
+
+    class Calls(base):  # type: ignore[misc]
+        def before_batch(self) -> None:
+            super().before_batch()
+
+        def before_train(self) -> None:
+            pass
+
+
+@pytest.mark.parametrize("base", [HookCallback, ActivationStats])
+def test_an_init_that_leaves_the_base_class_out_is_told(base: Any) -> None:
+    class Mine(base):  # type: ignore[misc]
+        def __init__(self, mark: int) -> None:
+            self.mark = mark
+
+    with pytest.raises(AttributeError) as caught:
+        quiet(cbs=Mine(3)).fit(1)
+
+    assert "Mine.__init__ does not call super().__init__(…)" in caught.value.__notes__[0]
 
 
 # --- every

@@ -118,7 +118,13 @@ class Callback:
                 name=name,
                 obj=self,
             )
-        return getattr(self.learn, name)
+        try:
+            return getattr(self.learn, name)
+        except AttributeError as error:
+            if _skips_init(type(self)):
+                which = f"does not call super().__init__(…), which may set {name!r}"
+                error.add_note(f"{mine}.__init__ {which}")
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOTICED and self.learn is not None:
@@ -139,6 +145,18 @@ class Callback:
 
     def __repr__(self) -> str:
         return type(self).__name__
+
+
+def _skips_init(cls: type[Callback]) -> bool:
+    """Whether the class's `__init__` passes by that of its base, which is not `Callback`'s."""
+    inits = [base.__dict__["__init__"] for base in cls.__mro__ if "__init__" in base.__dict__]
+    return inits[1] not in (Callback.__init__, object.__init__) and not calls(inits[0], "__init__")
+
+
+def calls(method: Any, name: str) -> bool:
+    """Whether the code of `method` names a method `name`, as `super().name()` does."""
+    code = getattr(method, "__code__", None)
+    return code is None or name in code.co_names
 
 
 @cache

@@ -14,13 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.listening import Callback, calls
 from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.recording.backward import BackwardHooks
 from hookkit.recording.parts import Parts
 from hookkit.selecting import leaf_modules, select
+
+_NEEDED = {
+    "before_fit": "puts the hooks on",
+    "before_batch": "decides whether a batch is recorded",
+    "cleanup_fit": "takes the hooks off",
+}
 
 
 class HookCallback(Callback):
@@ -101,6 +107,18 @@ class HookCallback(Callback):
         self.names: list[str] = []
         self._turn, self._last_iter, self._ended = 0, -1, False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = cls.__module__.partition(".")[0] == "hookkit"
+        for event, does in () if ours else _NEEDED.items():
+            if event in vars(cls) and not calls(vars(cls)[event], event):
+                warnings.warn(
+                    f"{cls.__name__}.{event} does not call super().{event}(), which {does}. "
+                    f"Call it there.",
+                    HookkitWarning,
+                    stacklevel=2,
+                )
+
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         """What to keep of one call of module `m` with inputs `i` and outputs `o`; override it."""
         return None if self._given_hook is None else self._given_hook(m, i, o)
@@ -128,7 +146,7 @@ class HookCallback(Callback):
         self._record(False)
 
     def before_batch(self) -> None:
-        """Decides whether this batch is recorded. A subclass with its own calls this one."""
+        """Decides whether this batch is recorded."""
         if self.learn.training:
             on = self.on_train and self._turn % (self.every or 1) == 0
             self._turn, self._last_iter = self._turn + 1, self.learn.train_iter
