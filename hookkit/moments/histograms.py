@@ -88,7 +88,7 @@ class Bins:
 
     def _edge_index(self, x: Tensor) -> Tensor:
         if x.device not in self._on:  # sync: once per device
-            inner = torch.tensor(self.edges[1:-1], dtype=torch.float32)
+            inner = torch.from_numpy(self.edges[1:-1].copy()).float()
             self._on[x.device] = inner.to(x.device)
         return torch.bucketize(x, self._on[x.device], right=True)
 

@@ -135,7 +135,9 @@ def moments(t: Tensor, eps: float, dtype: torch.dtype = torch.float64) -> Tensor
     """
     x = t.reshape(-1).to(working_dtype(t))
     if x.numel() == 0:
-        return empty_rows(1, t.device, dtype)[0].add_(torch.eye(N_FIELDS, dtype=dtype)[0].to(x))
+        return empty_rows(1, t.device, dtype)[0].add_(
+            torch.eye(N_FIELDS, dtype=dtype, device=t.device)[0]
+        )
     finite = torch.isfinite(x)
     n = finite.sum(dtype=dtype)
     y = torch.where(finite, x, 0).to(dtype)

@@ -51,7 +51,8 @@ class _Scratch(threading.local):
     """Work space of one thread: allocated once, so that a hook allocates nothing."""
 
     def __init__(self) -> None:
-        self.values = {torch.float32: torch.empty(0), torch.float64: torch.empty(0).double()}
+        both = torch.float32, torch.float64
+        self.values = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in both}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
         self.floats, self.sizes = np.empty((2, CHUNK), dtype=np.float32)
         self.row = np.empty(8)
@@ -60,7 +61,7 @@ class _Scratch(threading.local):
         """(n,) uninitialised values, valid until the next call for the same dtype."""
         if self.values[dtype].numel() < n:
             with torch.inference_mode(False):
-                self.values[dtype] = torch.empty(CHUNK, dtype=dtype)
+                self.values[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
         return self.values[dtype][:n]
 
 

@@ -78,7 +78,7 @@ class Tally:
         self._enlist()
 
     def _enlist(self) -> None:
-        self.id, self.token = enlist(self), torch.zeros(1)
+        self.id, self.token = enlist(self), new_token()
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
         """The row of each name; known ones are continued, others added."""
@@ -232,8 +232,8 @@ class Tally:
         """(n, rows, …) moments, counts and units of all devices, on the CPU."""
         width = self.options.bins.width - 1 if self.options.bins else 0
         table = empty_rows(n * rows).view(n, rows, N_FIELDS)
-        counts = torch.zeros(n, rows, width, dtype=torch.int64)
-        units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64)
+        counts = torch.zeros(n, rows, width, dtype=torch.int64, device=_CPU)
+        units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64, device=_CPU)
         for bank in self.banks.values():
             bank.flush()
             mine = bank.ring.read(n).double()[:, :rows]
@@ -260,7 +260,7 @@ class Tally:
         order = [list(types).index(name) for name in self.names]
         n, width = len(table), counts.shape[2]
         whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
-        sums = torch.zeros(n, len(types), width + units.shape[2], dtype=torch.float64)
+        sums = units.new_zeros(n, len(types), width + units.shape[2])
         whole[:, order], sums[:, order] = table, torch.cat([counts.double(), units], -1)
         merged, *rest = ranks.stacked(whole)
         for part in rest:
@@ -323,6 +323,11 @@ def enlist(seer: Any) -> int:
     number = next(_ids)
     _seers[number] = seer
     return number
+
+
+def new_token() -> Tensor:
+    """What a compiled graph writes where it shows a tensor to a seer."""
+    return torch.zeros(1, dtype=torch.float32, device=_CPU)
 
 
 # `token` is written, so no compiler pass drops the call or moves it past another one.

@@ -73,7 +73,7 @@ class Units:
 
     def _blank(self, n: int) -> Tensor:
         with torch.inference_mode(False):
-            table = torch.zeros(4, n, device=self.device)
+            table = torch.zeros(4, n, dtype=torch.float32, device=self.device)
             table[0] = -math.inf
         return table
 
@@ -181,7 +181,7 @@ class Units:
 
     def _by_row(self, values: Tensor, rows: int) -> Tensor:
         """Sums over the units of each row: (units, k) → (rows, k)."""
-        total = torch.zeros(rows + 1, values.shape[1], device=self.device)
+        total = values.new_zeros(rows + 1, values.shape[1])
         return total.index_add_(0, self.row_of.clamp(max=rows), values)[:rows]
 
     def now(self, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -196,7 +196,7 @@ class Units:
     def read(self, n: int, rows: int) -> Tensor:
         """(n, rows, 5) on the CPU: sums of shares and how many records they are of."""
         mine = self.ring.read(n)[:, :rows].double()
-        whole = torch.zeros(n, rows, len(self.FIELDS), dtype=torch.float64)
+        whole = torch.zeros(n, rows, len(self.FIELDS), dtype=torch.float64, device="cpu")
         whole[:, : mine.shape[1]] = mine
         return whole
 

@@ -76,7 +76,7 @@ class WaitingBank(Bank):
         size = self.rows * self.options.sample
         self.slots = max(min(LATE_VALUES // size, MOST_LATE), 1)
         shape = self.slots, self.rows, self.options.sample
-        self.staged = torch.full(shape, ABSENT, dtype=torch.int32).view(torch.float32)
+        self.staged = torch.full(shape, ABSENT, dtype=torch.int32, device="cpu").view(torch.float32)
         self.staged_arrays: Any = self.staged.numpy()
         self.sample_arrays: Any = self.staged_arrays[0]
         return self.staged[0]
@@ -170,7 +170,7 @@ class WaitingBank(Bank):
         if isinstance(x, np.ndarray) and x.dtype == np.float32:
             self.sample_arrays[row, :k] = x[part]  # as below, in a third of the time
         else:
-            some = torch.as_tensor(x[part])
+            some = x[part] if isinstance(x, Tensor) else torch.from_numpy(x[part])
             self.samples[row, :k].copy_(narrow(some))
 
     def _live(self) -> Tensor:

@@ -267,7 +267,7 @@ class FlightRecorder(HookCallback):
     def _send_flag(self) -> None:
         assert self._tape is not None
         fine = self._finite()
-        flag = torch.empty((), dtype=torch.bool, pin_memory=fine.is_cuda)
+        flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=fine.is_cuda)
         flag.copy_(fine, non_blocking=True)
         arrived: Any = None
         if fine.is_cuda:

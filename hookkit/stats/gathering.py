@@ -207,5 +207,7 @@ def inverse_scale(scaler: Any) -> Tensor | None:
         return None
     scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
     if scale is None:  # nothing was scaled yet
-        scale = torch.tensor(float(getattr(scaler, "_init_scale", 1.0)))
+        scale = torch.tensor(
+            float(getattr(scaler, "_init_scale", 1.0)), dtype=torch.float64, device="cpu"
+        )
     return scale.detach().double().reciprocal()

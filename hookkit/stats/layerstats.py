@@ -26,7 +26,7 @@ class StatsList(L):  # type: ignore[misc]
         """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
         rows = [[[layer[s] for layer in batch] for batch in self] for s in ("mean", "std")]
         n = len(self[0]) if len(self) else 0
-        table = torch.tensor(rows, dtype=torch.float32).reshape(2, len(self), n)
+        table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
         return table.transpose(1, 2).contiguous()
 
     def __repr__(self) -> str:

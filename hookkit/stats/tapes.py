@@ -16,7 +16,7 @@ from hookkit.hooks import recomputing
 from hookkit.hooks.capturing import is_transforming, outside, unwrapped
 from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import plain
-from hookkit.moments.tallies import enlist
+from hookkit.moments.tallies import enlist, new_token
 from hookkit.nested import named_leaves
 from hookkit.stats.norms import local_values
 from hookkit.stats.parameters import Named
@@ -31,7 +31,7 @@ class NormTape:
         self.order = np.full((n_batches, rows), -1)
         self.places: list[tuple[int, int, int]] = [(-1, 0, 0)] * n_batches
         with torch.inference_mode(False):
-            self.norms = torch.zeros(n_batches, rows, device=device)
+            self.norms = torch.zeros(n_batches, rows, dtype=torch.float32, device=device)
         self._cut()
         self.enlist()
 
@@ -51,7 +51,7 @@ class NormTape:
 
     def enlist(self) -> None:
         """Make it known to compiled graphs."""
-        self.token = torch.zeros(1)
+        self.token = new_token()
         self.id = enlist(self)
 
     def turn(self, step: int, epoch: int, iteration: int) -> None:

@@ -221,7 +221,7 @@ class ParamStats(Exports, Callback):
 
     def _read(self, local: bool) -> Record:
         n, rows = len(self.axis), len(self.names)
-        table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64)
+        table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
         for ring in self._rings.values():
             mine = ring.read(n)
             table[:, : mine.shape[1]] += mine
@@ -238,7 +238,8 @@ class ParamStats(Exports, Callback):
 
     def _over_ranks(self, table: Tensor) -> Tensor:
         """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
-        sharded = torch.tensor([bool(self._facts[n].get("sharded")) for n in self.names])
+        shards = [bool(self._facts[n].get("sharded")) for n in self.names]
+        sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
         squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
         whole = table.clone()

@@ -1,0 +1,95 @@
+"""Statistics are the same whatever the user's script has set for all of PyTorch and numpy."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookkit.moments.histograms import edge_bins
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
+from hookkit.watching import watch
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default device": lambda: default_device("meta"),  # as if it were a GPU
+    "device block": lambda: torch.device("meta"),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "deterministic": deterministic,
+    "numpy raises": lambda: np.errstate(all="raise"),
+}
+
+
+def recorded(dtype: torch.dtype, setting: Callable[[], AbstractContextManager[Any]]) -> Any:
+    torch.manual_seed(0)
+    conv, head = nn.Conv2d(1, 8, 3), nn.Linear(8 * 36, 5)
+    model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), head).to(dtype)
+    data = [torch.randn(16, 1, 8, 8).to(dtype) for _ in range(3)]
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with setting():
+        guests: list[Any] = [
+            ActivationStats(with_hist=True, units=True, include_paramless=True),
+            ActivationStats(with_hist=True, exact_hist=True, bins=edge_bins([-1, 0, 1])),
+            GradientStats(of="both"),
+            ParamStats(),
+        ]
+        flight = FlightRecorder()
+        with watch(model, opt, *guests, flight):
+            for x in data:
+                model(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        values = [guest.record().values for guest in guests]
+        guests[0].stats.tensor()
+    assert not flight.incidents
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_change_no_record(name: str, dtype: torch.dtype) -> None:
+    want = recorded(dtype, lambda: default_dtype(torch.float32))
+
+    found: list[Any] = []
+    there = threading.Thread(target=lambda: found.append(recorded(dtype, SETTINGS[name])))
+    there.start()  # a thread's own work space is made under the setting, too
+    there.join()
+
+    (got,) = found
+    for a, b in zip(got, want, strict=True):
+        for key in b:
+            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
