@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +36,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     shape = "shape of an input, with :int64 for ids; again for a second input"
     p.add_argument("--input", action="append", default=[], type=_input, metavar="N,...", help=shape)
     p.add_argument("--depth", type=_whole, help="show modules down to this depth")
-    p.add_argument("--columns", type=_columns, help=f"out of {','.join(COLUMNS)}")
+    p.add_argument("--columns", type=_columns, help=f"out of {', '.join(COLUMNS)}")
     p.add_argument("--no-fold", action="store_true", help="show equal siblings one by one")
     p.add_argument("--width", type=_width, help="columns of text (default: the terminal's)")
     p.add_argument("--eval", action="store_true", help="in evaluation mode")
@@ -115,6 +116,17 @@ def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
     )
 
 
+def _page(made: Summary) -> str:
+    """The summary as a document of its own: as wide as the screen, light or dark as the reader."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(made.rows[0].type)}</title>\n</head>\n"
+        f"<body>\n{made.html()}\n</body>\n</html>\n"
+    )
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summarize") -> int:
     """Prints the summary that the command line asks for; returns the exit code."""
     parser = _parser(prog)
@@ -131,9 +143,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summa
         sys.stderr.write(f"{table}{parser.prog}: {kind}{e}\n")
         return 1
     if args.html:
-        page = f'<!doctype html><meta charset="utf-8">{made.html()}\n'
         try:
-            args.html.write_text(page, encoding="utf-8")
+            args.html.write_text(_page(made), encoding="utf-8")
         except OSError as e:
             parser.error(f"argument --html: cannot write {args.html}: {e.strerror}")
     sys.stdout.write(f"{made.to_json(2) if args.json else made.text(width=args.width)}\n")

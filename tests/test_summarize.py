@@ -57,7 +57,11 @@ def test_json_and_html_for_machines_and_pages(
     assert main(["my_nets:net", "--input", "1,3,8,8", "--json", "--html", str(page)]) == 0
 
     assert json.loads(capsys.readouterr().out)["totals"]["n_params"] == 802
-    assert page.read_text().startswith('<!doctype html><meta charset="utf-8"><style>')
+    html = page.read_text()
+    assert html.startswith('<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">')
+    assert '<meta name="color-scheme" content="light dark">' in html
+    assert '<meta name="viewport"' in html
+    assert "<title>Sequential</title>" in html
 
 
 def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
