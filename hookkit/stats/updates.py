@@ -125,7 +125,7 @@ class ParamStats(Exports, Callback):
         if copies is None or self._n_opts != len(self.learn.opts) or not self._n_records:
             return False
         arrays = arrays_of(self._live.values()) if [*self._live] == [*self._before] else None
-        if arrays is None or [len(x) for x in arrays] != [len(x) for x in copies]:
+        if arrays is None or not _alike(arrays, copies):
             return False
         self._weights = norms(arrays, copies)
         return True
@@ -194,15 +194,18 @@ class ParamStats(Exports, Callback):
         grads_of = {name: noted.get(id(p), p.grad) for name, p in live.items()}
         weights, copies = self._weights, self._copies
         arrays = None if weights is None else arrays_of(live.values())
-        if weights is not None and copies is not None and arrays is not None:
+        if weights is not None and copies and arrays and _alike(arrays, copies):
             table = rows_swept(weights, copies, arrays, list(grads_of.values()))
             return {torch.device("cpu"): spread(table, list(live), self.names)}
         tables = {}
         for device in {t.device for t in self._before.values()}:
-            names = [name for name in live if self._before[name].device == device]
+            now = {name: local_values(p) for name, p in live.items()}
+            names = [name for name in live if _fits(now[name], self._before[name], device)]
+            if not names:
+                continue
             before = [self._before[name] for name in names]
             sizes = norms_of(before)
-            moved = changes(before, [local_values(live[name]) for name in names])
+            moved = changes(before, [now[name] for name in names])
             grads = [None if (g := grads_of[n]) is None else local_values(g) for n in names]
             table = rows_of(sizes, norms_of(moved), grads)
             tables[device] = spread(table, names, self.names)
@@ -274,6 +277,15 @@ class ParamStats(Exports, Callback):
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
+
+
+def _alike(arrays: list[Any], copies: list[Any]) -> bool:
+    return [len(x) for x in arrays] == [len(x) for x in copies]
+
+
+def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
+    """Whether there is a difference to measure: a step may have given it another shape."""
+    return before.device == device == now.device and before.shape == now.shape
 
 
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")

@@ -1,0 +1,53 @@
+"""Statistics in trainings of odd kinds: what plain hooks and plain arithmetic say, or nothing."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit.stats import ParamStats
+from hookkit.watching import watch
+
+pytestmark = pytest.mark.usefixtures("reader")
+
+
+class Growing(torch.optim.SGD):
+    """Gives `layer` other weights, `to` rows of them, in its step number `at`."""
+
+    def grow(self, layer: nn.Linear, at: int, to: int) -> "Growing":
+        self.layer, self.at, self.to = layer, at, to
+        return self
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.at -= 1
+        if not self.at:
+            self.layer.weight.data = torch.ones(self.to, self.layer.in_features)
+            self.layer.bias.data = torch.ones(self.to)
+            self.layer.weight.grad = self.layer.bias.grad = None
+
+
+@pytest.mark.parametrize("to", [3, 11])
+@pytest.mark.parametrize("every_layer", [False, True])
+def test_a_parameter_that_a_step_gives_another_shape_has_no_update(
+    to: int, every_layer: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = model[2:] if every_layer else model
+    opt = Growing(model.parameters(), lr=0.1).grow(model[-1], at=2, to=to)
+    stats = ParamStats()
+
+    with watch(model, opt, stats):
+        for _ in range(4):
+            model(torch.ones(4, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = stats.record()
+    for name in record.names:
+        grown = every_layer or name.startswith("2")
+        known = [math.isfinite(u) for u in record.value("update_norm", name)]
+        assert known == [True, not grown, True, True]
+    assert record.value("weight_norm", record.names[-1])[2] == pytest.approx(math.sqrt(to))
