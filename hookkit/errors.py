@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
 
 
 class HookkitError(Exception):
@@ -89,3 +91,21 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     return MissingExtraError(
         f'hookkit needs {package} to {purpose}: pip install "hookkit[{extra}]"'
     )
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is one real number, of Python's or of numpy's; True and False are none.
+
+    >>> is_number(0.5), is_number(True), is_number("1")
+    (True, False, False)
+    """
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def is_whole(x: Any) -> bool:
+    """Whether `x` is a number without a fraction by its kind, as in `is_number`.
+
+    >>> is_whole(3), is_whole(3.0)
+    (True, False)
+    """
+    return isinstance(x, Integral) and not isinstance(x, bool)

@@ -4,6 +4,7 @@ import copy
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ from hookkit.callbacks import (
     GradientAccumulation,
     GradientClip,
     ProgressCallback,
+    Recorder,
     SchedulerCallback,
     TrainEvalCallback,
 )
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
+from hookkit.recording import HookCallback
 from hookkit.testing import EventLog, mlp, synth_learner
 
 
@@ -307,6 +310,20 @@ def test_a_schedule_by_step_needs_a_length() -> None:
 
     with pytest.raises(OptionError, match=r"the training loader does not tell its length"):
         quiet(data=(Endless(), None)).fit_one_cycle(1)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    cbs = [
+        GradientAccumulation(np.int64(2)),  # type: ignore[arg-type]
+        GradientClip(np.float32(0.5)),  # type: ignore[arg-type]
+        HookCallback(every=np.int64(2)),  # type: ignore[arg-type]
+        Recorder(beta=np.float32(0.5)),  # type: ignore[arg-type]
+    ]
+
+    learn = quiet(n_trn=4, cbs=cbs)
+    learn.fit_one_cycle(1, div=np.float32(10), pct_start=np.float32(0.5), wd=np.float32(0.1))
+
+    assert learn.n_steps == 2
 
 
 # --- ProgressCallback

@@ -239,6 +239,25 @@ def _reduce(cb: Any) -> None:
     cb.learn.loss_grad = cb.learn.loss_grad.mean()
 
 
+@pytest.mark.parametrize("gives", [None, "0.5", {"acc": 0.5}])
+def test_a_metric_that_gives_no_number_is_told_by_name(gives: Any) -> None:
+    def odd(pred: Tensor, y: Tensor) -> Any:
+        return gives
+
+    with pytest.raises(ArgumentError, match=rf"the metric odd .* gave {type(gives).__name__}\. G"):
+        quiet(metrics=odd).validate()
+
+
+def test_losses_of_batches_made_by_hand_are_smoothed() -> None:
+    learn = quiet()
+    learn.create_opt()
+    learn.training = True
+
+    learn.one_batch(0, learn.dls.one_batch())
+
+    assert learn.recorder.losses == [learn.smooth_loss]
+
+
 def test_what_is_no_metric_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"metrics='accuracy' was asked for, str cannot"):
         quiet(metrics=["accuracy"]).validate()

@@ -17,7 +17,7 @@ from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder, Scalars
 from hookkit.data import n_batches
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, OptionError, is_number, is_whole
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -85,7 +85,7 @@ class GradientAccumulation(Callback):
     run_valid = False
 
     def __init__(self, n_acc: int = 32) -> None:
-        if isinstance(n_acc, bool) or not isinstance(n_acc, int) or n_acc < 1:
+        if not is_whole(n_acc) or n_acc < 1:
             raise OptionError(
                 f"GradientAccumulation(n_acc={n_acc!r}) was asked for: a step needs whole batches. "
                 f"Use 1 (no accumulation) or more."
@@ -122,8 +122,7 @@ class GradientClip(Callback):
     run_valid = False
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
-        numbers = isinstance(max_norm, (int, float)) and isinstance(norm_type, (int, float))
-        if not numbers or not (max_norm > 0 and norm_type > 0):
+        if not all(is_number(x) and x > 0 for x in (max_norm, norm_type)):
             raise OptionError(
                 f"GradientClip(max_norm={max_norm!r}, norm_type={norm_type!r}) was asked for: no "
                 f"gradient would be left. Give positive numbers, 1.0 and 2.0 are common."

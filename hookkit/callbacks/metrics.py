@@ -6,8 +6,10 @@ What a batch gives is added up on its own device; the host reads when the part i
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +45,13 @@ class Mean:
     def update(self, pred: Any, *targets: Any) -> None:
         """Adds one batch."""
         assert self.f is not None
-        self.add(self.f(pred, *targets), batch_size(targets))
+        value = self.f(pred, *targets)
+        if not isinstance(value, (Real, Tensor, np.ndarray)):
+            raise ArgumentError(
+                f"the metric {self.name} was to be averaged; it gave {type(value).__name__}. Give "
+                f"a number or a tensor from it; of several numbers, each from a metric of its own."
+            )
+        self.add(value, batch_size(targets))
 
     def add(self, value: Any, n: int) -> None:
         """Adds a value that stands for `n` samples."""

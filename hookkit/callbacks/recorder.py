@@ -23,7 +23,7 @@ from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.metrics import Mean, as_metric, item
 from hookkit.callbacks.outputs import Scores
 from hookkit.data import batch_size
-from hookkit.errors import OptionError
+from hookkit.errors import OptionError, is_number
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,7 +108,7 @@ class Recorder(Callback):
         valid_metrics: bool = True,
         beta: float = 0.98,
     ) -> None:
-        if not isinstance(beta, (int, float)) or not 0 <= beta < 1:
+        if not is_number(beta) or not 0 <= beta < 1:
             raise OptionError(
                 f"Recorder(beta={beta!r}) was asked for: so much of the smoothed loss stays. "
                 f"Give a number from 0 (no smoothing) to below 1, 0.98 is usual."
@@ -121,7 +121,7 @@ class Recorder(Callback):
         self.lrs: list[float] = []
         self.iters: list[int] = []
         self._raw, self._steps, self._rows = Scalars(), array("q"), list[dict[str, Any]]()
-        self._fits: list[int] = []  # the batch each fit began with: smoothing starts again there
+        self._fits = [0]  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
         self._valid_loss, self._cancelled = Mean(), False
         self.scores: Scores | None = None
@@ -241,16 +241,15 @@ class Recorder(Callback):
     def smooth_loss(self) -> float | None:
         """The smoothed training loss as it stands; None before the first batch of a fit."""
         self._smoothen()
-        return self._smooth[-1] if len(self._smooth) > (self._fits or [0])[-1] else None
+        return self._smooth[-1] if len(self._smooth) > self._fits[-1] else None
 
     def _smoothen(self) -> None:
         """Carries the debiased exponential average on over the losses that came since."""
         n = len(self._smooth)
         for i, loss in enumerate(self._raw.read(n).tolist(), n):
             start = self._fits[bisect_right(self._fits, i) - 1]
-            self._average = (
-                self.beta * (self._average if i > start else 0.0) + (1 - self.beta) * loss
-            )
+            before = self._average if i > start else 0.0
+            self._average = self.beta * before + (1 - self.beta) * loss
             self._smooth.append(self._average / (1 - self.beta ** (i - start + 1)))
 
     def raw_losses(self) -> Floats:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hookkit.callbacks.metrics import as_metric
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookkitWarning, OptionError
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError, is_number
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -70,7 +70,7 @@ def check_trained(model: nn.Module, opt: Any) -> None:
 
 def check_decay(wd: Any) -> None:
     """An OptionError unless `wd` is None or a number from 0."""
-    if wd is not None and (not isinstance(wd, (int, float)) or not wd >= 0):
+    if wd is not None and (not is_number(wd) or not wd >= 0):
         raise OptionError(
             f"wd={wd!r} was asked for: weight decay is a number. Give 0 or more, or None for the "
             f"optimizer's own."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, OptionError, is_number
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -202,18 +202,18 @@ def _phases(pct_start: float, n: int) -> tuple[int, float]:
 def _check_cycle(div: Any, div_final: Any, pct_start: Any, moms: Any) -> None:
     numbers = {"div": div, "div_final": div_final}
     for name, value in numbers.items():
-        if not isinstance(value, (int, float)) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise OptionError(
                 f"fit_one_cycle({name}={value!r}) was asked for: a learning rate is divided by it. "
                 f"Give a positive number."
             )
-    if not isinstance(pct_start, (int, float)) or not 0 <= pct_start <= 1:
+    if not is_number(pct_start) or not 0 <= pct_start <= 1:
         raise OptionError(
             f"fit_one_cycle(pct_start={pct_start!r}) was asked for: it is the share of the steps "
             f"that warm up. Give a number from 0 to 1."
         )
     pair = isinstance(moms, (tuple, list)) and len(moms) == 2
-    if not pair or not all(isinstance(m, (int, float)) and 0 <= m < 1 for m in moms):
+    if not pair or not all(is_number(m) and 0 <= m < 1 for m in moms):
         raise OptionError(
             f"fit_one_cycle(moms={moms!r}) was asked for: these are the lowest and the highest "
             f"momentum. Give two numbers from 0 to below 1, such as (0.85, 0.95)."

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hookkit.callbacks.listening import Callback, calls
-from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
+from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError, is_whole
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.recording.backward import BackwardHooks
@@ -239,12 +239,12 @@ def _tell_changed(who: str, error: HookkitError) -> None:
 
 
 def _checked_every(who: str, every: Any) -> int | None:
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+    if every is not None and (not is_whole(every) or every < 1):
         raise OptionError(
             f"{who}(every={every!r}) was asked for: it is a whole number of batches. "
             f"Use 1 or None for every batch, 10 for one in ten."
         )
-    return every
+    return None if every is None else int(every)
 
 
 def _checked_modules(who: str, modules: Any) -> list[Any] | None:
