@@ -239,10 +239,10 @@ def test_a_gate_that_its_bias_shuts_is_a_note_where_the_loss_falls(losses, sever
 
 
 def test_inputs_are_named_before_what_they_saturate():
-    big = acts(("Linear", "Tanh", "Linear"), rms=[80, 1, 1], saturated=[0, 0.95, 0])
+    big = acts(("Linear", "Tanh", "Linear"), rms=[80, 1, 1], std=[80, 1, 1], saturated=[0, 0.95, 0])
 
     still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
-    wide = acts(("Linear", "Linear", "Linear"), rms=[80, 1, 1])
+    wide = acts(("Linear", "Linear", "Linear"), rms=[80, 1, 1], std=[80, 1, 1])
 
     assert first(Run(big, losses=falling())) == "input_scale"
     assert first(Run(wide, params=still, losses=falling())) == "input_scale"
@@ -400,3 +400,16 @@ def test_a_layer_that_never_ran_is_told() -> None:
     verdict = diagnose(stats)
     assert (verdict.n_layers, verdict.silent) == (1, ("b",))
     assert "1 never gave a value: b" in verdict.headline
+
+
+# what only decays, or hardly gets a gradient
+
+
+def test_zeros_among_frozen_weights_are_no_lack_of_symmetry():
+    norm = np.full((6, N), 5.0)
+    norm[:2, 0] = 0
+    lora = weights(6, weight_norm=norm, requires_grad=[True] * 4 + [False] * 2)
+    half = weights(4, weight_norm=norm[:4])
+
+    assert "zero_init" not in alarms(Run(params=lora, losses=FLAT))
+    assert "zero_init" in alarms(Run(params=half, losses=FLAT))

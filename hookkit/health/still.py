@@ -27,7 +27,11 @@ def zero_init(run: Run) -> Iterator[Finding]:
     zero = [i for i in which if norm[i, 0] == 0]
     stuck = len(which) > 1 and len(zero) == len(which) and _still(record)[which].any()
     fails = aims.learns(run) is False
-    if not zero or not (stuck or (fails and len(zero) >= len(which) / 2)):
+    ndim = read.meta(record, "ndim", 2)  # of frozen ones too: they make the units differ
+    n_all = sum(
+        n >= 2 and t not in read.EMBEDDINGS for n, t in zip(ndim, record.types, strict=True)
+    )
+    if not zero or not (stuck or (fails and len(zero) >= n_all / 2)):
         return
     yield Finding(
         "zero_init",
@@ -36,7 +40,8 @@ def zero_init(run: Run) -> Iterator[Finding]:
         read.span(record, slice(0, 1)),
         f"{len(zero)} of {len(which)} matrices begin at exactly 0"
         + (" and the loss does not fall" if fails else ", and not all of them ever move"),
-        "all matrices, of which some stay there; or at least half, while the loss does not fall",
+        "all matrices, of which some stay there; or at least half of all, with frozen ones, while "
+        "the loss does not fall",
         "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry",
         "weights all begin at 0: the units of a layer get the same gradient, or none",
         "initialise at random (zeros only in the last layer of a branch)",
