@@ -3,6 +3,7 @@
 Each test is a kind of training that a rule once misjudged: GANs, experts, gates, fine-tuning, …
 """
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -403,6 +404,34 @@ def test_a_layer_that_never_ran_is_told() -> None:
 
 
 # what only decays, or hardly gets a gradient
+
+
+def decayed(**facts):
+    """Two matrices that get no gradient and decay, and two that learn."""
+    shrinks = np.geomspace(5, 0.01, N)
+    p = weights(4, grad_norm=[0, 0, 0.1, 0.1], weight_norm=[shrinks, shrinks, 5, 5], **facts)
+    return dataclasses.replace(p, meta={**p.meta, "in_optimizer": [True] * 4})
+
+
+def test_weights_that_only_decay_have_no_gradient_first_of_all():
+    info = {"weight_decay": [1e-2], "lr": [1e-2]}
+    alone = weights(3, grad_norm=[0] * 3, weight_norm=[np.geomspace(5, 0.01, N)] * 3,
+                    update_ratio=[0.3] * 3)  # fmt: skip
+
+    f = found(Run(params=decayed(), losses=FLAT, info=info), "zero_gradient")
+
+    assert f.layers == ("0.weight", "1.weight")
+    assert f.threshold == "a gradient of exactly 0 in all records"
+    assert not {"weight_decay", "lr_too_high"} & alarms(Run(params=alone, losses=FLAT, info=info))
+
+
+def test_weights_that_move_without_decay_or_grow_have_gradients_that_were_not_seen():
+    grows = weights(3, grad_norm=[0] * 3, weight_norm=[np.linspace(5, 6, N)] * 3)
+
+    assert "zero_gradient" not in diagnose(Run(params=decayed(), losses=FLAT)).rules
+    for losses in (FLAT, None):
+        run = Run(params=grows, losses=losses, info={"weight_decay": [1e-2]})
+        assert "zero_gradient" not in diagnose(run).rules
 
 
 def test_zeros_among_frozen_weights_are_no_lack_of_symmetry():

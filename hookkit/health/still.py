@@ -115,7 +115,8 @@ def zero_gradient(run: Run) -> Iterator[Finding]:
     record = read.params(run)
     held = np.array([x is not False for x in read.meta(record, "in_optimizer", True)], bool)
     seen = np.isfinite(record.values["grad_norm"]).any(1)
-    zero = _still(record) & held & seen & ~_graded(record) & _matrix(record)
+    put = _still(record) | _only_decays(run, record)
+    zero = put & held & seen & ~_graded(record) & _matrix(record)
     long = np.array([t in RECURRENT for t in record.types], bool)
     shut = _below_zero(run, record)
     yield from _unmoved(record, zero & shut & ~long, "dead", "shut")
@@ -136,6 +137,14 @@ def _still(record: Record) -> Bools:
 
 def _graded(record: Record) -> Bools:
     return np.asarray(np.nan_to_num(read.table(record, "grad_norm")).max(axis=1) > 0)
+
+
+def _only_decays(run: Run, record: Record) -> Bools:
+    """Trainable, and never larger than at first: decay's doing, where there is no gradient."""
+    trainable = np.array(read.meta(record, "requires_grad", True), bool)
+    norm = read.table(record, "weight_norm")
+    falls = (norm <= norm[:, :1]).all(axis=1)
+    return np.asarray(trainable & falls & any(run.info.get("weight_decay", ())))
 
 
 def _matrix(record: Record) -> Bools:
@@ -241,12 +250,14 @@ def _unmoved(record: Record, which: Bools, rule: str, why: str = "") -> Iterator
     n = f"{len(hit)} parameter{'s' * (len(hit) != 1)}"
     yield Finding(
         rule,
-        "sick" if rule in ("zero_gradient", "vanishing", "dead") else "warn",
+        "sick" if rule in ("zero_gradient", "vanishing", "dead") and why != "faint" else "warn",
         read.names(record, hit),
         read.span(record),
         f"{n}: {what}",
-        "exactly no change over all records",
-        f"exact; {SAGEMAKER}, UnchangedTensor",
+        "a gradient of exactly 0 in all records"
+        if what.startswith(_ZERO)
+        else "exactly no change over all records" + ", a median RMS below 1e-7" * (why == "faint"),
+        f"exact; {SAGEMAKER}, UnchangedTensor" + ", VanishingGradient: 1e-7" * (why == "faint"),
         cause,
         fix,
     )

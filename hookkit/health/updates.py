@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from hookkit.health import aims
 from hookkit.health import reading as read
@@ -153,11 +154,17 @@ def _ratios(run: Run) -> tuple[Record, list[int], Floats]:
     ratio = read.table(record, "update_ratio")
     norm = read.table(record, "weight_norm")
     ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
-    moving = np.nanmax(np.nan_to_num(ratio), axis=1) > 0
+    moving = (np.nanmax(np.nan_to_num(ratio), axis=1) > 0) & ~_without_gradient(record)
     which = [i for i in read.matrices(record) if moving[i] and norm[i, 0] != 0]
     if not which:
         raise read.Missing("no matrix that began away from 0 moves")
     return record, which, ratio[which]
+
+
+def _without_gradient(record: Record) -> npt.NDArray[np.bool_]:
+    """Whether each gradient is known, and exactly 0 at every record: what moves it is decay."""
+    grads = read.table(record, "grad_norm")
+    return np.asarray(np.isfinite(grads).any(axis=1) & (np.nan_to_num(grads) == 0).all(axis=1))
 
 
 def fades(record: Record) -> bool:
@@ -252,7 +259,8 @@ def _decay_set(run: Run) -> str | None:
 
 
 def _shrunk(run: Run, record: Record) -> tuple[str | None, tuple[str, ...]]:
-    which = read.matrices(record)
+    alone = _without_gradient(record)  # the loss does not hold them at all: `zero_gradient`
+    which = [i for i in read.matrices(record) if not alone[i]]
     norm = read.table(record, "weight_norm")[which]
     with np.errstate(all="ignore"):
         left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
