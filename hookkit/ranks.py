@@ -25,11 +25,6 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def rank() -> int:
-    """This process's number, 0 when alone."""
-    return dist.get_rank() if is_distributed() else 0
-
-
 def world_size() -> int:
     """The number of processes, 1 when alone."""
     return dist.get_world_size() if is_distributed() else 1
@@ -103,12 +98,6 @@ def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
     return _on_wire(t, reduce)
 
 
-def barrier() -> None:
-    """Waits until every rank is here. Alone: nothing."""
-    if is_distributed():
-        dist.barrier()
-
-
 def _check_alike(x: Any) -> None:
     """The ranks' structures fit each other, or the same HookError on all of them."""
     mine = (describe(x), [(str(t.dtype), t.ndim, tuple(t.shape[1:])) for t in leaves(x)])
@@ -139,15 +128,17 @@ def _gather_one(t: Tensor) -> Tensor:
 def _all_gather(w: Tensor) -> list[Tensor]:
     w = w.contiguous()
     parts = [torch.empty_like(w) for _ in range(world_size())]
-    dist.all_gather(parts, w)
+    # as bytes: gloo knows no int16 and no float8
+    dist.all_gather([_bytes(part) for part in parts], _bytes(w))
     return parts
 
 
-def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """`f(t)` on the device that the group's backend can send from; the result where `t` was.
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(-1).view(torch.uint8)
 
-    bool and the small floats travel as bytes where a backend (gloo) knows no such type.
-    """
+
+def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """`f(t)` on the device that the group's backend can send from; the result where `t` was."""
     w = t.detach()
     if dist.get_backend() == "nccl" and not w.is_cuda:
         w = w.to(f"cuda:{torch.cuda.current_device()}")

@@ -23,10 +23,9 @@ def test_alone_everything_is_the_identity() -> None:
 
     assert ranks.gather(x) is x
     assert ranks.gather_object(3) == [3]
-    assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
+    assert (ranks.world_size(), ranks.is_distributed()) == (1, False)
     assert ranks.stacked(torch.ones(2)).shape == (1, 2)
     assert torch.equal(ranks.all_reduce(x["a"], "max"), x["a"])
-    ranks.barrier()
 
 
 def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
@@ -52,10 +51,11 @@ def gathers_structures(r: int) -> None:
     assert both.a.tolist() == [[0, 0], [1, 1], [1, 1]]
     assert both.b[0].tolist() == [0, 1]
     assert both.b[1:] == [None, "text"]
-    for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64, torch.complex64):
+    kinds = (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.int64)
+    for dtype in (*kinds, torch.float64, torch.complex64):
         t = ranks.gather(torch.ones(2 - r, 1, 3).to(dtype))
         assert (t.dtype, tuple(t.shape)) == (dtype, (3, 1, 3))
-        assert bool((t == 1).all())
+        assert bool((t.to(torch.complex64) == 1).all())
     assert ranks.gather(torch.ones(0 if r else 2, 3)).shape == (2, 3)
 
 
@@ -89,8 +89,7 @@ def reduces(r: int) -> None:
     assert t.tolist() == [r + 1, 2 * (r + 1)]
     assert ranks.stacked(t).tolist() == [[1, 2], [2, 4]]
     assert ranks.gather_object({"rank": r}) == [{"rank": 0}, {"rank": 1}]
-    assert (ranks.rank(), ranks.world_size()) == (r, 2)
-    ranks.barrier()
+    assert ranks.world_size() == 2
 
 
 CHECKS = (gathers_structures, gathers_what_hooks_stored, refuses_what_does_not_fit, reduces)
