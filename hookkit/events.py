@@ -119,3 +119,16 @@ def not_an_event(name: str) -> str:
     near = nearest(name, EVENTS)
     hint = f"Nearest: {', '.join(near)}. " if near else ""
     return f"{name!r} is not an event. {hint}hookkit.events.EVENTS lists all {len(EVENTS)}."
+
+
+def stray_cancel(error: Exception) -> str:
+    """What to say of a `Cancel…Exception` that came where its part was not under way.
+
+    >>> stray_cancel(CancelStepException()).partition(". ")[2]
+    'Raise it from before_step on, and before after_step.'
+    """
+    part = next(part for part, kind in CANCELS.items() if isinstance(error, kind))
+    return (
+        f"{type(error).__name__} ends a part of the fit, and came where that was not under way. "
+        f"Raise it from before_{part} on, and before after_{part}."
+    )

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hookkit.callbacks.metrics import as_metric
+from hookkit.callbacks.outputs import loss_name
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, is_number
+from hookkit.nested import describe
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -84,6 +86,20 @@ def checked_metrics(metrics: Any) -> L:
         if not isinstance(metric, type):  # a class is made into an object by the fit
             as_metric(metric)
     return listed
+
+
+def no_loss(loss_func: Any, xb: tuple[Any, ...]) -> str:
+    """What to say of a training batch that came to no loss."""
+    if loss_func is None:
+        return (
+            "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
+            "and the model returns none. Give Learner(…, loss_func=…)."
+        )
+    return (
+        f"A loss was needed to train; {loss_name(loss_func)} compares with targets, and the batch "
+        f"has none: {describe(xb)} is all input. Give batches (x, y), a smaller "
+        f"DataLoaders(…, n_inp=…), or no loss_func if the model returns its loss."
+    )
 
 
 def as_loaders(dls: Any) -> Any:

@@ -23,14 +23,15 @@ from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
     CANCEL_EXCEPTIONS,
-    CANCELS,
     CancelBackwardException,
     CancelBatchException,
     CancelEpochException,
     CancelStepException,
     CancelTrainException,
     CancelValidException,
+    stray_cancel,
 )
+from hookkit.learner.doors import no_loss
 from hookkit.learner.groups import plain_optimizer
 from hookkit.nested import describe
 
@@ -124,7 +125,7 @@ class Loop(Driver):
         self("after_loss")
         if self.training:
             if self.loss_grad is None:
-                raise ModelRunError(self._no_loss())
+                raise ModelRunError(no_loss(self.loss_func, self.xb))
             self._do_grad_opt()
 
     def _do_grad_opt(self) -> None:
@@ -167,18 +168,6 @@ class Loop(Driver):
                 f"Give one number, as the tensor it was computed as."
             )
         self.loss = self.loss_grad.clone()
-
-    def _no_loss(self) -> str:
-        if self.loss_func is None:
-            return (
-                "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
-                "and the model returns none. Give Learner(…, loss_func=…)."
-            )
-        return (
-            f"A loss was needed to train; {loss_name(self.loss_func)} compares with targets, and "
-            f"the batch has none: {describe(self.xb)} is all input. Give batches (x, y), a smaller "
-            f"DataLoaders(…, n_inp=…), or no loss_func if the model returns its loss."
-        )
 
     def _backward(self) -> None:
         try:
@@ -227,7 +216,7 @@ class Loop(Driver):
             yield
             self._broken = False
         except CANCEL_EXCEPTIONS as stray:
-            stray.add_note(_stray(stray))
+            stray.add_note(stray_cancel(stray))
             raise
         finally:
             try:
@@ -294,14 +283,6 @@ class Loop(Driver):
     def _where(self) -> str:
         batch = "" if self.dl is None else f", batch {self.iter}"
         return f", epoch {self.epoch}{batch} ({'training' if self.training else 'not training'})"
-
-
-def _stray(cancel: Exception) -> str:
-    part = next(part for part, kind in CANCELS.items() if isinstance(cancel, kind))
-    return (
-        f"{type(cancel).__name__} ends a part of the fit, and came where that was not under way. "
-        f"Raise it from before_{part} on, and before after_{part}."
-    )
 
 
 def _loss_in(pred: Any) -> Any:
