@@ -442,3 +442,16 @@ def test_zeros_among_frozen_weights_are_no_lack_of_symmetry():
 
     assert "zero_init" not in alarms(Run(params=lora, losses=FLAT))
     assert "zero_init" in alarms(Run(params=half, losses=FLAT))
+
+
+def test_a_gradient_below_1e7_that_moves_nothing_has_vanished():
+    faint = weights(4, grad_rms=[1e-3, 1e-15, 1e-3, 1e-3], update_norm=[1, 0, 1, 1],
+                    grad_norm=[1, 1e-14, 1, 1])  # fmt: skip
+    held = {"lr": [1e-3]}
+
+    f = found(Run(params=faint, losses=falling(), info=held), "vanishing")
+
+    assert (f.severity, f.layers) == ("warn", ("1.weight",))
+    assert "VanishingGradient: 1e-7" in f.source
+    assert "unmoved" not in diagnose(Run(params=faint, losses=falling(), info=held)).rules
+    assert found(Run(params=faint, losses=falling(), info={"lr": [0.0]}), "unmoved")

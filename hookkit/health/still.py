@@ -83,7 +83,10 @@ def unmoved(run: Run) -> Iterator[Finding]:
     yield from _unmoved(record, still & held & ~seen & asleep, "no_gradient", "never_ran")
     yield from _unmoved(record, still & held & ~seen & ~asleep, "no_gradient")
     if not fades(record):  # else `vanishing` says why
-        yield from _unmoved(record, still & held & _graded(record) & matrix, "unmoved")
+        stays = still & held & _graded(record) & matrix
+        faint = _faint(record) & any(run.info.get("lr", ()))
+        yield from _unmoved(record, stays & ~faint, "unmoved")
+        yield from _unmoved(record, stays & faint, "vanishing", "faint")
     yield from _stopped(run, record)
 
 
@@ -135,16 +138,21 @@ def _still(record: Record) -> Bools:
     return np.asarray(trainable & some & ~moved)
 
 
-def _graded(record: Record) -> Bools:
-    return np.asarray(np.nan_to_num(read.table(record, "grad_norm")).max(axis=1) > 0)
-
-
 def _only_decays(run: Run, record: Record) -> Bools:
     """Trainable, and never larger than at first: decay's doing, where there is no gradient."""
     trainable = np.array(read.meta(record, "requires_grad", True), bool)
     norm = read.table(record, "weight_norm")
     falls = (norm <= norm[:, :1]).all(axis=1)
     return np.asarray(trainable & falls & any(run.info.get("weight_decay", ())))
+
+
+def _graded(record: Record) -> Bools:
+    return np.asarray(np.nan_to_num(read.table(record, "grad_norm")).max(axis=1) > 0)
+
+
+def _faint(record: Record) -> Bools:
+    """Whether the gradient of each parameter is below 1e-7, a median of its RMS."""
+    return np.asarray(read.median(read.table(record, "grad_rms"), axis=1) < 1e-7)
 
 
 def _matrix(record: Record) -> Bools:
@@ -233,6 +241,12 @@ _STILL = {
         _ZERO,
         "its inputs are 0 but for early time steps, and the gradient vanishes before it gets there",
         "use an LSTM or GRU, a shorter sequence, or attention",
+    ),
+    "faint": (
+        "its gradient is below 1e-7, and it never moves",
+        "the gradient vanishes before it gets there: gates or units that are shut, or a long way "
+        "through small slopes; or a loss that is scaled down",
+        "look at the biases of gates and at the size of what the layers give",
     ),
     "unmoved": (
         "gets a gradient but never moves",
