@@ -165,3 +165,13 @@ def test_without_gradients_of_outputs_those_of_matrices_tell():
         (half, dataclasses.replace(gone, meta={**gone.meta, "unscaled": True}), FLAT),
     ):
         assert "fp16_underflow" not in diagnose(Run(record, params=p, losses=losses)).rules
+
+
+def test_lost_gradients_are_told_before_the_weights_that_stay():
+    p = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5], update_norm=[0, 0, 0])
+    p.values["update_norm"][2, :3] = 1e-3
+
+    d = diagnose(Run(told(acts(), [HALF] * 3), params=told(p, [HALF] * 3), losses=FLAT))
+
+    assert d[0].rule == "fp16_underflow"
+    assert "unmoved" in d.rules

@@ -53,6 +53,7 @@ Rule = Callable[[Run], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     slips.probabilities,
     slips.ascent,
+    precision.fp16_underflow,
     still.unmoved,
     still.unregistered,
     still.zero_init,
@@ -69,7 +70,6 @@ RULES: tuple[Rule, ...] = (
     noise.small_batch,
     units.dead,
     units.saturated,
-    precision.fp16_underflow,
     still.zero_gradient,
     updates.vanishing,
     updates.exploding,
