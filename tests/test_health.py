@@ -353,10 +353,10 @@ def test_bad_init_follows_the_depth():
 
 
 def test_input_scale_is_seen_in_the_first_layer():
-    big = acts(rms=[80, 40, 1])
+    big = acts(rms=[80, 40, 1], std=[80, 40, 1])
 
     assert found(Run(big, losses=falling()), "input_scale").layers == ("0",)
-    assert alarms(Run(acts(("Linear", "BatchNorm1d", "Linear"), rms=[80, 1, 1]))) == set()
+    assert alarms(Run(acts(("Linear", "BatchNorm1d", "Linear"), std=[80, 1, 1]))) == set()
 
 
 # parameters

@@ -177,14 +177,14 @@ def input_scale(run: Run) -> Iterator[Finding]:
     if set(record.types[:row]) & _FIRST:
         return  # it is not inputs that this layer is given
     normed = "Norm" in "".join(record.types[row : row + 2])
-    rms = float(read.table(record, "rms")[row, 0])
-    if rms > 20:
+    std = float(read.table(record, "std")[row, 0])  # a bias of all units alike is no input's doing
+    if std > 20:
         yield Finding(
             "input_scale",
             "info" if normed else "sick" if aims.learns(run) is False else "warn",
             (record.names[row],),
             read.span(record, slice(0, 1)),
-            f"the first layer's output has RMS {rms:.3g} before training",
+            f"the first layer's output has standard deviation {std:.3g} before training",
             "above 20, where standardised inputs give about 1",
             "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
             "20: hookkit, measured",
