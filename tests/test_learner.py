@@ -788,10 +788,14 @@ def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any
     assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
 
 
-def test_a_fit_inside_a_fit_is_refused() -> None:
-    learn = quiet(cbs=Callback(after_epoch=lambda cb: cb.learn.fit(1)))
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [(lambda learn: learn.fit(1), "fit was called"), (lambda learn: learn.__enter__(), "`with le")],
+)
+def test_a_fit_inside_a_fit_is_refused(inside: Any, said: str) -> None:
+    learn = quiet(cbs=Callback(after_epoch=lambda cb: inside(cb.learn)))
 
-    with pytest.raises(OptionError, match=r"fit was called inside a fit of the same Learner"):
+    with pytest.raises(OptionError, match=rf"{said}.* inside a fit of the same Learner"):
         learn.fit(1)
 
 

@@ -200,14 +200,17 @@ class Loop(Driver):
 
     # --- what surrounds it
 
+    def _check_idle(self, asked: str) -> None:
+        if self.fitting:
+            raise OptionError(
+                f"{asked} inside a fit of the same Learner. End that one first "
+                f"(CancelFitException), or use a second Learner."
+            )
+
     @contextmanager
     def _fit_under_way(self) -> Iterator[None]:
         """Marks a fit and counts its optimizer steps; takes everything down, however it ends."""
-        if self.fitting:
-            raise OptionError(
-                "fit was called inside a fit of the same Learner. End that one first "
-                "(CancelFitException), or train a second Learner."
-            )
+        self._check_idle("fit was called")
         self._claim()
         self.fitting = self.steps_now = True
         self.opt = self._opt
@@ -228,6 +231,7 @@ class Loop(Driver):
 
     def __enter__(self: T) -> T:
         """`with learn:` fires `before_fit`, `before_epoch`, and in the end their `after_`."""
+        self._check_idle("`with learn` was entered")
         self._claim()
         try:
             self("before_fit", "before_epoch")
