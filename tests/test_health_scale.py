@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from test_health import FLAT, acts, weights
+import pytest
+from test_health import FLAT, acts, falling, found, weights
 
 from hookkit.health import diagnose
 from hookkit.records import Run
@@ -24,3 +25,26 @@ def test_a_bias_of_all_units_alike_is_no_inputs_doing():
     shut = acts(rms=[20.5, 1, 1], mean=[-20, 0, 0], std=[1, 1, 1])
 
     assert "input_scale" not in diagnose(Run(shut, losses=FLAT)).rules
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warn"), (falling(), "info")])
+def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
+    f = found(Run(acts(), params=first_layer(1e-4), losses=losses), "input_scale")
+
+    assert (f.severity, f.layers) == (severity, ("0",))
+    assert "inputs of size 0.00013" in f.evidence  # 1e-4 / 0.1 / √64
+
+
+@pytest.mark.parametrize(
+    ("types", "params"),
+    [
+        (("Linear", "ReLU", "Linear"), first_layer(0.1)),
+        (("Linear", "ReLU", "Linear"), first_layer(0.0)),  # `zero_gradient`
+        (("Linear", "ReLU", "Linear"), first_layer(1e-4, bias_grad=0.0)),
+        (("Linear", "LayerNorm", "Linear"), first_layer(1e-4)),
+        (("Embedding", "Linear", "Linear"), first_layer(1e-4)),
+        (("Linear", "ReLU", "Linear"), weights(4)),  # no bias to compare with
+    ],
+)
+def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
+    assert "input_scale" not in diagnose(Run(acts(types), params=params, losses=FLAT)).rules

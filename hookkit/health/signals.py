@@ -191,3 +191,35 @@ def input_scale(run: Run) -> Iterator[Finding]:
             "inputs that are not standardised (0-255 images), or a first layer begun too large",
             "scale the inputs to mean 0 and standard deviation 1",
         )
+    elif not normed and (size := _faint(run, record.names[row])) is not None and size < 3e-3:
+        yield Finding(
+            "input_scale",
+            "warn" if aims.learns(run) is False else "info",
+            (record.names[row],),
+            read.span(record),
+            f"by its gradients the first layer is given inputs of size {size:.2g}",
+            "below 3e-3, where standardised inputs give about 1: |gradient of the weight| over "
+            "|gradient of the bias|, by input; an alarm if the loss does not fall",
+            "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
+            "3e-3: hookkit, measured",
+            "inputs that are almost 0: divided by 255 twice, say",
+            "scale the inputs to mean 0 and standard deviation 1",
+        )
+
+
+def _faint(run: Run, layer: str) -> float | None:
+    """About how large a layer's inputs are: its weight's gradient over its bias's, by input.
+
+    The first is a sum of errors times inputs, the second a sum of the errors alone.
+    """
+    record = run.params
+    if record is None or not {f"{layer}.weight", f"{layer}.bias"} <= set(record.names):
+        return None
+    rows = [record.names.index(f"{layer}.{name}") for name in ("weight", "bias")]
+    grads = read.table(record, "grad_norm")[rows]
+    numel = [read.meta(record, "numel", 0)[i] for i in rows]
+    with np.errstate(all="ignore"):
+        ratio = float(read.median(grads[0] / grads[1]))
+    if not all(numel) or not np.isfinite(ratio) or ratio == 0:
+        return None
+    return ratio / float(np.sqrt(numel[0] / numel[1]))
