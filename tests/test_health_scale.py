@@ -48,3 +48,22 @@ def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
 )
 def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
     assert "input_scale" not in diagnose(Run(acts(types), params=params, losses=FLAT)).rules
+
+
+# first outputs
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "sick"), (falling(), "info")])
+def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
+    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
+
+    f = found(Run(cells, losses=losses), "bad_init")
+
+    assert (f.severity, f.layers) == (severity, ("1",))
+
+
+@pytest.mark.parametrize("std", [[0.8, 50, 50], [0.8, 1, 5e3], [50, 4e3, 1]])
+def test_a_loud_head_or_loud_inputs_are_no_cell_that_grows(std):
+    quiet = acts(("Linear", "Linear", "Linear"), std=std)
+
+    assert "bad_init" not in diagnose(Run(quiet, losses=FLAT)).rules

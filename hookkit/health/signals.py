@@ -118,6 +118,7 @@ def bad_init(run: Run) -> Iterator[Finding]:
     yield from _amplifies(run, record)
     which = read.rows(record, read.PRE_ACTIVATION)
     if len(which) < 4:
+        yield from _leaps(run, record, which)
         return
     std = read.table(record, "std")[which][:, 0]  # later ones show the steps, not the weights
     body = np.arange(len(which) - 1)  # the head's scale is its own affair
@@ -164,6 +165,28 @@ def _amplifies(run: Run, record: Record) -> Iterator[Finding]:
             "recurrent weights that begin too large for the length of the sequence",
             "begin with the identity or a smaller orthogonal matrix, use an LSTM or GRU, or clip "
             "gradients",
+        )
+
+
+def _leaps(run: Run, record: Record, which: list[int]) -> Iterator[Finding]:
+    """A body layer whose first output is huge though the first layer's is not: cells in a loop."""
+    if len(which) < 3:
+        return
+    std = read.table(record, "std")[which[:-1]][:, 0]  # the head's scale is its own affair
+    hit = [i for i, s in zip(which, std, strict=False) if s > 100 and s > 100 * std[0] > 0]
+    if hit:
+        yield Finding(
+            "bad_init",
+            "sick" if aims.learns(run) is False else "info",
+            read.names(record, hit),
+            read.span(record, slice(0, 1)),
+            f"a layer's output has standard deviation {std.max():.3g} before training, the first "
+            f"layer's {std[0]:.3g}",
+            "above 100, and 100 times the first layer's",
+            f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; Pascanu et al. 2013 (arXiv "
+            "1211.5063), of recurrences; 100: hookkit, measured",
+            "weights that begin too large, of a layer that is called again and again perhaps",
+            "begin with smaller (or orthogonal) weights, or put a norm between",
         )
 
 
