@@ -2,8 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
-from test_health import FLAT, acts, falling, found, weights
+from test_health import FLAT, N, acts, alarms, falling, found, weights
 
 from hookkit.health import diagnose
 from hookkit.records import Run
@@ -67,3 +68,27 @@ def test_a_loud_head_or_loud_inputs_are_no_cell_that_grows(std):
     quiet = acts(("Linear", "Linear", "Linear"), std=std)
 
     assert "bad_init" not in diagnose(Run(quiet, losses=FLAT)).rules
+
+
+# targets
+
+
+def test_targets_out_of_reach_are_named_though_noise_lets_the_loss_fall():
+    noisy = 1e5 * np.random.default_rng(0).uniform(0.7, 1.3, N)
+    noisy[:5], noisy[-10:] = 1.1e5, 0.9e5  # as chance may have it
+    slow = weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4)  # 20 a step
+    quick = weights(4, grad_norm=[500] * 4, update_norm=[1.0] * 4)
+
+    f = found(Run(params=slow, losses=noisy, info=MSE), "target_scale")
+
+    assert f.severity == "warn"
+    assert "all steps together can take 0.018" in f.evidence
+    assert alarms(Run(params=quick, losses=noisy, info=MSE)) == set()
+    assert alarms(Run(losses=noisy, info=MSE)) == set()  # nobody knows
+
+
+def test_a_steady_fall_from_far_is_no_alarm_whatever_the_steps_seem_to_reach():
+    slow = weights(4, n=300, grad_norm=[1] * 4, update_norm=[0.01] * 4)
+    steady = np.linspace(1e5, 0.97e5, 300)
+
+    assert alarms(Run(params=slow, losses=steady, info=MSE)) == set()

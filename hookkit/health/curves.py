@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookkit.health import aims
+from hookkit.health import aims, reach
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
 from hookkit.health.signals import SAGEMAKER
@@ -57,13 +57,18 @@ def target_scale(run: Run) -> Iterator[Finding]:
     error = max(first, 0.0) ** (0.5 if name == "mse" else 1.0)
     if error <= 20:
         return
+    share = reach.at_most(run)
+    far = share is not None and share < 0.05 and not read.creeps(run)
+    fails = aims.learns(run) is False and not read.creeps(run)
     yield Finding(
         "target_scale",
-        "warn" if aims.learns(run) is False and not read.creeps(run) else "info",
+        "warn" if fails or far else "info",
         (),
         (0, 0),
-        f"the first error is {error:.3g} ({name} {first:.3g})",
-        "above 20, where standardised targets give about 1; an alarm if the loss does not fall",
+        f"the first error is {error:.3g} ({name} {first:.3g})"
+        + (f", of which all steps together can take {share:.2g}" if far else ""),
+        "above 20, where standardised targets give about 1; an alarm if the loss does not fall, or "
+        "if the sum of |gradient| × |update| is below 5 % of it and it does not fall steadily",
         "LeCun et al. 1998, Efficient BackProp, of inputs: mean 0 and variance 1; "
         "20: hookkit, measured",
         "targets that are not standardised, so that the output takes very many steps to reach "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Record, Run
 
 
 def climbed(record: Record, series: Floats) -> float | None:
@@ -39,6 +39,18 @@ def climbed(record: Record, series: Floats) -> float | None:
     rise = float(read.median(loss[end - 5 : end])) - start
     total = float(reach[:end].sum())
     return rise / total if rise > 3 * noise and np.isfinite(total) and total > 0 else None
+
+
+def at_most(run: Run) -> float | None:
+    """The share of its first loss that all steps of a run can take away; None if not known."""
+    record, series = run.params, run.losses
+    if record is None or series is None or set(record.spans) != {1}:
+        return None
+    reach = np.nansum(read.table(record, "grad_norm") * read.table(record, "update_norm"), axis=0)
+    start = read.start_level(series)
+    if not len(reach) or not start > 0 or not np.isfinite(reach).all():
+        return None
+    return float(reach.mean()) * len(series) / start
 
 
 def smoothed(values: Floats, n: int = 5) -> Floats:
