@@ -266,6 +266,19 @@ def test_spikes_are_a_note_where_the_data_change():
     assert found(Run(losses=spiky), "spikes").severity == "warn"
 
 
+def test_noise_of_factors_is_no_spike_where_some_losses_are_0_or_below():
+    wild = 10 * np.exp(1.5 * np.random.default_rng(0).normal(size=300))
+    wild[[100, 150, 200]] *= [8, 6, 7]
+    dips = wild.copy()
+    dips[::20] = -0.1  # advantages may be
+
+    assert "spikes" not in alarms(Run(losses=wild))
+    assert "spikes" not in alarms(Run(losses=dips))
+    level = np.full(300, 10.0) + np.random.default_rng(0).normal(0, 0.5, 300)
+    level[::20], level[[100, 150, 201, 250]] = -0.1, 90.0
+    assert "spikes" in alarms(Run(losses=level))
+
+
 def test_what_was_no_number_in_the_first_step_comes_first():
     broken = acts(nonfinite=[0, 0, 1.0], max=[3.0, 3.0, 3.0])
     late = acts(nonfinite=[0, 0, np.arange(N) > 50])

@@ -217,8 +217,9 @@ def _jumps(series: Floats, t: int, level: float) -> bool:
     sigma = 1.4826 * np.median(np.abs(before - middle))  # so that spikes do not hide each other
     if series[t] - middle <= max(6 * sigma, 0.5 * abs(level)):
         return False
-    if before.min() <= 0:
-        return True
+    before = before[before > 0]
+    if middle <= 0 or len(before) < 64:
+        return True  # no factors
     # the noise of a loss near 0 is one of factors: batches without a mistake, and with one
     # (from one to the next, so that a fall is no noise)
     factor = 1.4826 * np.median(np.abs(np.diff(np.log(before)))) / np.sqrt(2)
