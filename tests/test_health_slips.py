@@ -230,3 +230,28 @@ def test_large_scores_that_leave_a_binary_loss_in_a_narrow_range_are_squashed():
         (large, narrow - 0.2),  # below what probabilities can reach
     ):
         assert alarms(Run(record, losses=losses, info=BCE)) == set()
+
+
+# a sigmoid or softmax that is a function
+
+
+@pytest.mark.parametrize(
+    ("reader", "loss", "named"),
+    [
+        ("Sigmoid", "BCEWithLogitsLoss", True),
+        ("Softmax", "cross_entropy", True),
+        ("Sigmoid", "BCELoss", False),
+        ("ReLU", "cross_entropy", False),
+        ("", "cross_entropy", False),
+        (None, "cross_entropy", False),
+    ],
+)
+def test_what_reads_the_last_layer_tells_of_probabilities(reader, loss, named):
+    a = acts(("Linear", "ReLU", "Linear"))
+    a = dataclasses.replace(a, meta={**a.meta, "feeds": ["ReLU", "", reader]})
+
+    d = diagnose(Run(a, losses=falling(), info={"loss_func": loss}))
+
+    assert ("probabilities" in d.rules) == named
+    if named:
+        assert f"a {reader.lower()} of 2" in d[0].evidence

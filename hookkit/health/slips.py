@@ -166,10 +166,16 @@ def _by_output(run: Run) -> _Proof | None:
 
 
 def _by_last_layer(run: Run) -> _Proof | None:
-    record = run.activations
-    if record is None or not record.names or record.types[-1] not in ("Softmax", "Sigmoid"):
+    record, ends = run.activations, ("Softmax", "Sigmoid")
+    if record is None or not record.names:
         return None
-    return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
+    if record.types[-1] in ends:
+        return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
+    reader = read.meta(record, "feeds", None)[-1]
+    if reader not in ends:
+        return None
+    what = f"what the model gives is a {reader.lower()} of {record.names[-1]}"
+    return "sick", (record.names[-1],), what
 
 
 def _by_narrow_range(run: Run) -> _Proof | None:
