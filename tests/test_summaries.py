@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -392,6 +393,51 @@ def test_wrappers_are_taken_off_and_named(wrap: Callable[..., Any], name: str) -
     assert s.rows[0].type == "Net"
     assert f"Seen without its wrapper: {name}" in str(s)
     assert s["emb"].calls == 1
+
+
+def test_compiled_parts_are_seen_whole_and_nothing_is_compiled() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.compile(nn.Linear(4, 4), backend=backend)
+            self.b = nn.Linear(4, 4)
+            self.b.compile(backend=backend)
+            self.square = torch.compile(lambda x: x @ x.T, backend=backend)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.square(self.b(self.a(x)))
+
+    s = summary(Parts(), torch.ones(2, 4))
+
+    assert (s.macs, s.run, compiled) == (2 * 2 * 4 * 4 + 2 * 4 * 2, "fake", [])
+
+
+def test_flex_attention_is_counted_and_runs_on_as_before() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(6, 12, bias=False).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Any:
+            q, k, v = self.qkv(x).view(2, 5, 2, 6).transpose(1, 2).split(2, dim=-1)
+            return flex(q, k, v)
+
+    net, x = Net(), torch.randn(2, 5, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it advises to be compiled
+        s = summary(net, x)
+        out = net(x)
+
+    assert (s.macs, s.uncounted) == (2 * 5 * 6 * 12 + 2 * 2 * 5 * 5 * (2 + 2), {})
+    assert out.shape == (2, 2, 5, 2)
 
 
 def test_a_warm_compiled_model_is_seen_whole() -> None:

@@ -150,6 +150,7 @@ _OURS: dict[str, MacFormula] = {
     "aten::_scaled_dot_product_cudnn_attention": _attention,
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
     "aten::_scaled_dot_product_attention_math_for_mps": _attention,
+    "flex_attention": _attention,  # of higher order: no namespace; blocks it skips are counted
     "aten::mkldnn_rnn_layer": _mkldnn_rnn,
     "aten::_cudnn_rnn": _cudnn_rnn,
     "aten::miopen_rnn": _cudnn_rnn,
@@ -174,6 +175,11 @@ _TORCHS: dict[str, Callable[..., int]] = {
 }
 
 
+def name_of(func: Any) -> str:
+    """The operation without its overload: `aten::mm`; one of higher order has no namespace."""
+    return func._schema.name if hasattr(func, "_schema") else str(func)
+
+
 def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """Multiply-accumulates of one dispatched operation; None if there is no formula for it.
 
@@ -181,7 +187,7 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     >>> macs_of(torch.ops.aten.mm.default, (a, b), {}, a @ b)
     30
     """
-    name = func._schema.name
+    name = name_of(func)
     if (formula := _OURS.get(name)) is not None:
         return formula(*args, **kwargs)
     if name in _TWO_SIDED:

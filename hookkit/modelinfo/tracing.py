@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import GeneratorType
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.modelinfo import expelling, faking, isolating
-from hookkit.modelinfo.flops import macs_of
+from hookkit.modelinfo.flops import macs_of, name_of
 from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.walking import can_run, unwrap, walk
@@ -187,13 +189,12 @@ class Tracer:
 
     def book(self, func: Any, args: Any, kwargs: Any, out: Any, free: set[Any]) -> None:
         """Adds one operation to the running module's account."""
-        plain = hasattr(func, "_schema")  # operators of higher order take functions
-        macs = macs_of(func, args, kwargs, out) if plain else None
+        macs = macs_of(func, args, kwargs, out)
         if macs is None:
-            self.trace.uncounted[func._schema.name if plain else str(func)] += 1
+            self.trace.uncounted[name_of(func)] += 1
         elif macs:
             self.trace.macs[self.here()] += macs
-        elif not plain or not faking.looks_at(func._schema.name):
+        elif not faking.looks_at(name_of(func)):
             free.add(func)
 
     def pack(self, t: Tensor) -> Saved:
@@ -303,6 +304,16 @@ def _census(model: nn.Module) -> list[tuple[str, str]]:
     return [(name, type(m).__name__) for name, m, _ in walk(model)]
 
 
+def _enter_eager() -> bool:
+    """Compiled parts run as they are written: the compiler would compile these books with them.
+
+    Flex attention loads the compiler when it is called, which would be too late.
+    """
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        import_module("torch._dynamo.eval_frame")
+    return enter_eager()
+
+
 def _once(
     model: nn.Module, given: Inputs, how: str, mode: Any, real: Mapping[int, Tensor]
 ) -> Trace:
@@ -312,6 +323,7 @@ def _once(
         if mode is not None:
             stack.enter_context(mode)
         tracer.attach(stack)
+        stack.callback(leave_eager, _enter_eager())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
