@@ -275,7 +275,7 @@ def test_missing_folders_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [np.ones(3), torch.ones(()), {"a": 1}, "run.npz"])
 def test_what_holds_no_records_is_refused(other: Any) -> None:
-    with pytest.raises(ArgumentError, match="a record was expected"):
+    with pytest.raises(ArgumentError, match="a run was asked for"):
         to_csv(other, "nowhere.csv")
 
 

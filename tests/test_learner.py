@@ -21,6 +21,7 @@ from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionE
 from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
+from hookkit.records import Run, as_run
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
 
@@ -602,6 +603,18 @@ def test_what_was_recorded_goes_to_other_tools_as_from_the_run(tmp_path: Path) -
     assert of_learner == logged != []
     if importlib.util.find_spec("pandas"):
         assert learn.to_df().equals(run.to_df())
+
+
+def test_a_recorder_by_itself_is_its_own_record(tmp_path: Path) -> None:
+    stats = ActivationStats()
+    learn = quiet(cbs=[stats, ParamStats()])
+    learn.fit(1)
+
+    assert as_run(stats) == Run(stats.record())
+    assert Run.load(stats.save(tmp_path / "stats.npz")) == Run(stats.record())
+    assert as_run(learn) == learn.run_record()
+    with pytest.raises(ArgumentError, match=r"a run was asked for, the class ActivationStats was"):
+        as_run(ActivationStats)
 
 
 def test_a_record_goes_where_its_kind_belongs() -> None:

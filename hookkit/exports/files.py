@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,21 @@ def save(source: Any, path: str | Path) -> Path:
     [Record(activation: 1 layer × 2 records, steps 0–1, mean)]
     """
     path = Path(path)
-    whole = isinstance(source, Run) or any(hasattr(source, name) for name in ("run_record", "run"))
-    run = as_run(source) if whole else None
-    arrays: dict[str, Any] = {}
+    several = isinstance(source, Iterable)
+    run = Run() if several else as_run(source)
+    arrays = {name: x for name in _SERIES if (x := getattr(run, name)) is not None}
     heads = []
-    for i, r in enumerate(records_of(source if run is None else run)):
-        facts = {"kind": r.kind, "names": r.names, "types": r.types, "meta": r.meta}
-        heads.append({**facts, "statistics": list(r.values)})
+    for i, r in enumerate(records_of(source) if several else run.records):
+        words = {"kind": r.kind, "names": r.names, "types": r.types, "meta": r.meta}
+        heads.append({**words, "statistics": list(r.values)})
         for name in _ARRAYS:
             if getattr(r, name) is not None:
                 arrays[f"{i}/{name}"] = getattr(r, name)
         for name, table in r.values.items():
             arrays[f"{i}/values/{name}"] = table
-    head = {"hookkit": 1, "records": heads}
-    if run is not None:
-        arrays |= {name: x for name in _SERIES if (x := getattr(run, name)) is not None}
-        incidents = [vars(incident) for incident in run.incidents]
-        head |= {"valid": list(run.valid), "info": run.info, "incidents": incidents}
+    incidents = [vars(incident) for incident in run.incidents]
+    facts = {"valid": list(run.valid), "info": run.info, "incidents": incidents}
+    head = {"hookkit": 1, "records": heads, **facts}
     text = json.dumps(head, default=_plain)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:  # a file, since numpy adds .npz to a name that lacks it

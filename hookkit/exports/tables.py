@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hookkit.errors import ArgumentError, OptionError, missing_extra
-from hookkit.records import Record, Run
+from hookkit.errors import OptionError, missing_extra
+from hookkit.records import Record, as_run
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
 
@@ -25,19 +25,9 @@ def records_of(source: Any) -> list[Record]:
     Raises:
         ArgumentError: there is no record in it.
     """
-    if isinstance(source, Record):
-        return [source]
-    if isinstance(source, Run):
-        return list(source.records)
-    for reading in ("record", "run", "run_record"):
-        if callable(read := getattr(source, reading, None)):
-            return records_of(read())
     if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
         return [record for item in source for record in records_of(item)]
-    raise ArgumentError(
-        f"a record was expected, {type(source).__name__} was given. Give a Record, a Run, a "
-        "callback such as learn.activation_stats, a Learner or a Watcher."
-    )
+    return list(as_run(source).records)
 
 
 def to_df(source: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +122,19 @@ def as_run(source: Any) -> Run:
         by_kind = {_SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
         if len(by_kind) == len(source):
             return Run(**by_kind)  # type: ignore[arg-type]
-    for name in ("run_record", "run", "record"):
-        if callable(method := getattr(source, name, None)):
-            return as_run(method())
+    for name in () if isinstance(source, type) else ("run_record", "run", "record"):
+        # its own: a callback also shows what its learner has, whose run is that of all
+        if callable(getattr_static(source, name, None)):
+            return as_run(getattr(source, name)())
     raise ArgumentError(
-        f"a run was asked for, {type(source).__name__} was given. "
+        f"a run was asked for, {_kind(source)} was given. "
         "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
         "ActivationStats; a saved one is read by Run.load(path)."
     )
+
+
+def _kind(source: Any) -> str:
+    return f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
 
 
 def by_module(record: Record) -> Record:
