@@ -105,10 +105,20 @@ def test_a_convolution_over_time_first_is_counted() -> None:
     assert summary(conv, t(7, 2, 3), t(3, 3, 5), t(5)).macs == 7 * 2 * 5 * 3 * 3
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_rows_of_a_nested_tensor_are_counted_without_padding(layout: Any) -> None:
+    rows = torch.nested.nested_tensor([t(2, 4), t(3, 4)], layout=layout)
+
+    s = summary(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), rows)
+
+    assert s.macs == 5 * 4 * 6 + 5 * 6 * 2
+
+
 def test_no_product_of_matrices_is_taken_for_free() -> None:
     # names by their looks: an operator that a new PyTorch brings gets a formula, or is told
     looks = re.compile(r"(?!.*backward).*(mm|matmul)(_v\d+)?$")
-    composite = {"chain_matmul", "matmul"}  # made of others, which are counted
+    composite = {"chain_matmul"}  # made of others, which are counted
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")}
 
     free = [n for n in names if looks.match(n[6:]) and not has_formula(n) and not is_unknown(n)]

@@ -57,6 +57,9 @@ _UNKNOWN = (
     "_triton_",
     "_wrapped_quantized_linear",
     "fbgemm_linear",
+    "einsum",  # this and the next: only tensors of ragged rows come here undivided
+    "matmul",
+    "scaled_dot_product_attention",
     "hspmm",
     "smm",
     "sparse_sampled_addmm",
@@ -82,6 +85,12 @@ def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> in
 def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
     """All layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
     return prod(x.shape[:-1]) * sum(_numel(w) for w in weight if w.dim() == 2)
+
+
+def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Arrives whole for nested tensors only: the rows that are there, without padding."""
+    rows = x.values() if x.layout is torch.jagged else x
+    return _numel(rows) * int(weight.shape[0])
 
 
 def _mps_lstm(x: Tensor, _hx: Any, weight: list[Tensor], *_: Any, **__: Any) -> int:
@@ -159,6 +168,7 @@ _OURS: dict[str, MacFormula] = {
     "aten::_scaled_grouped_mm": _grouped_mm,
     "aten::_scaled_grouped_mm_v2": _grouped_mm,
     "aten::_scaled_mm_v2": _scaled_mm,
+    "aten::linear": _linear,
     "aten::mv": _matvec,
     "aten::dot": _matvec,
     "aten::vdot": _matvec,
