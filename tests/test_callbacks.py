@@ -278,6 +278,26 @@ def test_a_scheduler_by_epoch_goes_on_where_a_run_was_interrupted() -> None:
     assert learn.recorder.lrs == pytest.approx([0.02, 0.01])
 
 
+def plateau(opt: Any, n: int) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=0.9)
+
+
+@pytest.mark.parametrize("n_val", [0, 2])
+def test_a_plateau_is_of_the_epochs_loss(n_val: int) -> None:
+    learn = quiet(n_trn=1, lr=1e-6, cbs=SchedulerCallback(plateau, by_epoch=True))
+    learn.dls.loaders[1] = learn.dls.valid if n_val else None
+
+    learn.fit(3)
+
+    assert learn.recorder.lrs == [1e-6, 1e-6, 5e-7]
+    assert learn.scheduler.scheduler.best == learn.recorder.values[0][-1]
+
+
+def test_a_plateau_by_the_step_is_refused_before_training() -> None:
+    with pytest.raises(ArgumentError, match=r"ReduceLROnPlateau by the step.*by_epoch=True"):
+        quiet(cbs=SchedulerCallback(plateau)).fit(1)
+
+
 def test_what_makes_no_scheduler_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"str cannot be called\. Give make\(opt, n_steps\)"):
         SchedulerCallback("cosine")  # type: ignore[arg-type]

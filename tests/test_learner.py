@@ -721,6 +721,13 @@ def test_a_loss_must_be_a_function() -> None:
         Learner(synth_dbunch(), RegModel(), "mse")  # type: ignore[arg-type]
 
 
+def test_an_optimizer_in_place_of_its_class_is_told() -> None:
+    made: Any = torch.optim.SGD(RegModel().parameters(), lr=0.1)
+
+    with pytest.raises(ArgumentError, match=r"opt_func=SGD \( .*Give the class, such as torch"):
+        Learner(synth_dbunch(), RegModel(), opt_func=made)
+
+
 @pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
 def test_a_learner_without_data_can_be_made_and_says_so_when_it_needs_some(verb: str) -> None:
     learn = Learner(None, RegModel())

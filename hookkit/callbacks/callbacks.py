@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.progress import ProgressCallback
@@ -148,9 +149,11 @@ class SchedulerCallback(Callback):
         make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
             fit will make.
         by_epoch: one scheduler step per epoch instead; `n_steps` is then the number of epochs.
+            ReduceLROnPlateau needs this: it gets the epoch's validation loss, or training loss
+            where there is no validation.
 
     Raises:
-        ArgumentError: `make` cannot be called; in the fit: what it gives cannot be stepped.
+        ArgumentError: `make` cannot be called; as the fit begins: what it gives cannot be stepped.
 
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
     >>> cosine = SchedulerCallback(CosineAnnealingLR)
@@ -182,7 +185,13 @@ class SchedulerCallback(Callback):
                 f"SchedulerCallback was to run what its function made, a "
                 f"{type(self.scheduler).__name__}. Return a scheduler of torch.optim.lr_scheduler."
             )
-        self._skip(learn.epoch * n)
+        if isinstance(self.scheduler, ReduceLROnPlateau) and not self.by_epoch:
+            raise ArgumentError(
+                "SchedulerCallback was to run ReduceLROnPlateau by the step; it goes by the loss "
+                "of an epoch. Use SchedulerCallback(…, by_epoch=True)."
+            )
+        if not isinstance(self.scheduler, ReduceLROnPlateau):  # which nobody can foresee
+            self._skip(learn.epoch * n)
 
     def _skip(self, n_steps: int) -> None:
         """The steps of epochs that an earlier run has made."""
@@ -209,8 +218,16 @@ class SchedulerCallback(Callback):
 
     def after_epoch(self) -> None:
         """Steps, if it goes by the epoch."""
-        if self.by_epoch and self.learn.fitting:
+        if not (self.by_epoch and self.learn.fitting):
+            return
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
+        elif (loss := self._epoch_loss()) is not None:
+            self.scheduler.step(loss)
+
+    def _epoch_loss(self) -> float | None:
+        row: dict[str, float | None] = self.learn.recorder.rows()[-1]
+        return row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
 
     def cleanup_fit(self) -> None:
         """Puts the optimizer's other hyperparameters back."""

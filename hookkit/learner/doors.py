@@ -32,9 +32,15 @@ def checked_model(model: Any) -> nn.Module:
 def check_function(what: str, f: Any) -> None:
     """An ArgumentError unless `f` is None or can be called."""
     if f is not None and not callable(f):
+        one_line = " ".join(repr(f).split())[:60]
+        cure = (
+            f"the class, such as torch.optim.{type(f).__name__}, and set learn.opt to use this one"
+            if hasattr(f, "param_groups")
+            else "a function, or an object such as nn.CrossEntropyLoss()"
+        )
         raise ArgumentError(
-            f"Learner({what}={f!r}) was asked for; {type(f).__name__} cannot be called. "
-            f"Give a function, or an object such as nn.CrossEntropyLoss()."
+            f"Learner({what}={one_line}) was asked for; {type(f).__name__} cannot be called. "
+            f"Give {cure}."
         )
     if what == "loss_func" and isinstance(f, type):
         raise ArgumentError(
