@@ -203,11 +203,17 @@ def _device(device: torch.device | str | int) -> torch.device:
     return named
 
 
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The random generators of a loader and of its samplers, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = (getattr(owner, "generator", None) for owner in owners)
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
 @contextmanager
 def _same_draws(loader: Any) -> Iterator[None]:
-    generators = [getattr(loader, "generator", None)]
-    generators.append(getattr(getattr(loader, "sampler", None), "generator", None))
-    kept = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    kept = [(g, g.get_state()) for g in generators_of(loader)]
     with torch.random.fork_rng(devices=[]):
         try:
             yield

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from hookkit.data import DataLoaders, batch_size, split_batch, to_device
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
@@ -62,7 +62,10 @@ def test_n_inp_must_leave_an_input() -> None:
 
 def test_one_batch_draws_no_random_numbers() -> None:
     own = torch.Generator().manual_seed(1)
-    for dl in (loader(shuffle=True), loader(shuffle=True, generator=own)):
+    x = torch.arange(8.0)[:, None]
+    deep = BatchSampler(RandomSampler(x, generator=own), 4, drop_last=False)  # type: ignore[arg-type]
+    by_batch = DataLoader(TensorDataset(x, x), batch_sampler=deep)
+    for dl in (loader(shuffle=True), loader(shuffle=True, generator=own), by_batch):
         before, mine = torch.get_rng_state(), own.get_state()
 
         x, _ = DataLoaders(dl, device="cpu").one_batch()
