@@ -651,6 +651,23 @@ def test_columns_that_do_not_fit_are_named() -> None:
     assert "MACs" not in text.splitlines()[1]
 
 
+def test_names_are_shortened_last() -> None:
+    class ConditionalDetrAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attention = nn.Sequential()
+            self.self_attention.add_module("query_proj", nn.Linear(300, 5000))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"last_hidden_state": self.self_attention(x), "pooled_output": x}
+
+    net = nn.Sequential(ConditionalDetrAttention())
+    rows = summary(net, torch.ones(2, 3, 300)).text(width=66).splitlines()[4:7]
+
+    assert [row.split()[0] for row in rows] == ["0", "self_attention", "query_proj"]
+    assert rows[0].split()[1] == "Conditional…"
+
+
 def test_long_notes_get_a_line_of_their_own() -> None:
     lines = summary(Net(), ids()).text(width=62).splitlines()
 

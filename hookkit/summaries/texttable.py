@@ -1,7 +1,8 @@
 """A summary as text that fits the terminal.
 
-What is too wide gives way in this order: notes move to a line of their own, shapes, types and names
-are shortened with an ellipsis, then columns go, from the right, and the footer says which.
+What is too wide gives way in this order: notes move to a line of their own, shapes and types are
+shortened with an ellipsis, then names, down to a quarter of the width; then columns go, from the
+right, and the footer says which.
 """
 
 from __future__ import annotations
@@ -169,12 +170,11 @@ def _table(
     cells = {c: [COLUMNS[c][0], *(COLUMNS[c][2](line, s) for line in drawn)] for c in names}
     notes = ["", *(" · ".join(notes_of(line, s)) for line in drawn)]
     shown, missing = list(names), []
-    limits = {"layer": _widest(first), **{c: _widest(cells[c]) for c in names}}
-    while (over := sum(limits[c] + 2 for c in ("layer", *shown)) - 2 - n) > 0:
-        if not _shrink(limits, shown, over):
-            if len(shown) <= 1:
-                break
-            missing.append(shown.pop())
+    natural = {"layer": _widest(first), **{c: _widest(cells[c]) for c in names}}
+    limits, fits = _fitted(natural, shown, n)
+    while not fits and len(shown) > 1:
+        missing.append(shown.pop())
+        limits, fits = _fitted(natural, shown, n)
     room = n - sum(limits[c] + 2 for c in ("layer", *shown))
     aside = _widest(notes) <= room
     out = []
@@ -204,14 +204,21 @@ def _widest(texts: list[str]) -> int:
 _SHORTEST = {"output": 14, "input": 14, "type": 10, "layer": 14}
 
 
-def _shrink(limits: dict[str, int], shown: list[str], over: int) -> bool:
-    """Takes up to `over` columns off the widest text column that may still shrink."""
-    able = [c for c in ("layer", *shown) if limits[c] > _SHORTEST.get(c, 10**9)]
-    if not able:
-        return False
-    widest = max(able, key=lambda c: limits[c] - _SHORTEST[c])
-    limits[widest] -= min(over, limits[widest] - _SHORTEST[widest], 4)
-    return True
+def _fitted(natural: dict[str, int], shown: list[str], n: int) -> tuple[dict[str, int], bool]:
+    """The columns' widths, shortened to fit in `n`; False if they do not fit at their shortest.
+
+    Names are shortened last, and least: layers are selected by them.
+    """
+    limits = {c: natural[c] for c in ("layer", *shown)}
+    shortest = {**_SHORTEST, "layer": max(_SHORTEST["layer"], n // 4)}
+    while (over := sum(w + 2 for w in limits.values()) - 2 - n) > 0:
+        able = [c for c in limits if limits[c] > shortest.get(c, 10**9)]
+        able = [c for c in able if c != "layer"] or able
+        if not able:
+            return limits, False
+        widest = max(able, key=lambda c: limits[c] - shortest[c])
+        limits[widest] -= min(over, limits[widest] - shortest[widest], 4)
+    return limits, True
 
 
 def footer(s: Summary, n: int) -> list[str]:
