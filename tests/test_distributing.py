@@ -60,6 +60,27 @@ def test_afterwards_everything_is_the_learners_own_again() -> None:
     assert learn.n_steps == 4
 
 
+def test_what_accelerate_cannot_prepare_leaves_the_learner_as_it_was(monkeypatch: Any) -> None:
+    learn = quiet()
+    device = learn.dls.device
+    engine = accelerate.Accelerator(cpu=True)
+    prepare = engine.prepare
+
+    def refuse(*given: Any) -> Any:
+        if given[0] is learn.dls.valid:
+            raise ValueError("no such loader")
+        return prepare(*given)
+
+    monkeypatch.setattr(engine, "prepare", refuse)
+    with pytest.raises(ValueError, match="no such loader"), learn.distrib_ctx(engine):
+        pass
+
+    assert (learn.accelerator, learn.dls.device) == (None, device)
+    assert type(learn.opt) is torch.optim.SGD
+    learn.fit(1)
+    assert learn.n_steps == 4
+
+
 def test_accumulation_is_accelerates() -> None:
     steps: list[bool] = []
     look = Callback(after_batch=lambda cb: steps.append(cb.stepped))

@@ -53,12 +53,12 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         learn.create_opt()
     plain = learn.opts[0]
     loaders, device, logger = list(learn.dls.loaders), learn.dls.device, learn.logger
-    learn.accelerator, learn.dls.device = engine, engine.device
-    learn.model, learn.opt = engine.prepare(learn.model, plain)
-    learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
-    if not engine.is_main_process:
-        learn.logger = lambda row: None
     try:
+        learn.accelerator, learn.dls.device = engine, engine.device
+        learn.model, learn.opt = engine.prepare(learn.model, plain)
+        learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
+        if not engine.is_main_process:
+            learn.logger = lambda row: None
         with learn.added_cbs(AccelerateCallback()):
             yield learn
     finally:
