@@ -771,6 +771,19 @@ def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
         quiet(metrics=metrics)
 
 
+def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
+    def fail(self: Any) -> None:
+        raise ValueError("no beginning")
+
+    stats = ActivationStats(on_valid=True)
+    learn = quiet(cbs=[stats, Callback(before_epoch=fail)])
+
+    with pytest.raises(ValueError, match="no beginning"), learn:
+        pass
+
+    assert not any(m._forward_hooks for m in learn.model.modules())
+
+
 def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:
     learn = quiet()
     batch = torch.ones(2, 1), torch.ones(2, 1)

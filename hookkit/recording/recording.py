@@ -90,12 +90,8 @@ class HookCallback(Callback):
     ) -> None:
         who = type(self).__name__
         self.modules, self.every = _checked_modules(who, modules), _checked_every(who, every)
-        self.remove_end, self.is_forward, self.detach, self.cpu = (
-            remove_end,
-            is_forward,
-            detach,
-            cpu,
-        )
+        self.remove_end, self.is_forward = remove_end, is_forward
+        self.detach, self.cpu = detach, cpu
         self.include_paramless, self.on_train, self.on_valid = include_paramless, on_train, on_valid
         self.run_train, self.run_valid = on_train, on_valid
         if hook is not None and not callable(hook):
@@ -256,8 +252,6 @@ def _checked_modules(who: str, modules: Any) -> list[Any] | None:
             f"{who}(modules={modules!r}) was asked for, a {type(modules).__name__} is no selector. "
             f"Give a module, a name, a glob, a type, a predicate, or a list of these."
         )
-    if isinstance(modules, nn.ModuleList):
-        return list(modules)
-    if isinstance(modules, Iterator) or type(modules) in (list, tuple):
+    if isinstance(modules, (nn.ModuleList, Iterator)) or type(modules) in (list, tuple):
         return list(modules)
     return [modules]
