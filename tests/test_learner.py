@@ -771,6 +771,19 @@ def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
         quiet(metrics=metrics)
 
 
+def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
+    def trained(*, before: bool) -> Tensor:
+        torch.manual_seed(0)
+        learn = quiet(n_trn=1)
+        if before:
+            learn.model(torch.ones(2, 1)).sum().backward()
+        torch.manual_seed(1)
+        learn.fit(1)
+        return torch.cat(list(learn.model.parameters()))
+
+    assert trained(before=True).equal(trained(before=False))
+
+
 def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
     def fail(self: Any) -> None:
         raise ValueError("no beginning")

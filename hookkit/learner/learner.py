@@ -166,6 +166,7 @@ class Learner(Predicting, ReadOut):
             elif self.accelerator is None:  # whose wrappers may have parameters of their own
                 check_trained(self.model, self.opt)
             self._set_hypers(lr, wd)
+            self.opt.zero_grad()  # of a fit that was interrupted, or of somebody's own backward
             self.n_epoch, self.epoch = n_epoch, start_epoch
             self._epochs = range(start_epoch, n_epoch)
             self._with_events(self._do_fit, "fit", CancelFitException)
