@@ -702,6 +702,20 @@ def test_a_refused_picture_leaves_no_empty_figure(what: str) -> None:
     assert plt.get_fignums() == []
 
 
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm", "attention.output.q_proj.lora_A"])
+@pytest.mark.parametrize("width", [12, 20, 24, 28])
+def test_short_names_of_alike_layers_differ(part: str, width: int) -> None:
+    names = [f"base_model.model.decoder.layers.{i}.{part}" for i in range(12)]
+
+    short = [naming.shorten(name, width) for name in names]
+
+    assert len(set(short)) == 12
+    assert max(map(len, short)) <= width
+    assert all(
+        name.endswith(text.rpartition("…")[2]) for name, text in zip(names, short, strict=True)
+    )
+
+
 @pytest.mark.parametrize("most", [4, 8, 16])
 @pytest.mark.parametrize("names", [made.small_names, made.resnet_names, made.transformer_names])
 def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None:

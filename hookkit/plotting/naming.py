@@ -23,15 +23,25 @@ def as_record(source: Any, *kinds: str) -> Record:
 
 
 def shorten(name: str, width: int = 24) -> str:
-    """`name` in at most `width` characters, cut in the middle: both ends tell layers apart.
+    """`name` in at most `width` characters: its end, and the last number before that.
 
-    >>> shorten("encoder.layers.11.self_attn.out_proj", 20)
-    'encoder.l…n.out_proj'
+    Blocks are alike but for their numbers. A name of one part is cut in the middle.
+
+    >>> shorten("model.layers.0.input_layernorm"), shorten("layers.11.self_attn.out_proj", 20)
+    ('…0.input_layernorm', '…11…out_proj')
+    >>> shorten("a_layer_with_a_name_of_its_own", 20)
+    'a_layer_w…of_its_own'
     """
     if len(name) <= width:
         return name
-    tail = width // 2
-    return f"{name[: width - tail - 1]}…{name[-tail:]}"
+    if "." not in name:
+        half = width // 2
+        return f"{name[: width - half - 1]}…{name[-half:]}"
+    end = tail(name, width)
+    lost = [part for part in name[: 1 - len(end)].split(".") if part.isdigit()]
+    if not lost or len(lost[-1]) > width // 2:
+        return end
+    return f"…{lost[-1]}{tail(name, width - len(lost[-1]) - 1)}"
 
 
 def listed(names: Sequence[str], width: int) -> str:
