@@ -478,6 +478,11 @@ def test_shapes_that_do_not_join_are_told() -> None:
     assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
 
 
+def test_a_dimension_that_predictions_have_not_is_told() -> None:
+    with pytest.raises(ModelRunError, match=r"joined along dimension 5; their shapes are 16×1"):
+        quiet().get_preds(concat_dim=5)
+
+
 def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
     class Reuses(nn.Module):
         def __init__(self) -> None:
@@ -832,6 +837,16 @@ def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any
 
     part = event.removeprefix("after_")
     assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
+
+
+def test_a_cancel_of_what_a_validation_has_not_says_so() -> None:
+    def cancel(self: Any) -> None:
+        raise CancelFitException
+
+    with pytest.raises(CancelFitException) as caught:
+        quiet(cbs=Callback(after_loss=cancel)).validate()
+
+    assert "came where that was not under way" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

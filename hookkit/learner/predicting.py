@@ -17,6 +17,7 @@ from hookkit.callbacks import Callback
 from hookkit.callbacks.driving import listed
 from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError
+from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
 from hookkit.learner.doors import as_loaders
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
@@ -118,6 +119,10 @@ class Predicting(Loop):
                 else:
                     with self:
                         yield
+        except CANCEL_EXCEPTIONS as stray:
+            if not self.fitting:
+                stray.add_note(stray_cancel(stray))
+            raise
         finally:
             for name, value in kept.items():
                 setattr(self, name, value)
@@ -207,7 +212,7 @@ def joined(batches: list[Any], dim: int = 0) -> Any:
 
     try:
         return tmap(join, batches[0])
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(dict.fromkeys(describe(b) for b in batches))
         raise ModelRunError(
             f"Batches were to be joined along dimension {dim}; their shapes are {shapes}. "
