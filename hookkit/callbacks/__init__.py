@@ -1,5 +1,6 @@
 """The ready-made callbacks: what every run needs, and a few that people expect.
 
+callbacks  The smaller of them: modes, accumulation, clipping, schedules.
 listening  `Callback`: something to do at some of the events of training.
 driving    `Driver`: whatever owns callbacks and tells them what happens.
 recorder   `Recorder`: losses, learning rates and metrics of a run, read from the device only
@@ -15,14 +16,14 @@ runs       From a Learner to a `Run`: what its recorders hold, gathered as plain
 
 from hookkit.callbacks.callbacks import (
     DEFAULT_CALLBACKS,
-    Callback,
     GradientAccumulation,
     GradientClip,
-    ProgressCallback,
-    Recorder,
     SchedulerCallback,
     TrainEvalCallback,
 )
+from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.progress import ProgressCallback
+from hookkit.callbacks.recorder import Recorder
 
 __all__ = [
     "DEFAULT_CALLBACKS",

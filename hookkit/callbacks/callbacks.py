@@ -1,8 +1,4 @@
-"""The ready-made callbacks: what every run needs, and a few that people expect.
-
-`Callback`, to inherit from, is in `listening`; `Recorder` and `ProgressCallback` have files of
-their own.
-"""
+"""The smaller ready-made callbacks: modes and counts, accumulation, clipping, schedules."""
 
 from __future__ import annotations
 
@@ -15,21 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hookkit.callbacks.listening import Callback
-from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder, Scalars
 from hookkit.data import n_batches
 from hookkit.errors import ArgumentError, OptionError, is_number, is_whole
-
-__all__ = [
-    "DEFAULT_CALLBACKS",
-    "Callback",
-    "GradientAccumulation",
-    "GradientClip",
-    "ProgressCallback",
-    "Recorder",
-    "SchedulerCallback",
-    "TrainEvalCallback",
-]
 
 
 class TrainEvalCallback(Callback):

@@ -4,8 +4,8 @@ It reads from top to bottom as it runs: `_do_fit`, `_do_epoch`, `_do_epoch_train
 `_do_epoch_validate`, `all_batches`, `one_batch`, `_do_one_batch`, `_do_grad_opt`. Each part runs
 inside `_with_events`, which fires its events and takes its `Cancel…Exception`. What learns, counts,
 records, shows or schedules is a callback; `Learner` adds data, options and everything around. After
-fastai's Learner, 2.8, with these repairs: whatever a fit set up is taken down in a `finally`, a
-batch begins without the last one's `pred` and `loss`, a pass without learning leaves no trace.
+fastai's Learner, 2.8, with these repairs: whatever a fit set up is taken down in a `finally`, and a
+batch begins without the last one's `pred` and `loss`.
 """
 
 from __future__ import annotations
