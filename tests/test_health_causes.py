@@ -455,3 +455,17 @@ def test_a_gradient_below_1e7_that_moves_nothing_has_vanished():
     assert "VanishingGradient: 1e-7" in f.source
     assert "unmoved" not in diagnose(Run(params=faint, losses=falling(), info=held)).rules
     assert found(Run(params=faint, losses=falling(), info={"lr": [0.0]}), "unmoved")
+
+
+@pytest.mark.parametrize(
+    ("reader", "rule"), [(None, "dead"), ("ReLU", "dead"), ("", "zero_gradient")]
+)
+def test_a_layer_below_0_is_shut_only_where_a_relu_may_read_it(reader, rule):
+    low = acts(("Linear", "Linear", "Linear"), max=[3, -0.1, 3])
+    low = dataclasses.replace(low, meta={**low.meta, "feeds": ["", reader, ""]})
+    still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+
+    f = found(Run(low, params=still, losses=FLAT), rule)
+
+    assert (f.severity, f.layers) == ("sick", ("1.weight",))
+    assert "gradient is exactly 0" in f.evidence

@@ -175,7 +175,9 @@ def _below_zero(run: Run, record: Record) -> Bools:
     if seen is None or "max" not in seen.values or read.rows(seen, read.RELU_LIKE):
         return none
     tops = np.nan_to_num(seen.values["max"], nan=-1.0).max(axis=1) <= 0
-    shut = {name for name, low in zip(seen.names, tops, strict=True) if low}
+    readers = read.meta(seen, "feeds", None)
+    by_relu = [reader is None or reader in read.RELU_LIKE for reader in readers]
+    shut = {n for n, low, may in zip(seen.names, tops, by_relu, strict=True) if low and may}
     return np.array([name.rpartition(".")[0] in shut for name in record.names], bool)
 
 
