@@ -70,6 +70,14 @@ def test_a_loud_head_or_loud_inputs_are_no_cell_that_grows(std):
     assert "bad_init" not in diagnose(Run(quiet, losses=FLAT)).rules
 
 
+def test_growth_is_seen_though_a_stem_is_registered_behind_the_blocks():
+    grows = list(np.geomspace(0.7, 1800, 16))
+    stem, mixed = acts(("Linear",) * 18, std=[*grows, 0.5, 900]), grows[::2] + grows[1::2]
+
+    assert "grows" in found(Run(stem, losses=FLAT), "bad_init").evidence
+    assert "bad_init" not in alarms(Run(acts(("Linear",) * 17, std=[*mixed, 1]), losses=FLAT))
+
+
 # targets
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hookkit.health import aims
 from hookkit.health import reading as read
 from hookkit.health.findings import Finding
-from hookkit.records import Record, Run
+from hookkit.records import Floats, Record, Run
 
 SAGEMAKER = "Amazon SageMaker Debugger"
 
@@ -121,12 +121,12 @@ def bad_init(run: Run) -> Iterator[Finding]:
         yield from _leaps(run, record, which)
         return
     std = read.table(record, "std")[which][:, 0]  # later ones show the steps, not the weights
-    body = np.arange(len(which) - 1)  # the head's scale is its own affair
-    std = std[:-1]
+    std = std[:-1]  # the head's scale is its own affair
+    body = range(len(std))
     if not (std > 0).all():
         return
     ratio = float(std.max() / std.min()) ** 2
-    order = float(np.corrcoef(body, np.log(std))[0, 1]) if len(body) > 2 and ratio > 1 else 0.0
+    order = _order(np.log(std)) if ratio > 1 else 0.0
     grows = order > 0
     line = 10.0 * len(which)
     by_default = 6.0 ** len(body) if order < 0 else 0.0
@@ -146,6 +146,18 @@ def bad_init(run: Run) -> Iterator[Finding]:
             f"weights that begin too {'large' if grows else 'small'} for this depth",
             "use He or Xavier initialisation, or put norm layers between",
         )
+
+
+def _order(sizes: Floats) -> float:
+    """How strictly sizes grow (1) or shrink (-1) along the depth, but for one of five or more.
+
+    A layer may be registered out of its place: a stem behind the blocks.
+    """
+    place = np.arange(len(sizes))
+    rest = [np.delete(place, i) for i in place] if len(place) > 4 else []
+    with np.errstate(all="ignore"):
+        orders = [float(np.corrcoef(k, sizes[k])[0, 1]) for k in (place, *rest)]
+    return max((x for x in orders if np.isfinite(x)), key=abs, default=0.0)
 
 
 def _amplifies(run: Run, record: Record) -> Iterator[Finding]:
