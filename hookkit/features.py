@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.dispatching import attach, check_hookable
+from hookkit.hooks.dispatching import attach, check_hookable, is_exporting
 from hookkit.hooks.gradients import tap
 from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select
@@ -42,7 +42,8 @@ def feature_extractor(
 
     Calling it runs the model, with all its hooks, until the last wanted layer has given its
     output. It shares the model: train, move, save, copy or pickle it as any module; parameters
-    behind the last wanted layer just get no gradient. Compiled models run eagerly in it.
+    behind the last wanted layer just get no gradient. Compiled models run eagerly in it;
+    `torch.export.export(extractor, (x,))` exports it.
 
     Args:
         model: any model; it is not changed.
@@ -159,7 +160,8 @@ class _Call:
     def __init__(self, extractor: FeatureExtractor):
         self.keep = extractor.keep
         self.detach = extractor.detach
-        self.stop = extractor.stop and extractor.keep == "first"
+        # torch.export cannot leave a model in its middle; what nobody needs falls out of its graph
+        self.stop = extractor.stop and extractor.keep == "first" and not is_exporting()
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
         self.thread, self.elsewhere = get_ident(), False

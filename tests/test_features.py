@@ -303,6 +303,14 @@ def test_extractors_nest(lenet: LeNet) -> None:
 # --- transforms
 
 
+def test_an_extractor_is_exported_with_its_features(lenet: LeNet) -> None:
+    extract = feature_extractor(lenet, "conv1", {"conv2": "c"})
+
+    exported: Any = torch.export.export(extract, (IMAGE,), strict=False).module()
+
+    torch.testing.assert_close(exported(IMAGE), extract(IMAGE))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("compile_it", ["model", "extractor", "layer"])
 def test_compiled_models_and_compiled_extractors(lenet: LeNet, compile_it: str) -> None:
