@@ -56,11 +56,18 @@ def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
 
 @pytest.mark.parametrize(("losses", "severity"), [(FLAT, "sick"), (falling(), "info")])
 def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
-    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
+    calms = np.where(np.arange(N) > 20, 3.0, 5e3)
+    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, calms, 4e3])
 
     f = found(Run(cells, losses=losses), "bad_init")
 
     assert (f.severity, f.layers) == (severity, ("1",))
+
+
+def test_a_cell_that_stays_too_large_is_an_alarm_though_the_loss_falls():
+    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
+
+    assert found(Run(cells, losses=falling()), "bad_init").severity == "warn"
 
 
 @pytest.mark.parametrize("std", [[0.8, 50, 50], [0.8, 1, 5e3], [50, 4e3, 1]])

@@ -184,17 +184,20 @@ def _leaps(run: Run, record: Record, which: list[int]) -> Iterator[Finding]:
     """A body layer whose first output is huge though the first layer's is not: cells in a loop."""
     if len(which) < 3:
         return
-    std = read.table(record, "std")[which[:-1]][:, 0]  # the head's scale is its own affair
+    table = read.table(record, "std")[which[:-1]]  # the head's scale is its own affair
+    std, late = table[:, 0], read.median(table[:, read.last_half(record)], axis=1)
     hit = [i for i, s in zip(which, std, strict=False) if s > 100 and s > 100 * std[0] > 0]
     if hit:
+        stays = (late[1:] > np.maximum(100, 100 * std[0])).any()
         yield Finding(
             "bad_init",
-            "sick" if aims.learns(run) is False else "info",
+            "sick" if aims.learns(run) is False else "warn" if stays else "info",
             read.names(record, hit),
             read.span(record, slice(0, 1)),
             f"a layer's output has standard deviation {std.max():.3g} before training, the first "
             f"layer's {std[0]:.3g}",
-            "above 100, and 100 times the first layer's",
+            "above 100, and 100 times the first layer's; an alarm where the loss does not fall, or "
+            "it stays so",
             f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; Pascanu et al. 2013 (arXiv "
             "1211.5063), of recurrences; 100: hookkit, measured",
             "weights that begin too large, of a layer that is called again and again perhaps",
