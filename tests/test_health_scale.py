@@ -28,6 +28,26 @@ def test_a_bias_of_all_units_alike_is_no_inputs_doing():
     assert "input_scale" not in diagnose(Run(shut, losses=FLAT)).rules
 
 
+def test_what_the_bias_of_one_unit_makes_is_no_inputs_doing_either():
+    gate = acts(rms=[25.1, 1, 1], std=[21.8, 1, 1])  # four units, one of them with a bias of 50
+    bias = np.array([1.0, 50.0, 1.0, 1.0])
+    shut = first_layer(0.1, weight_norm=[1.0, 50.0, 1.0, 1.0])
+    shut = dataclasses.replace(shut, meta={**shut.meta, "numel": [80, 4, 256, 256]})
+    open_ = first_layer(0.1, weight_norm=list(bias / 50))
+
+    assert "input_scale" not in diagnose(Run(gate, params=shut, losses=FLAT)).rules
+    assert "input_scale" in diagnose(Run(gate, params=open_, losses=FLAT)).rules
+
+
+def test_small_inputs_make_small_gradients_of_the_first_weight_and_nothing_has_vanished():
+    rms = [1e-8, 1e-7, 1e-6, 1e-3]
+    arrives = first_layer(1e-6, bias_grad=0.1, grad_rms=rms)
+    faded = first_layer(1e-6, bias_grad=1e-6, grad_rms=rms)
+
+    assert "vanishing" not in alarms(Run(acts(), params=arrives, losses=FLAT))
+    assert "vanishing" in alarms(Run(acts(), params=faded, losses=FLAT))
+
+
 @pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warn"), (falling(), "info")])
 def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
     f = found(Run(acts(), params=first_layer(1e-4), losses=losses), "input_scale")

@@ -18,6 +18,9 @@ are of batches that lie apart, over 40 steps or more."""
 ENOUGH_LOSSES = 50
 """In fewer steps than this a loss that does not fall says nothing."""
 
+FAINT_INPUT = 3e-3
+"""Inputs smaller than this, where 1 is usual, hardly reach the first weights."""
+
 RELU_LIKE = frozenset({"ReLU", "ReLU6"})
 PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
 EMBEDDINGS = frozenset({"Embedding", "EmbeddingBag"})
@@ -227,6 +230,25 @@ def creeps(run: Run) -> bool:
     steady = levels[0] > levels[1] > levels[2] > levels[3]
     lasts = levels[1] - levels[3] > 4 * spread * np.sqrt(2 / n)
     return bool(steady and lasts and falls > 0.02 * abs(end_level(series)))
+
+
+def input_size(params: Record | None, layer: str) -> float:
+    """About how large a layer's inputs are: its weight's gradient over its bias's, by input.
+
+    The first is a sum of errors times inputs, the second a sum of the errors alone. 1 where it is
+    not known, or no gradient arrives.
+    """
+    names = [f"{layer}.weight", f"{layer}.bias"]
+    if params is None or not set(names) <= set(params.names):
+        return 1.0
+    rows = [params.names.index(name) for name in names]
+    grads = table(params, "grad_norm")[rows]
+    numel = [meta(params, "numel", 0)[i] for i in rows]
+    with np.errstate(all="ignore"):
+        ratio = float(median(grads[0] / grads[1]))
+    if not all(numel) or not ratio > 0:
+        return 1.0
+    return ratio / float(np.sqrt(numel[0] / numel[1]))
 
 
 def drifts(record: Record) -> npt.NDArray[np.bool_]:

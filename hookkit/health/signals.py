@@ -215,21 +215,21 @@ def input_scale(run: Run) -> Iterator[Finding]:
     if set(record.types[:row]) & _FIRST:
         return  # it is not inputs that this layer is given
     normed = "Norm" in "".join(record.types[row : row + 2])
-    std = float(read.table(record, "std")[row, 0])  # a bias of all units alike is no input's doing
-    if std > 20:
+    size = _without_bias(run, record, row)
+    if size > 20:
         yield Finding(
             "input_scale",
             "info" if normed else "sick" if aims.learns(run) is False else "warn",
             (record.names[row],),
             read.span(record, slice(0, 1)),
-            f"the first layer's output has standard deviation {std:.3g} before training",
+            f"the first layer's output has standard deviation {size:.3g} before training",
             "above 20, where standardised inputs give about 1",
             "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
             "20: hookkit, measured",
             "inputs that are not standardised (0-255 images), or a first layer begun too large",
             "scale the inputs to mean 0 and standard deviation 1",
         )
-    elif not normed and (size := _faint(run, record.names[row])) is not None and size < 3e-3:
+    elif not normed and (size := read.input_size(run.params, record.names[row])) < read.FAINT_INPUT:
         yield Finding(
             "input_scale",
             "warn" if aims.learns(run) is False else "info",
@@ -245,19 +245,13 @@ def input_scale(run: Run) -> Iterator[Finding]:
         )
 
 
-def _faint(run: Run, layer: str) -> float | None:
-    """About how large a layer's inputs are: its weight's gradient over its bias's, by input.
-
-    The first is a sum of errors times inputs, the second a sum of the errors alone.
-    """
-    record = run.params
-    if record is None or not {f"{layer}.weight", f"{layer}.bias"} <= set(record.names):
-        return None
-    rows = [record.names.index(f"{layer}.{name}") for name in ("weight", "bias")]
-    grads = read.table(record, "grad_norm")[rows]
-    numel = [read.meta(record, "numel", 0)[i] for i in rows]
-    with np.errstate(all="ignore"):
-        ratio = float(read.median(grads[0] / grads[1]))
-    if not all(numel) or not np.isfinite(ratio) or ratio == 0:
-        return None
-    return ratio / float(np.sqrt(numel[0] / numel[1]))
+def _without_bias(run: Run, record: Record, row: int) -> float:
+    """The spread of a layer's first output, less what its bias makes where that is known."""
+    rms, std = (float(read.table(record, s)[row, 0]) for s in ("rms", "std"))
+    name = f"{record.names[row]}.bias"
+    if run.params is None or name not in run.params.names:
+        return std
+    at = run.params.names.index(name)
+    n = read.meta(run.params, "numel", 0)[at]
+    bias = float(run.params.value("weight_norm", at)[0]) ** 2 / n if n else 0.0
+    return min(std, float(np.sqrt(max(rms**2 - bias, 0.0))))
