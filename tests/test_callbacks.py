@@ -18,6 +18,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
+from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.recording import HookCallback
 from hookkit.testing import EventLog, mlp, synth_learner
@@ -122,6 +123,23 @@ def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
     learn.remove_cb(GradientAccumulation)
     learn.fit(1)
     assert learn.n_steps == 3 + 5
+
+
+def test_what_is_left_of_an_epoch_of_unknown_length_is_no_part_of_the_next() -> None:
+    batches = [(torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(1, 4)]
+
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    def trained(data: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        learn = quiet(data=data, cbs=GradientAccumulation(2))
+        learn.fit(2)
+        assert learn.n_steps == 2
+        return torch.cat(list(learn.model.parameters()))
+
+    assert trained(DataLoaders(Endless())).equal(trained(DataLoaders(batches[:2])))
 
 
 def test_the_recorded_loss_is_not_scaled() -> None:

@@ -57,7 +57,8 @@ class TrainEvalCallback(Callback):
 class GradientAccumulation(Callback):
     """One optimizer step for every `n_acc` batches, with the mean of their gradients.
 
-    What is left at the end of an epoch is stepped with too.
+    What is left at the end of an epoch is stepped with too. It is left out where that end is not
+    foreseen: the loader does not tell its length, or training is cancelled.
 
     Args:
         n_acc: batches per step.
@@ -76,6 +77,10 @@ class GradientAccumulation(Callback):
                 f"Use 1 (no accumulation) or more."
             )
         self.n_acc = n_acc
+
+    def before_train(self) -> None:
+        """Leaves out what an epoch before it did not step with."""
+        self.learn.opt.zero_grad()
 
     def before_batch(self) -> None:
         """Decides whether a step follows this batch."""
