@@ -725,6 +725,16 @@ def test_no_module_or_a_scripted_one_puts_nothing_in() -> None:
     assert not relu._forward_hooks
 
 
+@pytest.mark.parametrize("one", [hook_output, hook_input, edit_output, edit_input, edit_grad])
+def test_several_modules_where_one_is_wanted_are_sent_next_door(one: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    given = () if one in (hook_output, hook_input) else (zero(),)
+
+    for several in (select(net, "*"), list(net), {"a": net}):
+        with pytest.raises(ArgumentError, match=f"{one.__name__}s takes several"):
+            one(several, *given)
+
+
 # --- threads, copies, compilation, lifetime
 
 

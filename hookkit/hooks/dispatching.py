@@ -10,7 +10,7 @@ for each call (2.0 µs with the removal, against 0.2 µs), and a capture block h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, cast
 from weakref import ref
@@ -110,6 +110,9 @@ class Dispatcher:
         return type(self), (None, self.key)
 
 
+_SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
+
+
 def check_hookable(module: Any, who: str, hint: str = "") -> None:
     """Raises unless `module` is an nn.Module that runs its Python hooks.
 
@@ -120,6 +123,8 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
     if not isinstance(module, nn.Module):
         what = f'the string "{module}"' if isinstance(module, str) else type(module).__name__
         cure = "select(model, ...) finds modules by name" if isinstance(module, str) else hint
+        if not cure and who in _SINGLE and isinstance(module, Mapping | list | tuple):
+            cure = f"{who}s takes several"
         raise ArgumentError(
             f"{who}: expected modules (nn.Module), found {what}. "
             f"{(cure or 'Pass the module itself, as model.layer1')}."
