@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.stats import ParamStats
+from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch
 
 pytestmark = pytest.mark.usefixtures("reader")
@@ -51,3 +51,41 @@ def test_a_parameter_that_a_step_gives_another_shape_has_no_update(
         known = [math.isfinite(u) for u in record.value("update_norm", name)]
         assert known == [True, not grown, True, True]
     assert record.value("weight_norm", record.names[-1])[2] == pytest.approx(math.sqrt(to))
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        if len(x) > 4:
+            raise MemoryError
+        return self.b(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_fails_and_is_tried_in_parts_leaves_nothing(training: bool) -> None:
+    model, stats = Narrow(), ActivationStats(with_hist=True, on_valid=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, stats):
+        for _ in range(2):
+            model.train(training)
+            x = torch.randn(8, 8)
+            try:
+                model(x)
+            except MemoryError:
+                for part in x.split(4):
+                    model(part).square().mean().backward()
+            model.train()
+            if not training:
+                model(x[:4]).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = stats.record(valid=not training)
+    assert record.value("count", "a").tolist() == [64, 64]
+    assert record.hist is not None
+    assert record.hist[record.layer("a")].sum() == 128

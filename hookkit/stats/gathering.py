@@ -126,8 +126,10 @@ class StatsCallback(HookCallback):
         self._tried = True
 
     def after_cancel_batch(self) -> None:
-        """A cancelled batch leaves nothing."""
+        """A cancelled batch leaves nothing; in `watch` it is over with this."""
         self._cancelled = True
+        if self.recording:
+            (self.tally if self.learn.training else self.valid_tally).drop()
 
     def after_batch(self) -> None:
         """Closes the record of the step, or keeps this batch for it."""
