@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookkit.modelinfo import faking
 from hookkit.modelinfo.flops import has_formula, is_unknown, macs_of
 from hookkit.summaries import summary
 
@@ -97,6 +98,51 @@ def test_kernels_that_not_every_machine_has_are_counted(name: str, args: Any, ma
     op = getattr(torch.ops.aten, name).default
 
     assert macs_of(op, args, {}, None) == macs
+
+
+class Experts(nn.Module):
+    """As transformers runs a mixture: the tokens in the order of their experts, one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(4, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, device=x.device, dtype=torch.int32) * len(x) // 4
+        return torch._grouped_mm(x, self.up, offs=ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_experts_of_any_type_run_on_fake_tensors(device: str, dtype: torch.dtype) -> None:
+    s = summary(Experts().to(device, dtype), t(12, 8).to(device, dtype))
+
+    assert (s.macs, s.run) == (12 * 8 * 16, "fake")
+    assert s.output == f"12×16 {str(dtype).removeprefix('torch.')}"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "groups"),
+    [
+        ((12, 8), (4, 8, 16), [3, 6, 9, 12]),
+        ((4, 3, 8), (4, 8, 16), None),
+        ((8, 16), (16, 24), [4, 8, 12, 16]),
+        ((4, 3, 8), (8, 16), [4, 8, 12, 16]),
+    ],
+)
+def test_grouped_products_have_the_shapes_of_real_ones(a: Any, b: Any, groups: Any) -> None:
+    ends = None if groups is None else torch.tensor(groups, dtype=torch.int32)
+    x, y = t(*a).bfloat16(), t(*b).bfloat16()  # every build has a kernel for these
+    op = torch.ops.aten._grouped_mm.default
+
+    made = faking.call(op, (x.float(), y.float()), {"offs": ends})
+
+    assert made.shape == op(x, y, offs=ends).shape
+
+
+def test_grouped_products_of_sizes_that_differ_fail_in_the_models_words() -> None:
+    with pytest.raises(RuntimeError):
+        summary(Experts(), t(12, 7))
 
 
 def test_a_convolution_over_time_first_is_counted() -> None:

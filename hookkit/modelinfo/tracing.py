@@ -107,8 +107,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake = self.tracer.trace.how == "fake"
         if fake:
             faking.check(func, args, self.tracer.real)
-        out = func(*args, **kwargs)
-        out = faking.completed(func, args, out) if fake else out
+        out = faking.call(func, args, kwargs) if fake else func(*args, **kwargs)
         self.tracer.book(func, args, kwargs, out, self.free)
         return self._watched(out)
 
