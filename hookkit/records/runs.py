@@ -106,6 +106,7 @@ class Run(Plain, Exports):
 
 
 _SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+_RECORDERS = {"activation": "ActivationStats", "gradient": "GradientStats", "param": "ParamStats"}
 
 
 def as_run(source: Any) -> Run:
@@ -173,17 +174,11 @@ def as_record(source: Any, *kinds: str) -> Record:
         OptionError: it holds no record of these kinds.
     """
     run = as_run(source)
-    for kind in kinds or tuple(_SLOTS):
+    for kind in kinds or _SLOTS:
         if (record := getattr(run, _SLOTS[kind])) is not None:
             return record  # type: ignore[no-any-return]
-    found = ", ".join(r.kind for r in run.records) or "none"
-    recorders = {
-        "activation": "ActivationStats",
-        "gradient": "GradientStats",
-        "param": "ParamStats",
-    }
-    wanted = kinds or tuple(_SLOTS)
+    found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(_SLOTS)
     raise OptionError(
         f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
-        f"Train with {' or '.join(f'{recorders[k]}()' for k in wanted)}."
+        f"Train with {' or '.join(f'{_RECORDERS[k]}()' for k in wanted)}."
     )
