@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch
@@ -89,3 +90,21 @@ def test_a_forward_that_fails_and_is_tried_in_parts_leaves_nothing(training: boo
     assert record.value("count", "a").tolist() == [64, 64]
     assert record.hist is not None
     assert record.hist[record.layer("a")].sum() == 128
+
+
+def test_a_parameter_that_is_called_otherwise_goes_on_under_its_new_name() -> None:
+    model, stats = nn.Sequential(nn.Linear(8, 2)), ParamStats()
+    prune.random_unstructured(model[0], "weight", 0.5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, stats):
+        for i in range(4):
+            if i == 2:
+                prune.remove(model[0], "weight")
+            model(torch.ones(4, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    norms = {name: stats.record().value("weight_norm", name) for name in stats.record().names}
+    assert [math.isfinite(n) for n in norms["0.weight_orig"]] == [True, True, False, False]
+    assert [math.isfinite(n) for n in norms["0.weight"]] == [False, False, True, True]

@@ -57,6 +57,7 @@ class Parameters:
         tables = (module._parameters for module in self.model.modules())
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._keys = list(chain.from_iterable(self._tables))
         some = [p for p in self._held if p is not None]
         # what has no values may have some soon; a script's parameters are not in a table
         n = len({id(p) for p in some})
@@ -71,4 +72,6 @@ class Parameters:
 
     def _moved(self) -> bool:
         held = list(chain.from_iterable(map(dict.values, self._tables)))
-        return len(held) != len(self._held) or not all(map(is_, held, self._held))
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return True
+        return list(chain.from_iterable(self._tables)) != self._keys  # the same, called otherwise
