@@ -725,6 +725,17 @@ def test_no_module_or_a_scripted_one_puts_nothing_in() -> None:
     assert not relu._forward_hooks
 
 
+def test_an_edit_that_is_exported_is_in_the_graph_and_was_reached() -> None:
+    net, x = mlp(), torch.ones(3, 4)
+
+    with edit_output(net[0], zero()):
+        wanted = net(x)
+    with edit_output(net[0], zero()):  # no warning
+        exported: Any = torch.export.export(net, (x,), strict=False).module()
+
+    torch.testing.assert_close(exported(x), wanted)
+
+
 @pytest.mark.parametrize("one", [hook_output, hook_input, edit_output, edit_input, edit_grad])
 def test_several_modules_where_one_is_wanted_are_sent_next_door(one: Any) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

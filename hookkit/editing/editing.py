@@ -211,7 +211,7 @@ class Edits:
             return self
         if self.removed:
             for edit in self._edits:
-                edit.n_calls, edit.elsewhere = 0, False
+                edit.n_calls, edit.elsewhere, edit.traced = 0, False, False
             self.register()
         for edit in self._edits:
             edit.thread = get_ident()
@@ -228,7 +228,7 @@ class Edits:
         self.remove()
         for edit in self._edits:
             edit.thread = None
-        idle = [edit for edit in self._edits if not edit.n_calls]
+        idle = [edit for edit in self._edits if not (edit.n_calls or edit.traced)]  # by an export
         if e is None and idle:
             names = "; ".join(f"{edit.label()}: {edit.why()}" for edit in idle[:5])
             warn(
