@@ -275,3 +275,20 @@ def test_a_model_in_the_place_of_the_learner_gets_the_cure(f: Any) -> None:
 def test_without_data_there_are_two_cures() -> None:
     with pytest.raises(ModelRunError, match=r"no data. Make it with DataLoaders.*module_summary"):
         learner_summary(SimpleNamespace(model=nn.Linear(2, 3), dls=None))
+
+
+def test_a_batch_that_is_a_mapping_goes_in_by_keyword() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y: Tensor = self.fc(x) * mask
+            return y
+
+    batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, 1)}
+    text = learner_summary(learner(Net(), train=[batch]))
+
+    assert text.startswith("Net (Input shape: ['4 x 3', '4 x 1'])")
+    assert "Total params: 8" in text

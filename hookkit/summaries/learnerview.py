@@ -6,15 +6,16 @@ numbers are right; rows stand in the order of execution, and the first dimension
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
+from hookkit.data import generators_of, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.layout import percent
 from hookkit.modelinfo import isolating
@@ -60,7 +61,7 @@ def _check(learn: Any, who: str) -> None:
 def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary:
     model, opt = learn.model, getattr(learn, "opt", None)
     inner = unwrap(model)
-    given = Inputs(_placed(inner, tuple(xb)))
+    given = _placed(inner, xb if isinstance(xb, Inputs) else Inputs(xb))
     done, notes = run(inner, given, training)
     torchs = opt if hasattr(opt, "param_groups") else None
     made = build(inner, done, torchs, View(), wrappers_of(model), arrivals(given), notes)
@@ -71,13 +72,13 @@ def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary
     return made
 
 
-def _placed(model: nn.Module, xb: tuple[Any, ...]) -> tuple[Any, ...]:
+def _placed(model: nn.Module, xb: Inputs) -> Inputs:
     """The inputs on the model's device, where the Learner would have put them."""
     p = next(model.parameters(), None)
     if p is None or p.device.type in ("cpu", "meta"):
         return xb
     device = p.device
-    placed: tuple[Any, ...] = tmap(lambda t: t.to(device), xb)
+    placed: Inputs = tmap(lambda t: t.to(device), xb)
     return placed
 
 
@@ -198,10 +199,11 @@ def frozen_to(learn: Any) -> int:
     return free.index(True) if True in free else len(groups)
 
 
-def one_input(dls: Any) -> tuple[Any, ...]:
-    """The inputs of one training batch of `dls`, and no trace of having looked.
+def one_input(dls: Any) -> Inputs:
+    """What the model is called with for one training batch of `dls`, and no trace of having looked.
 
-    The targets are left out: all but the last item, or `n_inp` items where the loader says so.
+    The targets are left out: all but the last item, or `n_inp` items where the loader says so. A
+    batch that is a mapping goes in by keyword.
     """
     train = getattr(dls, "train", None)
     if train is None:
@@ -211,21 +213,13 @@ def one_input(dls: Any) -> tuple[Any, ...]:
         )
     with ExitStack() as stack:
         stack.enter_context(isolating.undisturbed())
-        for g in _generators(train):
+        for g in generators_of(train):
             stack.callback(g.set_state, g.get_state())
         batch = _batch(train)
+    if isinstance(batch, Mapping):
+        return Inputs((), batch)
     n = getattr(dls, "n_inp", None) or getattr(train, "n_inp", None)
-    if isinstance(batch, Tensor) or not isinstance(batch, list | tuple):
-        return (batch,)
-    return tuple(batch[: n or max(1, len(batch) - 1)])
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The random generators of the loader and its samplers."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = (getattr(owner, "generator", None) for owner in owners)
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    return Inputs(split_batch(batch, n)[0])
 
 
 def _batch(loader: Any) -> Any:
