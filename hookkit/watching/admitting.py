@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.errors import (
     ArgumentError,
     CompiledWarning,

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.outputs import Scores
 from hookkit.events import CancelBatchException
 from hookkit.watching.losses import LossTape, loss_in

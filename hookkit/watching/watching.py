@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.callbacks.driving import Callback
+from hookkit.callbacks.listening import Callback
 from hookkit.errors import HookError, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
