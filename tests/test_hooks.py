@@ -1016,3 +1016,18 @@ def test_gradients_of_inputs_arrive_under_a_reentrant_checkpoint() -> None:
         checkpoint(m, x, use_reentrant=True).sum().backward()
 
     torch.testing.assert_close(h.stored[0], m.weight.sum(0, keepdim=True).detach())
+
+
+def test_the_text_of_hooks_says_what_they_hold() -> None:
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+    h = hook_outputs(select(net, "0", "4"))
+    assert repr(h) == "Hooks(2 hooks)"
+
+    net(torch.ones(3, 2))
+    assert repr(h) == "Hooks(2 hooks: 0 3×2, 4 3×2)"
+
+    h.remove()
+    assert repr(h) == "Hooks(2 hooks, removed: 0 3×2, 4 3×2)"
+    with hook_outputs(net) as many:
+        net(torch.ones(1, 2))
+    assert repr(many) == "Hooks(5 hooks, removed: 0 1×2, 1 1×2, 2 1×2, 3 1×2, …)"

@@ -294,10 +294,14 @@ class Hook:
     def __repr__(self) -> str:
         seen = "1 call" if self._count == 1 else f"{self._count} calls"
         seen = "traced" if self._traced else seen
-        if self._last is not None and not isinstance(self._last, Grads):
-            value = self._last.value if isinstance(self._last, Kept) else self._last
-            seen += f", stored {describe(value)}"
+        seen += f", stored {held}" if (held := self._held()) else ""
         return f"Hook({self.label}, {seen}{', removed' if self.removed else ''})"
+
+    def _held(self) -> str:
+        """What is stored, in words; gradients fill in later and are not told."""
+        if self._last is None or isinstance(self._last, Grads):
+            return ""
+        return describe(self._last.value if isinstance(self._last, Kept) else self._last)
 
     # -- copies -------------------------------------------------------------------------------
 

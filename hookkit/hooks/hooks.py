@@ -207,7 +207,11 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def __repr__(self) -> str:
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
-        return f"Hooks({few}{', removed' if self.hooks and self.removed else ''})"
+        few += ", removed" if self.hooks and self.removed else ""
+        pairs = zip(self.names, self.hooks, strict=True)
+        held = [f"{name} {text}" for name, h in pairs if (text := h._held())]
+        shown = f": {', '.join(held[:4])}{', …' if held[4:] else ''}" if held else ""
+        return f"Hooks({few}{shown})"
 
 
 def as_L(items: list[Any]) -> L:
