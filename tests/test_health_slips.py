@@ -236,22 +236,21 @@ def test_large_scores_that_leave_a_binary_loss_in_a_narrow_range_are_squashed():
 
 
 @pytest.mark.parametrize(
-    ("reader", "loss", "named"),
+    ("given", "loss", "named"),
     [
         ("Sigmoid", "BCEWithLogitsLoss", True),
         ("Softmax", "cross_entropy", True),
+        ("Softmax", "nll_loss", True),
         ("Sigmoid", "BCELoss", False),
-        ("ReLU", "cross_entropy", False),
-        ("", "cross_entropy", False),
+        ("LogSoftmax", "nll_loss", False),
         (None, "cross_entropy", False),
     ],
 )
-def test_what_reads_the_last_layer_tells_of_probabilities(reader, loss, named):
+def test_what_the_loss_is_given_tells_of_probabilities(given, loss, named):
     a = acts(("Linear", "ReLU", "Linear"))
-    a = dataclasses.replace(a, meta={**a.meta, "feeds": ["ReLU", "", reader]})
 
-    d = diagnose(Run(a, losses=falling(), info={"loss_func": loss}))
+    d = diagnose(Run(a, losses=falling(), info={"loss_func": loss, "loss_input": given}))
 
     assert ("probabilities" in d.rules) == named
     if named:
-        assert f"a {reader.lower()} of 2" in d[0].evidence
+        assert d[0].evidence == f"the loss is given what a {given.lower()} gives"

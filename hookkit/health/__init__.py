@@ -96,7 +96,8 @@ def diagnose(run: Any) -> Diagnosis:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
             `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr`,
             `weight_decay` and `momentum` (per parameter group), `maximize`, `dtype` (where the
-            records do not say) and `output_is_probabilities`.
+            records do not say), `output_is_probabilities` and `loss_input` (`"Softmax"` or
+            `"Sigmoid"`, if that is what makes the loss's input).
 
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.

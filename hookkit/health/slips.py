@@ -165,17 +165,16 @@ def _by_output(run: Run) -> _Proof | None:
     return None
 
 
+_ENDS = ("Softmax", "Sigmoid")
+
+
 def _by_last_layer(run: Run) -> _Proof | None:
-    record, ends = run.activations, ("Softmax", "Sigmoid")
-    if record is None or not record.names:
+    if (given := run.info.get("loss_input")) in _ENDS:
+        return "sick", (), f"the loss is given what a {given.lower()} gives"
+    record = run.activations
+    if record is None or not record.names or record.types[-1] not in _ENDS:
         return None
-    if record.types[-1] in ends:
-        return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
-    reader = read.meta(record, "feeds", None)[-1]
-    if reader not in ends:
-        return None
-    what = f"what the model gives is a {reader.lower()} of {record.names[-1]}"
-    return "sick", (record.names[-1],), what
+    return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
 
 
 def _by_narrow_range(run: Run) -> _Proof | None:
