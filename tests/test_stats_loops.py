@@ -108,3 +108,71 @@ def test_a_parameter_that_is_called_otherwise_goes_on_under_its_new_name() -> No
     norms = {name: stats.record().value("weight_norm", name) for name in stats.record().names}
     assert [math.isfinite(n) for n in norms["0.weight_orig"]] == [True, True, False, False]
     assert [math.isfinite(n) for n in norms["0.weight"]] == [False, False, True, True]
+
+
+class Parted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Again(torch.autograd.Function):
+    """Runs `layer` again in the backward, as reversible nets do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grads)
+        return x.grad, None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_that_runs_after_the_model_is_recorded(compiled: bool) -> None:
+    model, stats = Parted(), ActivationStats()
+    head = torch.compile(model.head, backend="eager", fullgraph=True) if compiled else model.head
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    want = []
+
+    with watch(model, opt, stats):
+        for _ in range(3):
+            out = head(model(torch.randn(4, 8)).relu())
+            with torch.no_grad():
+                model.head(torch.ones(50, 8))  # a probe
+            want.append(out.mean().item())
+            out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = stats.record()
+    assert record.value("mean", "head") == pytest.approx(want, abs=1e-7)
+    assert record.value("count", "head").tolist() == [8, 8, 8]
+    assert record.value("count", "body").tolist() == [32, 32, 32]
+
+
+def test_what_runs_again_within_the_backward_is_recorded_once() -> None:
+    class Reversible(Parted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(Again.apply(x.requires_grad_(), self.body))
+
+    model, stats = Reversible(), ActivationStats()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, stats):
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert stats.record().value("count", "body").tolist() == [32, 32, 32]

@@ -91,6 +91,7 @@ class StatsCallback(HookCallback):
         self.recording = on
         training = self.learn is None or self.learn.training
         self._eye.on = on and training and not self._through
+        self._eye.late = on and training and self._through
         self._valid_eye.on = on and not training and not self._through
 
     # --- events

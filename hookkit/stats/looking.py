@@ -13,7 +13,14 @@ from torch import Tensor, is_grad_enabled, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks import recomputing
-from hookkit.hooks.dispatching import Attached, Dispatcher, called, check_hookable, is_compiling
+from hookkit.hooks.dispatching import (
+    Attached,
+    Dispatcher,
+    called,
+    check_hookable,
+    graph_task,
+    is_compiling,
+)
 from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, note_version
 from hookkit.moments.tallies import Tally
 from hookkit.nested import describe, named_leaves, pick
@@ -21,10 +28,14 @@ from hookkit.selecting import Selection
 
 
 class Eye:
-    """What the hooks look at: whether to record, and where to. All a compiled graph guards on."""
+    """What the hooks look at: whether to record, and where to. All a compiled graph guards on.
+
+    Attributes:
+        late: the model is through; what is called by itself now may still make the loss.
+    """
 
     def __init__(self, tally: Tally) -> None:
-        self.on, self.tally = False, tally
+        self.on, self.late, self.tally = False, False, tally
 
     def __reduce__(self) -> Any:
         return Eye, (self.tally,)
@@ -65,15 +76,26 @@ class Look(Dispatcher):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward."""
         target = self.target
-        if target is None or not target[0].on or recomputing():
+        if target is None:
             return
         eye, row, pick = target
+        if not (eye.on or (eye.late and _makes_loss(output))) or recomputing():
+            return
         seen = output if pick is None else called(pick, module, args, output)
         if isinstance(seen, Tensor):
             eye.tally.see(row, 0, "", seen)
             return
         for leaf, (path, t) in enumerate(named_leaves(seen)):
             eye.tally.see(row, leaf, path, t)
+
+
+def _makes_loss(output: Any) -> bool:
+    """Whether a layer called by itself takes part in the training: a probe runs without gradients,
+    and what runs again within the backward was seen before.
+    """
+    if not is_compiling() and graph_task() != -1:
+        return False
+    return any(t.requires_grad for _, t in named_leaves(output))
 
 
 class BeforeGradients(PreWhenOn):

@@ -114,7 +114,7 @@ class ActivationStats(LayerStats):
         )
 
     def after_pred(self) -> None:
-        """The batch is through: a layer called by itself from here on is no part of it."""
+        """The batch is through: a layer called by itself now is part of it if it makes the loss."""
         if self.is_forward:
             self._through = True
             self._record(self.recording)
