@@ -214,6 +214,25 @@ def test_a_sparse_operand_counts_its_stored_elements() -> None:
     assert (seen.macs, seen.run, seen.why) == (4 * 5, "real", "sparse tensors")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "adjacency",
+    [
+        lambda ends, w: torch.sparse_coo_tensor(ends, w, (5, 5)),
+        lambda ends, w: torch.sparse_coo_tensor(ends, w, (5, 5)).coalesce(),
+        lambda ends, w: torch.zeros(5, 5).index_put((ends[0], ends[1]), w).to_sparse(),
+        lambda ends, w: torch.zeros(5, 5).index_put((ends[0], ends[1]), w).to_sparse_csr(),
+    ],
+    ids=["made", "coalesced", "to_sparse", "csr"],
+)
+def test_a_graph_built_in_the_forward_counts_its_edges(adjacency: Any) -> None:
+    ends = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 0, 0, 3]])
+
+    s = summary(Fn(lambda x, e, w: adjacency(e, w) @ x), t(5, 3), ends, torch.ones(7))
+
+    assert s.macs == 7 * 3
+
+
 def test_distances_of_many_points_are_told_to_be_uncounted() -> None:
     assert list(summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted) == ["aten::_euclidean_dist"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from hookkit.modelinfo.flops import has_formula
+from hookkit.modelinfo.flops import TWO_SIDED, has_formula, name_of
 
 # Products whose operands must be of one type. Autocast has made them so before they come here.
 _ONE_DTYPE = frozenset(
@@ -24,6 +24,7 @@ _ONE_DTYPE = frozenset(
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
                  "convolution", "_convolution", "mkldnn_rnn_layer")
 )  # fmt: skip
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _no_modes: Any = _python_dispatch._disable_current_modes  # real tensors amid fake ones
 _DEAR = 2**27  # multiply-accumulates of an LSTM layer that is not run to see its workspace
 
@@ -35,13 +36,20 @@ def looks_at(name: str) -> bool:
 
 def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
     """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
-    name = func._schema.name if hasattr(func, "_schema") else ""
+    name = name_of(func)
+    if name in TWO_SIDED and any(_entries_unknown(a) for a in args):
+        raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
     if name in _ONE_DTYPE:
         kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}
         if len(kinds) > 1:
             raise TypeError(f"{name} of mixed types {', '.join(sorted(kinds))}")
     elif name == "aten::embedding" and (ids := real.get(id(args[1]))) is not None:
         _check_ids(ids, len(args[0]))
+
+
+def _entries_unknown(a: Any) -> bool:
+    """Of what `to_sparse` or `coalesce` makes of a fake tensor: it has none to count."""
+    return isinstance(a, Tensor) and a.layout in _SPARSE and not a._nnz()
 
 
 def _check_ids(ids: Tensor, n: int) -> None:
@@ -55,8 +63,7 @@ def _check_ids(ids: Tensor, n: int) -> None:
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` gives on fake tensors, also where only the fake refuses."""
-    name = func._schema.name if hasattr(func, "_schema") else ""
-    if name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+    if name_of(func) == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
     return _completed(func, args, func(*args, **kwargs))
 
@@ -76,7 +83,7 @@ def _completed(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
     The fake LSTM of oneDNN returns an empty one; autograd keeps the real one, ten times the rest.
     """
-    if not hasattr(func, "_schema") or func._schema.name != "aten::mkldnn_rnn_layer":
+    if name_of(func) != "aten::mkldnn_rnn_layer":
         return out
     plain = (tuple(a.shape) if isinstance(a, Tensor) else _frozen(a) for a in args)
     try:

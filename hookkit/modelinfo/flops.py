@@ -179,7 +179,8 @@ _OURS: dict[str, MacFormula] = {
     "aten::addr": _addr,
     "aten::_trilinear": _trilinear,
 }  # fmt: skip
-_TWO_SIDED = {"aten::mm": 0, "aten::addmm": 1, "aten::_sparse_mm": 0, "aten::_sparse_addmm": 1}
+# products that may have a sparse operand -> where their two operands begin
+TWO_SIDED = {"aten::mm": 0, "aten::addmm": 1, "aten::_sparse_mm": 0, "aten::_sparse_addmm": 1}
 _TORCHS: dict[str, Callable[..., int]] = {
     str(k).replace(".", "::", 1): f for k, f in flop_registry.items()
 }
@@ -200,8 +201,8 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     name = name_of(func)
     if (formula := _OURS.get(name)) is not None:
         return formula(*args, **kwargs)
-    if name in _TWO_SIDED:
-        a, b = args[_TWO_SIDED[name]], args[_TWO_SIDED[name] + 1]
+    if name in TWO_SIDED:
+        a, b = args[TWO_SIDED[name]], args[TWO_SIDED[name] + 1]
         if a.layout is not torch.strided or b.layout is not torch.strided:
             return _sparse_mm(a, b)
         return int(a.shape[0] * a.shape[1] * b.shape[-1])
@@ -216,7 +217,7 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 def has_formula(name: str) -> bool:
     """True if `name` costs something, though it may be nothing on an empty batch."""
-    known = name in _OURS or name in _TWO_SIDED or name.rstrip("_") in _TORCHS
+    known = name in _OURS or name in TWO_SIDED or name.rstrip("_") in _TORCHS
     return known or name == "aten::conv_tbc" or name.startswith("quantized::linear")
 
 
