@@ -233,6 +233,12 @@ def test_a_graph_built_in_the_forward_counts_its_edges(adjacency: Any) -> None:
     assert s.macs == 7 * 3
 
 
+def test_a_sparse_matrix_times_a_vector_counts_its_entries() -> None:
+    s = summary(Fn(lambda a, v: a.to_sparse().coalesce() @ v), torch.eye(6), t(6))
+
+    assert s.macs == 6
+
+
 def test_distances_of_many_points_are_told_to_be_uncounted() -> None:
     assert list(summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted) == ["aten::_euclidean_dist"]
 

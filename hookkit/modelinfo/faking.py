@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from hookkit.modelinfo.flops import TWO_SIDED, has_formula, name_of
+from hookkit.modelinfo.flops import SPARSE, TWO_SIDED, has_formula, name_of
 
 # Products whose operands must be of one type. Autocast has made them so before they come here.
 _ONE_DTYPE = frozenset(
@@ -24,7 +24,6 @@ _ONE_DTYPE = frozenset(
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
                  "convolution", "_convolution", "mkldnn_rnn_layer")
 )  # fmt: skip
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _no_modes: Any = _python_dispatch._disable_current_modes  # real tensors amid fake ones
 _DEAR = 2**27  # multiply-accumulates of an LSTM layer that is not run to see its workspace
 
@@ -37,7 +36,7 @@ def looks_at(name: str) -> bool:
 def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
     """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
     name = name_of(func)
-    if name in TWO_SIDED and any(_entries_unknown(a) for a in args):
+    if (name in TWO_SIDED or name == "aten::mv") and any(_entries_unknown(a) for a in args):
         raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
     if name in _ONE_DTYPE:
         kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}
@@ -49,7 +48,7 @@ def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
 
 def _entries_unknown(a: Any) -> bool:
     """Of what `to_sparse` or `coalesce` makes of a fake tensor: it has none to count."""
-    return isinstance(a, Tensor) and a.layout in _SPARSE and not a._nnz()
+    return isinstance(a, Tensor) and a.layout in SPARSE and not a._nnz()
 
 
 def _check_ids(ids: Tensor, n: int) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 MacFormula = Callable[..., int]
 
 aten = torch.ops.aten
@@ -116,7 +118,7 @@ def _conv_tbc(_x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> in
 
 
 def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
-    return _numel(a)
+    return int(a._nnz()) if a.layout in SPARSE else _numel(a)
 
 
 def _addmv(_self: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
