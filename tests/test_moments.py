@@ -145,6 +145,20 @@ def test_records_of_one_value_are_read_together(name: str) -> None:
         check(dict(zip(FIELDS[1:], row or cpu_row(x, EPS), strict=True)), want)
 
 
+def test_what_is_denormal_is_zero_where_pytorch_flushes_it() -> None:
+    x = torch.tensor([1e-41, -1e-41, 0.0, 1.0, 1.0])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        for some in (x, x[:3]):
+            row = dict(zip(FIELDS[1:], cpu_row(some.numpy(), 1e-42), strict=True))
+            want = slow(some)
+            assert (row["near"], row["zero"]) == (want["zero"], want["zero"]) == (3, 3)
+    finally:
+        torch.set_flush_denormal(False)
+    assert cpu_row(x.numpy(), 1e-42)[5:7] == (1, 1)
+
+
 def test_a_naive_formula_fails_the_reference() -> None:
     """A test of the test: E[x²] − E[x]² in float32 is far off at mean/std 1e4."""
     x = CASES["mean/std 1e4"]

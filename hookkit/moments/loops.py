@@ -18,7 +18,8 @@ from numba import njit
 
 _SIGN, _SIZE, _INF = np.int32(31), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _LEAST, _MOST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
-_NONE = np.int32(0)
+_NONE, _DENORMAL = np.int32(0), np.int32(0x007FFFFF)
+TINY = 1e-45
 _SIZE_BITS, _INF_BITS = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _PIECE = 4096  # counts of a piece fit 32 bits, and all of it a core's first cache
 _ILL = 1e-6  # below this ratio of variance to mean² the sums have lost digits
@@ -41,8 +42,8 @@ def _compiled(signature: str) -> Any:
     return compiled
 
 
-@_compiled(f"Tuple((float64, float64, int32, int32, int64, int64))({_FLOATS}, int32)")
-def _sums(x, eps):  # type: ignore[no-untyped-def]
+@_compiled(f"Tuple((float64, float64, int32, int32, int64, int64))({_FLOATS}, int32, int32)")
+def _sums(x, eps, least):  # type: ignore[no-untyped-def]
     """Sums of values and squares, keys of least and greatest, how many are near zero and zero."""
     bits, n = x.view(np.int32), len(x)
     first = second = 0.0
@@ -57,7 +58,7 @@ def _sums(x, eps):  # type: ignore[no-untyped-def]
             second += value * value
             size = word & _SIZE
             some += np.int32(size <= eps)
-            none += np.int32(size == 0)
+            none += np.int32(size <= least)
             key = word ^ ((word >> _SIGN) & _SIZE)
             lo, hi = min(lo, key), max(hi, key)
         near += int(some)
@@ -95,17 +96,22 @@ def _deviations(x, n, mean):  # type: ignore[no-untyped-def]
     return second - first * first / n
 
 
-@_compiled(f"void({_FLOATS}, float32, float64[::1])")
-def row(x, eps, out):  # type: ignore[no-untyped-def]
-    """The row of `x` (without `calls`, as `moments.Row`) into the (8,) `out`."""
+@_compiled(f"void({_FLOATS}, float32, float32, float64[::1])")
+def row(x, eps, tiny, out):  # type: ignore[no-untyped-def]
+    """The row of `x` (without `calls`, as `moments.Row`) into the (8,) `out`.
+
+    `tiny` is `TINY`: it comes in as 0 where the processor takes what is denormal for 0.
+    """
     n = len(x)
     floats = np.empty(3, np.float32)
     words = floats.view(np.int32)
-    floats[2] = abs(eps)  # of -0.0 too
-    first, second, lo, hi, near, zero = _sums(x, words[2])
+    floats[0], floats[2] = tiny, abs(eps)  # of -0.0 too
+    least = _NONE if words[0] else _DENORMAL
+    limit = max(words[2], least)
+    first, second, lo, hi, near, zero = _sums(x, limit, least)
     count = n
     if not second < math.inf:
-        count, first, lo, hi, near = _finite_sums(x, words[2])
+        count, first, lo, hi, near = _finite_sums(x, limit)
     words[0], words[1] = lo ^ ((lo >> _SIGN) & _SIZE), hi ^ ((hi >> _SIGN) & _SIZE)
     mean = first / max(count, 1)
     m2 = second - first * mean
@@ -116,11 +122,11 @@ def row(x, eps, out):  # type: ignore[no-untyped-def]
     out[5], out[6], out[7] = near, zero, n - count
 
 
-@_compiled(f"void({_TABLE}, float32, float64[:, ::1])")
-def rows(table, eps, out):  # type: ignore[no-untyped-def]
+@_compiled(f"void({_TABLE}, float32, float32, float64[:, ::1])")
+def rows(table, eps, tiny, out):  # type: ignore[no-untyped-def]
     """The row of each of the (k, n) values into (k, 8)."""
     for i in range(len(table)):
-        row(table[i], eps, out[i])
+        row(table[i], eps, tiny, out[i])
 
 
 @_compiled(f"float64({_FLOATS})")

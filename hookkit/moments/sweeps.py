@@ -106,7 +106,7 @@ def _looped(loops: Any, x: Any, eps: float) -> Row | None:
         return None
     row = scratch.row
     try:
-        loops.row(x, eps, row)
+        loops.row(x, eps, loops.TINY, row)
     except TypeError:  # its memory is not aligned
         return None
     return cast(Row, tuple(row.tolist()))
@@ -149,7 +149,7 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
     n, loops = table.shape[1], machine.after(table.size)
     if loops is not None:
         found = np.empty((len(table), 8))
-        loops.rows(table, eps, found)
+        loops.rows(table, eps, loops.TINY, found)
         return [cast(Row, tuple(row)) for row in found.tolist()]
     eps = _rounded(eps, np.float32)
     with np.errstate(all="ignore"):
