@@ -176,3 +176,34 @@ def test_what_runs_again_within_the_backward_is_recorded_once() -> None:
             opt.zero_grad()
 
     assert stats.record().value("count", "body").tolist() == [32, 32, 32]
+
+
+class Ragged(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout, self.layer = layout, nn.Linear(8, 4)
+
+    def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.nested.nested_tensor(parts, layout=self.layout)
+        return torch.cat(self.layer(x).unbind())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_units_of_a_nested_tensor_are_its_features(layout: torch.layout) -> None:
+    model, stats = Ragged(layout), ActivationStats(units=True, with_hist=True)
+    nn.init.constant_(model.layer.weight, 0.0)
+    model.layer.bias.data = torch.tensor([1.0, -1.0, 2.0, 3.0])
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    with watch(model, opt, stats):
+        for i in range(3):
+            model([torch.randn(2 + i, 8), torch.randn(3, 8)]).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = stats.record()
+    assert record.value("dead", "layer").tolist() == [0.25, 0.25, 0.25]
+    assert stats.dead_units("layer") == [1]
+    assert record.value("count", "layer").tolist() == [20, 24, 28]
+    assert record.value("mean", "layer").tolist() == [1.25, 1.25, 1.25]

@@ -13,6 +13,7 @@ and `kernels.py` (one read on CUDA).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def _odd(t: Tensor) -> Tensor | None:
     if _is_wrapped(t) or t.is_meta:
         return None
     if t.is_nested:
-        return plain(torch.cat([part.reshape(-1) for part in t.unbind()]))
+        return plain(_joined(t.unbind()))
     if hasattr(t, "to_local"):
         return plain(t.to_local())
     if t.is_quantized:
@@ -65,6 +66,14 @@ def _odd(t: Tensor) -> Tensor | None:
     if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
         return plain(t.as_subclass(Tensor)) if _has_storage(t) else None
     return t.abs() if t.is_complex() else t
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The values of all parts, as rows of features where they are alike in those."""
+    widths = {part.shape[-1] if part.ndim else 0 for part in parts}
+    width = widths.pop() if len(widths) == 1 else 0
+    rows = (-1, width) if width else (-1,)
+    return torch.cat([part.reshape(rows) for part in parts])
 
 
 def _has_storage(t: Tensor) -> bool:
