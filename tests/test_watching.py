@@ -1178,6 +1178,36 @@ def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
         w.start().stop()  # told once
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(
+    ("loss_func", "why"),
+    [
+        (nn.functional.mse_loss, r"mse_loss is a plain function.*w\.loss\(loss\)"),
+        (nn.MSELoss(), r"MSELoss was not called.*the very object"),
+    ],
+)
+def test_a_loss_function_that_is_never_seen_is_told(told, loss_func, why):
+    model = net()
+    opt = sgd(model)
+    w = watch(model, opt, loss_func=loss_func).start()
+    for x in batches(2):
+        loss = nn.functional.mse_loss(model(x), torch.zeros(5, 2))
+        loss.backward()
+        opt.step()
+        if told:
+            w.loss(loss)
+
+    if told:
+        w.stop()
+        assert len(w.losses) == 2
+    else:
+        with pytest.warns(HookkitWarning, match=rf"recorded no loss: {why}"):
+            w.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w.start().stop()  # told once
+
+
 def test_steps_that_cease_are_told_at_the_end():
     model = net()
     head, whole = sgd(model[2]), sgd(model)

@@ -159,7 +159,21 @@ def tell_twice(loss_func: Any) -> None:
         f"watch saw {type(loss_func).__name__} called more than once in a batch: the last call's "
         f"value is what it kept as the batch's loss. Tell the whole: w.loss(loss).",
         HookkitWarning,
-        stacklevel=4,
+        stacklevel=5,
+    )
+
+
+def tell_no_loss(loss_func: Any) -> None:
+    """Warns that `loss_func` was given and no loss was seen."""
+    if isinstance(loss_func, nn.Module):
+        why = f"{type(loss_func).__name__} was not called in any training batch that it could see"
+        cure = "Call the very object that watch is given, or tell it: w.loss(loss)."
+    else:
+        name = getattr(loss_func, "__name__", type(loss_func).__name__)
+        why = f"{name} is a plain function, whose calls cannot be seen"
+        cure = "Tell it in each batch: w.loss(loss); or give and call a module, as nn.MSELoss()."
+    warnings.warn(
+        f"watch(loss_func=…) recorded no loss: {why}. {cure}", HookkitWarning, stacklevel=5
     )
 
 

@@ -19,6 +19,7 @@ from hookkit.errors import ArgumentError
 from hookkit.hooks.dispatching import attach
 from hookkit.nested import named_leaves
 from hookkit.records import Floats
+from hookkit.watching.admitting import tell_no_loss, tell_twice
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, bool]:
@@ -80,6 +81,11 @@ class LossTape:
         self._step, self._now, self._guess = 0, None, False  # type: tuple[int, Tensor | None, bool]
         self._device: torch.device | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether no batch has had a loss."""
+        return self._now is None and not self._steps
+
     def begin(self, step: int) -> None:
         """A batch begins; `step` is the optimizer step it is for."""
         if self._now is not None:
@@ -135,6 +141,15 @@ class Criterion:
         """Begins to listen."""
         if isinstance(self.loss_func, nn.Module):
             self._handle = attach(self.loss_func, self._after)
+
+    def tell(self) -> bool:
+        """Warns of losses that it could not see, or not whole; whether there was a cause to."""
+        missing = self.loss_func is not None and self.loop.n_steps and self.loop.losses.empty
+        if missing:
+            tell_no_loss(self.loss_func)
+        elif self.twice:
+            tell_twice(self.loss_func)
+        return bool(missing or self.twice)
 
     def remove(self) -> None:
         """Ends it."""

@@ -30,7 +30,6 @@ from hookkit.watching.admitting import (
     optimizers,
     tell_foreign,
     tell_idle,
-    tell_twice,
     tell_unseen,
     tell_unstepped,
 )
@@ -63,7 +62,8 @@ def watch(
             run no step hooks: use its OptimWrapper, or hookkit's Learner.)
         callbacks: instances or classes: ActivationStats, ParamStats, your own.
         loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
-            loss; not needed for that where the model returns its loss, or with `w.loss(loss)`.
+            loss; not needed for that where the model returns its loss, or with `w.loss(loss)`. A
+            plain function cannot be hooked: it only tells what kind of loss it is.
         each_forward: each training forward is a step: for loops without a torch optimizer.
             Gradients are then read when the next forward begins.
 
@@ -175,9 +175,7 @@ class Watcher(ReadOut):
             self._take_down()
         if error is None:
             self._check_stepped()
-            if self.criterion.twice and not self._told_loss:
-                self._told_loss = True
-                tell_twice(self.loss_func)
+            self._told_loss = self._told_loss or self.criterion.tell()
 
     def _take_down(self) -> None:
         try:
