@@ -254,3 +254,11 @@ def test_what_the_loss_is_given_tells_of_probabilities(given, loss, named):
     assert ("probabilities" in d.rules) == named
     if named:
         assert d[0].evidence == f"the loss is given what a {given.lower()} gives"
+
+
+def test_a_sigmoid_before_a_plain_binary_cross_entropy_is_what_it_expects():
+    a = acts(("Linear", "ReLU", "Sigmoid"))
+
+    for loss in ("binary_cross_entropy", "BCELoss"):
+        d = diagnose(Run(a, losses=falling(), info={"loss_func": loss, "loss_input": "Sigmoid"}))
+        assert "probabilities" not in d.rules

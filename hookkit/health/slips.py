@@ -121,7 +121,7 @@ def probabilities(run: Run) -> Iterator[Finding]:
     """Probabilities fed to a loss that expects scores."""
     name = aims.loss_name(run)
     nll, binary = name == "nll", name.endswith("withlogits")
-    if not nll and not binary and "crossentropy" not in name:
+    if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
         raise read.Missing("loss function unknown")
     proof = _by_last_layer(run)
     if proof is None and binary:
