@@ -262,3 +262,21 @@ def test_a_sigmoid_before_a_plain_binary_cross_entropy_is_what_it_expects():
     for loss in ("binary_cross_entropy", "BCELoss"):
         d = diagnose(Run(a, losses=falling(), info={"loss_func": loss, "loss_input": "Sigmoid"}))
         assert "probabilities" not in d.rules
+
+
+@pytest.mark.parametrize(
+    "loss", ["binary_cross_entropy_with_logits", "BCELoss", "PoissonNLLLoss", "gaussian_nll_loss"]
+)
+def test_columns_of_such_losses_are_no_classes(loss):
+    flat = 0.69 + np.random.default_rng(0).normal(0, 0.003, 300)  # ln 2, and ln 64 is 4.2
+    info = {"loss_func": loss, "n_classes": 64}
+
+    assert "not_learning" in alarms(Run(losses=flat, info=info))
+    assert "initial_loss" in dict(diagnose(Run(losses=flat, info=info)).unjudged)
+    assert "initial_loss" not in dict(diagnose(Run(losses=flat, info={"n_classes": 64})).unjudged)
+
+
+def test_two_classes_of_a_binary_loss_are_a_known_chance():
+    info = {"loss_func": "BCEWithLogitsLoss", "n_classes": 2}
+
+    assert "initial_loss" in alarms(Run(losses=np.full(300, 3.5), info=info))
