@@ -126,6 +126,13 @@ def test_large_logits_are_looked_at_in_part() -> None:
     assert scores.read() == {"output_is_probabilities": True}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_scores_of_no_one_shape_tell_nothing() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    for output in (ragged, torch.eye(4).to_sparse()):
+        assert Scores(F.cross_entropy, output, fed=False).read() == {}
+
+
 def test_a_recorder_pickled_amid_a_run_knows_how_far_it_came() -> None:
     model, stats = nn.Linear(2, 2), ParamStats()
     opt = torch.optim.SGD(model.parameters(), 0.1)

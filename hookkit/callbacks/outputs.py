@@ -47,6 +47,7 @@ class Scores:
         self.sizes: list[int] = []
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         scores = isinstance(pred, Tensor) and pred.ndim >= 2 and pred.is_floating_point()
+        scores = scores and pred.layout is torch.strided and not pred.is_nested
         scores = scores and not is_transforming()  # torch.func's values end with it
         by_class = "crossentropy" in name or "nll" in name
         by_class &= getattr(loss_func, "reduction", "mean") == "mean"  # else ln C is no measure

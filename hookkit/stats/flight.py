@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError, is_whole
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
 from hookkit.hooks.dispatching import graph_task
@@ -76,12 +76,12 @@ class FlightRecorder(HookCallback):
             raise OptionError(
                 f"FlightRecorder(on_nonfinite={on_nonfinite!r}): use one of {', '.join(ACTIONS)}."
             )
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 2:
+        if not is_whole(keep) or keep < 2:
             raise OptionError(f"FlightRecorder(keep={keep!r}): use 2 batches or more, whole.")
         super().__init__(modules, include_paramless=True)
         if self.modules is not None:
             _check_some(self.modules, modules)
-        self.on_nonfinite, self.keep = on_nonfinite, keep
+        self.on_nonfinite, self.keep = on_nonfinite, int(keep)
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
         self._handles: dict[tuple[int, int], Any] = {}
