@@ -126,6 +126,11 @@ def test_large_logits_are_looked_at_in_part() -> None:
     assert scores.read() == {"output_is_probabilities": True}
 
 
+def test_columns_of_a_binary_or_counting_loss_are_no_classes() -> None:
+    for loss_func in (F.binary_cross_entropy_with_logits, nn.PoissonNLLLoss(), F.gaussian_nll_loss):
+        assert Scores(loss_func, torch.randn(4, 6)).read() == {}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_scores_of_no_one_shape_tell_nothing() -> None:
     ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)

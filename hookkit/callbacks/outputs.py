@@ -25,6 +25,58 @@ def loss_name(loss_func: Any) -> str | None:
     return name if isinstance(name, str) else type(loss_func).__name__
 
 
+_LOSSES = {
+    "NllLoss": "nll_loss",
+    "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "MseLoss": "mse_loss",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+}
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze"}
+_VIEWS |= {"Clone", "ToCopy"}
+
+
+def loss_by_graph(loss: Tensor) -> dict[str, str]:
+    """`loss_func` and `loss_input` of a loss as autograd knows them; {} of any other.
+
+    Some five nodes of its graph are looked at, also after backward(); nothing is kept.
+
+    >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
+    >>> loss_by_graph(torch.nn.functional.cross_entropy(scores.softmax(1), y))
+    {'loss_func': 'cross_entropy', 'loss_input': 'Softmax'}
+    >>> loss_by_graph(torch.nn.functional.mse_loss(scores, torch.ones(2, 3)))
+    {'loss_func': 'mse_loss', 'loss_input': ''}
+    >>> loss_by_graph(scores.mean())
+    {}
+    """
+    node = loss.grad_fn
+    if _op(node) in _VIEWS:
+        node = _before(node)
+    name = _LOSSES.get(_op(node))
+    if name is None or getattr(node, "_saved_reduction", 1) != 1:  # a sum is no measure
+        return {}
+    node = _before(node)
+    if name == "nll_loss" and _op(node) == "LogSoftmax":
+        name, node = "cross_entropy", _before(node)
+    given = _op(node)
+    return {"loss_func": name, "loss_input": given if given in ("Softmax", "Sigmoid") else ""}
+
+
+def _op(node: Any) -> str:
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _before(node: Any) -> Any:
+    """The node whose output is the first input of `node`, behind views."""
+    for _ in range(8):
+        node = node.next_functions[0][0] if node.next_functions else None
+        if node is None or _op(node) not in _VIEWS:
+            return node
+    return None
+
+
 class Scores:
     """The first batch of what a model feeds to a cross entropy.
 
@@ -50,6 +102,7 @@ class Scores:
         scores = scores and pred.layout is torch.strided and not pred.is_nested
         scores = scores and not is_transforming()  # torch.func's values end with it
         by_class = "crossentropy" in name or "nll" in name
+        by_class &= not name.startswith(("binary", "poisson", "gaussian"))  # columns of their own
         by_class &= getattr(loss_func, "reduction", "mean") == "mean"  # else ln C is no measure
         self.by_class = by_class
         if scores and pred.numel() and (by_class or (loss_func is None and not fed)):

@@ -92,6 +92,7 @@ def _info(learn: Any) -> dict[str, Any]:
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": learn.n_epoch,
         **(scores.read() if scores is not None else {}),
+        **(getattr(learn, "loss_facts", None) or {}),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

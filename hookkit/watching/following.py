@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.listening import Callback
-from hookkit.callbacks.outputs import Scores
+from hookkit.callbacks.outputs import Scores, loss_by_graph
 from hookkit.events import CancelBatchException
 from hookkit.watching.losses import LossTape, loss_in
 from hookkit.watching.past import Past
 from hookkit.watching.stepping import Stepping
 from hookkit.watching.turns import Turns
+
+_BY_CLASS = ("cross_entropy", "nll_loss")
 
 
 class FollowedLoop(Stepping):
@@ -50,6 +52,7 @@ class FollowedLoop(Stepping):
         finds_opts: no optimizer was given: those that step are found.
         losses: the `LossTape`.
         scores: what a cross entropy was fed first.
+        loss_facts: what the graph of the first told loss says of it; None before, or if named.
         spans: for each epoch the first step, and what was told of it.
     """
 
@@ -72,6 +75,7 @@ class FollowedLoop(Stepping):
         self.dls = self.accelerator = self.n_epoch = None
         self.aside = False
         self.scores: Scores | None = None
+        self.loss_facts: dict[str, str] | None = None
         self._unseen = unseen
         self.n_left_out = 0
         self._first_part: nn.Module | None = None
@@ -205,10 +209,18 @@ class FollowedLoop(Stepping):
 
     def tell_loss(self, loss: Tensor, guess: bool = False) -> None:
         """The loss of the batch that is in, or of the step just made."""
+        if self.loss_facts is None and self.loss_func is None:
+            self._learn_loss(loss)
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
         self.losses.put(kept, guess)
         if self.training:
             self.loss = kept
+
+    def _learn_loss(self, loss: Tensor) -> None:
+        """What kind of loss it is, from the graph of the first that is told."""
+        self.loss_facts = loss_by_graph(loss)
+        if self.scores is not None and self.loss_facts.get("loss_func") in _BY_CLASS:
+            self.scores.by_class = True
 
     def _begin_batch(self) -> None:
         self._end_validation()

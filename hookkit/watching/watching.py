@@ -243,6 +243,7 @@ class Watcher(ReadOut):
     def loss(self, loss: Tensor | float) -> None:
         """Tells the loss of this batch, before or after its step. Optional; kept on its device.
 
+        Given the tensor itself, its graph tells which of PyTorch's losses it is, for `diagnose`.
         Under gradient accumulation tell each batch's own loss, undivided: the step's is their mean.
 
         Raises:
