@@ -13,8 +13,6 @@ from hookkit.health.signals import SAGEMAKER
 from hookkit.health.updates import CHECKER
 from hookkit.records import Floats, Run
 
-CROSS_ENTROPY = ("CrossEntropy", "cross_entropy", "NLL")
-
 
 def _classes(run: Run) -> int:
     n = run.info.get("n_classes")

@@ -113,7 +113,7 @@ class Dispatcher:
 _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
 
 
-def check_hookable(module: Any, who: str, hint: str = "") -> None:
+def check_hookable(module: Any, who: str) -> None:
     """Raises unless `module` is an nn.Module that runs its Python hooks.
 
     Raises:
@@ -122,13 +122,12 @@ def check_hookable(module: Any, who: str, hint: str = "") -> None:
     """
     if not isinstance(module, nn.Module):
         what = f'the string "{module}"' if isinstance(module, str) else type(module).__name__
-        cure = "select(model, ...) finds modules by name" if isinstance(module, str) else hint
-        if not cure and who in _SINGLE and isinstance(module, Mapping | list | tuple):
+        cure = "Pass the module itself, as model.layer1"
+        if isinstance(module, str):
+            cure = "select(model, ...) finds modules by name"
+        elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
             cure = f"{who}s takes several"
-        raise ArgumentError(
-            f"{who}: expected modules (nn.Module), found {what}. "
-            f"{(cure or 'Pass the module itself, as model.layer1')}."
-        )
+        raise ArgumentError(f"{who}: expected modules (nn.Module), found {what}. {cure}.")
     if isinstance(module, _Scripted) and not can_run(module):
         raise HookError(
             f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "

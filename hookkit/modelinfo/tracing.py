@@ -65,7 +65,6 @@ class Trace:
     made: list[weakref.ref[Tensor]] = field(default_factory=list)  # by a run on fake tensors
     error: BaseException | None = None
     failed: tuple[str, ...] = ()
-    failed_inputs: str = ""
 
 
 def shape_of(x: Any) -> Any:
@@ -169,7 +168,6 @@ class Tracer:
         failed = out is None and error is not None and error is not self.outer
         if failed and error is not self.trace.error:
             self.trace.error, self.trace.failed = error, tuple(self.stack)
-            self.trace.failed_inputs = describe(Inputs(args, kwargs))
         while self.stack and self.stack.pop() != name:
             pass  # calls that ended by an exception the model caught
         if not failed:
