@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.moments.sweeps import machine
+from hookkit.moments.loading import machine
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookkit.moments.sweeps import machine
+from hookkit.moments.loading import machine
 
 GOLDEN = Path(__file__).parent / "golden"
 
