@@ -12,7 +12,8 @@ report`. On top stand the two drivers of the same callbacks. A room imports only
 its own; `tests/test_layers.py` holds this. A room with several files is a folder whose docstring
 names them.
 
-    errors                                       what goes wrong, and how it is told
+    errors                                       what goes wrong
+    checks                                       one check for each kind of argument
     events · nested · layout · walking           events; any structure; text widths; module names
     selecting · ranks · data                     which modules; which process; which batches
     hooks · moments · records · callbacks        capture; statistics; what was recorded; Callback

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit.checks import check_number, kind_of
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
 from hookkit.nested import leaves, tmap
 
@@ -52,11 +53,9 @@ class DataLoaders:
         ):
             _check_loader(role, loader)
         self.device = None if device is None else _device(device)
-        if n_inp is not None and n_inp < 1:
-            raise OptionError(
-                f"n_inp={n_inp} was asked for: a model needs at least one input. "
-                f"Give 1 or more, or None for all items but the last."
-            )
+        if n_inp is not None:
+            what = "how many items of a batch the model takes, None for all but the last"
+            n_inp = check_number("DataLoaders", "n_inp", n_inp, 1, whole=True, what=what)
         self.n_inp = n_inp
 
     @property
@@ -187,6 +186,11 @@ def _check_loader(role: str, loader: Any) -> None:
         raise ArgumentError(
             f"The {role} loader is {type(loader).__name__}: it does not give batches. Give a torch "
             f"DataLoader, a list of batches, or any object that can be iterated over repeatedly."
+        )
+    if role != "train" and isinstance(loader, Iterator):  # to train one epoch, it may do
+        raise ArgumentError(
+            f"The {role} loader is {kind_of(loader)}, which gives its batches only once: from the "
+            f"second epoch on there would be none. Give a list of them, or a torch DataLoader."
         )
 
 

@@ -19,7 +19,8 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.checks import check_choice, check_flag
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.dispatching import attach, check_hookable, is_exporting
@@ -70,16 +71,6 @@ def feature_extractor(
     >>> extract(torch.ones(1, 1, 28, 28))["conv2"].shape
     torch.Size([1, 16, 20, 20])
     """
-    for option, value in {"detach": detach, "stop": stop}.items():
-        if not isinstance(value, int):  # bool is an int
-            raise ArgumentError(
-                f"feature_extractor: {option}={value!r} was asked for, and is True or False. "
-                "Layers come before the options: feature_extractor(model, name)."
-            )
-    if keep not in ("first", "last", "all"):
-        raise OptionError(
-            f'feature_extractor: keep={keep!r} is unknown. Use "first", "last" or "all".'
-        )
     chosen = select(model, *what)
     for name, module in chosen.items():
         check_hookable(module, "feature_extractor")
@@ -111,7 +102,10 @@ class FeatureExtractor(Wrapper):
         stop: bool = True,
     ):
         super().__init__(wrapped)
-        self.wanted, self.detach, self.keep, self.stop = wanted, detach, keep, stop
+        who, hint = "feature_extractor", "Layers come first: feature_extractor(model, name)."
+        self.wanted, self.detach = wanted, check_flag(who, "detach", detach, hint)
+        self.keep = check_choice(who, "keep", keep, ("first", "last", "all"))
+        self.stop = check_flag(who, "stop", stop, hint)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The features of this input, by name in the order asked for. Takes the model's inputs."""

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.swa_utils import AveragedModel
 
+from hookkit.checks import check_module
+
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPER_NAMES = ("DeepSpeedEngine",)  # classes of libraries that are not imported here
@@ -63,6 +65,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     >>> unwrap(nn.DataParallel(net)) is net
     True
     """
+    check_module("unwrap", model)
     while (key := inner_key(model)) is not None:
         model = submodules(model)[key]
     return model

@@ -155,13 +155,13 @@ def test_the_recorded_loss_is_not_scaled() -> None:
 
 
 def test_accumulation_over_no_batch_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"GradientAccumulation\(n_acc=0\) was asked for"):
+    with pytest.raises(OptionError, match=r"GradientAccumulation\(n_acc=0\).* whole number from 1"):
         GradientAccumulation(0)
 
 
 @pytest.mark.parametrize("n_acc", [1.5, "4", None, True])
 def test_accumulation_over_what_is_no_number_of_batches_is_refused(n_acc: Any) -> None:
-    with pytest.raises(OptionError, match=r"a step needs whole batches\. Use 1"):
+    with pytest.raises(OptionError, match=r"make one step\. Give a whole number from 1"):
         GradientAccumulation(n_acc)
 
 
@@ -184,13 +184,13 @@ def test_gradients_are_clipped_and_their_norms_kept() -> None:
 
 
 def test_clipping_to_nothing_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"GradientClip\(max_norm=0, norm_type=2.0\) was asked"):
+    with pytest.raises(OptionError, match=r"GradientClip\(max_norm=0\): Give a number above 0"):
         GradientClip(0)
 
 
 @pytest.mark.parametrize("options", [("1",), (None,), (1.0, "inf"), (1.0, 0)])
 def test_clipping_by_what_is_no_number_is_refused(options: Any) -> None:
-    with pytest.raises(OptionError, match=r"Give positive numbers, 1\.0 and 2\.0 are common"):
+    with pytest.raises(OptionError, match=r"Give a number above 0"):
         GradientClip(*options)
 
 
@@ -317,7 +317,7 @@ def test_a_plateau_by_the_step_is_refused_before_training() -> None:
 
 
 def test_what_makes_no_scheduler_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"str cannot be called\. Give make\(opt, n_steps\)"):
+    with pytest.raises(ArgumentError, match=r"found a str\. Give make\(opt, n_steps\)"):
         SchedulerCallback("cosine")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"its function made, a float\. Return a scheduler"):
         quiet(cbs=SchedulerCallback(lambda opt, n: 0.1)).fit(1)
@@ -335,7 +335,7 @@ OPTIONS: dict[str, Any] = {
 def test_a_cycle_that_cannot_be_is_refused_before_anything_changes(name: str, value: Any) -> None:
     learn = quiet()
 
-    with pytest.raises(OptionError, match=rf"fit_one_cycle\({name}=.*was asked for"):
+    with pytest.raises(OptionError, match=rf"fit_one_cycle\({name}=.*Give "):
         learn.fit_one_cycle(1, **{name: value})
 
     assert learn.opt is None

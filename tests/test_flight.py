@@ -452,7 +452,10 @@ def test_it_is_picklable_after_a_fit() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"on_nonfinite": "stop"}, "raise, skip, report"), ({"keep": 1}, "2 batches or more")],
+    [
+        ({"on_nonfinite": "stop"}, '"raise", "skip", "report"'),
+        ({"keep": 1}, "a whole number from 2"),
+    ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
@@ -464,7 +467,7 @@ def test_a_recorder_of_no_module_is_refused(none: object) -> None:
     model = nn.Linear(4, 2)
 
     with (
-        pytest.raises(OptionError, match=r"modules=.*that is no module.*None for all"),
+        pytest.raises(OptionError, match=r"modules=.*that selects no module.*None for all"),
         watch(model, torch.optim.SGD(model.parameters()), FlightRecorder(modules=none)),
     ):
         pass

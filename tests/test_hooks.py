@@ -477,8 +477,8 @@ def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
         ("fc", r'expected several modules, found the string "fc"\. Pass select'),
         (nn.Linear(1, 1), "expected several modules, found Linear"),
         (3, "expected several modules, found int"),
-        ([nn.ReLU(), "fc"], r'found the string "fc"\. select\(model, ...\) finds modules by name'),
-        ([nn.ReLU(), None], "found NoneType"),
+        ([nn.ReLU(), "fc"], r'found the string "fc"\. select\(model, name\) finds modules by name'),
+        ([nn.ReLU(), None], "found None"),
     ],
 )
 def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) -> None:
@@ -492,9 +492,9 @@ def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) ->
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m: hook_output(m, keep="some"), OptionError, "keep='some' is unknown"),
+        (lambda m: hook_output(m, keep="some"), OptionError, "keep='some'.*give one of"),
         (lambda m: hook_output(m, dtype="f2"), OptionError, "dtype='f2' is no torch dtype"),
-        (lambda m: Hook(m, 3), ArgumentError, "hook_func must be a function, found int"),
+        (lambda m: Hook(m, 3), ArgumentError, "hook_func must be a function, found an int"),
         (lambda m: Hook(m, None, False, pre=True), OptionError, "pre=True is for forward hooks"),
         (lambda m: Hook(m, None, edit=True), OptionError, "edit=True needs a function"),
         (lambda m: hook_output(m, grad=True, stop=True), OptionError, "gradients need all of it"),
@@ -926,7 +926,7 @@ def test_hook_all_is_not_called_by_its_own_function(net: nn.Sequential, x: Tenso
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [((3,), "hook_func must be a function, found int"), ((print, 3), "must be module classes")],
+    [((3,), "hook_func must be a function, found an int"), ((print, 3), "must be module classes")],
 )
 def test_hook_all_refuses_bad_arguments(args: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -961,9 +961,9 @@ test_cuda_outputs_arrive_on_the_cpu_when_they_are_read = pytest.mark.gpu(
 
 @pytest.mark.parametrize("wrong", ["head", [1], nn.Linear(1, 1)])
 def test_a_name_in_the_place_of_an_option_is_refused(wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"detach=.* is True or False.*select\(model, name\)"):
+    with pytest.raises(ArgumentError, match=r"detach=.* True or False.*select\(model, name\)"):
         hook_output(nn.Linear(2, 3), wrong)
-    with pytest.raises(ArgumentError, match=r"hook_outputs: cpu="):
+    with pytest.raises(ArgumentError, match=r"hook_outputs.cpu="):
         hook_outputs([nn.Linear(2, 3)], cpu=wrong)
 
 

@@ -13,6 +13,7 @@ PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
     {"errors"},
+    {"checks"},
     {"events", "nested", "layout", "walking"},
     {"selecting", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks.driving import Callback
-from hookkit.errors import OptionError, SelectionError
+from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.moments.histograms import log_bins
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -587,38 +587,38 @@ def test_a_users_own_range_is_used() -> None:
     [
         ({"bins": (0, 1)}, "with_hist=True"),
         ({"exact_hist": True}, "with_hist=True"),
-        ({"with_hist": True, "bins": "ten"}, "Give .low, high."),
+        ({"with_hist": True, "bins": "ten"}, "give .low, high."),
         ({"with_hist": True, "bins": (1, 0)}, "low < high"),
         ({"eps": -1}, "eps=-1"),
         ({"sample": 0, "with_hist": True}, "sample=0"),
         ({"window": 0, "units": True}, "window=0"),
         ({"every": 0}, "every=0"),
-        ({"eps": "a"}, r"eps='a'.* Give a number, 0 or more"),
+        ({"eps": "a"}, r"eps='a'.* Give a number from 0"),
         ({"eps": None}, "eps=None"),
         ({"eps": True}, "eps=True"),
         ({"eps": math.nan}, "eps=nan"),
         ({"eps": math.inf}, "eps=inf"),
-        ({"sample": "all"}, "sample='all'.* whole number, 1 to 1048576.* exact_hist=True"),
+        ({"sample": "all"}, "sample='all'.* exact_hist=True.* whole number from 1 to 1048576"),
         ({"sample": 10.5}, "sample=10.5"),
         ({"sample": 10**12}, "sample=1000000000000"),
-        ({"window": "x"}, "window='x'.* whole number, 1 or more: of records"),
+        ({"window": "x"}, "window='x'.* in records.* whole number from 1"),
         ({"window": 2.7}, "window=2.7"),
         ({"window": True}, "window=True"),
         ({"with_hist": True, "exact_hist": "no"}, "exact_hist='no'.* True or False"),
-        ({"with_hist": True, "bins": (0, 1, 10**9)}, r"n=1000000000.* 1 to 4096: of bins"),
-        ({"with_hist": True, "bins": (0, 1, 2.5)}, "n=2.5"),
-        ({"with_hist": True, "bins": (0, 1, True)}, "n=True"),
-        ({"with_hist": True, "bins": ("a", "b")}, "Give .low, high."),
+        ({"with_hist": True, "bins": (0, 1, 10**9)}, r"bins.2.=1000000000.* from 1 to 4096"),
+        ({"with_hist": True, "bins": (0, 1, 2.5)}, r"bins.2.=2.5"),
+        ({"with_hist": True, "bins": (0, 1, True)}, r"bins.2.=True"),
+        ({"with_hist": True, "bins": ("a", "b")}, "give .low, high."),
         ({"with_hist": True, "bins": range(9999)}, "given 10000 bins.* Give 4096 or fewer"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises((OptionError, ArgumentError), match=message):
         ActivationStats(**options)
 
 
 def test_gradient_and_param_options_are_checked() -> None:
-    with pytest.raises(OptionError, match='"outputs", "params" or "both"'):
+    with pytest.raises(OptionError, match='"outputs", "params", "both"'):
         GradientStats(of="weights")
     with pytest.raises(OptionError, match="every=0"):
         ParamStats(every=0)
@@ -627,10 +627,10 @@ def test_gradient_and_param_options_are_checked() -> None:
 @pytest.mark.parametrize(
     ("scaler", "what"),
     [
-        (3, "scaler=3.* no GradScaler"),
+        (3, "scaler=3.* found an int"),
         (1024.0, "scaler=1024.0"),
         (True, "scaler=True"),
-        (torch.amp.GradScaler, "scaler=GradScaler.* a class"),
+        (torch.amp.GradScaler, "scaler=GradScaler.* the class"),
         (nn.Linear(1, 1), "scaler=Linear"),
     ],
 )

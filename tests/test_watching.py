@@ -1135,9 +1135,12 @@ def test_a_loss_that_is_nothing_like_a_number_is_refused(loss: object):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"loss_func": "ce"}, r"loss_func='ce'.*no function.* Give the loss function"),
-        ({"loss_func": nn.MSELoss}, r"loss_func=MSELoss.*a class.*such as nn\.CrossEntropyLoss"),
-        ({"each_forward": "yes"}, r"each_forward='yes'.* Give True if each training forward"),
+        ({"loss_func": "ce"}, r"loss_func='ce'.*found a str.* Give the loss function"),
+        (
+            {"loss_func": nn.MSELoss},
+            r"found the class MSELoss.*such as nn\.CrossEntropyLoss",
+        ),
+        ({"each_forward": "yes"}, r"each_forward='yes'.* give True or False"),
         ({"each_forward": None}, "each_forward=None"),
     ],
 )

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.recorder import Recorder, Scalars
+from hookkit.checks import check_flag, check_number, kind_of
 from hookkit.data import n_batches
-from hookkit.errors import ArgumentError, OptionError, is_number, is_whole
+from hookkit.errors import ArgumentError, OptionError
 
 
 class TrainEvalCallback(Callback):
@@ -71,12 +72,8 @@ class GradientAccumulation(Callback):
     run_valid = False
 
     def __init__(self, n_acc: int = 32) -> None:
-        if not is_whole(n_acc) or n_acc < 1:
-            raise OptionError(
-                f"GradientAccumulation(n_acc={n_acc!r}) was asked for: a step needs whole batches. "
-                f"Use 1 (no accumulation) or more."
-            )
-        self.n_acc = n_acc
+        what = "how many batches make one step"
+        self.n_acc = check_number("GradientAccumulation", "n_acc", n_acc, 1, whole=True, what=what)
 
     def before_train(self) -> None:
         """Leaves out what an epoch before it did not step with."""
@@ -112,12 +109,9 @@ class GradientClip(Callback):
     run_valid = False
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
-        if not all(is_number(x) and x > 0 for x in (max_norm, norm_type)):
-            raise OptionError(
-                f"GradientClip(max_norm={max_norm!r}, norm_type={norm_type!r}) was asked for: no "
-                f"gradient would be left. Give positive numbers, 1.0 and 2.0 are common."
-            )
-        self.max_norm, self.norm_type, self.norms = max_norm, norm_type, Scalars()
+        self.max_norm = check_number("GradientClip", "max_norm", max_norm, above=0)
+        self.norm_type = check_number("GradientClip", "norm_type", norm_type, above=0)
+        self.norms = Scalars()
 
     def before_step(self) -> None:
         """Clips."""
@@ -154,10 +148,10 @@ class SchedulerCallback(Callback):
     def __init__(self, make: Callable[[Any, int], Any], by_epoch: bool = False) -> None:
         if not callable(make):
             raise ArgumentError(
-                f"SchedulerCallback({make!r:.60}) was asked for, {type(make).__name__} cannot be "
-                f"called. Give make(opt, n_steps), such as the class CosineAnnealingLR."
+                f"SchedulerCallback: make must be a function, found {kind_of(make)}. Give "
+                f"make(opt, n_steps), such as the class CosineAnnealingLR."
             )
-        self.make, self.by_epoch = make, by_epoch
+        self.make, self.by_epoch = make, check_flag("SchedulerCallback", "by_epoch", by_epoch)
         self._kept: list[dict[str, Any]] | None = None
 
     def before_fit(self) -> None:

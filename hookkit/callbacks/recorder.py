@@ -22,8 +22,8 @@ from torch import Tensor
 from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.metrics import Mean, as_metric, item
 from hookkit.callbacks.outputs import Scores
+from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
-from hookkit.errors import OptionError, is_number
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,13 +108,11 @@ class Recorder(Callback):
         valid_metrics: bool = True,
         beta: float = 0.98,
     ) -> None:
-        if not is_number(beta) or not 0 <= beta < 1:
-            raise OptionError(
-                f"Recorder(beta={beta!r}) was asked for: so much of the smoothed loss stays. "
-                f"Give a number from 0 (no smoothing) to below 1, 0.98 is usual."
-            )
-        self.add_time, self.beta = add_time, float(beta)
-        self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
+        what = "the share of the smoothed loss that stays at each batch"
+        self.beta = check_number("Recorder", "beta", beta, 0, below=1, what=what)
+        self.add_time = check_flag("Recorder", "add_time", add_time)
+        self.train_metrics = check_flag("Recorder", "train_metrics", train_metrics)
+        self.valid_metrics = check_flag("Recorder", "valid_metrics", valid_metrics)
         self.metric_names: list[str] = []
         self.values: list[list[Any]] = []
         self.log: list[Any] = []

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from warnings import warn
 
 from torch import nn
 
+from hookkit.checks import check_function
 from hookkit.editing.changing import add, patch_from, replace, scale, zero
 from hookkit.editing.rewriting import Edit, Function, Kind
 from hookkit.errors import ArgumentError, CompiledWarning, NeverFiredWarning
@@ -57,8 +58,9 @@ def edit_output(module: nn.Module, f: Function) -> Edits:
     Args:
         module: the layer.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
-            the replacement, of the same structure, or None to leave it. Or a ready-made edit:
-            `zero`, `scale`, `add`, `replace`, `patch_from`. It must not write into the output.
+            the replacement, of the same structure, or None to leave it. A function of one argument
+            gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
+            `patch_from`. It must not write into the output.
 
     Raises:
         ArgumentError: `module` is no module, or `f` no function.
@@ -149,6 +151,14 @@ def edit_grads(modules: Modules, f: Function) -> Edits:
     return Edits("edit_grads", named_modules_of(modules, "edit_grads"), f, "grad")
 
 
+_SEEN: dict[Kind, tuple[str, ...]] = {
+    "output": ("module", "input", "output"),
+    "input": ("module", "input"),
+    "grad": ("module", "grad"),
+}
+"""What the function of each kind of edit is called with."""
+
+
 class Edits:
     """Edits that are in place on some modules. What `edit_output` and its like return.
 
@@ -159,16 +169,12 @@ class Edits:
     def __init__(
         self, who: str, modules: list[tuple[str | None, nn.Module, str]], f: Function, kind: Kind
     ):
-        if not callable(f) or isinstance(f, type):
-            raise ArgumentError(
-                f"{who}: expected a function or a ready-made edit, found {_kind_of(f)}. "
-                f"Give f(module, {'grad' if kind == 'grad' else 'input, output'}), or zero()."
-            )
         if any(f is maker for maker in _MAKERS):
             raise ArgumentError(
                 f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
                 f"{'zero()' if f is zero else f.__name__ + '(…)'}."
             )
+        f = check_function(who, f, *_SEEN[kind], name="f")
         for _, module, _ in modules:
             check_hookable(module, who)
         self._who, self._stance, self._depth = who, False, 0
@@ -260,7 +266,3 @@ class Edits:
     def __repr__(self) -> str:
         few = "1 module" if len(self) == 1 else f"{len(self)} modules"
         return f"Edits({self._who}, {few}{', removed' if self.removed else ''})"
-
-
-def _kind_of(f: Any) -> str:
-    return f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__

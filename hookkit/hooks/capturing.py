@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.errors import ArgumentError, OptionError, OverwrittenWarning
+from hookkit.checks import check_choice, check_flag, check_function
+from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks.dispatching import is_compiling
 from hookkit.nested import leaves, tmap
 
@@ -41,14 +42,15 @@ outside: Callable[[], AbstractContextManager[Any]] = getattr(
 _USUAL = ("forward", None, "last", None)
 
 
-def is_on(value: Any, what: str, who: str) -> bool:
-    """`value`, an option of `who` that is True or False; an ArgumentError if it is neither."""
-    if not isinstance(value, int):  # bool is an int
-        raise ArgumentError(
-            f"{who}: {what}={value!r} was asked for, and is True or False. Modules "
-            "by name come from select(model, name); options are best given by name."
-        )
-    return bool(value)
+FUNCTION_OF: dict[Kind, tuple[str, ...]] = {
+    "forward": ("module", "input", "output"),
+    "pre": ("module", "input"),
+    "backward": ("module", "grad_input", "grad_output"),
+}
+"""What a hook function of each kind is called with; gradients of outputs and inputs take none."""
+
+BY_NAME = "Modules by name come from select(model, name); options are best given by name."
+"""The cure for a flag that is given a layer's name, as in `hook_outputs(layers, "fc")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +72,14 @@ class Options:
     live: bool = field(init=False)  # as it is: a later in-place operation changes what is stored
 
     def __post_init__(self) -> None:
-        if self.hook_func is not None and not callable(self.hook_func):
-            raise ArgumentError(
-                f"{self.who}: hook_func must be a function, found {type(self.hook_func).__name__}."
-                " Pass f(module, input, output), or use hook_output(module) to store the output."
-            )
-        for what in ("detach", "cpu", "gather", "edit", "stop"):
-            is_on(getattr(self, what), what, self.who)
-        if self.clone is not None:
-            is_on(self.clone, "clone", self.who)
-        if self.keep not in ("last", "all"):
-            raise OptionError(
-                f'{self.who}: keep={self.keep!r} is unknown. Use keep="last" or keep="all".'
-            )
+        for what in ("detach", "cpu", "gather", "edit", "stop", "clone"):
+            if what != "clone" or self.clone is not None:
+                flag = check_flag(self.who, what, getattr(self, what), BY_NAME)
+                object.__setattr__(self, what, flag)
+        if self.hook_func is not None:
+            func = check_function(self.who, self.hook_func, *FUNCTION_OF[self.kind])
+            object.__setattr__(self, "hook_func", func)
+        check_choice(self.who, "keep", self.keep, ("last", "all"))
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise OptionError(
                 f"{self.who}: dtype={self.dtype!r} is no torch dtype. Use one, as torch.float32."

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
 from hookkit.walking import can_run
 
@@ -121,13 +122,8 @@ def check_hookable(module: Any, who: str) -> None:
         HookError: it is scripted, or inside a traced module, and PyTorch would not call the hook.
     """
     if not isinstance(module, nn.Module):
-        what = f'the string "{module}"' if isinstance(module, str) else type(module).__name__
-        cure = "Pass the module itself, as model.layer1"
-        if isinstance(module, str):
-            cure = "select(model, ...) finds modules by name"
-        elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
-            cure = f"{who}s takes several"
-        raise ArgumentError(f"{who}: expected modules (nn.Module), found {what}. {cure}.")
+        several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
+        check_module(who, module, f"{who}s takes several." if several else "")
     if isinstance(module, _Scripted) and not can_run(module):
         raise HookError(
             f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.capturing import Kept, Options, Storer
 from hookkit.hooks.compiling import enter_eager, leave_eager
@@ -233,7 +234,8 @@ def hook_all(
     is ignored, and modules that it calls are not seen. TorchScript runs no hooks.
 
     Args:
-        hook_func: `input` is an `Inputs`, a tuple that has keyword inputs by name.
+        hook_func: `f(module, input, output)` or `f(output)`; `input` is an `Inputs`, a tuple that
+            has keyword inputs by name.
         types: only modules of these classes.
         pre: before the forward: `hook_func(module, input)`, of which PyTorch's global hooks give
             positional inputs only.
@@ -249,16 +251,19 @@ def hook_all(
     """
     several = (tuple, list, set, frozenset)
     wanted = tuple(types) if isinstance(types, several) else (types or nn.Module,)
-    if not callable(hook_func) or isinstance(hook_func, nn.Module):
+    if isinstance(hook_func, nn.Module):
         raise ArgumentError(
-            f"hook_all: hook_func must be a function, found {type(hook_func).__name__}. "
-            "Pass f(module, input, output); for one model use Hooks or print_sizes."
+            f"hook_all: hook_func must be a function, found {kind_of(hook_func)}. hook_all sees "
+            "every model; for one use Hooks(model.modules(), f) or print_sizes(model)."
         )
+    pre = check_flag("hook_all", "pre", pre)
+    seen = ("module", "input") if pre else ("module", "input", "output")
+    func = check_function("hook_all", hook_func, *seen)
     if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
-    return GlobalHook(hook_func, wanted, pre)
+    return GlobalHook(func, wanted, pre)
 
 
 class _Printed(_Removable):
@@ -316,9 +321,4 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
     4×10 → 4×10  1 (ReLU)
     4×5 → 4×10  (model) (Sequential)
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"print_sizes: expected a model (nn.Module), found {type(model).__name__}. "
-            "Pass the model, then run it."
-        )
-    return _Printed(model, file)
+    return _Printed(check_module("print_sizes", model), file)

@@ -18,8 +18,9 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from hookkit import ranks
+from hookkit.checks import OfLast, check_flag
 from hookkit.errors import HookError, OptionError
-from hookkit.hooks.capturing import Kept, Kind, Options, is_on
+from hookkit.hooks.capturing import Kept, Kind, Options
 from hookkit.hooks.dispatching import Dispatcher, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
@@ -33,10 +34,11 @@ class Hook:
     Args:
         m: the module. Held weakly; the module holds the hook.
         hook_func: `f(module, input, output)`, or `f(module, input)` with `pre=True`, or
-            `f(module, grad_input, grad_output)` with `is_forward=False`. What it returns is
-            stored, so it is also the place to reduce: `lambda m, i, o: o.mean()`. `input` is an
-            `Inputs`: a tuple of the positional inputs, keyword inputs by name. None stores the
-            output (pre: the inputs) as it is.
+            `f(module, grad_input, grad_output)` with `is_forward=False`. A function of one
+            argument, or of none that Python can read, gets the last of these alone: `torch.mean`,
+            `lambda o: o.std()`. What it returns is stored. `input` is an `Inputs`: a tuple of the
+            positional inputs, keyword inputs by name. None stores the output (pre: the inputs) as
+            it is.
         is_forward: False registers PyTorch's full backward hook.
         detach: `hook_func` sees detached tensors, and what is stored is detached. With `edit` it
             sees the live ones.
@@ -200,7 +202,8 @@ class Hook:
     @property
     def hook_func(self) -> Callable[..., Any] | None:
         """The function it was made with; None stores what the module gives."""
-        return self._options.hook_func
+        func = self._options.hook_func
+        return func.f if isinstance(func, OfLast) else func
 
     @property
     def detach(self) -> bool:
@@ -360,9 +363,11 @@ def _unpickled(
 
 def kind_of(who: str, is_forward: bool, pre: bool) -> Kind:
     """The kind of hook that `is_forward` and `pre` ask for."""
-    if is_on(pre, "pre", who) and not is_on(is_forward, "is_forward", who):
+    pre = check_flag(who, "pre", pre)
+    is_forward = check_flag(who, "is_forward", is_forward)
+    if pre and not is_forward:
         raise OptionError(
             f"{who}: pre=True is for forward hooks, and is_forward=False asks for a backward one. "
             "Use hook_input(module, grad=True) for the gradients of inputs."
         )
-    return "pre" if pre else "forward" if is_on(is_forward, "is_forward", who) else "backward"
+    return "pre" if pre else "forward" if is_forward else "backward"

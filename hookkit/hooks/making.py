@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookkit.checks import check_flag
 from hookkit.errors import ArgumentError
-from hookkit.hooks.capturing import Kind, Options, is_on
+from hookkit.hooks.capturing import BY_NAME, Kind, Options
 from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooking import Hook
 from hookkit.hooks.hooks import Hooks, Modules
@@ -64,7 +65,7 @@ def hook_output(
     >>> torch.equal(h.stored, y), h.stored.requires_grad
     (True, False)
     """
-    kind: Kind = "grad" if is_on(grad, "grad", "hook_output") else "forward"
+    kind: Kind = "grad" if check_flag("hook_output", "grad", grad, BY_NAME) else "forward"
     o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return hooked(module, o)
 
@@ -92,7 +93,7 @@ def hook_outputs(
     usual = detach is True and cpu is False and grad is False and gather is False
     if usual and clone is None and dtype is None and stop is False and keep is _LAST:
         return Hooks.of(modules, _PLAIN)
-    kind: Kind = "grad" if is_on(grad, "grad", "hook_outputs") else "forward"
+    kind: Kind = "grad" if check_flag("hook_outputs", "grad", grad, BY_NAME) else "forward"
     o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
 
@@ -120,7 +121,7 @@ def hook_input(
     >>> h.stored["input"].shape
     torch.Size([4, 5])
     """
-    kind: Kind = "pre_grad" if is_on(grad, "grad", "hook_input") else "pre"
+    kind: Kind = "pre_grad" if check_flag("hook_input", "grad", grad, BY_NAME) else "pre"
     o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return hooked(module, o)
 
@@ -145,6 +146,6 @@ def hook_inputs(
     >>> [tuple(i[0].shape) for i in h.stored]
     [(4, 5), (4, 10)]
     """
-    kind: Kind = "pre_grad" if is_on(grad, "grad", "hook_inputs") else "pre"
+    kind: Kind = "pre_grad" if check_flag("hook_inputs", "grad", grad, BY_NAME) else "pre"
     o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)

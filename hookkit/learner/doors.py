@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from numbers import Integral
 from typing import Any
 
 from fastcore.foundation import L
@@ -12,62 +11,75 @@ from torch.utils.data import DataLoader
 
 from hookkit.callbacks.metrics import as_metric
 from hookkit.callbacks.outputs import loss_name
+from hookkit.checks import check_module, check_number, kind_of, shown
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookkitWarning, OptionError, is_number
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.nested import describe
 
 
 def checked_model(model: Any) -> nn.Module:
     """`model`, which is an nn.Module; else an ArgumentError."""
-    if not isinstance(model, nn.Module):
-        is_class = isinstance(model, type)
-        raise ArgumentError(
-            f"Learner(model=…) was given {model.__name__ if is_class else type(model).__name__}"
-            f"{', a class' if is_class else ''}: a model is an nn.Module. "
-            f"The order is Learner(dls, model, loss_func){'; call the class' if is_class else ''}."
-        )
-    return model
+    return check_module("Learner", model, "The order is Learner(dls, model, loss_func).")
 
 
 def check_function(what: str, f: Any) -> None:
     """An ArgumentError unless `f` is None or can be called."""
     if f is not None and not callable(f):
-        one_line = " ".join(repr(f).split())[:60]
         cure = (
             f"the class, such as torch.optim.{type(f).__name__}, and set learn.opt to use this one"
             if hasattr(f, "param_groups")
             else "a function, or an object such as nn.CrossEntropyLoss()"
         )
         raise ArgumentError(
-            f"Learner({what}={one_line}) was asked for; {type(f).__name__} cannot be called. "
-            f"Give {cure}."
+            f"Learner({what}={shown(f)}): expected a function, found {kind_of(f)}. Give {cure}."
         )
     if what == "loss_func" and isinstance(f, type):
         raise ArgumentError(
-            f"Learner(loss_func={f.__name__}) was asked for: that is a class, and its instances "
-            f"take predictions and targets. Call the class: {f.__name__}()."
+            f"Learner(loss_func={f.__name__}): that is a class, whose instances take predictions "
+            f"and targets. Call the class: {f.__name__}()."
         )
 
 
 def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
     """An OptionError unless both are whole numbers from 0, the start not after the end."""
-    if not all(isinstance(n, Integral) and int(n) >= 0 for n in (n_epoch, start_epoch)):
-        raise OptionError(
-            f"fit({n_epoch!r}, start_epoch={start_epoch!r}) was asked for: epochs are counted "
-            f"from 0. Give whole numbers that are not negative."
-        )
+    check_number("fit", "n_epoch", n_epoch, 0, whole=True)
+    check_number("fit", "start_epoch", start_epoch, 0, whole=True)
     if start_epoch > n_epoch:
         raise OptionError(
-            f"fit({n_epoch}, start_epoch={start_epoch}) was asked for: that is no epoch, since the "
-            f"first number is that of all epochs. For {n_epoch} more: "
+            f"fit({n_epoch}, start_epoch={start_epoch}): no epoch is left, since the first number "
+            f"counts all epochs. For {n_epoch} more: "
             f"fit({start_epoch + n_epoch}, start_epoch={start_epoch})."
         )
 
 
+def check_optimizer(model: nn.Module, opt: Any) -> Any:
+    """`opt`, what `opt_func` returned: an optimizer of `model`.
+
+    Raises:
+        ArgumentError: it cannot step, or none of its parameters is the model's.
+    """
+    if not (hasattr(opt, "param_groups") and callable(getattr(opt, "step", None))):
+        raise ArgumentError(
+            f"Learner: opt_func returned {kind_of(opt)}, which is no optimizer. Return one from "
+            f"opt_func(groups, lr=…), or give a class, such as torch.optim.Adam."
+        )
+    if not _holds_some(model, opt):
+        raise ArgumentError(
+            f"Learner: splitter(model) gave no parameter of {type(model).__name__}, so nothing of "
+            f"it would be trained. Return parameters of the model that it is called with."
+        )
+    return opt
+
+
+def _holds_some(model: nn.Module, opt: Any) -> bool:
+    """Whether `opt` has a parameter of `model`."""
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    return any(id(p) in held for p in model.parameters())
+
+
 def check_trained(model: nn.Module, opt: Any) -> None:
     """Warns if `opt` holds no parameter of `model`, which a fit would then leave as it is."""
-    held = {id(p) for group in opt.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
+    if not _holds_some(model, opt):
         warnings.warn(
             f"fit was called; {type(opt).__name__} holds no parameter of {type(model).__name__}, "
             f"so it trains something else. If learn.model is a new one: fit(…, reset_opt=True).",
@@ -76,13 +88,10 @@ def check_trained(model: nn.Module, opt: Any) -> None:
         )
 
 
-def check_decay(wd: Any) -> None:
+def check_decay(who: str, wd: Any) -> None:
     """An OptionError unless `wd` is None or a number from 0."""
-    if wd is not None and (not is_number(wd) or not wd >= 0):
-        raise OptionError(
-            f"wd={wd!r} was asked for: weight decay is a number. Give 0 or more, or None for the "
-            f"optimizer's own."
-        )
+    if wd is not None:
+        check_number(who, "wd", wd, 0, what="the weight decay, None for the optimizer's own")
 
 
 def checked_metrics(metrics: Any) -> L:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.checks import check_number, shown
 from hookkit.errors import ArgumentError, OptionError, is_number
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -139,11 +140,8 @@ def freeze_groups(opt: Any, model: nn.Module, n: int, train_bn: bool) -> int:
         OptionError: there is no group `n`.
     """
     size = len(opt.param_groups)
-    if not -size <= n <= size:
-        raise OptionError(
-            f"freeze_to({n}) was asked for; the optimizer has {size} parameter "
-            f"group{'s' * (size != 1)}. Use {-size} to {size}, or a splitter that makes more."
-        )
+    what = f"the first to train of the optimizer's {size} group{'s' * (size != 1)}"
+    n = check_number("freeze_to", "n", n, -size, size, whole=True, what=what)
     first = n + size if n < 0 else n
     norms = [m for m in model.modules() if isinstance(m, _NORMS)] if train_bn else []
     kept = {id(p) for m in norms for p in m.parameters()}
@@ -200,21 +198,13 @@ def _phases(pct_start: float, n: int) -> tuple[int, float]:
 
 
 def _check_cycle(div: Any, div_final: Any, pct_start: Any, moms: Any) -> None:
-    numbers = {"div": div, "div_final": div_final}
-    for name, value in numbers.items():
-        if not is_number(value) or not value > 0:
-            raise OptionError(
-                f"fit_one_cycle({name}={value!r}) was asked for: a learning rate is divided by it. "
-                f"Give a positive number."
-            )
-    if not is_number(pct_start) or not 0 <= pct_start <= 1:
-        raise OptionError(
-            f"fit_one_cycle(pct_start={pct_start!r}) was asked for: it is the share of the steps "
-            f"that warm up. Give a number from 0 to 1."
-        )
+    who, divides = "fit_one_cycle", "what the learning rate is divided by"
+    check_number(who, "div", div, above=0, what=divides)
+    check_number(who, "div_final", div_final, above=0, what=divides)
+    check_number(who, "pct_start", pct_start, 0, 1, what="the share of the steps that warm up")
     pair = isinstance(moms, (tuple, list)) and len(moms) == 2
     if not pair or not all(is_number(m) and 0 <= m < 1 for m in moms):
         raise OptionError(
-            f"fit_one_cycle(moms={moms!r}) was asked for: these are the lowest and the highest "
-            f"momentum. Give two numbers from 0 to below 1, such as (0.85, 0.95)."
+            f"fit_one_cycle(moms={shown(moms)}): these are the lowest and the highest momentum. "
+            f"Give two numbers from 0 to below 1, such as (0.85, 0.95)."
         )

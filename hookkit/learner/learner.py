@@ -18,6 +18,7 @@ from torch import nn
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
 from hookkit.callbacks.driving import listed
 from hookkit.callbacks.keywords import InitSignature, check_keywords
+from hookkit.checks import check_flag, check_path
 from hookkit.events import CancelFitException
 from hookkit.learner.distributing import distributed
 from hookkit.learner.doors import (
@@ -25,6 +26,7 @@ from hookkit.learner.doors import (
     check_decay,
     check_epochs,
     check_function,
+    check_optimizer,
     check_trained,
     checked_metrics,
     checked_model,
@@ -119,14 +121,17 @@ class Learner(Predicting, ReadOut):
         if loss_func is None and dls is not None:
             loss_func = getattr(self.dls.train_ds, "loss_func", None)
         self.loss_func, self.opt_func, self.splitter = loss_func, opt_func, splitter
-        check_decay(wd)
-        self.lr, self.wd, self.train_bn, self.frozen_idx = lr, wd, train_bn, 0
+        check_decay("Learner", wd)
+        self.lr, self.wd, self.frozen_idx = lr, wd, 0
+        self.train_bn = check_flag("Learner", "train_bn", train_bn)
         self.metrics = checked_metrics(metrics)
-        self.path, self.model_dir = Path(path or "."), Path(model_dir)
+        self.path = Path() if path is None else check_path("Learner", path)
+        self.model_dir = check_path("Learner", model_dir, "model_dir")
         self.logger: Callable[[list[Any]], Any] = print
         self._at_start()
         self._own(None)
-        self.add_cbs(DEFAULT_CALLBACKS if default_cbs else None)
+        with_default = check_flag("Learner", "default_cbs", default_cbs)
+        self.add_cbs(DEFAULT_CALLBACKS if with_default else None)
         self.add_cbs(cbs)
         self("after_create")
 
@@ -158,7 +163,8 @@ class Learner(Predicting, ReadOut):
             OptionError: an option cannot work.
         """
         check_epochs(n_epoch, start_epoch)
-        check_decay(wd)
+        check_flag("fit", "reset_opt", reset_opt)
+        check_decay("fit", wd)
         self._needs_data("fit")
         with self.added_cbs(cbs), self._fit_under_way():
             if reset_opt or self.opt is None:
@@ -204,9 +210,14 @@ class Learner(Predicting, ReadOut):
         self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
 
     def create_opt(self) -> None:
-        """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups."""
-        self.opt = make_optimizer(self.opt_func, param_groups(self.splitter(self.model)), self.lr)
-        self.frozen_idx = 0
+        """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups.
+
+        Raises:
+            ArgumentError: `opt_func` returned no optimizer, or one without the model's parameters.
+        """
+        groups = param_groups(self.splitter(self.model))
+        opt = make_optimizer(self.opt_func, groups, self.lr)
+        self.opt, self.frozen_idx = check_optimizer(self.model, opt), 0
 
     def _set_hypers(self, lr: Any, wd: float | None) -> None:
         n = len(self.opt.param_groups)
@@ -232,15 +243,18 @@ class Learner(Predicting, ReadOut):
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes weights (and the optimizer's state) to `path/model_dir/file.pth`; that path."""
-        return save_state(self._file(file), self.model, self.opt if with_opt else None)
+        with_opt = check_flag("save", "with_opt", with_opt)
+        return save_state(self._file("save", file), self.model, self.opt if with_opt else None)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
         """Reads what `save` wrote, to where the model is; the Learner.
 
         Raises:
-            OptionError: there is no such file.
+            OptionError: there is no such file, or it is not one that `save` wrote.
         """
-        state = load_state(self._file(file), self.device)
+        with_opt = check_flag("load", "with_opt", with_opt)
+        strict = check_flag("load", "strict", strict)
+        state = load_state(self._file("load", file), self.device)
         self.model.load_state_dict(state["model"], strict=strict)
         if with_opt and "opt" in state:
             if self.opt is None:
@@ -248,8 +262,8 @@ class Learner(Predicting, ReadOut):
             self.opt.load_state_dict(state["opt"])
         return self
 
-    def _file(self, file: str | Path) -> Path:
-        name = Path(file)
+    def _file(self, who: str, file: str | Path) -> Path:
+        name = check_path(who, file, "file")
         return self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
 
     # --- around

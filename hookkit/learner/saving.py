@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
     """What `save_state` wrote, its tensors on `device`; nothing but tensors and numbers is read.
 
     Raises:
-        OptionError: there is no such file; the message has those that are there.
+        OptionError: there is no such file (the message has those that are there), or it is not
+            one that `save_state` wrote.
     """
     if not where.exists():
         there = sorted(p.stem for p in where.parent.glob("*.pth"))
@@ -33,5 +35,15 @@ def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
             f"load({where.stem!r}) was asked for; {where} does not exist. "
             f"There: {', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
         )
-    state: dict[str, Any] = torch.load(where, map_location=device, weights_only=True)
+    try:
+        state = torch.load(where, map_location=device, weights_only=True)
+    except (*UNREADABLE, RuntimeError) as why:
+        raise OptionError(_FOREIGN.format(where, "is damaged, or no file of torch.save's")) from why
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        what = 'has no entry "model"; a state dict goes to learn.model.load_state_dict(…)'
+        raise OptionError(_FOREIGN.format(where, what))
     return state
+
+
+UNREADABLE = (pickle.UnpicklingError, OSError, EOFError, LookupError, TypeError, ValueError)
+_FOREIGN = "load: {} {}. Give a file that learn.save(…) wrote."

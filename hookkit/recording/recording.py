@@ -15,8 +15,10 @@ from typing import Any
 from torch import nn
 
 from hookkit.callbacks.listening import Callback, calls
-from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError, is_whole
+from hookkit.checks import check_flag, check_function, check_number, shown
+from hookkit.errors import ArgumentError, HookkitError, HookkitWarning
 from hookkit.hooks import Hooks
+from hookkit.hooks.capturing import FUNCTION_OF
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.recording.backward import BackwardHooks
 from hookkit.recording.parts import Parts
@@ -48,7 +50,7 @@ class HookCallback(Callback):
         detach: gives `hook` detached tensors.
         cpu: moves what `hook` returns to the CPU.
         include_paramless: with `modules=None`, takes modules without parameters too.
-        hook: the function to call, `f(m, i, o)`, instead of a subclass's method.
+        hook: the function to call, `f(m, i, o)` or `f(o)`, instead of a subclass's method.
         on_train: whether training batches are recorded; without, their events pass it by.
         on_valid: the same of validation batches: `after_batch` of a callback that records
             training alone is not called in validation, where `stored` would be of another batch.
@@ -90,16 +92,14 @@ class HookCallback(Callback):
     ) -> None:
         who = type(self).__name__
         self.modules, self.every = _checked_modules(who, modules), _checked_every(who, every)
-        self.remove_end, self.is_forward = remove_end, is_forward
-        self.detach, self.cpu = detach, cpu
-        self.include_paramless, self.on_train, self.on_valid = include_paramless, on_train, on_valid
-        self.run_train, self.run_valid = on_train, on_valid
-        if hook is not None and not callable(hook):
-            raise ArgumentError(
-                f"{who}(hook={hook!r}) was asked for, {type(hook).__name__} cannot be called. "
-                f"Give a function of (module, input, output)."
-            )
-        self._given_hook = hook
+        self.remove_end = check_flag(who, "remove_end", remove_end)
+        self.is_forward = check_flag(who, "is_forward", is_forward)
+        self.detach, self.cpu = check_flag(who, "detach", detach), check_flag(who, "cpu", cpu)
+        self.include_paramless = check_flag(who, "include_paramless", include_paramless)
+        self.run_train = self.on_train = check_flag(who, "on_train", on_train)
+        self.run_valid = self.on_valid = check_flag(who, "on_valid", on_valid)
+        seen = FUNCTION_OF["forward" if self.is_forward else "backward"]
+        self._given_hook = hook and check_function(who, hook, *seen, name="hook")
         self.names: list[str] = []
         self._turn, self._last_iter, self._ended = 0, -1, False
 
@@ -235,12 +235,8 @@ def _tell_changed(who: str, error: HookkitError) -> None:
 
 
 def _checked_every(who: str, every: Any) -> int | None:
-    if every is not None and (not is_whole(every) or every < 1):
-        raise OptionError(
-            f"{who}(every={every!r}) was asked for: it is a whole number of batches. "
-            f"Use 1 or None for every batch, 10 for one in ten."
-        )
-    return None if every is None else int(every)
+    what = "how many batches there are for each that is recorded, None for 1"
+    return None if every is None else check_number(who, "every", every, 1, whole=True, what=what)
 
 
 def _checked_modules(who: str, modules: Any) -> list[Any] | None:
@@ -249,8 +245,8 @@ def _checked_modules(who: str, modules: Any) -> list[Any] | None:
         return None
     if isinstance(modules, (bool, int, float)):
         raise ArgumentError(
-            f"{who}(modules={modules!r}) was asked for, a {type(modules).__name__} is no selector. "
-            f"Give a module, a name, a glob, a type, a predicate, or a list of these."
+            f"{who}(modules={shown(modules)}): that selects no layers. Give a module, a name, a "
+            f"glob, a type, a predicate, or a list of these."
         )
     if isinstance(modules, (nn.ModuleList, Iterator)) or type(modules) in (list, tuple):
         return list(modules)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookkit.checks import check_function
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.selecting.globbing import expand, glob, is_glob, parts
 from hookkit.walking import can_run, children, find, unwrap, walk
@@ -22,10 +23,12 @@ Selector = (
     | re.Pattern[str]
     | type
     | nn.Module
-    | Callable[[str, nn.Module], bool]
+    | Callable[..., bool]
     | Mapping[Any, str]
     | Iterable[Any]
 )
+
+_CALLED_WITH = "(name, module), or with the module if it takes one argument"
 
 _LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
 
@@ -124,8 +127,8 @@ class Asked:
         else:
             raise ArgumentError(
                 f"select cannot ask by {what!r} of type {type(what).__name__}. Give a name, a "
-                f"glob, a compiled regex, a class, a predicate (name, module) -> bool, a module, "
-                f"or a list or dict of these."
+                f"glob, a compiled regex, a class, a predicate of (name, module) or of the module, "
+                f"a module, or a list or dict of these."
             )
 
     def found_by(self, what: Any) -> list[Pick] | None:
@@ -204,18 +207,22 @@ class Asked:
             )
         return running(hits)
 
-    def by_predicate(self, wanted: Callable[[str, nn.Module], bool]) -> list[Pick]:
-        """The modules for which the predicate is true, each asked once, the root included."""
+    def by_predicate(self, wanted: Callable[..., bool]) -> list[Pick]:
+        """The modules for which `wanted(name, module)` or `wanted(module)` is true.
+
+        Each module is given once, the root included.
+        """
+        asked = check_function("select", wanted, "name", "module", name="predicate")
         try:
-            hits = [Pick(n, m) for n, m, first in self.places if first and wanted(n, m)]
+            hits = [Pick(n, m) for n, m, first in self.places if first and asked(n, m)]
         except Exception as e:
-            e.add_note("raised in a predicate of select, which is called with (name, module)")
+            e.add_note(f"raised in a predicate of select, which is called with {_CALLED_WITH}")
             raise
         if not hits:
             name = getattr(wanted, "__name__", repr(wanted))
             raise SelectionError(
                 f"the predicate {name} is true for none of the {self.n_names} modules. It is "
-                f"called with (name, module). {self.listing()}"
+                f"called with {_CALLED_WITH}. {self.listing()}"
             )
         return running(hits)
 

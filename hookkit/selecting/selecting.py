@@ -100,7 +100,7 @@ def select(model: nn.Module, *what: Selector) -> Selection:
       `"encoder.last_hidden_state"`, `"head['logits']"`. A name that exists is always a name, and
       `"attn[0]"` means a leaf when there is a module `attn`, else the glob for `attn0`;
     - a compiled regex: its `search` is tried on each name, so `^` and `$` are yours to write;
-    - a class, by `isinstance`; a predicate `(name, module) -> bool`; a module of the model;
+    - a class, by `isinstance`; a predicate `f(name, module)` or `f(module)`; a module of the model;
     - a list, or any iterable, of all these (a ModuleList is its entries, since it never runs);
     - a dict that renames, `{"layer2": "h"}`: what is asked for, and its name in the result.
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import HookkitWarning, NonFiniteError, OptionError, is_whole
+from hookkit.checks import check_choice, check_number, shown
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
 from hookkit.hooks.dispatching import graph_task
@@ -72,16 +73,12 @@ class FlightRecorder(HookCallback):
         keep: int = 64,
         modules: Any = None,
     ) -> None:
-        if on_nonfinite not in ACTIONS:
-            raise OptionError(
-                f"FlightRecorder(on_nonfinite={on_nonfinite!r}): use one of {', '.join(ACTIONS)}."
-            )
-        if not is_whole(keep) or keep < 2:
-            raise OptionError(f"FlightRecorder(keep={keep!r}): use 2 batches or more, whole.")
+        check_choice("FlightRecorder", "on_nonfinite", on_nonfinite, ACTIONS)
+        keep = check_number("FlightRecorder", "keep", keep, 2, whole=True, what="in batches")
         super().__init__(modules, include_paramless=True)
         if self.modules is not None:
             _check_some(self.modules, modules)
-        self.on_nonfinite, self.keep = on_nonfinite, int(keep)
+        self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
         self._handles: dict[tuple[int, int], Any] = {}
@@ -321,7 +318,7 @@ _AGAIN = "evaluates its batch more than once in its closure"
 def _check_some(found: Any, asked: Any) -> None:
     if not found:
         raise OptionError(
-            f"FlightRecorder(modules={asked!r}) was asked for: that is no module, and it would see "
+            f"FlightRecorder(modules={shown(asked)}): that selects no module, so it would see "
             f"nothing begin. Use None for all of them, or name some."
         )
 

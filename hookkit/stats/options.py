@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
 from typing import Any
 
+from hookkit.checks import check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
 from hookkit.moments.banks import Options
 from hookkit.moments.histograms import Bins, edge_bins, range_bins
@@ -20,24 +20,19 @@ def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> O
     Raises:
         OptionError: a value that cannot work.
     """
-    eps, exact = given["eps"], given["exact_hist"]
-    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
-        raise OptionError(
-            f"{who}(eps={eps!r}) was asked for: it is the size up to which a value is near zero. "
-            f"Give a number, 0 or more."
-        )
-    _check_whole(who, "sample", given["sample"], MOST_SAMPLED, "values; exact_hist=True counts all")
-    _check_whole(who, "window", given["window"], math.inf, "records")
-    if not isinstance(exact, int):  # bool is one
-        raise OptionError(f"{who}(exact_hist={exact!r}) was asked for. Give True or False.")
+    what = "the size up to which a value is near zero"
+    eps = check_number(who, "eps", given["eps"], 0, below=math.inf, what=what)
+    what = "how many values a histogram samples; exact_hist=True counts all"
+    sample = check_number(who, "sample", given["sample"], 1, MOST_SAMPLED, whole=True, what=what)
+    window = check_number(who, "window", given["window"], 1, whole=True, what="in records")
+    exact = check_flag(who, "exact_hist", given["exact_hist"])
     if not with_hist and (given["bins"] is not None or exact):
         raise OptionError(
             f"{who} was given {'bins' if given['bins'] is not None else 'exact_hist=True'}, but no "
             f"histogram is recorded. Add with_hist=True."
         )
     bins = checked_bins(who, given["bins"], default) if with_hist else None
-    window = int(given["window"]) if given["units"] else 0
-    return Options(float(eps), bins, int(given["sample"]), bool(exact), window)
+    return Options(eps, bins, sample, exact, window if given["units"] else 0)
 
 
 def check_scaler(who: str, scaler: Any) -> None:
@@ -50,19 +45,9 @@ def check_scaler(who: str, scaler: Any) -> None:
     if scaler is None or (not is_class and callable(getattr(scaler, "is_enabled", None))):
         return
     raise OptionError(
-        f"{who}(scaler={scaler.__name__ if is_class else repr(scaler)}) was asked for, which is "
-        f"{'a class' if is_class else 'no GradScaler'}. Give the torch.amp.GradScaler whose "
-        f"scale(loss) is called, or None if the loss is not scaled."
+        f"{who}(scaler={shown(scaler)}): expected a GradScaler, found {kind_of(scaler)}. Give the "
+        f"torch.amp.GradScaler whose scale(loss) is called, or None if the loss is not scaled."
     )
-
-
-def _check_whole(who: str, name: str, value: Any, most: float, what: str) -> None:
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or not 1 <= int(value) <= most:
-        limit = "or more" if most == math.inf else f"to {most}"
-        raise OptionError(
-            f"{who}({name}={value!r}) was asked for. Give a whole number, 1 {limit}: of {what}."
-        )
 
 
 def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
@@ -75,7 +60,7 @@ def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
         return default
     ranged = isinstance(bins, tuple) and len(bins) in (2, 3)
     if ranged and len(bins) == 3:
-        _check_whole(who, f"bins=({bins[0]}, {bins[1]}, n), n", bins[2], MOST_BINS, "bins")
+        check_number(who, "bins[2]", bins[2], 1, MOST_BINS, whole=True, what="how many")
     try:
         made = bins if isinstance(bins, Bins) else None
         made = made or (range_bins(*bins) if ranged else edge_bins(bins))
@@ -83,8 +68,8 @@ def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
         if isinstance(e, OptionError):
             raise
         raise OptionError(
-            f"{who}(bins={bins!r}) was asked for. Give (low, high), (low, high, n), "
-            f"a list of edges, or log_bins(…)."
+            f"{who}(bins={shown(bins)}): give (low, high), (low, high, n), a list of increasing "
+            f"edges, or log_bins(…)."
         ) from None
     if made.n > MOST_BINS + 2:
         raise OptionError(

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.errors import ArgumentError, HookkitWarning, OptionError
-from hookkit.hooks.dispatching import brief, graph_task
+from hookkit.checks import check_choice, check_flag
+from hookkit.errors import HookkitWarning
+from hookkit.hooks.dispatching import graph_task
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
 from hookkit.stats.gathering import inverse_scale, unscale_of
@@ -94,7 +95,9 @@ class ActivationStats(LayerStats):
         window: int = 50,
     ) -> None:
         who = type(self).__name__
-        _check_switches(who, with_hist=with_hist, is_forward=is_forward, units=units)
+        with_hist = check_flag(who, "with_hist", with_hist, _BY_NAME)
+        units = check_flag(who, "units", units)
+        is_forward = check_flag(who, "is_forward", is_forward)
         self.kind = "activation" if is_forward else "gradient"
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": units, "eps": eps, "window": window}
@@ -135,14 +138,7 @@ class ActivationStats(LayerStats):
         return attach_gradients(eye, row, module, leaf)
 
 
-def _check_switches(who: str, **switches: Any) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, int):  # bool is one
-            raise ArgumentError(
-                f"{who}: {name} is True or False, and was given "
-                f"{brief(value) if isinstance(value, nn.Module) else repr(value)}. "
-                f"Layers to record are given by name: {who}(modules=...)."
-            )
+_BY_NAME = "Layers to record are given by name: modules=…."
 
 
 class GradientStats(LayerStats):
@@ -190,9 +186,8 @@ class GradientStats(LayerStats):
         sample: int = 4096,
         exact_hist: bool = False,
     ) -> None:
-        if of not in ("outputs", "params", "both"):
-            raise OptionError(f'GradientStats(of={of!r}): use "outputs", "params" or "both".')
-        _check_switches("GradientStats", with_hist=with_hist)
+        check_choice("GradientStats", "of", of, ("outputs", "params", "both"))
+        with_hist = check_flag("GradientStats", "with_hist", with_hist, _BY_NAME)
         check_scaler("GradientStats", scaler)
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": False, "eps": eps, "window": 1}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.callbacks.driving import Callback
-from hookkit.errors import OptionError
+from hookkit.checks import check_number
 from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.sweeps import norms
 from hookkit.records import Exports, Record
@@ -61,11 +61,8 @@ class ParamStats(Exports, Callback):
     run_valid = False
 
     def __init__(self, every: int | None = None) -> None:
-        whole = isinstance(every, int) and not isinstance(every, bool)
-        if every is not None and not (whole and every >= 1):
-            raise OptionError(
-                f"ParamStats(every={every!r}): use a whole number of steps, 1 or more, or None."
-            )
+        if every is not None:
+            every = check_number("ParamStats", "every", every, 1, whole=True)
         self.every = every
         self.axis = Axis()
         self.names: list[str] = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.errors import OptionError
 from hookkit.hooks.capturing import owned, rehoused, snapshot, unwrapped
 from hookkit.hooks.dispatching import recomputing
@@ -41,7 +42,7 @@ class Wrapper(nn.Module):
 
     def __init__(self, wrapped: nn.Module):
         super().__init__()
-        self.wrapped = wrapped
+        self.wrapped = check_module(type(self).__name__, wrapped)
         self.training = wrapped.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,9 +112,8 @@ class Catcher(Wrapper):
 
     def __init__(self, wrapped: nn.Module, *, detach: bool = True, keep: str = "all"):
         super().__init__(wrapped)
-        if keep not in ("all", "last"):
-            raise OptionError(f'Catcher: keep={keep!r} is unknown. Use keep="all" or keep="last".')
-        self.detach, self.keep = detach, keep
+        self.detach = check_flag("Catcher", "detach", detach)
+        self.keep = check_choice("Catcher", "keep", keep, ("all", "last"))
         self.calls: list[Call] = []
 
     @property

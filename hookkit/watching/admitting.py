@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.listening import Callback
+from hookkit.checks import check_flag, kind_of, shown
 from hookkit.errors import (
     ArgumentError,
     CompiledWarning,
@@ -113,12 +116,18 @@ OWN = ("epoch", "step")
 """What `watch` itself counts in the row of an epoch."""
 
 
-def check_told(values: Iterable[str]) -> None:
-    """Raises if something told of an epoch would stand in the place of what is counted.
+def check_told(values: Mapping[str, Any]) -> None:
+    """Raises unless `values` of an epoch are numbers, under names that `watch` does not count by.
 
     Raises:
-        ArgumentError: it would.
+        ArgumentError: one is no number (None is: there is none), or is named as what is counted.
     """
+    for name, value in values.items():
+        if not (value is None or isinstance(value, (Real, Tensor, np.ndarray))):
+            raise ArgumentError(
+                f"w.epoch({name}={shown(value)}): expected a number, found {kind_of(value)}. "
+                f"Give a number, or a tensor."
+            )
     if taken := [name for name in OWN if name in values]:
         raise ArgumentError(
             f"{' and '.join(taken)} {'was' if len(taken) == 1 else 'were'} told of an epoch; watch "
@@ -140,17 +149,12 @@ def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> N
                 f"second: watch(model, opt, *callbacks), several as a list."
             )
     if isinstance(loss_func, type) or not (loss_func is None or callable(loss_func)):
-        cls = isinstance(loss_func, type)
         raise ArgumentError(
-            f"watch(loss_func={loss_func.__name__ if cls else repr(loss_func)}) was asked for, "
-            f"which is {'a class' if cls else 'no function'}. "
-            f"Give the loss function that you call, such as nn.CrossEntropyLoss()."
+            f"watch(loss_func={shown(loss_func)}): expected a function, found "
+            f"{kind_of(loss_func)}. Give the loss function that you call, such as "
+            f"nn.CrossEntropyLoss()."
         )
-    if not isinstance(each_forward, bool):
-        raise ArgumentError(
-            f"watch(each_forward={each_forward!r}) was asked for. Give True if each training "
-            f"forward is a step, as in loops without a torch optimizer; else False."
-        )
+    check_flag("watch", "each_forward", each_forward)
 
 
 def tell_twice(loss_func: Any) -> None:

@@ -229,8 +229,8 @@ class Watcher(ReadOut):
         """
         check_told(values)
         if self.loop.spans:
-            told = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
-            self.loop.spans[-1].update(told)
+            now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
+            self.loop.spans[-1].update(now)
 
     def batch(self) -> None:
         """Marks that a training batch begins. Only for forwards that cannot be seen.
