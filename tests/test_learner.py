@@ -633,7 +633,7 @@ def test_a_record_goes_where_its_kind_belongs() -> None:
 
 def test_of_several_recorders_of_a_kind_those_left_out_are_told() -> None:
     first, last = ActivationStats(modules=""), ActivationStats(modules="", every=2)
-    learn = quiet(cbs=[first, last, ActivationStats(modules="", every=2, on_train=False)])
+    learn = quiet(cbs=[first, last, ActivationStats(modules="", on_train=False)])
     learn.fit(1)
 
     with pytest.warns(HookkitWarning, match=r"leaves out ActivationStats\(1 layers × 3\)"):

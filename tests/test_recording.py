@@ -1,5 +1,7 @@
 """HookCallback: hooked once per fit, recording by a flag, always taken off."""
 
+import copy
+import gc
 import math
 import pickle
 from contextlib import suppress
@@ -13,7 +15,7 @@ from hookkit.callbacks import Callback, GradientAccumulation
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
 from hookkit.events import EVENTS, CancelBatchException, CancelFitException
 from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import RNNNet, mlp, synth_dbunch, synth_learner
 
 
@@ -130,8 +132,9 @@ def test_every_records_the_first_batch_of_so_many_at_any_order(
 
     quiet(n_trn=n, cbs=cb).fit(1)
 
-    assert cb.calls == [(True, i) for i in range(0, n, every or 1)]
-    assert len(cb.calls) == math.ceil(n / (every or 1))
+    valid = [] if every else [(False, 0), (False, 1)]
+    assert cb.calls == [(True, i) for i in range(0, n, every or 1)] + valid
+    assert len(cb.calls) == math.ceil(n / (every or 1)) + len(valid)
 
 
 def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
@@ -190,6 +193,65 @@ def test_every_works_with_accumulation() -> None:
 # --- train and valid
 
 
+def test_as_in_fastai_the_hook_and_after_batch_run_in_validation_too() -> None:
+    class Seen(Calls):
+        def after_batch(self) -> None:
+            batches.append(self.hooks.stored[0].equal(self.pred.detach()))
+
+    batches: list[bool] = []
+    cb = Seen()
+
+    quiet(n_trn=5, cbs=cb).fit(1)
+
+    assert [training for training, _ in cb.calls] == [True] * 5 + [False] * 2
+    assert batches == [True] * 7
+
+
+def test_with_every_validation_is_not_recorded_though_its_events_come() -> None:
+    class Seen(Calls):
+        def after_batch(self) -> None:
+            batches.append((self.training, self.recording))
+
+    batches: list[tuple[bool, bool]] = []
+    cb = Seen(every=4)
+
+    quiet(n_trn=5, n_val=3, cbs=cb).fit(1)
+
+    assert cb.calls == [(True, 0), (True, 4)]
+    assert batches == [(True, i in (0, 4)) for i in range(5)] + [(False, False)] * 3
+
+
+@pytest.mark.parametrize(
+    "cb",
+    [ActivationStats(), GradientStats(), ParamStats(), FlightRecorder("report")],
+    ids=lambda cb: cb.name,
+)
+def test_recorders_pass_validation_by(cb: Any) -> None:
+    assert not getattr(cb, "on_valid", False)
+
+    learn = quiet(cbs=[cb, Callback(after_batch=lambda self: seen.append(cb.recording))])
+    seen: list[bool] = []
+    cb.recording = getattr(cb, "recording", False)
+    learn.fit(1)
+
+    assert seen[3:] == [False, False]
+
+
+def test_backward_hooks_rest_where_there_is_no_backward() -> None:
+    calls: list[bool] = []
+    cb = HookCallback(is_forward=False, hook=lambda m, i, o: calls.append(cb.learn.training))
+
+    quiet(cbs=cb).fit(2)
+
+    assert calls == [True] * 6
+    assert all(not h._open for h in cb.hooks)
+
+
+def test_every_without_training_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"every=2, on_train=False\).* Leave out `every`"):
+        HookCallback(every=2, on_train=False)
+
+
 @pytest.mark.parametrize(
     ("on_train", "on_valid", "expected"),
     [
@@ -199,7 +261,7 @@ def test_every_works_with_accumulation() -> None:
         (False, False, []),
     ],
 )
-def test_training_alone_is_recorded_unless_asked(
+def test_training_and_validation_are_recorded_as_chosen(
     on_train: bool, on_valid: bool, expected: list[bool]
 ) -> None:
     cb = Calls(on_train=on_train, on_valid=on_valid)
@@ -211,7 +273,7 @@ def test_training_alone_is_recorded_unless_asked(
 
 def test_what_the_last_training_batch_stored_is_there_after_validation_and_the_fit() -> None:
     kept: list[Tensor] = []
-    cb = HookCallback(hook=lambda m, i, o: o)
+    cb = HookCallback(hook=lambda m, i, o: o, on_valid=False)
     look = Callback(after_train=lambda self: kept.append(cb.hooks.stored[0]))
     learn = quiet(cbs=[cb, look])
 
@@ -234,6 +296,74 @@ def test_validation_alone_can_be_recorded() -> None:
 
 
 # --- which modules
+
+
+def five() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(1, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten()
+    )
+
+
+@pytest.mark.parametrize("make", [HookCallback, ActivationStats, GradientStats])
+@pytest.mark.parametrize(("paramless", "n"), [(False, 3), (True, 5)])
+def test_modules_are_those_that_are_hooked(make: Any, paramless: bool, n: int) -> None:
+    cb = make(include_paramless=paramless)
+    learn = quiet(
+        model=five(), cbs=[cb, Callback(before_batch=lambda self: seen.append(cb.modules))]
+    )
+    seen: list[Any] = []
+
+    before = cb.modules
+    learn.fit(1)
+
+    assert before is None
+    assert [len(modules) for modules in seen] == [n] * 5
+    assert cb.modules == [learn.model.get_submodule(name) for name in cb.names]
+    assert isinstance(cb.modules, list)
+
+
+@pytest.mark.parametrize("given", ["0", ["0", nn.ReLU], nn.Linear, [], None])
+def test_before_the_fit_modules_are_as_given(given: Any) -> None:
+    assert HookCallback(given).modules == given
+    assert FlightRecorder(modules="0").modules == "0"
+
+
+def test_modules_can_be_set_before_the_hooks_go_on() -> None:
+    class Mine(Calls):
+        def before_fit(self) -> None:
+            self.modules = [m for m in self.model if isinstance(m, nn.Linear)]
+            super().before_fit()
+
+    cb = Mine()
+    learn = quiet(model=five(), cbs=cb)
+
+    learn.fit(1)
+    learn.model = five()
+    learn.fit(1, reset_opt=True)
+
+    assert cb.modules == [learn.model[0], learn.model[3]]
+
+
+def test_modules_keep_no_model_alive() -> None:
+    learn = quiet(model=five(), cbs=ActivationStats())
+    learn.fit(1)
+    stats = learn.activation_stats
+
+    stats.learn = None
+    del learn
+    gc.collect()
+
+    assert stats.modules == []
+
+
+@pytest.mark.parametrize("make", [HookCallback, ActivationStats, FlightRecorder])
+def test_a_copy_has_the_selection_and_no_modules(make: Any) -> None:
+    cb = make(modules="0")
+    quiet(model=five(), cbs=cb).fit(1)
+    cb.learn = None
+
+    assert pickle.loads(pickle.dumps(cb)).modules == "0"
+    assert copy.deepcopy(cb).modules == "0"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +454,7 @@ def test_every_looks_for_modules_at_recorded_batches_only() -> None:
 
 def test_a_module_that_is_gone_amid_a_fit_is_told_once() -> None:
     def exchange(self: Any) -> None:
-        if self.iter == 0:
+        if self.training and self.iter == 0:
             self.learn.model[2] = nn.Linear(4, 1)
 
     model = mlp(1, 4, 1)
@@ -374,7 +504,7 @@ def test_without_detach_the_graph_is_kept() -> None:
     learn = quiet(cbs=[cb, Callback(after_pred=lambda s: seen.append(_grad(cb)))])
     learn.fit(1)
 
-    assert seen == [True] * 5
+    assert seen == [True] * 3 + [False] * 2  # validation has no graph
 
 
 def _grad(cb: HookCallback) -> bool:
@@ -510,7 +640,7 @@ def test_a_callback_added_in_mid_fit_records_from_the_next_batch_on() -> None:
 
     learn.fit(1)
 
-    assert cb.calls == [(True, 1), (True, 2)]
+    assert cb.calls == [(True, 1), (True, 2), (False, 0), (False, 1)]
     assert n_hooks(learn.model) == 0
 
 
@@ -539,6 +669,17 @@ def test_every_must_be_a_whole_number_of_batches(every: Any) -> None:
 def test_modules_must_select(modules: Any) -> None:
     with pytest.raises(ArgumentError, match=r"HookCallback\(modules=.*Give a module, a name"):
         HookCallback(modules)
+
+
+def test_the_hook_is_the_eighth_argument() -> None:
+    calls: list[int] = []
+
+    def see(m: nn.Module, i: Any, o: Any) -> None:
+        calls.append(1)
+
+    quiet(cbs=HookCallback(None, None, True, True, True, True, False, see)).fit(1)
+
+    assert len(calls) == 5
 
 
 def test_hook_must_be_a_function() -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
 from hookkit.callbacks.listening import Callback, calls
 from hookkit.checks import check_flag, check_function, check_number, shown
-from hookkit.errors import ArgumentError, HookkitError, HookkitWarning
+from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
 from hookkit.hooks.capturing import FUNCTION_OF
 from hookkit.hooks.compiling import forget_graphs
@@ -36,14 +37,15 @@ class HookCallback(Callback):
 
     What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
     stays readable after the fit. Modules are looked up anew for each fit, and at a recorded batch
-    that finds others in the model than there were: `hooks` is then a new one. Training batches
-    alone are recorded unless asked otherwise; a cancelled one is not counted by `every`.
+    that finds others in the model than there were: `hooks` is then a new one. As in fastai, the
+    hooks run in validation too, unless `every` or `on_valid=False` is given; `self.recording` says
+    whether they ran in this batch. A cancelled batch is not counted by `every`.
 
     Args:
         modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
             `select`; None takes every module without children that has parameters, [] none.
-        every: records one training batch in so many, beginning with the first of each fit; None
-            records all.
+        every: records one training batch in so many, beginning with the first of each fit, and no
+            validation batch; None records all.
         remove_end: takes the hooks off at the end of the fit; after an error they go in any case.
         is_forward: calls `hook(m, inputs, outputs)` after each forward; False calls
             `hook(m, grad_inputs, grad_outputs)` in each backward, with tuples of gradients.
@@ -51,17 +53,18 @@ class HookCallback(Callback):
         cpu: moves what `hook` returns to the CPU.
         include_paramless: with `modules=None`, takes modules without parameters too.
         hook: the function to call, `f(m, i, o)` or `f(o)`, instead of a subclass's method.
-        on_train: whether training batches are recorded; without, their events pass it by.
-        on_valid: the same of validation batches: `after_batch` of a callback that records
-            training alone is not called in validation, where `stored` would be of another batch.
+        on_train: whether training batches are recorded. With False, the events within a training
+            batch (`before_batch` … `after_batch`) are not called either.
+        on_valid: the same for validation batches. The recorders (`ActivationStats`, …) have False.
 
     Attributes:
-        names: the hooked modules' names, parallel to `hooks`.
+        modules: the hooked modules, a list, from `before_fit` on; before, the argument as given.
+        names: the hooked modules' names, parallel to `modules` and `hooks`.
         hooks: the `Hooks` (`BackwardHooks`) of this fit, or of the last; None before the first.
         recording: whether the batch at hand is recorded.
 
     Raises:
-        OptionError: `every` is below 1.
+        OptionError: `every` is below 1, or given with `on_train=False`.
         ArgumentError: `modules` or `hook` is of a kind that cannot work.
         SelectionError: as the fit begins: `modules` names what the model has not.
 
@@ -75,6 +78,9 @@ class HookCallback(Callback):
     hooks: Any = None
     recording: bool = False
     _parts: Parts | None = None
+    _hooked: list[ref[nn.Module]] | None = None  # since `before_fit`
+    _asked: list[Any] | None  # the selectors
+    _given: Any  # the same, as they were given
 
     def __init__(
         self,
@@ -85,21 +91,28 @@ class HookCallback(Callback):
         detach: bool = True,
         cpu: bool = True,
         include_paramless: bool = False,
-        *,
         hook: Callable[[nn.Module, Any, Any], Any] | None = None,
+        *,
         on_train: bool = True,
-        on_valid: bool = False,
+        on_valid: bool = True,
     ) -> None:
         who = type(self).__name__
-        self.modules, self.every = _checked_modules(who, modules), _checked_every(who, every)
+        self.modules, self.every = modules, _checked_every(who, every)
         self.remove_end = check_flag(who, "remove_end", remove_end)
         self.is_forward = check_flag(who, "is_forward", is_forward)
         self.detach, self.cpu = check_flag(who, "detach", detach), check_flag(who, "cpu", cpu)
         self.include_paramless = check_flag(who, "include_paramless", include_paramless)
         self.run_train = self.on_train = check_flag(who, "on_train", on_train)
         self.run_valid = self.on_valid = check_flag(who, "on_valid", on_valid)
+        if self.every and not self.on_train:
+            raise OptionError(
+                f"{who}(every={every!r}, on_train=False): `every` counts training batches, and "
+                f"none is recorded. Leave out `every`."
+            )
         seen = FUNCTION_OF["forward" if self.is_forward else "backward"]
-        self._given_hook = hook and check_function(who, hook, *seen, name="hook")
+        self._given_hook = hook
+        if hook is not None:
+            self._given_hook = check_function(who, hook, *seen, name="hook")
         self.names: list[str] = []
         self._turn, self._last_iter, self._ended = 0, -1, False
 
@@ -119,6 +132,24 @@ class HookCallback(Callback):
         """What to keep of one call of module `m` with inputs `i` and outputs `o`; override it."""
         return None if self._given_hook is None else self._given_hook(m, i, o)
 
+    @property
+    def modules(self) -> Any:
+        """The hooked modules, a list, from `before_fit` on; before, the argument as given.
+
+        Held weakly: the callback does not keep a model alive. Setting it selects others for the
+        next fit.
+        """
+        if self._hooked is None:
+            return self._given
+        return [module for held in self._hooked if (module := held()) is not None]
+
+    @modules.setter
+    def modules(self, given: Any) -> None:
+        self._asked = _checked_modules(type(self).__name__, given)
+        # a generator can be read only once
+        self._given = self._asked if isinstance(given, Iterator) else given
+        self._hooked = None
+
     # --- events
 
     def before_fit(self) -> None:
@@ -127,10 +158,7 @@ class HookCallback(Callback):
             return  # a validation that nobody records must not cost what was recorded before
         self._remove()
         self._turn, self._last_iter, self._ended = 0, -1, False
-        found = self._select(self.learn.model)
-        self.names = list(found)
-        self._register(self.names, found)
-        forget_graphs(self.learn.model)  # a compiled model that has run would not see the hooks
+        self._hook_all(self.learn.model)
         self._parts = Parts(self.learn.model)
 
     def before_train(self) -> None:
@@ -147,7 +175,7 @@ class HookCallback(Callback):
             on = self.on_train and self._turn % (self.every or 1) == 0
             self._turn, self._last_iter = self._turn + 1, self.learn.train_iter
         else:
-            on = self.on_valid
+            on = self.on_valid and self.every is None  # `every` asks for few batches, as in fastai
         if on:
             self._follow()
         self._record(on)
@@ -173,8 +201,8 @@ class HookCallback(Callback):
 
     def _select(self, model: nn.Module) -> Any:
         """The modules to hook, by name."""
-        if self.modules is not None:
-            return select(model, *self.modules) if self.modules else {}  # [] is none, not all
+        if self._asked is not None:
+            return select(model, *self._asked) if self._asked else {}  # [] is none, not all
         found = leaf_modules(model)
         if self.include_paramless:
             return found
@@ -182,7 +210,16 @@ class HookCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # a pickle needs neither hooks nor activations
-        return {**vars(self), "hooks": None, "_parts": None}
+        return {**vars(self), "hooks": None, "_hooked": None, "_parts": None}
+
+    def _hook_all(self, model: nn.Module) -> None:
+        """Finds the modules and hooks them; all of them, or it raises."""
+        found = self._select(model)
+        names = list(found)
+        self._register(names, found)
+        self.names = names
+        self._hooked = [ref(module) for module in found.values()]
+        forget_graphs(model)  # a compiled model that has run would not see the hooks
 
     def _follow(self) -> None:
         """Hooks what has come into the model since."""
@@ -190,10 +227,7 @@ class HookCallback(Callback):
             return
         model = self.learn.model
         try:
-            found = self._select(model)
-            self._register(list(found), found)
-            self.names = list(found)
-            forget_graphs(model)
+            self._hook_all(model)
         except HookkitError as error:
             _tell_changed(type(self).__name__, error)
         self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice

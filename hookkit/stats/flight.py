@@ -75,9 +75,9 @@ class FlightRecorder(HookCallback):
     ) -> None:
         check_choice("FlightRecorder", "on_nonfinite", on_nonfinite, ACTIONS)
         keep = check_number("FlightRecorder", "keep", keep, 2, whole=True, what="in batches")
-        super().__init__(modules, include_paramless=True)
-        if self.modules is not None:
-            _check_some(self.modules, modules)
+        super().__init__(modules, include_paramless=True, on_valid=False)
+        if self._asked is not None:
+            _check_some(self._asked, modules)
         self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
@@ -96,8 +96,8 @@ class FlightRecorder(HookCallback):
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
-        if self.modules is not None:
-            _check_some(found, self.modules)
+        if self._asked is not None:
+            _check_some(found, self._asked)
             return found
         found = found or {"": unwrap(model)}
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
@@ -298,7 +298,7 @@ class FlightRecorder(HookCallback):
         return not fine
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_tape", "learn", "hooks", "_parts", "_known"))
+        gone = dict.fromkeys(("_tape", "learn", "hooks", "_hooked", "_parts", "_known"))
         kept: dict[str, Any] = {"_handles": {}, "_grads": GradTape(), "_flags": []}
         return {**self.__dict__, **gone, **kept, "recording": False}
 

@@ -33,8 +33,8 @@ class StatsCallback(HookCallback):
     order = -20
     kind = "activation"
 
-    def __init__(self, options: Options, **hooking: Any) -> None:
-        super().__init__(**hooking)
+    def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
+        super().__init__(on_valid=on_valid, **hooking)
         self.options = options
         self.tally, self.valid_tally = Tally(self.kind, options), Tally(self.kind, options)
         self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
@@ -74,7 +74,7 @@ class StatsCallback(HookCallback):
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
-        if self.modules is not None:
+        if self._asked is not None:
             return found
         found = found or leaf_modules(model) or {"": model}
         # what runs no Python hooks is passed over, unless it was asked for by name
@@ -192,7 +192,7 @@ class StatsCallback(HookCallback):
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
-        gone = dict.fromkeys(("hooks", "learn", "_parts"))
+        gone = dict.fromkeys(("hooks", "learn", "_hooked", "_parts"))
         return {**self.__dict__, **gone, "_handles": {}, "recording": False}
 
 
