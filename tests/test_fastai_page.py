@@ -17,6 +17,7 @@ from hookkit import (
     Hooks,
     dummy_eval,
     has_params,
+    hook_input,
     hook_output,
     hook_outputs,
     layer_info,
@@ -55,6 +56,47 @@ def test_hook_stores_what_its_function_returns() -> None:
 
     is_equal(hook.stored, y)
     hook.remove()
+
+
+@pytest.mark.parametrize("kind", [{}, {"is_forward": False}, {"cpu": True}, {"detach": False}])
+def test_hook_fn_calls_the_function_and_stores(kind: dict[str, bool]) -> None:
+    m, x = nn.Linear(5, 3), torch.randn(4, 5)
+    seen = []
+
+    hook = Hook(m, lambda m, i, o: seen.append((m, i, o)) or o * 2, **kind)
+    hook.remove()
+    given = m(x)
+    assert hook.hook_fn(m, (x,), given) is None
+
+    assert seen[0][0] is m
+    is_equal(seen[0][1][0], x)
+    is_equal(seen[0][2], given)
+    assert seen[0][2].requires_grad == (not kind.get("detach", True))
+    is_equal(hook.stored, given * 2)
+
+
+def test_hook_fn_of_hooks_without_a_function_stores_what_they_are_for() -> None:
+    m, x, y = nn.Linear(5, 3), (torch.randn(4, 5),), torch.randn(4, 3)
+    output, grads = hook_output(m), hook_output(m, grad=True)
+    inputs, into = hook_input(m), hook_input(m, grad=True)
+
+    for hook in (output, grads, inputs, into):
+        hook.hook_fn(m, x, (y,) if hook is grads else y)
+        hook.remove()
+
+    is_equal(output.stored, y)
+    is_equal(grads.stored[0], y)
+    is_equal(inputs.stored[0], x[0])
+    is_equal(into.stored[0], x[0])
+
+
+def test_hook_fn_of_an_edit_returns_what_replaces_the_output() -> None:
+    m, x = nn.Linear(5, 3), torch.randn(4, 5)
+
+    with Hook(m, lambda m, i, o: o * 2, edit=True) as hook:
+        y = m(x)
+
+    is_equal(hook.hook_fn(m, (x,), y), y * 2)
 
 
 def test_a_printing_hook_prints_exactly_while_it_is_registered() -> None:

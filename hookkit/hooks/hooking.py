@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookkit import ranks
 from hookkit.checks import OfLast, check_flag
 from hookkit.errors import HookError, OptionError
-from hookkit.hooks.capturing import Kept, Kind, Options
+from hookkit.hooks.capturing import Kept, Kind, Options, Storer
 from hookkit.hooks.dispatching import Dispatcher, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
@@ -196,6 +196,37 @@ class Hook:
             return False
         self.remove()
         return self._block.leave([self], e)
+
+    def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
+        """Calls `hook_func(m, i, o)` as PyTorch does, and stores what it returns.
+
+        As fastai's method of that name, to call by hand. A hook for gradients that has no function
+        stores those given.
+
+        Args:
+            m: the module.
+            i: its inputs, a tuple (backward: grad_input).
+            o: its output (backward: grad_output); not used by a `pre` hook.
+
+        Returns:
+            With `edit`, what replaces the output (pre: the inputs); else None.
+
+        >>> m, x = nn.Linear(2, 3), torch.zeros(4, 2)
+        >>> h = Hook(m, lambda m, i, o: o.shape)
+        >>> h.remove(); h.hook_fn(m, (x,), m(x)); h.stored
+        torch.Size([4, 3])
+        """
+        kind, args, kwargs = self._options.kind, i, getattr(i, "kwargs", {})
+        if not isinstance(i, tuple):
+            args = (i,)
+        if kind == "forward":
+            return Forward(self)(m, args, kwargs, o)
+        if kind == "pre":
+            return Pre(self)(m, args, kwargs)
+        if kind == "backward":
+            return Backward(self)(m, i, o)
+        self._keep(Storer(self._options).keep(i if kind == "pre_grad" else o))
+        return None
 
     # -- what is stored -----------------------------------------------------------------------
 
