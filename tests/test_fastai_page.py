@@ -1,6 +1,9 @@
 """What fastai's own page on hooks promises holds here, cell by cell: names, calls, numbers."""
 
+import copy
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,12 @@ from torch import nn
 
 from hookkit import (
     ActivationStats,
+    ArgumentError,
     Hook,
     HookCallback,
+    HookkitWarning,
     Hooks,
+    Learner,
     dummy_eval,
     has_params,
     hook_input,
@@ -288,3 +294,74 @@ def test_histograms_are_recorded_when_asked_for() -> None:
     assert set(stats.stats[0][0]) >= {"mean", "std", "near_zero", "hist"}
     assert stats.hist(0).shape[-1] == 5
     assert len(stats.layer_stats(0)) == 3
+
+
+# --- the names of fastai v1
+
+
+@pytest.mark.parametrize(
+    ("make", "word", "now"),
+    [
+        (lambda **kw: Learner(None, nn.Linear(1, 1), **kw), "callback_fns", "cbs"),
+        (lambda **kw: Learner(None, nn.Linear(1, 1), **kw), "callbacks", "cbs"),
+        (lambda **kw: Learner(model=nn.Linear(1, 1), **kw), "data", "dls"),
+        (ActivationStats, "do_remove", "remove_end"),
+        (HookCallback, "do_remove", "remove_end"),
+    ],
+)
+def test_an_argument_of_v1_is_answered_with_its_name(make: Any, word: str, now: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{word}=….* fastai v1\. Write \w+\({now}=…\)"):
+        make(**{word: None})
+
+
+@pytest.mark.parametrize(
+    ("owner", "word", "now"),
+    [
+        ("recorder", "plot", "plot_loss()"),
+        ("recorder", "plot_losses", "plot_loss()"),
+        ("recorder", "val_losses", "values"),
+        ("activation_stats", "do_remove", "remove_end"),
+    ],
+)
+def test_an_attribute_of_v1_is_answered_with_its_name(owner: str, word: str, now: str) -> None:
+    learn = synth_learner(cbs=ActivationStats())
+
+    with pytest.raises(AttributeError, match=rf"{word}.* fastai v1\. Use `{re.escape(now)}`"):
+        getattr(getattr(learn, owner), word)
+
+
+@pytest.mark.parametrize("word", ["shape", "size", "mean"])
+def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
+    learn = synth_learner(n_trn=2, cbs=ActivationStats(modules=""))
+    with learn.no_logging():
+        learn.fit(1)
+    stats = learn.activation_stats.stats
+
+    with pytest.raises(AttributeError, match=rf"Use `stats\.tensor\(\)\.{word}`"):
+        getattr(stats, word)
+    assert stats.tensor().shape == (2, 1, 2)
+    assert copy.deepcopy(stats)[0][0]["mean"] == stats[0][0]["mean"]
+
+
+def test_an_event_of_v1_is_answered_with_its_name() -> None:
+    with pytest.warns(HookkitWarning, match=r"Old\.on_batch_end .* Did you mean `after_batch`"):
+        type("Old", (HookCallback,), {"on_batch_end": lambda self: None})
+
+
+def test_an_event_of_another_library_is_its_own() -> None:
+    class Other:
+        def on_epoch_end(self) -> None:
+            """A callback of the other library."""
+
+    class Both(HookCallback, Other):
+        def on_epoch_end(self) -> None:
+            """No warning."""
+
+    assert Both().name == "both"
+
+
+def test_a_misspelt_attribute_of_a_callback_gets_the_nearest() -> None:
+    learn = synth_learner()
+
+    with pytest.raises(AttributeError, match=r"nearest in Recorder: plot_loss"):
+        _ = learn.recorder.plt_loss

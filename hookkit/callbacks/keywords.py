@@ -11,6 +11,15 @@ from typing import Any
 
 from hookkit.errors import ArgumentError, nearest
 
+V1_ARGUMENTS = {
+    "callback_fns": "cbs",
+    "callbacks": "cbs",
+    "data": "dls",
+    "do_remove": "remove_end",
+    "layer_groups": "splitter",
+}
+"""fastai v1's names of arguments, and fastai v2's, which hold here."""
+
 
 def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     """An ArgumentError if `cls.__init__` has no argument of one of these names."""
@@ -20,6 +29,11 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     names = [p.name for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for word in kwargs:
         if word not in names:
+            if V1_ARGUMENTS.get(word) in names:
+                raise ArgumentError(
+                    f"{cls.__name__}({word}=…) was given; that is the argument's name in fastai "
+                    f"v1. Write {cls.__name__}({V1_ARGUMENTS[word]}=…)."
+                )
             near = nearest(word, names)
             raise ArgumentError(
                 f"{cls.__name__}({word}=…) was asked for; it has no such argument. "

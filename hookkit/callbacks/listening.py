@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, nearest
@@ -21,6 +21,20 @@ from hookkit.events import BATCH_EVENTS, EVENTS, not_an_event
 LOOP_STATE = frozenset(
     {"model", "dls", "opt", "loss_func", "xb", "yb", "pred", "loss", "loss_grad", "training", "dl"}
 )
+V1_EVENTS = {
+    "on_train_begin": "before_fit",
+    "on_epoch_begin": "before_epoch",
+    "on_batch_begin": "before_batch",
+    "on_loss_begin": "after_pred",
+    "on_backward_begin": "before_backward",
+    "on_backward_end": "after_backward",
+    "on_step_end": "after_step",
+    "on_batch_end": "after_batch",
+    "on_epoch_end": "after_epoch",
+    "on_train_end": "after_fit",
+}
+"""fastai v1's events, and those that took their place."""
+
 _NOTICED = LOOP_STATE | frozenset(EVENTS) | {"order"}
 
 
@@ -55,6 +69,7 @@ class Callback:
     run: bool = True
     run_train: bool = True
     run_valid: bool = True
+    _renamed: ClassVar[Mapping[str, str]] = {}  # fastai v1's names of attributes, and today's
     _came_to: int = 0  # the step of a recorder: see `Driver._part_from`
 
     __signature__ = InitSignature()
@@ -78,7 +93,7 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
-            if near := _near_events(name):
+            if near := _near_events(cls, name):
                 warnings.warn(
                     f"{cls.__name__}.{name} is never called: no event has that name. "
                     f"Did you mean {near}?",
@@ -111,6 +126,12 @@ class Callback:
         mine = type(self).__name__
         if name.startswith("__"):
             raise AttributeError(f"{mine} has no attribute {name!r}", name=name, obj=self)
+        if (now := self._renamed.get(name)) is not None:
+            raise AttributeError(
+                f"{mine} has no attribute {name!r}, its name in fastai v1. Use `{now}`.",
+                name=name,
+                obj=self,
+            )
         if self.learn is None:
             raise AttributeError(
                 f"{mine} has no attribute {name!r}, and no learner yet to look it up in. "
@@ -124,6 +145,8 @@ class Callback:
             if _skips_init(type(self)):
                 which = f"does not call super().__init__(…), which may set {name!r}"
                 error.add_note(f"{mine}.__init__ {which}")
+            if near := nearest(name, [n for n in dir(type(self)) if n[0] != "_"]):
+                error.add_note(f"nearest in {mine}: {', '.join(near)}")
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -184,11 +207,14 @@ def in_phase(cb: Callback, event: str, training: bool) -> bool:
     return event not in BATCH_EVENTS or (cb.run_train if training else cb.run_valid)
 
 
-def _near_events(name: str) -> str:
+def _near_events(cls: type, name: str) -> str:
     """The events that the method `name` was meant for; empty if it is one, or none is near.
 
-    `before_` and `after_` are set aside, or everything that begins so would be near.
+    `before_` and `after_` are set aside, or everything that begins so would be near. A name of
+    fastai v1 that another base of the class has is that library's event.
     """
+    if name in V1_EVENTS and not any(hasattr(base, name) for base in cls.__bases__):
+        return f"`{V1_EVENTS[name]}`"
     half, _, rest = name.partition("_")
     if half not in ("before", "after") or name in EVENTS:
         return ""

@@ -12,7 +12,8 @@ import copy
 import time
 from array import array
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,13 @@ class Recorder(Callback):
     """
 
     order = 50
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "plot": "plot_loss()",
+        "plot_losses": "plot_loss()",
+        "plot_lr": "lrs",
+        "plot_metrics": "rows()",
+        "val_losses": "values",
+    }
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ unless it gets other modules meanwhile: these are hooked as the next recorded ba
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 from weakref import ref
 
 from torch import nn
@@ -74,6 +74,8 @@ class HookCallback(Callback):
     >>> dict(zip(shapes.names, shapes.hooks.stored))
     {'': (16, 1)}
     """
+
+    _renamed: ClassVar[Mapping[str, str]] = {"do_remove": "remove_end"}
 
     hooks: Any = None
     recording: bool = False

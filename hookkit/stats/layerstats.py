@@ -29,6 +29,20 @@ class StatsList(L):  # type: ignore[misc]
         table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
         return table.transpose(1, 2).contiguous()
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # the list's own
+        except AttributeError:
+            if name.startswith("__") or not hasattr(Tensor, name):
+                raise
+            raise AttributeError(
+                f"StatsList has no attribute {name!r}: it is a list of records, where fastai v1's "
+                f"stats was a tensor. Use `stats.tensor().{name}`; it has the shape "
+                f"(2, n_modules, n_records).",
+                name=name,
+                obj=self,
+            ) from None
+
     def __repr__(self) -> str:
         if not all(isinstance(batch, BatchStats) for batch in self.items[:1]):
             return str(super().__repr__())  # made from one, by map or itemgot
