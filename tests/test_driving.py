@@ -13,7 +13,7 @@ import pytest
 from fastcore.foundation import L
 from torch import nn
 
-from hookkit.callbacks import Callback, TrainEvalCallback
+from hookkit.callbacks import Callback, Recorder, TrainEvalCallback
 from hookkit.callbacks.driving import Driver
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
@@ -59,14 +59,57 @@ def test_the_learner_shows_its_callbacks_by_name() -> None:
     assert not hasattr(learn, "nothing")
 
 
-def test_the_second_of_a_name_is_shown_and_the_first_comes_back() -> None:
-    first, second = Tst(), Tst()
+def test_of_several_of_a_name_each_has_its_own() -> None:
+    first, second, third = Tst(), Tst(), Tst()
+
     learn = quiet(cbs=[first, second])
-    assert learn.tst is second
+    learn.add_cb(third)
+    assert (learn.tst, learn.tst_2, learn.tst_3) == (first, second, third)
 
-    learn.remove_cb(second)
+    learn.remove_cb(first)
+    assert (learn.tst, learn.tst_2) == (second, third)
+    with pytest.raises(AttributeError, match=r"has 'tst_3'\. Nearest: tst"):
+        _ = learn.tst_3
 
-    assert learn.tst is first
+
+def test_a_callback_for_one_fit_has_a_name_of_its_own_in_it_and_afterwards() -> None:
+    own, extra = Tst(), Tst()
+    learn = quiet(cbs=[own, Callback(after_fit=lambda self: seen.append(self.learn.tst_2))])
+    seen: list[Any] = []
+
+    learn.fit(1, cbs=extra)
+
+    assert seen == [extra]
+    assert (learn.tst, learn.tst_2) == (own, extra)
+
+
+def test_two_of_a_name_for_one_fit_are_both_readable_afterwards() -> None:
+    first, second, later = Tst(), Tst(), Tst()
+    learn = quiet()
+
+    learn.fit(1, cbs=[first, second])
+    assert (learn.tst, learn.tst_2) == (first, second)
+    learn.fit(1, cbs=later)
+
+    assert learn.tst is later
+    assert not hasattr(learn, "tst_2")
+
+
+def test_a_default_callback_that_is_given_takes_the_place_of_the_default() -> None:
+    mine = Recorder(add_time=False)
+
+    learn = quiet(cbs=iter([mine]))
+
+    assert learn.recorder is mine
+    assert [cb.name for cb in learn.cbs] == ["train_eval", "recorder"]
+    learn.fit(1)
+    assert len(mine.values) == 1
+
+
+def test_completion_lists_callbacks() -> None:
+    learn = quiet(cbs=[Tst(), Tst()])
+
+    assert {"recorder", "tst", "tst_2", "fit", "model"} <= set(dir(learn))
 
 
 def test_a_callback_cannot_take_the_place_of_what_the_learner_has() -> None:

@@ -21,6 +21,7 @@ from hookkit.events import (
     CancelStepException,
 )
 from hookkit.recording import HookCallback
+from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import Watcher, watch
 
 BATCH = ["before_batch", "after_pred", "before_step", "after_step", "after_batch"]
@@ -1231,3 +1232,17 @@ def test_batches_left_over_at_the_end_are_not_told(each: int, n: int, given: boo
     assert w.n_steps == n // each
     with w:
         train(model, opt, 7, each=8)
+
+
+def test_callbacks_are_completed_and_each_has_a_name_of_its_own() -> None:
+    model = net()
+    first, second = ActivationStats("0"), ActivationStats("1")
+
+    with watch(model, sgd(model), first, second, ParamStats) as w:
+        pass
+
+    assert {"activation_stats", "activation_stats_2", "param_stats", "loss"} <= set(dir(w))
+    assert (w.activation_stats, w.activation_stats_2) == (first, second)
+    assert "activation_stats, activation_stats_2, param_stats" in repr(w)
+    with pytest.raises(AttributeError, match=r"'activation_stats_3'.*Nearest: activation_stats"):
+        _ = w.activation_stats_3

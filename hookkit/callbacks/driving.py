@@ -27,6 +27,9 @@ D = TypeVar("D", bound="Driver")
 class Driver:
     """Owns callbacks, calls them by event, and finds them by name. `Learner` and `Watcher` are two.
 
+    Of several callbacks of one name the first has it; the others are `name_2`, `name_3`, … in the
+    order they were added.
+
     Attributes:
         cbs: the callbacks, as they were added.
         fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
@@ -44,11 +47,11 @@ class Driver:
     in_closure: bool = False
     n_steps: int = 0
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
-    _past: dict[str, Callback]
+    _past: list[Callback]  # added for a fit that is over
 
     def _own(self, cbs: Any) -> None:
         """Starts with `cbs` as the callbacks."""
-        self.cbs, self._listeners, self._past = L(), {}, {}
+        self.cbs, self._listeners, self._past = L(), {}, []
         self.add_cbs(cbs)
 
     # --- adding and removing
@@ -80,7 +83,7 @@ class Driver:
     def _add(self, cb: Callback) -> None:
         cb.learn = self
         self.cbs.append(cb)
-        self._past.pop(cb.name, None)
+        self._past = [past for past in self._past if past.name != cb.name]
         self._forget_order()
         if self.fitting:
             self._carry_on(cb)
@@ -139,7 +142,7 @@ class Driver:
         finally:
             for cb in self._meant(mine):
                 self._drop(cb)
-                self._past[cb.name] = cb
+                self._past.append(cb)
 
     @contextmanager
     def removed_cbs(self: D, cbs: Any) -> Iterator[D]:
@@ -160,10 +163,21 @@ class Driver:
         """The callbacks that are instances of `cls`."""
         return L(cb for cb in self.cbs if isinstance(cb, cls))
 
+    def _named(self) -> dict[str, Callback]:
+        """The callbacks by name, and those of a past fit, each with a name of its own."""
+        found: dict[str, Callback] = {}
+        for cb in [*self.cbs, *self._past]:
+            name = base = cb.name
+            n = 1
+            while name in found:
+                n += 1
+                name = f"{base}_{n}"
+            found[name] = cb
+        return found
+
     def _cb_named(self, name: str) -> Callback | None:
-        """The callback of that name, the latest of several; else one added for a past fit."""
-        found = [cb for cb in self.cbs if cb.name == name]
-        return found[-1] if found else self._past.get(name)
+        """The callback of that name; None if there is none."""
+        return self._named().get(name)
 
     def ordered_cbs(self, event: str) -> L:
         """The callbacks that have a method for `event`, in the order they run.

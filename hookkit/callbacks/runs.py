@@ -49,7 +49,7 @@ def _epochs(recorder: Any, n_steps: int) -> list[dict[str, Any]]:
 
 def _all(learn: Any) -> list[Callback]:
     """The callbacks, after those that were added for a past fit."""
-    return [*learn._past.values(), *learn.cbs]
+    return [*learn._past, *learn.cbs]
 
 
 def _recorded(learn: Any) -> dict[str, tuple[Any, Record]]:

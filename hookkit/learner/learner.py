@@ -58,14 +58,16 @@ class Learner(Predicting, ReadOut):
         opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
         lr: of fits that name none: a number, one per group, or `slice(lowest, highest)`.
         splitter: `splitter(model)` gives the parameters, or a list of them for each group.
-        cbs: callbacks, instances or classes.
+        cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`, and of
+            several of one name as `activation_stats`, `activation_stats_2`, …
         metrics: functions `f(pred, *targets)` averaged over samples, or objects with `reset`,
             `update` and `compute`; instances or classes.
         path: folder of `model_dir`; None for the current one.
         model_dir: where `save` writes.
         wd: weight decay; None leaves the optimizer's own.
         train_bn: whether batch norms in frozen groups still learn.
-        default_cbs: whether to begin with TrainEvalCallback and Recorder.
+        default_cbs: whether to begin with TrainEvalCallback and Recorder; one of these in `cbs`
+            takes the place of the default.
 
     Attributes:
         epoch, n_epoch, iter, n_iter: where the run stands (`n_iter` None: unknown).
@@ -130,9 +132,11 @@ class Learner(Predicting, ReadOut):
         self.logger: Callable[[list[Any]], Any] = print
         self._at_start()
         self._own(None)
-        with_default = check_flag("Learner", "default_cbs", default_cbs)
-        self.add_cbs(DEFAULT_CALLBACKS if with_default else None)
-        self.add_cbs(cbs)
+        given = listed(cbs)
+        kinds = [cb if isinstance(cb, type) else type(cb) for cb in given]
+        if check_flag("Learner", "default_cbs", default_cbs):
+            self.add_cbs(d for d in DEFAULT_CALLBACKS if not any(issubclass(k, d) for k in kinds))
+        self.add_cbs(given)
         self("after_create")
 
     # --- learning

@@ -82,7 +82,7 @@ class Predicting(Loop):
         gather = GatherPreds(with_input, with_loss, act)
         with self._untouched([gather, *listed(cbs)], inner):
             self._do_epoch_validate(dl)
-        self._past.pop(gather.name, None)  # or its tensors would live on
+        self._past = [cb for cb in self._past if cb is not gather]  # or its tensors would live on
         return gather.result(concat_dim)
 
     def _needs_data(self, verb: str) -> None:

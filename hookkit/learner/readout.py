@@ -57,9 +57,12 @@ class ReadOut(Loop, Tables):
                 pass
         raise AttributeError(self._no_attribute(name), name=name, obj=self)
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
+
     def _no_attribute(self, name: str) -> str:
         near = nearest(name, [n for n in {*dir(type(self)), *vars(self)} if n[0] != "_"])
-        near += [cb.name for cb in vars(self).get("cbs", ()) if nearest(name, [cb.name])]
+        near += nearest(name, self._named() if "cbs" in vars(self) else ())
         hint = f" Nearest: {', '.join(near)}." if near else ""
         model = type(vars(self).get("model")).__name__
         return f"Neither the Learner, its callbacks nor its model ({model}) has {name!r}.{hint}"

@@ -97,8 +97,9 @@ def watch(
 class Watcher(ReadOut):
     """What `watch` returns: follows a loop while it is entered, and reads out what was recorded.
 
-    Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do what entering and
-    leaving do, for places without a `with`.
+    Callbacks are found by name: `w.activation_stats`; of several of one name the others are
+    `w.activation_stats_2`, … in the order they were given. `start()` and `stop()` do what entering
+    and leaving do, for places without a `with`.
 
     Attributes:
         model: as given.
@@ -277,7 +278,7 @@ class Watcher(ReadOut):
             raise AttributeError(f"Watcher has no attribute {name!r}", name=name, obj=self)
         if (cb := loop._cb_named(name)) is not None:
             return cb
-        known = [c.name for c in loop.cbs]
+        known = list(loop._named())
         near = nearest(name, [*known, *(n for n in dir(type(self)) if n[0] != "_")]) or known
         raise AttributeError(
             f"Neither Watcher nor its callbacks have {name!r}. "
@@ -285,6 +286,10 @@ class Watcher(ReadOut):
             name=name,
             obj=self,
         )
+
+    def __dir__(self) -> list[str]:
+        loop = vars(self).get("loop")
+        return [*super().__dir__(), *(loop._named() if loop is not None else ())]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise HookError(
@@ -294,7 +299,7 @@ class Watcher(ReadOut):
 
     def __repr__(self) -> str:
         loop = self.loop
-        names = ", ".join(c.name for c in loop.cbs) or "no callbacks"
+        names = ", ".join(loop._named()) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
         steps, epochs = _count(self.n_steps, "step"), _count(len(loop.spans), "epoch")
         return f"Watcher({type(loop.model).__name__}: {steps} in {epochs}; {names}; {state})"
