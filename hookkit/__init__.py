@@ -8,7 +8,7 @@ Three doors:
 
 The house has two stems that meet once. Model stem: `selecting → hooks → modelinfo → summaries`.
 Training stem: `events → callbacks`. They join in `recording`, which feeds `stats → health →
-report`. On top stand the two drivers of the same callbacks. A room imports only from rows above
+pages`. On top stand the two drivers of the same callbacks. A room imports only from rows above
 its own; `tests/test_layers.py` holds this. A room with several files is a folder whose docstring
 names them.
 
@@ -21,7 +21,7 @@ names them.
     recording                                    HookCallback: where hooks meet a loop
     summaries · stats                            a model at a glance; its layers over time
     health · plotting · exports · summarize      diagnosis; pictures; tables and files; the shell
-    report                                       one page of a run
+    pages                                        report: one page of a run
     learner · watching                           our loop; anybody's
     bridges · testing · demo                     other loops; small nets; a real run
 """
@@ -96,6 +96,7 @@ from .modelinfo import (
     num_features_model,
     total_params,
 )
+from .pages import report
 from .recording import HookCallback
 from .records import Record, Run
 from .selecting import Selection, leaf_modules, select, unwrap
@@ -183,6 +184,7 @@ __all__ = [
     "patch_from",
     "print_sizes",
     "replace",
+    "report",
     "scale",
     "select",
     "summary",

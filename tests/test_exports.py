@@ -20,7 +20,7 @@ def test_every_export_is_there_and_documented(name: str) -> None:
 
 
 def test_no_module_bears_a_public_functions_name() -> None:
-    modules = {p.stem for p in Path(hookkit.__file__).parent.glob("*.py")}
+    modules = {p.stem for p in Path(hookkit.__file__).parent.rglob("*") if p.suffix in ("", ".py")}
 
     assert modules & set(hookkit.__all__) == set()
 

@@ -20,14 +20,15 @@ ROWS = [
     {"editing", "swapping", "features", "modelinfo", "recording"},
     {"summaries", "stats"},
     {"health", "plotting", "exports", "summarize"},
-    {"report"},
+    {"pages"},
     {"learner", "watching"},
     {"bridges", "testing", "demo", "__main__"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
-# A method such as `stats.color_dim` opens these rooms when it is called, not when it is imported.
-OPENED_LATER = {"plotting", "exports", "health", "report", "summaries"}
+# A method such as `stats.color_dim`, `run.diagnose`, `run.plot` or `run.report` opens these rooms
+# when it is called, not when it is imported.
+OPENED_LATER = {"plotting", "exports", "health", "pages", "summaries"}
 
 ONE_DOOR = {"matplotlib": {"plotting"}, "torch.distributed": {"ranks"}}
 

@@ -12,15 +12,19 @@ from typing import Any
 import made
 import numpy as np
 import pytest
+import torch
 
 import hookkit
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Run
+from hookkit.stats import ActivationStats, ParamStats
+from hookkit.testing import mlp, synth_learner
+from hookkit.watching import watch
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
-report = pytest.importorskip("hookkit.report").report
-webpage = import_module("hookkit.report.webpage")
+report = pytest.importorskip("hookkit.pages").report
+webpage = import_module("hookkit.pages.webpage")
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -58,7 +62,7 @@ def html_of(run: Any, tmp_path: Path, **options: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hookkit.report.pages.DPI", 20)  # quick: what is on them is not read here
+    monkeypatch.setattr("hookkit.pages.pages.DPI", 20)  # quick: what is on them is not read here
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +152,39 @@ def test_a_healthy_run_gets_one_calm_line(tmp_path: Path) -> None:
     assert not page.all("article")
 
 
+def looked_at(tmp_path: Path) -> dict[str, Any]:
+    """A run, and the two drivers that record one."""
+    learn = synth_learner(n_trn=12, cbs=[ActivationStats(), ParamStats()])
+    with learn.no_logging():
+        learn.fit(1)
+    model, x = mlp(2, 4, 1), torch.randn(8, 2)
+    with watch(model, opt := torch.optim.SGD(model.parameters()), ActivationStats()) as w:
+        for _ in range(12):
+            w.loss(loss := model(x).pow(2).mean())
+            opt.zero_grad(), loss.backward(), opt.step()
+    return {"run": made.exploding(made.run(n=300)), "learn": learn, "w": w}
+
+
+@pytest.mark.parametrize("who", ["run", "learn", "w"])
+def test_a_run_is_diagnosed_drawn_and_reported_by_itself(who: str, tmp_path: Path) -> None:
+    source = looked_at(tmp_path)[who]
+
+    with plotting.offscreen():
+        figure = source.plot(findings=[])
+
+    assert str(source.diagnose()) == str(hookkit.diagnose(source))
+    assert figure.axes
+    path = source.report(tmp_path / "run.html", title="Mine")
+    assert "<h1>Mine</h1>" in path.read_text()
+
+
+def test_report_is_a_function_of_the_package(tmp_path: Path) -> None:
+    page = hookkit.report(made.run(n=20), tmp_path / "run.html")
+
+    assert page == tmp_path / "run.html"
+    assert "<h1>" in page.read_text()
+
+
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     text = Outline(html_of(Run(), tmp_path)).text
 
@@ -186,7 +223,7 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extr
     for name in ["matplotlib", *(n for n in sys.modules if n.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
 
-    pages = import_module("hookkit.report.pages")
+    pages = import_module("hookkit.pages.pages")
     html = pages.report(made.exploding(made.run(n=300)), tmp_path / "bare.html").read_text()
 
     bare, whole = Outline(html), Outline(sick)

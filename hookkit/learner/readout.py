@@ -5,7 +5,6 @@ Builds on `loop`. Pictures, summaries and pages are opened when they are asked f
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastcore.basics import PrettyString
@@ -13,10 +12,10 @@ from fastcore.basics import PrettyString
 from hookkit.callbacks.runs import run_of
 from hookkit.errors import nearest
 from hookkit.learner.loop import Loop
-from hookkit.records import Run, Tables
+from hookkit.records import Run, Tables, Views
 
 
-class ReadOut(Loop, Tables):
+class ReadOut(Loop, Tables, Views):
     """The half of a Learner that reads."""
 
     def summary(self) -> Any:
@@ -31,18 +30,6 @@ class ReadOut(Loop, Tables):
         `.save(path)` keeps it, for `Run.load(path)`; the Learner's own `save` keeps the weights.
         """
         return run_of(self)
-
-    def diagnose(self) -> Any:
-        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
-        from hookkit.health import diagnose
-
-        return diagnose(self.run_record())
-
-    def report(self, path: str | Path | None = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.report`."""
-        from hookkit.report import report
-
-        return report(self, path, **options)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property that failed with AttributeError: its own error

@@ -3,7 +3,7 @@
 Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
 hand, pickled, saved, compared, drawn and judged, long after the model is gone.
 
-    values    equality, array types, and the ways out: to_df, save, …
+    values    equality, array types, the ways out: to_df, save, …; and diagnose, plot, report
     record    Record
     runs      Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
 """
@@ -16,7 +16,7 @@ from hookkit.records.record import (
     Record,
 )
 from hookkit.records.runs import Incident, Run, as_record, as_run, by_module, in_order
-from hookkit.records.values import Exports, Floats, Ints, Tables
+from hookkit.records.values import Exports, Floats, Ints, Tables, Views
 
 __all__ = [
     "KINDS",
@@ -30,6 +30,7 @@ __all__ = [
     "Record",
     "Run",
     "Tables",
+    "Views",
     "as_record",
     "as_run",
     "by_module",

@@ -12,7 +12,7 @@ import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.records.record import Record
-from hookkit.records.values import Exports, Floats, Ints, Plain
+from hookkit.records.values import Exports, Floats, Ints, Plain, Views
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Incident(Plain):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Run(Plain, Exports):
+class Run(Plain, Exports, Views):
     """Everything known of one training run: what a diagnosis, a picture or a report reads.
 
     Args:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from hookkit.health import Diagnosis
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -36,6 +39,28 @@ class Plain:
         return type(other) is type(self) and same(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+
+class Views:
+    """A whole run looked at: what is wrong with it, its picture, its page."""
+
+    def diagnose(self) -> Diagnosis:
+        """What is wrong with the run, if anything: see `hookkit.health.diagnose`."""
+        from hookkit.health import diagnose
+
+        return diagnose(self)
+
+    def plot(self, **options: Any) -> Any:
+        """The whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
+        from hookkit.plotting import plot_run
+
+        return plot_run(self, **options)
+
+    def report(self, path: str | Path | None = None, **options: Any) -> Path:
+        """Writes one HTML page of the run, and returns its path: see `hookkit.report`."""
+        from hookkit.pages import report
+
+        return report(self, path, **options)
 
 
 class Tables:

@@ -6,21 +6,18 @@ Builds on `runs` and `losses`. Here, and only here, the host reads from the devi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from hookkit.callbacks.runs import run_of
-from hookkit.records import Exports, Floats, Run
+from hookkit.records import Exports, Floats, Run, Views
 from hookkit.watching.following import FollowedLoop
 
-if TYPE_CHECKING:
-    from hookkit.health import Diagnosis
 
-
-class ReadOut(Exports):
+class ReadOut(Exports, Views):
     """The half of a `Watcher` that reads."""
 
     loop: FollowedLoop
@@ -69,18 +66,6 @@ class ReadOut(Exports):
         if len(mine):
             row["train_loss"] = float(mine.mean())
         return row | {k: _plain(v) for k, v in told.items()}
-
-    def diagnose(self) -> Diagnosis:
-        """What is wrong with the run so far, if anything: see `hookkit.health.diagnose`."""
-        from hookkit.health import diagnose
-
-        return diagnose(self.run())
-
-    def report(self, path: Any = None, **options: Any) -> Any:
-        """A page of the run so far: see `hookkit.report.report`."""
-        from hookkit.report import report
-
-        return report(self, path, **options)
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,6 @@ pages    What stands on the page, and in which order; written whole or not at al
 webpage  The frame of a page that stands alone: style sheet, sections, tables, pictures in it.
 """
 
-from hookkit.report.pages import report
+from hookkit.pages.pages import report
 
 __all__ = ["report"]

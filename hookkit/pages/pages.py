@@ -19,8 +19,8 @@ import torch
 
 from hookkit import health
 from hookkit.errors import ArgumentError, HookkitError, OptionError
+from hookkit.pages.webpage import GENERATOR, figure, note, page, table, terms
 from hookkit.records import Record, Run, as_run, in_order
-from hookkit.report.webpage import GENERATOR, figure, note, page, table, terms
 
 DPI = 130
 """Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
