@@ -45,8 +45,37 @@ def gather(x: Any) -> Any:
     """
     if not is_distributed():
         return x
-    _check_alike(x)
+    check_same(
+        [(str(t.dtype), t.ndim, tuple(t.shape[1:])) for t in leaves(x)],
+        asked="gather: the ranks hold different structures",
+        found=describe(x),
+        cure="Only the first dimension may differ: pass gather=False and join them yourself "
+        "(ranks.gather_object).",
+    )
     return tmap(_gather_one, x)
+
+
+def check_same(mine: Any, *, asked: str, found: str, cure: str) -> None:
+    """Raises on every rank, or on none: `mine` has to be the same on all of them.
+
+    Called before collectives that join by position or need one shape: there gloo ends the process
+    where shapes differ, and mixes rows where names do. Costs one collective.
+
+    Args:
+        mine: names, shapes, dtypes, steps: any picklable object, compared by `==`.
+        asked: what was asked for and is wrong; begins the message.
+        found: `mine` in a few words, which the message shows for each rank.
+        cure: what to do; ends the message.
+
+    Raises:
+        HookError: `mine` differs between ranks.
+
+    >>> check_same(("fc", 3), asked="merge: the layers differ", found="fc", cure="Name the same.")
+    """
+    everyone = gather_object((mine, found))
+    if any(theirs != everyone[0][0] for theirs, _ in everyone):
+        each = "; ".join(f"rank {r}: {text}" for r, (_, text) in enumerate(everyone))
+        raise HookError(f"{asked} ({each}). {cure}")
 
 
 def gather_object(x: Any) -> list[Any]:
@@ -96,18 +125,6 @@ def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
         return w
 
     return _on_wire(t, reduce)
-
-
-def _check_alike(x: Any) -> None:
-    """The ranks' structures fit each other, or the same HookError on all of them."""
-    mine = (describe(x), [(str(t.dtype), t.ndim, tuple(t.shape[1:])) for t in leaves(x)])
-    everyone = gather_object(mine)
-    if any(spec != everyone[0][1] for _, spec in everyone):
-        found = "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(everyone))
-        raise HookError(
-            f"gather: the ranks hold different structures ({found}). Only the first dimension "
-            "may differ: pass gather=False and join them yourself (ranks.gather_object)."
-        )
 
 
 def _gather_one(t: Tensor) -> Tensor:

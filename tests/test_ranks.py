@@ -80,6 +80,14 @@ def refuses_what_does_not_fit(r: int) -> None:
         ranks.gather(None if r else torch.ones(2, 3))
 
 
+def compares_what_all_ranks_have_to_share(r: int) -> None:
+    words = {"asked": "merge: the layers differ", "found": f"fc{r}", "cure": "Name the same."}
+
+    ranks.check_same({"layer": ("fc", 3)}, **words)
+    with pytest.raises(HookError, match=r"layers differ \(rank 0: fc0; rank 1: fc1\)\. Name the"):
+        ranks.check_same(("fc", 3 + r), **words)
+
+
 def reduces(r: int) -> None:
     t = torch.tensor([1.0, 2.0], dtype=torch.float64) * (r + 1)
 
@@ -92,7 +100,13 @@ def reduces(r: int) -> None:
     assert ranks.world_size() == 2
 
 
-CHECKS = (gathers_structures, gathers_what_hooks_stored, refuses_what_does_not_fit, reduces)
+CHECKS = (
+    gathers_structures,
+    gathers_what_hooks_stored,
+    refuses_what_does_not_fit,
+    compares_what_all_ranks_have_to_share,
+    reduces,
+)
 
 
 def work(r: int, where: str) -> None:
