@@ -2,6 +2,7 @@
 
 import datetime
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rank_end import leave
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.stats import ActivationStats
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
 
@@ -41,36 +42,97 @@ def record(ranks: list[int]) -> ActivationStats:
     return stats
 
 
+def watched(stats: Any, n: int, net: nn.Module | None = None) -> Any:
+    """What `stats` has seen of `n` steps of a small net."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) if net is None else net
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    with watch(net, opt, stats):
+        for _ in range(n):
+            net(torch.ones(2, 3)).sum().backward()
+            opt.step()
+    return stats
+
+
+def refused(rank: int) -> dict[str, str]:
+    """By case the error of a record that the ranks cannot merge; "none" if it was read."""
+    shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+    cases = {
+        "steps": watched(ActivationStats(), 3 + rank),
+        "gradients' steps": watched(GradientStats(of="both"), 3 + rank),
+        "parameters' steps": watched(ParamStats(), 3 + rank),
+        "parameters": watched(ParamStats(), 3, other if rank else shared),
+        "hist": watched(ActivationStats(with_hist=not rank), 3),
+        "units": watched(ActivationStats(units=bool(rank)), 3),
+        "window": watched(ActivationStats(units=True, window=4 + rank), 3),
+        "kinds": watched(GradientStats() if rank else ActivationStats(), 3),
+        "classes": watched(ParamStats() if rank else ActivationStats(), 3),
+    }
+    found = {}
+    for case, stats in cases.items():
+        try:
+            stats.record()
+            found[case] = "none"
+        except HookError as e:
+            found[case] = str(e)
+        assert len(stats.record(local=True)) >= 3
+    assert len(watched(ParamStats(), 3).record()) == 3  # and goes on
+    return found
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
     stats = record([rank])
     seen: dict[str, Any] = {"whole": stats.record(), "local": stats.record(local=True)}
-    if rank == 0:
-        stats.tally.commit(9, 0, 9)
-    try:
-        stats.tally._cache = None
-        stats.record()
-    except HookError as e:
-        seen["error"] = str(e)
+    seen["errors"] = refused(rank)
     Path(folder, f"seen{rank}").write_bytes(pickle.dumps(seen))
     leave(rank, folder)
 
 
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has found in `work`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    return [pickle.loads((folder / f"seen{rank}").read_bytes()) for rank in (0, 1)]
+
+
 @pytest.mark.ranks
-def test_ranks_are_merged_exactly_when_read(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
-
-    seen = [pickle.loads((tmp_path / f"seen{rank}").read_bytes()) for rank in (0, 1)]
-
+def test_ranks_are_merged_exactly_when_read(seen: list[dict[str, Any]]) -> None:
     want = record([0, 1]).record()
+
     for one in seen:
         got = one["whole"]
         assert got.names == want.names
         for name in ("count", "mean", "std", "min", "max", "near_zero", "zero"):
             np.testing.assert_allclose(got.value(name), want.value(name), rtol=1e-5, err_msg=name)
         np.testing.assert_array_equal(got.hist, want.hist)
-        assert "recorded different steps" in one["error"]
     assert seen[0]["local"].value("count", "model.0").tolist() == [16] * 3
     assert np.isnan(seen[0]["local"].value("mean", "side")).all()
+
+
+@pytest.mark.ranks
+def test_what_the_ranks_recorded_differently_is_an_error_on_each(
+    seen: list[dict[str, Any]],
+) -> None:
+    first, second = (one["errors"] for one in seen)
+
+    assert first == second
+    for case, text in first.items():
+        assert re.search(f"recorded different steps or layouts.*{EXPECTED[case]}", text), case
+        assert "record(local=True)" in text
+
+
+EXPECTED = {
+    "steps": r"rank 0: activations of 3 steps from 0 on.*rank 1: activations of 4 steps",
+    "gradients' steps": r"rank 0: gradients of 3 steps.*rank 1: gradients of 4 steps",
+    "parameters' steps": r"rank 0: params of 3 steps.*rank 1: params of 4 steps",
+    "parameters": r"4 parameters: 0\.weight, 0\.bias, 1\.weight, ….*3 parameters: 0\.weight, 1\.w",
+    "hist": r"100 bins.*no histogram",
+    "units": r"no units.*units over 50 records",
+    "window": r"units over 4 records.*units over 5 records",
+    "kinds": r"rank 0: activations.*rank 1: gradients",
+    "classes": r"rank 0: activations.*rank 1: params",
+}

@@ -37,6 +37,12 @@ class Options:
     exact_hist: bool = False
     window: int = 0
 
+    def __str__(self) -> str:
+        hist = "no histogram" if self.bins is None else f"{self.bins.n} bins"
+        counted = " of every value" * (self.bins is not None and self.exact_hist)
+        units = f"units over {self.window} records" if self.window else "no units"
+        return f"eps={self.eps:g}, {hist}{counted}, {units}"
+
 
 class Bank:
     """The tables of one device; a row per layer.

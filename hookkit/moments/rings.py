@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit import ranks
 from hookkit.moments import empty_rows, merge
 
 BUDGET_BYTES = 10 * 2**20
@@ -72,6 +73,27 @@ class Axis:
         """Set the limit so that `column_bytes` per record stay within the budget."""
         fits = BUDGET_BYTES // max(column_bytes, 1)
         self.limit = max(MIN_COLUMNS, min(MAX_COLUMNS, fits)) // 2 * 2
+
+    def check_ranks(self, kind: str, layout: Any, found: str) -> None:
+        """Raises on every rank, unless all of them recorded the same steps in the same `layout`.
+
+        Args:
+            kind: of the record.
+            layout: what else the tables of all ranks have to share before they are merged.
+            found: `layout` in a few words.
+
+        Raises:
+            HookError: the ranks differ.
+        """
+        n = sum(self.spans)
+        many = f"{n} step{'s' * (n != 1)}" + (f" from {self.steps[0]} on" if n else "")
+        ranks.check_same(
+            (kind, self.steps, self.spans, layout),
+            asked="record() merges what all ranks recorded, and they recorded different steps or "
+            "layouts",
+            found=f"{kind}s of {many}, {found}",
+            cure="Record the same on every rank, or use record(local=True) for this rank's own.",
+        )
 
     def _lists(self) -> tuple[list[int], ...]:
         return self.steps, self.epochs, self.iters, self.spans

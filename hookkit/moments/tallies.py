@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.errors import HookError
 from hookkit.hooks.capturing import is_transforming, outside, unwrapped
 from hookkit.hooks.dispatching import is_exporting
 from hookkit.moments import kernels
@@ -188,7 +187,7 @@ class Tally:
         it. Read again without a new record in between, it costs nothing.
 
         Raises:
-            HookError: the ranks recorded different steps.
+            HookError: on every rank, if they recorded different steps, or with other options.
         """
         if self._cache is None or self._cache[:2] != (self.n_commits, local):
             self._cache = self.n_commits, local, self._read(local)
@@ -247,15 +246,11 @@ class Tally:
 
     def _over_ranks(self, table: Tensor, counts: Tensor, units: Tensor) -> Any:
         """Names, types and tables of all ranks together, in one fixed order on each of them."""
-        everyone = ranks.gather_object((self.names, self.types, self.axis.steps))
-        if any(steps != self.axis.steps for _, _, steps in everyone):
-            found = ", ".join(f"rank {r}: {len(steps)}" for r, (_, _, steps) in enumerate(everyone))
-            raise HookError(
-                f"the {self.kind}s of all ranks were asked for, which recorded different steps "
-                f"({found}). Use record(local=True) for this rank's own."
-            )
+        o, bins = self.options, self.options.bins
+        edges = None if bins is None else bins.edges.tolist()
+        self.axis.check_ranks(self.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
         types: dict[str, str] = {}
-        for names, kinds, _ in everyone:
+        for names, kinds in ranks.gather_object((self.names, self.types)):
             types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
         order = [list(types).index(name) for name in self.names]
         n, width = len(table), counts.shape[2]

@@ -146,6 +146,7 @@ class ParamStats(Exports, Callback):
                 self.names.append(name)
                 self.types.append(kind)
             self._facts[name] = {
+                "shape": tuple(p.shape),
                 "ndim": p.ndim,
                 "numel": p.numel(),
                 "requires_grad": p.requires_grad,
@@ -214,6 +215,9 @@ class ParamStats(Exports, Callback):
         Args:
             local: this rank's own. Otherwise shards of all ranks are put together, and each rank
                 has to call this.
+
+        Raises:
+            HookError: on every rank, if they recorded different steps or parameters.
         """
         if self._cache is None or self._cache[:2] != (self._n_records, local):
             self._cache = self._n_records, local, self._read(local)
@@ -239,6 +243,8 @@ class ParamStats(Exports, Callback):
     def _over_ranks(self, table: Tensor) -> Tensor:
         """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
         shards = [bool(self._facts[n].get("sharded")) for n in self.names]
+        shapes = [(n, self._facts[n]["shape"], self._facts[n]["dtype"]) for n in self.names]
+        self.axis.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
         squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
@@ -274,6 +280,11 @@ class ParamStats(Exports, Callback):
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
+
+
+def _brief(names: list[str]) -> str:
+    some = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+    return f"{len(names)} parameter{'s' * (len(names) != 1)}" + (f": {some}" if names else "")
 
 
 def _alike(arrays: list[Any], copies: list[Any]) -> bool:
