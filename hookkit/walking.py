@@ -61,6 +61,9 @@ def inner_key(module: nn.Module) -> str | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside compile, DDP, DataParallel, FSDP, checkpoint and EMA wrappers.
 
+    Raises:
+        ArgumentError: `model` is no module.
+
     >>> net = nn.Linear(2, 3)
     >>> unwrap(nn.DataParallel(net)) is net
     True

@@ -17,18 +17,15 @@ from hookkit import (
     ActivationStats,
     Catcher,
     DataLoaders,
-    GramWrapper,
     Hook,
     HookCallback,
     Hooks,
     Learner,
-    Wrapper,
     edit_grad,
     edit_input,
     edit_output,
     hook_all,
     select,
-    unwrap,
     watch,
 )
 from hookkit.checks import (
@@ -324,18 +321,7 @@ def test_every_flag_of_every_public_function_is_checked(name: str, flag: str) ->
     assert not LINEAR._forward_pre_hooks
 
 
-# --- modules, optimizers, loaders
-
-
-@pytest.mark.parametrize("wrapper", [Wrapper, Catcher, GramWrapper])
-def test_a_wrapper_wraps_a_module(wrapper: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"{wrapper.__name__}: expected an nn\.Module, found"):
-        wrapper("fc")
-
-
-def test_unwrap_takes_a_module() -> None:
-    with pytest.raises(ArgumentError, match=r"unwrap: expected an nn\.Module, found None"):
-        unwrap(None)  # type: ignore[arg-type]
+# --- optimizers, loaders, values, files
 
 
 def test_an_opt_func_that_returns_no_optimizer_is_refused() -> None:

@@ -18,8 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
 from hookkit.editing import add, edit_output
-from hookkit.errors import HookError, NeverFiredWarning, OptionError, SelectionError
-from hookkit.features import feature_extractor
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    NeverFiredWarning,
+    OptionError,
+    SelectionError,
+)
+from hookkit.features import FeatureExtractor, feature_extractor
 from hookkit.hooks import hook_outputs
 from hookkit.nested import leaves, pick
 from hookkit.selecting import leaf_modules, select
@@ -531,3 +537,10 @@ def test_a_quantized_feature_can_be_read() -> None:
     feature = feature_extractor(net, "0")(x)["0"]
 
     assert torch.equal(feature.dequantize(), net(x).dequantize())
+
+
+def test_an_extractor_of_what_is_no_module_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"FeatureExtractor: expected an nn\.Module, found a list"
+    ):
+        FeatureExtractor([nn.ReLU()], {"0": ("0", "")})  # type: ignore[arg-type]

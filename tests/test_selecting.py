@@ -748,6 +748,12 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
         select(wrong, "x")
 
 
+@pytest.mark.parametrize("wrong", [None, "net", [nn.Linear(1, 1)], nn.Linear])
+def test_unwrap_refuses_what_is_no_module(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"unwrap: expected an nn\.Module, found"):
+        unwrap(wrong)
+
+
 def test_a_selection_of_another_model_is_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     chosen = select(net, nn.Linear)

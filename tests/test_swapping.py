@@ -408,6 +408,23 @@ def test_a_replacement_that_is_no_module() -> None:
         pass
 
 
+@pytest.mark.parametrize("kind", [Wrapper, Catcher, GramWrapper, Doubled])
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("fc", 'the string "fc"'),
+        (None, "None"),
+        ([nn.ReLU()], "a list"),
+        (nn.ReLU, r"the class ReLU\. Call the class: ReLU\(…\)"),
+    ],
+)
+def test_a_wrapper_of_what_is_no_module_is_refused(kind: Any, wrong: Any, found: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"{kind.__name__}: expected an nn\.Module, found {found}"
+    ):
+        kind(wrong)
+
+
 @pytest.mark.parametrize("layer", [nn.ReLU, nn.GELU, nn.Tanh, nn.Linear])
 def test_a_class_of_torchs_layers_is_refused_with_what_to_write(layer: Any) -> None:
     # nn.ReLU(original) would be a ReLU that works in place, nn.GELU(original) fail in the forward
