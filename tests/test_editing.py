@@ -241,6 +241,17 @@ def test_shared_modules_are_edited_at_each_call() -> None:
     assert edits.n_calls == {"0": 3}
 
 
+def test_a_module_asked_for_by_two_names_is_edited_once_and_answers_to_both() -> None:
+    act, other = nn.Identity(), nn.Identity()
+    net = nn.Sequential(act, other, act)
+
+    with edit_outputs(select(net, "2", "1", "0"), scale(2)) as edits:
+        assert net(torch.ones(1)).item() == 8
+
+    assert edits.n_calls == {"2": 2, "1": 1, "0": 2}
+    assert repr(edits) == "Edits(edit_outputs, 3 modules, removed)"
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

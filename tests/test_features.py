@@ -544,3 +544,16 @@ def test_an_extractor_of_what_is_no_module_is_refused() -> None:
         ArgumentError, match=r"FeatureExtractor: expected an nn\.Module, found a list"
     ):
         FeatureExtractor([nn.ReLU()], {"0": ("0", "")})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keep", ["first", "last", "all"])
+def test_both_names_of_a_shared_layer_give_its_output(keep: str) -> None:
+    layer, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    net = nn.Sequential(layer, head, layer)
+
+    found = feature_extractor(net, "2", "1", "0", keep=keep)(torch.ones(1, 2))
+
+    assert list(found) == ["2", "1", "0"]
+    for a, b in zip(leaves(found["0"]), leaves(found["2"]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert len(leaves(found["0"])) == (2 if keep == "all" else 1)

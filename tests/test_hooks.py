@@ -438,6 +438,46 @@ def test_a_second_name_of_a_shared_module_finds_its_hook(x: Tensor) -> None:
         model.a(x)
 
     assert h["b"] is h["a"]
+    assert "b" in h
+    assert "c" not in h
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"clone": False}, {"stop": True}])
+def test_every_name_of_a_shared_module_has_its_hook(options: Any, x: Tensor) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(5, 5), "c": nn.Linear(5, 5)})
+    model["b"] = model["a"]
+    with hook_outputs(select(model, "a", "b", "c"), **options) as h:
+        model["b"](x)
+        model["c"](x)
+
+    y, z = model["b"](x), model["c"](x)
+    assert h.names == ("a", "b", "c")
+    for found, expected in zip(h.stored, [y, y, z], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert h["b"] is h[1]
+    assert h["b"].n_calls == 1
+    assert "b" in h
+
+
+@pytest.mark.parametrize("hook", [hook_outputs, hook_inputs])
+def test_every_name_of_a_shared_module_has_its_gradient(hook: Any, x: Tensor) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(5, 5)})
+    model["b"] = model["a"]
+    with hook(select(model, "a", "b"), grad=True) as h:
+        (3 * model["b"](x.requires_grad_())).sum().backward()
+    with hook(select(model, "a"), grad=True) as alone:
+        (3 * model["b"](x)).sum().backward()
+
+    for found in h.stored:
+        torch.testing.assert_close(found, alone["a"].stored, rtol=0, atol=0)
+
+
+def test_completion_lists_the_names_of_the_hooks(net: nn.Sequential) -> None:
+    with hook_outputs(select(net, "0", {"2": "head"})) as named, hook_outputs([*net]) as bare:
+        net(torch.ones(4, 5))
+
+    assert named._ipython_key_completions_() == ["0", "head"]
+    assert bare._ipython_key_completions_() == []
 
 
 def test_an_unknown_name_is_told_its_neighbours(net: nn.Sequential) -> None:

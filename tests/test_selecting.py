@@ -275,16 +275,42 @@ def test_a_wrong_name_is_not_taken_for_a_leaf_path(net: Net, wrong: str) -> None
 # --- shared modules, cycles, wrappers, odd modules
 
 
-def test_a_shared_module_appears_once_and_knows_all_its_names() -> None:
+def test_a_pattern_gives_a_shared_module_once_and_it_knows_all_its_names() -> None:
     shared = nn.Sequential(nn.Linear(2, 2))
     model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(2, 2)})
 
     assert list(select(model)) == ["a", "a.0", "c"]
     assert select(model).aliases("a.0") == ("a.0", "b.0")
     assert list(select(model, "b.*")) == ["b.0"]
-    assert list(select(model, "b", "a")) == ["b"]
+    assert list(select(model, "b", "*")) == ["b", "c"]
     assert select(model, "b").aliases("b") == ("b", "a")
     assert list(select(model, re.compile("^b$"))) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (["b", "c", "a"], ["b", "c", "a"]),
+        ([["a", "b"], "c"], ["a", "b", "c"]),
+        (["{a,b}"], ["a", "b"]),
+        (["a.0", "b.0"], ["a.0", "b.0"]),
+        (["a[0]", "b[0]"], ["a[0]", "b[0]"]),
+        (["a.h", "b.h"], ["a.h", "b.h"]),
+        ([Block, "b.0"], ["a.0", "b.0"]),
+        (["b.0", Block], ["b.0"]),
+        (["a", "a"], ["a"]),
+        ([{"b": "first"}, "b", "a"], ["first", "b", "a"]),
+        (["module.b", "module.a"], ["b", "a"]),
+    ],
+)
+def test_every_name_that_is_asked_for_answers_in_order(what: Any, names: list[str]) -> None:
+    shared = nn.Sequential(Block())
+    model = nn.DataParallel(nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(2, 2)}))
+
+    chosen = select(model, *what)
+
+    assert list(chosen) == names
+    assert all(chosen[name] in (shared, shared[0], model.module["c"]) for name in names)
 
 
 def test_a_dict_may_give_a_shared_module_two_names() -> None:

@@ -124,6 +124,32 @@ def test_a_shared_module_is_replaced_at_each_place() -> None:
     assert net[1] is net[2][1] is act
 
 
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+    model["b"] = model["a"]
+    return model
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"a": Catcher, "c": Catcher, "b": Catcher}, {("a", "c", "b"): Catcher}]
+)
+def test_both_names_of_a_shared_module_answer_with_its_replacement(wanted: Any) -> None:
+    model = tied()
+
+    with pytest.warns(NeverFiredWarning, match='never called: "c"'), swap(model, wanted) as new:
+        model["b"](torch.ones(1, 2))
+
+    assert list(new) == ["a", "c", "b"]
+    assert new["a"] is new["b"]
+    assert new["b"].n_calls == 1
+
+
+def test_two_replacements_of_a_shared_module_are_refused() -> None:
+    asked = r'"b" is asked for twice, by \'b\' .* before it, which is the module "a". Let one'
+    with pytest.raises(OptionError, match=asked), swap(tied(), {"a": Catcher, "b": Doubled}):
+        pass
+
+
 def test_a_module_inside_a_replaced_module_is_replaced_too() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
 

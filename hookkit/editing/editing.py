@@ -178,7 +178,13 @@ class Edits:
         for _, module, _ in modules:
             check_hookable(module, who)
         self._who, self._stance, self._depth = who, False, 0
-        self._edits = [Edit(who, name, module, leaf, f, kind) for name, module, leaf in modules]
+        edits: dict[tuple[int, str], Edit] = {}
+        self._by_name: list[tuple[str | None, Edit]] = []
+        for name, module, leaf in modules:
+            # once for a module that was given twice, by two names of it: scale(2) is not scale(4)
+            edit = edits.setdefault((id(module), leaf), Edit(who, name, module, leaf, f, kind))
+            self._by_name.append((name, edit))
+        self._edits = [*edits.values()]
         self.register()
 
     def register(self) -> None:
@@ -209,7 +215,7 @@ class Edits:
         compiled graph, into which an edit is traced that was there before its first call.
         """
         self._warn_if_compiled()
-        return {e.name or str(i): e.n_calls for i, e in enumerate(self._edits)}
+        return {name or str(i): edit.n_calls for i, (name, edit) in enumerate(self._by_name)}
 
     def __enter__(self) -> Self:
         self._depth += 1
@@ -261,7 +267,7 @@ class Edits:
             return
 
     def __len__(self) -> int:
-        return len(self._edits)
+        return len(self._by_name)
 
     def __repr__(self) -> str:
         few = "1 module" if len(self) == 1 else f"{len(self)} modules"

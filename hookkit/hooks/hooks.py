@@ -173,7 +173,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def __contains__(self, x: object) -> bool:
         if isinstance(x, str):
-            return any(h.name == x for h in self.hooks)
+            return self._named(x) is not None
         return any(h is x or h.module is x for h in self.hooks)
 
     @overload
@@ -183,7 +183,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     def __getitem__(self, i: int | str | slice) -> Hook | list[Hook]:
         return self._by_name(i) if isinstance(i, str) else self.hooks[i]
 
-    def _by_name(self, name: str) -> Hook:
+    def _named(self, name: str) -> Hook | None:
+        """The hook of that name, or on a module of which that is another name."""
         for h in self.hooks:
             if h.name == name:
                 return h
@@ -191,11 +192,20 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             for h in self.hooks:
                 if h.name is not None and name in self._select.aliases(h.name):
                     return h
+        return None
+
+    def _by_name(self, name: str) -> Hook:
+        if (found := self._named(name)) is not None:
+            return found
         near = nearest(name, self.names) or list(self.names)[:3]
         raise SelectionError(
             f'{self._options.who}: no hook is called "{name}". Nearest: '
             f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
         )
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What IPython and Jupyter offer after `h["`: the names."""
+        return [h.name for h in self.hooks if h.name is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the hooks one by one, which know how to be copied.

@@ -83,6 +83,17 @@ def running(picks: list[Pick]) -> list[Pick]:
     return [pick for pick in picks if can_run(pick.module)] or picks
 
 
+def _by_names(picks: list[Pick]) -> list[tuple[str | None, Pick]]:
+    return [(pick.name + pick.leaf, pick) for pick in picks]
+
+
+def _answers(text: str, picks: list[Pick]) -> list[tuple[str | None, Pick]]:
+    """The picks of `text`: by their names if it is a name, or names in braces: `{q,k}_proj`."""
+    if any(is_glob(name) for name in expand(text)):
+        return [(None, pick) for pick in picks]
+    return _by_names(picks)
+
+
 class Asked:
     """What one call of `select` needs to know of its model, each walk made once and if needed."""
 
@@ -119,6 +130,8 @@ class Asked:
         elif isinstance(what, Mapping):
             for key, new in what.items():
                 yield self.renamed(key, new)
+        elif isinstance(what, str):
+            yield from self.by_text(what)
         elif (found := self.found_by(what)) is not None:
             yield from ((None, pick) for pick in found)
         elif isinstance(what, Iterable) and not isinstance(what, bytes | Tensor):
@@ -132,9 +145,7 @@ class Asked:
             )
 
     def found_by(self, what: Any) -> list[Pick] | None:
-        """The picks of a selector that is not a collection; None if it is one, or is none."""
-        if isinstance(what, str):
-            return self.by_text(what)
+        """The picks of a selector that is no text and no collection; None if it is neither."""
         if isinstance(what, nn.Module):
             return None if isinstance(what, nn.ModuleList) else [self.by_module(what)]
         if isinstance(what, re.Pattern) and isinstance(what.pattern, str):
@@ -233,10 +244,14 @@ class Asked:
             return 'It has no modules inside it: select(model, "") is the model itself.'
         return f"Names are like {', '.join(some)}: select(model) lists all {self.n_names}."
 
-    def by_text(self, text: str) -> list[Pick]:
-        """The modules of a name or glob, with its leaf path if it has one."""
+    def by_text(self, text: str) -> list[tuple[str | None, Pick]]:
+        """`(name or None, pick)` of a name or glob, with its leaf path if it has one.
+
+        What is asked for by a name answers to that name, also where another name of the same
+        module was asked for before; a glob finds each module once.
+        """
         if (found := find(self.root, text)) is not None:
-            return [Pick(*found)]
+            return _by_names([Pick(*found)])
         ways = list(splits(text))
         for name, leaf in ways:
             if leaf[0] == "[" and (modules := self.named(name)):
@@ -246,14 +261,14 @@ class Asked:
                         f"{type(modules[0][1]).__name__}, which is never called and gives "
                         f'nothing. Its entries are modules: "{name}.{leaf.strip("[]")}".'
                     )
-                return running([Pick(n, m, leaf) for n, m in modules])
+                return _answers(name, running([Pick(n, m, leaf) for n, m in modules]))
         if modules := self.named(text):
-            return running([Pick(n, m) for n, m in modules])
+            return _answers(text, running([Pick(n, m) for n, m in modules]))
         for name, leaf in ways:
             if leaf[0] == "." and (modules := self.named(name)):
                 picks = [Pick(n, m, leaf) for n, m in modules if not name or may_return(m, leaf)]
                 if picks:
-                    return picks
+                    return _answers(name, picks)
                 break
         raise SelectionError(self.unknown(text))
 

@@ -24,8 +24,8 @@ __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 class Selection(Mapping[str, nn.Module]):
     """Selected modules by name, in the order asked for. What `select` returns.
 
-    It holds the modules strongly and the model weakly. Two entries can share a module when they
-    pick different leaves of its output, or when a dict gave it a second name.
+    It holds the modules strongly and the model weakly. Two entries can share a module: when they
+    pick different leaves of its output, or when both of its names were asked for.
 
     >>> s = select(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1", "0")
     >>> s
@@ -108,9 +108,10 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     predicates: what PyTorch never calls (a ModuleList, attention's output projection) they give
     only if they match nothing else; by its name it can always be had.
 
-    Names are canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers. A
-    shared module appears once, under the first name asked for (`Selection.aliases` has them all),
-    and modules of `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per
+    Names are canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers.
+    Each name that is asked for has its entry, also two names of a shared module; globs, classes
+    and the like give it once, under its first name (`Selection.aliases` has them all), and
+    modules of `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per
     part, globs the part of the model that they can reach, the others one walk through the model.
 
     Raises:

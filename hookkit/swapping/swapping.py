@@ -94,27 +94,13 @@ def _planned(
             f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. "
             f'Write swap(model, {{"layer1": Catcher}}).'
         )
-    root = unwrap(model)
-    asked: dict[int, tuple[str, Replacement]] = {}
-    for what, replacement in replacements.items():
-        for name, module in select(model, what).items():
-            if id(module) in asked:
-                raise OptionError(
-                    f'swap: "{name}" is asked for twice, by {what!r} and by an entry before it. '
-                    f"Let one of them match it."
-                )
-            if module is root:
-                raise HookError(
-                    "swap: the model itself has no place in which it could be replaced. Call the "
-                    "replacement in its stead, or swap modules inside."
-                )
-            asked[id(module)] = name, replacement
+    ids, wanted = _asked(model, replacements)
     held = [edge for edge in edges(model) if inner_key(edge[0]) != edge[1]]
     new: dict[int, nn.Module] = {}
     places = []
     for parent, key, child in held:
-        if (i := id(unwrap(child))) in asked:
-            name, replacement = asked[i]
+        if (i := id(unwrap(child))) in wanted:
+            name, replacement = wanted[i]
             if i not in new:
                 new[i] = _made(name, child, replacement)
             if isinstance(parent, torch.jit.ScriptModule):
@@ -123,7 +109,35 @@ def _planned(
                     f"the model that it was scripted from."
                 )
             places.append((parent, key, child, new[i]))
-    return places, {name: new[i] for i, (name, _) in asked.items() if i in new}
+    return places, {name: new[i] for name, i in ids.items() if i in new}
+
+
+def _asked(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> tuple[dict[str, int], dict[int, tuple[str, Replacement]]]:
+    """The module's id of each name that is asked for; by that id, its first name and replacement.
+
+    A module that has two names can be asked for by both, with the same replacement.
+    """
+    root = unwrap(model)
+    ids: dict[str, int] = {}
+    wanted: dict[int, tuple[str, Replacement]] = {}
+    for what, replacement in replacements.items():
+        for name, module in select(model, what).items():
+            if module is root:
+                raise HookError(
+                    "swap: the model itself has no place in which it could be replaced. Call the "
+                    "replacement in its stead, or swap modules inside."
+                )
+            first, known = wanted.setdefault(id(module), (name, replacement))
+            if name in ids or known is not replacement:
+                same = "" if first == name else f', which is the module "{first}"'
+                raise OptionError(
+                    f'swap: "{name}" is asked for twice, by {what!r} and by an entry before it'
+                    f"{same}. Let one of them match it."
+                )
+            ids[name] = id(module)
+    return ids, wanted
 
 
 def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module:
