@@ -1,7 +1,7 @@
 """The exceptions and warnings of hookkit, all under one base each.
 
     HookkitError
-    ├── SelectionError      (LookupError)   no module of that name, pattern or type
+    ├── SelectionError      (KeyError)      no module of that name, pattern or type
     ├── OptionError         (ValueError)    an argument has a value that cannot work
     ├── ArgumentError       (TypeError)     an argument is of a kind that cannot work
     ├── HookError           (RuntimeError)  a hook, edit or swap cannot do what was asked
@@ -29,8 +29,10 @@ class HookkitError(Exception):
     """Base of every error that hookkit raises on its own account."""
 
 
-class SelectionError(HookkitError, LookupError):
+class SelectionError(HookkitError, KeyError):
     """No module (or layer, or unit) answers to what was asked for."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
 
 
 class OptionError(HookkitError, ValueError):

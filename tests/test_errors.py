@@ -16,11 +16,15 @@ def test_every_kind_has_its_base_and_stands_in_the_drawing(kind: type) -> None:
 
 
 def test_errors_are_kin_of_pythons_own() -> None:
-    assert issubclass(errors.SelectionError, LookupError)
+    assert issubclass(errors.SelectionError, KeyError)
     assert issubclass(errors.OptionError, ValueError)
     assert issubclass(errors.ArgumentError, TypeError)
     assert issubclass(errors.HookError, RuntimeError)
     assert issubclass(errors.MissingExtraError, ImportError)
+
+
+def test_a_selection_error_shows_its_message_as_it_is() -> None:
+    assert str(errors.SelectionError('no "a"')) == 'no "a"'
 
 
 def test_nearest_gives_the_likely_names_first() -> None:

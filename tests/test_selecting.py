@@ -774,6 +774,58 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
         select(wrong, "x")
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("relu", r"3 modules are of class ReLU: select\(model, nn\.ReLU\)"),
+        ("ReLU", r"select\(model, nn\.ReLU\)"),
+        ("nn.ReLU", r"select\(model, nn\.ReLU\)"),
+        ("layer_norm", r"3 modules are of class LayerNorm: select\(model, nn\.LayerNorm\)"),
+        ("block", r'Nearest: "blocks".* 3 modules are of class Block: select\(model, Block\)'),
+        ("multiheadatt", r"select\(model, nn\.MultiheadAttention\)"),
+        ("linears", r"9 modules are of class Linear: select\(model, nn\.Linear\)"),
+    ],
+)
+def test_the_name_of_a_class_points_to_the_class(net: Net, text: str, hint: str) -> None:
+    with pytest.raises(SelectionError, match=hint):
+        select(net, text)
+
+
+@pytest.mark.parametrize("text", ["xyz", "re", "gelu", "stem.weight"])
+def test_what_is_no_class_here_points_to_none(net: Net, text: str) -> None:
+    with pytest.raises(SelectionError, match=r"^((?!of class).)*$"):
+        select(net, text)
+
+
+def test_a_selection_says_what_is_near_to_a_name_that_it_has_not(net: Net) -> None:
+    chosen = select(net, "stem", "lstm", "blocks.*")
+    near = r'no entry "stemm"\. Nearest: "stem", "lstm"\. list\(selection\) has all 5'
+
+    for read in (chosen.__getitem__, chosen.leaf, chosen.path, chosen.aliases):
+        with pytest.raises(SelectionError, match=near):
+            read("stemm")
+    with pytest.raises(SelectionError, match=r'Nearest: "stem", "lstm", "blocks\.0"'):
+        _ = chosen["zz"]
+
+
+def test_a_selection_is_a_mapping_for_a_name_that_it_has_not(net: Net) -> None:
+    chosen = select(net, "stem")
+
+    assert "zz" not in chosen
+    assert chosen.get("zz") is None
+    assert chosen._ipython_key_completions_() == ["stem"]
+    with pytest.raises(KeyError, match=r"^this selection has no entry"):
+        _ = chosen["zz"]
+
+
+def test_a_selection_knows_the_entry_of_another_name() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    model["b"] = model["a"]
+
+    with pytest.raises(SelectionError, match=r'no entry "b"\. Its module is here as "a"'):
+        _ = select(model, "a")["b"]
+
+
 @pytest.mark.parametrize("wrong", [None, "net", [nn.Linear(1, 1)], nn.Linear])
 def test_unwrap_refuses_what_is_no_module(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r"unwrap: expected an nn\.Module, found"):

@@ -301,16 +301,32 @@ class Asked:
             parent, _, _ = hits[0].rpartition(".")
             sisters = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
             hits = list(dict.fromkeys([*hits, *nearest(name, sisters)]))[:3]
+        kind = self.of_class(last, whole=bool(hits))
         if not hits:
-            return f'no module matches "{text}". {self.listing()}'
+            return f'no module matches "{text}". {kind or self.listing()}'
         shown = ", ".join(f'"{name}"' for name in hits)
         if len(hits) > 3:
             shown = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
         use = f'Use "{mended or hits[0]}{leaf if mended else ""}", or'
         return (
             f'no module matches "{text}". Nearest: {shown}. {use} select(model) to list all '
-            f"{self.n_names} names."
+            f"{self.n_names} names.{' ' if kind else ''}{kind}"
         )
+
+    def of_class(self, word: str, whole: bool) -> str:
+        """A sentence on the modules whose class is called `word`, or begins so; "" without any."""
+        word = word.replace("_", "").lower()
+        kinds = Counter(type(m) for _, m, first in self.places if first)
+        names = {kind: kind.__name__.lower() for kind in kinds}
+        hits = [kind for kind, name in names.items() if word in (name, f"{name}s")]
+        if not hits and not whole and len(word) > 2:
+            hits = [kind for kind, name in names.items() if name.startswith(word)]
+        if not hits:
+            return ""
+        kind, n = hits[0], kinds[hits[0]]
+        spelt = f"nn.{kind.__name__}" if getattr(nn, kind.__name__, 0) is kind else kind.__name__
+        few = "1 module is" if n == 1 else f"{n} modules are"
+        return f"{few} of class {kind.__name__}: select(model, {spelt}) gives every module of it."
 
     def mended(self, text: str) -> str | None:
         """`text` with each part that matches nothing replaced by the child's name nearest to it."""

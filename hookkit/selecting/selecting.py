@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import nn
 
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.selecting.resolving import Asked, Pick, Selector
 from hookkit.walking import all_names, is_leaf, is_observer, opens, unwrap, walk
 
@@ -41,7 +41,25 @@ class Selection(Mapping[str, nn.Module]):
         return _selected, (self._model(), self.picks)
 
     def __getitem__(self, name: str) -> nn.Module:
-        return self.picks[name].module
+        return self._pick(name).module
+
+    def _pick(self, name: str) -> Pick:
+        if name in self.picks:
+            return self.picks[name]
+        other = next((key for key in self if name in self.aliases(key)), None)
+        near = nearest(str(name), self) or list(self)[:3]
+        shown = ", ".join(f'"{key}"' for key in near) or "there are none"
+        hint = f"Nearest: {shown}." if other is None else f'Its module is here as "{other}".'
+        raise SelectionError(
+            f'this selection has no entry "{name}". {hint} list(selection) has all {len(self)}.'
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.picks
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What IPython and Jupyter offer after `selection["`: the names."""
+        return list(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.picks)
@@ -51,18 +69,18 @@ class Selection(Mapping[str, nn.Module]):
 
     def leaf(self, name: str) -> str:
         """The path into the module's output, such as `[0]` or `.last_hidden_state`; "" for all."""
-        return self.picks[name].leaf
+        return self._pick(name).leaf
 
     def path(self, name: str) -> str:
         """The entry's name in the model, leaf path included: differs from `name` if renamed."""
-        return self.picks[name].name + self.picks[name].leaf
+        return self._pick(name).name + self._pick(name).leaf
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Every name of the entry's module in the model (at most 64), the one asked for first.
 
         Cost: one walk through the model per call.
         """
-        pick, model = self.picks[name], self._model()
+        pick, model = self._pick(name), self._model()
         names = all_names(model, pick.module) if model is not None else []
         return tuple(dict.fromkeys([pick.name, *names]))
 
