@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 Run = Callable[[int], None]
 
@@ -118,7 +119,8 @@ def lightning(n: int) -> Run:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    module, data = Module(), batches(n)
+    # in a loader: Lightning takes a list for several loaders, and a batch for one of them
+    module, data = Module(), DataLoader(batches(n), batch_size=None)
 
     def run(_: int) -> None:
         trainer = pl.Trainer(
