@@ -12,7 +12,7 @@ pages`. On top stand the two drivers of the same callbacks. A room imports only 
 its own; `tests/test_layers.py` holds this. A room with several files is a folder whose docstring
 names them.
 
-    errors                                       what goes wrong
+    errors · interrupts                          what goes wrong; Ctrl-C
     checks                                       one check for each kind of argument
     events · nested · layout · walking           events; any structure; text widths; module names
     selecting · ranks · data                     which modules; which process; which batches

@@ -12,7 +12,7 @@ import hookkit
 PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
-    {"errors"},
+    {"errors", "interrupts"},
     {"checks"},
     {"events", "nested", "layout", "walking"},
     {"selecting", "ranks", "data"},

@@ -1,0 +1,169 @@
+"""Ctrl-C at each point of a scenario where Python looks for signals.
+
+A scenario is a function that uses hookkit. It is run once to count the points, and then once for
+each point with a SIGINT that arrives there. A point is an instruction after which Python looks for
+signals: a call, a jump backwards, the beginning or end of a `with`. The signal is set pending just
+before the instruction, and Python itself delivers it where it looks next: in the function that is
+called as it begins, or after the call of a C function. Counted are the instructions of the scenario
+itself, of hookkit's files, and of whatever these call.
+
+Raising KeyboardInterrupt at each line instead would interrupt where Python never does (between two
+assignments), and would miss what it does (after the call in the middle of a line).
+"""
+
+from __future__ import annotations
+
+import _thread
+import dis
+import gc
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from operator import methodcaller
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules_of_torch
+from torch.optim import optimizer as optimizers_of_torch
+
+import hookkit
+from hookkit import interrupts
+
+PACKAGE = str(Path(hookkit.__file__).parent)
+LOOKS = ("CALL", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "LOAD_SPECIAL")
+MOST = 300
+
+Scenario = Callable[[], object]
+
+
+class _Mayfly:
+    """Dies as the function that made it returns."""
+
+
+class _Pending(weakref.ref):
+    """Sets a SIGINT pending when its object dies, with no Python code that would receive it."""
+
+    set = staticmethod(_thread.interrupt_main)
+
+
+class _Run:
+    """One run of a scenario: counts its points, and interrupts the one numbered `at`."""
+
+    def __init__(self, scenario: Scenario, at: int = -1) -> None:
+        self.scenario, self.at, self.n = scenario, at, 0
+        self.where = ""
+        self._looks: dict[CodeType, set[int]] = {}
+
+    def __call__(self) -> BaseException | None:
+        """What the scenario raised, the interrupt or anything else."""
+        before = sys.gettrace()
+        try:
+            sys.settrace(self._begun)
+            try:
+                self.scenario()
+            finally:
+                sys.settrace(None)
+            for _ in range(2):  # a signal that came with the last instruction is delivered here
+                pass
+        except BaseException as e:
+            return e
+        finally:
+            sys.settrace(before)
+        return None
+
+    def _begun(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not self._counts(frame):
+            return None
+        frame.f_trace_opcodes = True
+        return self._goes_on
+
+    def _counts(self, frame: FrameType | None) -> bool:
+        code = None if frame is None else frame.f_code
+        if frame is not None and code is self.scenario.__code__:  # type: ignore[attr-defined]
+            return True
+        while frame is not None and frame.f_code is not self.scenario.__code__:  # type: ignore[attr-defined]
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _goes_on(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in self._points(frame.f_code):
+            if self.n == self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} "
+                self.where += frame.f_code.co_qualname
+                sys.settrace(None)
+                mayfly = _Mayfly()
+                self.pending = _Pending(mayfly, methodcaller("set"))
+            self.n += 1
+        return self._goes_on
+
+    def _points(self, code: CodeType) -> set[int]:
+        if code not in self._looks:
+            found = {i.offset for i in dis.get_instructions(code) if i.opname.startswith(LOOKS)}
+            self._looks[code] = found
+        return self._looks[code]
+
+
+def interrupted_everywhere(
+    scenario: Scenario, left: Callable[[], str], most: int = MOST
+) -> list[str]:
+    """What went wrong at each point of `scenario`, in words; empty if nothing did.
+
+    Args:
+        scenario: a Python function; what it does must be repeatable.
+        left: says what is left behind, "" if nothing is; called after each run.
+        most: so many points at most, evenly over all of them.
+    """
+    scenario()
+    assert left() == "", "the scenario leaves something behind without an interrupt"
+    counted = _Run(scenario)
+    assert counted() is None
+    n = counted.n
+    wrong = []
+    for at in sorted({i * n // min(n, most) for i in range(min(n, most))}):
+        run = _Run(scenario, at)
+        error = run()
+        if not isinstance(error, KeyboardInterrupt):
+            wrong.append(f"{run.where}: no KeyboardInterrupt but {error!r}")
+        del error
+        if what := left():
+            wrong.append(f"{run.where}: {what}")
+    return wrong
+
+
+def left_behind(*models: nn.Module, opt: Any = None) -> str:
+    """What hookkit could have left: hooks, the compiler's stance, switches, the SIGINT handler."""
+    found = [f"hooks of {type(m).__name__}" for model in models for m in model.modules() if _has(m)]
+    tables = {**_hooks_of(modules_of_torch), **_hooks_of(optimizers_of_torch)}
+    tables |= {} if opt is None else _hooks_of(opt)
+    found += [name for name, table in tables.items() if table]
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None and frames._stance.stance != "default":
+        found.append(f"stance {frames._stance.stance}")
+    if not torch.backends.mha.get_fastpath_enabled():
+        found.append("the fused path is off")
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        found.append("the grad mode")
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        found.append(f"handler {signal.getsignal(signal.SIGINT)}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts._held is not None:
+        found.append("a Ctrl-C held back")
+        interrupts._held = None
+    if found:
+        gc.collect()
+    return ", ".join(found)
+
+
+def _hooks_of(owner: Any) -> dict[str, Any]:
+    tables = vars(owner).items()
+    return {k: v for k, v in tables if "hook" in k and isinstance(v, dict) and k[0] == "_"}
+
+
+def _has(m: nn.Module) -> bool:
+    return any(_hooks_of(m).values())
