@@ -540,9 +540,7 @@ def test_a_quantized_feature_can_be_read() -> None:
 
 
 def test_an_extractor_of_what_is_no_module_is_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"FeatureExtractor: expected an nn\.Module"
-    ):
+    with pytest.raises(ArgumentError, match=r"FeatureExtractor: expected an nn\.Module"):
         FeatureExtractor([nn.ReLU()], {"0": ("0", "")})  # type: ignore[arg-type]
 
 

@@ -445,9 +445,7 @@ def test_a_replacement_that_is_no_module() -> None:
     ],
 )
 def test_a_wrapper_of_what_is_no_module_is_refused(kind: Any, wrong: Any, found: str) -> None:
-    with pytest.raises(
-        ArgumentError, match=rf"{kind.__name__}: expected .*, found {found}"
-    ):
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__}: expected .*, found {found}"):
         kind(wrong)
 
 
