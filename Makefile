@@ -37,8 +37,8 @@ demo: $(STAMP)  ## train on real digits, print and draw what every layer did (AR
 test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-quick: $(STAMP)  ## pytest without the slow tests
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models
+	$(BIN)/python -m pytest -q -m "not slow and not zoo" $(ARGS)
 
 test-gpu: $(STAMP)  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

@@ -1,5 +1,6 @@
 """Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
 
+import gc
 import math
 from collections.abc import Callable
 from importlib import import_module
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from zoo_base import Entry
 
 from hookkit.moments.loading import machine
 
@@ -20,11 +22,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.__version__ < (2, 13):
-        skip = pytest.mark.skip(reason="torch < 2.13 cannot trace these tensor hooks")
-        for item in items:
-            if item.get_closest_marker("traces_gradients"):
-                item.add_marker(skip)
+    old = torch.__version__ < (2, 13)
+    skip = pytest.mark.skip(reason="torch < 2.13 cannot trace these tensor hooks")
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(param, Entry) for param in params):
+            item.add_marker(pytest.mark.zoo)
+        if old and item.get_closest_marker("traces_gradients"):
+            item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Tests call gc.collect() some thousand times. What is there before the first of them (torch,
+    # the zoo, the items: a million objects) stays to the end, so the collector need not visit it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
