@@ -130,7 +130,7 @@ def test_sizes_are_printed_again_when_the_block_is_entered_again(
 
 @pytest.mark.parametrize("model", [None, "net", [nn.ReLU()]])
 def test_sizes_of_what_is_no_model(model: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"print_sizes: expected a model \(nn.Module\), found"):
+    with pytest.raises(ArgumentError, match=r"print_sizes: expected an nn\.Module, found"):
         print_sizes(model)
 
 
@@ -182,3 +182,44 @@ def test_a_call_that_meets_the_removal_by_another_thread_is_passed_over(x: Tenso
     assert h.n_calls == 0
     h.remove()
     assert is_clean()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ((len, None, torch.ones(2)), r"hook_all\(pre=tensor.* True or False"),
+        ((len, None, "yes"), r"hook_all\(pre='yes'"),
+        ((len, torch.ones(2)), r"types must be module classes, found tensor"),
+        ((len, ()), r"types must be module classes, found \(\)"),
+        ((len, [nn.Linear, 3]), r"types must be module classes"),
+        ((3,), r"hook_func must be a function, found an int"),
+    ],
+)
+def test_hook_all_refuses_bad_arguments_before_it_changes_anything(
+    wrong: Any, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        hook_all(*wrong)
+
+    assert is_clean()
+
+
+def test_a_global_hook_that_cannot_be_registered_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hookkit.hooks.everywhere.register_module_forward_hook", refuse)
+
+    with pytest.raises(MemoryError):
+        hook_all(nothing)
+
+    assert is_clean()
+
+
+def test_print_sizes_refuses_a_path_for_its_file(net: nn.Sequential) -> None:
+    with pytest.raises(ArgumentError, match=r"file must be an open text file, found a str.*open\("):
+        print_sizes(net, "sizes.txt")  # type: ignore[arg-type]
+
+    assert not any(m._forward_hooks for m in net.modules())

@@ -171,12 +171,12 @@ class GlobalHook(_Removable):
         """Puts the hook in PyTorch's global dicts; nothing if it is there."""
         if not self.removed:
             return
-        _count_global(+1)
         if self._pre:
             self._handle = register_module_forward_pre_hook(self._before)
         else:
             self._handle = register_module_forward_hook(self._after, with_kwargs=True)
         self.removed = False
+        _count_global(+1)
 
     def remove(self) -> None:
         """Takes the hook off all modules. Nothing if it is off."""
@@ -241,7 +241,8 @@ def hook_all(
             positional inputs only.
 
     Raises:
-        ArgumentError: `hook_func` is no function, or `types` no module classes.
+        ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
+            nor False.
 
     >>> seen = []
     >>> with hook_all(lambda m, i, o: seen.append(tuple(o.shape)), nn.Linear):
@@ -250,7 +251,8 @@ def hook_all(
     [(4, 10), (4, 3)]
     """
     several = (tuple, list, set, frozenset)
-    wanted = tuple(types) if isinstance(types, several) else (types or nn.Module,)
+    wanted = tuple(types) if isinstance(types, several) else (types,)
+    wanted = (nn.Module,) if types is None else wanted
     if isinstance(hook_func, nn.Module):
         raise ArgumentError(
             f"hook_all: hook_func must be a function, found {kind_of(hook_func)}. hook_all sees "
@@ -259,7 +261,7 @@ def hook_all(
     pre = check_flag("hook_all", "pre", pre)
     seen = ("module", "input") if pre else ("module", "input", "output")
     func = check_function("hook_all", hook_func, *seen)
-    if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
+    if not wanted or not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
@@ -280,9 +282,13 @@ class _Printed(_Removable):
         model = self._model()
         if self._handles or model is None:
             return
-        for name, module in {"": unwrap(model), **select(model)}.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(attach(module, self._printer(name, self._file)))
+        try:
+            for name, module in {"": unwrap(model), **select(model)}.items():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._handles.append(attach(module, self._printer(name, self._file)))
+        except BaseException:
+            self.remove()
+            raise
 
     def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
         def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -321,4 +327,9 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
     4×10 → 4×10  1 (ReLU)
     4×5 → 4×10  (model) (Sequential)
     """
+    if file is not None and not callable(getattr(file, "write", None)):
+        raise ArgumentError(
+            f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
+            'open("sizes.txt", "w"), or nothing to print.'
+        )
     return _Printed(check_module("print_sizes", model), file)
