@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from hookkit.editing.changing import Change, Where
 from hookkit.errors import HookError
-from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
+from hookkit.hooks.dispatching import (
+    Attached,
+    attach,
+    called,
+    is_compiling,
+    is_tracing,
+    recomputing,
+)
 from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
 from hookkit.hooks.observing import check_same, positional
 from hookkit.nested import Inputs, describe, paths_of, pick, put
@@ -89,6 +96,11 @@ class Edit:
         """Forward hook: what receives the gradients of this call's output."""
         if not self.ours():
             return None
+        if not is_compiling() and is_tracing():
+            raise HookError(
+                f"{self.who} on {self.label()}: torch.jit.trace keeps no hooks on gradients, so "
+                "the edit would not be in the traced model. Trace the model outside of the edit."
+            )
         if self.leaf:
             self.picked(output)
         if is_compiling():  # here: the graph of a gradient's hook may write no attribute

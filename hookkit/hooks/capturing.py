@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookkit import ranks
 from hookkit.checks import check_choice, check_flag, check_function
 from hookkit.errors import OptionError, OverwrittenWarning
-from hookkit.hooks.dispatching import is_compiling
+from hookkit.hooks.dispatching import is_compiling, is_tracing, untraced
 from hookkit.nested import leaves, tmap
 
 Kind = Literal["forward", "pre", "grad", "pre_grad", "backward"]
@@ -233,6 +233,9 @@ class Storer:
 
     def keep(self, x: Any) -> Kept:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
+        if not is_compiling() and is_tracing():
+            with untraced():
+                return self.keep(x)
         bare = type(x) is Tensor
         value = self.tensor(x) if bare else tmap(self.tensor, x)
         if value is x and self.options.live and not isinstance(x, Tensor):

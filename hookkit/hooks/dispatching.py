@@ -10,7 +10,8 @@ for each call (2.0 µs with the removal, against 0.2 µs), and a capture block h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
 from weakref import ref
@@ -58,6 +59,29 @@ def recomputing() -> bool:
     False
     """
     return not is_compiling() and graph_task() != -1
+
+
+# Private, probed once: what torch.jit.is_tracing() calls, at a third of the cost.
+is_tracing: Callable[[], bool] = getattr(
+    torch._C, "_is_tracing", lambda: torch._C._get_tracing_state() is not None
+)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """What runs inside is no part of the graph that `torch.jit.trace` records.
+
+    Else a hook's own operations go into the graph, or rename its values, and torch's check of the
+    trace fails. `_set_tracing_state` is private, and what torch itself leaves a trace by; without
+    it a hook is traced as the model is.
+    """
+    set_state = getattr(torch._C, "_set_tracing_state", lambda state: None)
+    state = torch._C._get_tracing_state()
+    set_state(None)
+    try:
+        yield
+    finally:
+        set_state(state)
 
 
 class Dispatcher:

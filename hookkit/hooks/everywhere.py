@@ -24,7 +24,14 @@ from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.capturing import Kept, Options, Storer
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.dispatching import Attached, attach, called, is_compiling, recomputing
+from hookkit.hooks.dispatching import (
+    Attached,
+    attach,
+    called,
+    is_compiling,
+    recomputing,
+    untraced,
+)
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
@@ -213,8 +220,9 @@ class GlobalHook(_Removable):
         self._busy.now = True
         try:
             self.n_calls += 1
-            seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
-            called(self._func, module, *seen)
+            with untraced():
+                seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
+                called(self._func, module, *seen)
         finally:
             self._busy.now = False
 
@@ -295,8 +303,10 @@ class _Printed(_Removable):
             if is_compiling() or recomputing():
                 return
             alone = len(args) == 1 and not kwargs
-            given = describe(args[0] if alone else Inputs(args, kwargs))
-            line = f"{given} → {describe(output)}  {name or '(model)'} ({type(module).__name__})"
+            with untraced():  # while tracing, sizes are tensors
+                given = describe(args[0] if alone else Inputs(args, kwargs))
+                made = describe(output)
+            line = f"{given} → {made}  {name or '(model)'} ({type(module).__name__})"
             (file or sys.stdout).write(line + "\n")
 
         return write

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks.capturing import Kept, Storer, lent, owned
-from hookkit.hooks.dispatching import Dispatcher, called, graph_task, is_compiling, is_exporting
+from hookkit.hooks.dispatching import (
+    Dispatcher,
+    called,
+    graph_task,
+    is_compiling,
+    is_exporting,
+    is_tracing,
+    untraced,
+)
 from hookkit.hooks.gradients import Receive
 from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
 
@@ -35,6 +43,9 @@ class Forward(Dispatcher):
         if hook is None:
             return None
         o, leaf = hook._options, hook.leaf
+        if not o.edit and not is_compiling() and is_tracing():
+            with untraced():
+                return self(module, args, kwargs, output)
         x = picked(hook, output) if leaf else output
         if o.hook_func is None:
             return observe(hook, module, owned(module, args, kwargs), same, x)
@@ -63,6 +74,9 @@ class Pre(Dispatcher):
         if hook is None:
             return None
         o, leaf, inputs = hook._options, hook.leaf, Inputs(args, kwargs)
+        if not o.edit and not is_compiling() and is_tracing():
+            with untraced():
+                return self(module, args, kwargs)
         x = picked(hook, inputs) if leaf else inputs
         if o.hook_func is None:
             return observe(hook, module, (*args, *kwargs.values()), same, x)
@@ -257,6 +271,9 @@ def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
         return receiver(ref(hook), Grads(0, len(leaves(x))))
     again = graph_task() != -1
     if not again and not ours(hook, module):
+        return None
+    if is_tracing():  # a tensor's hook is no part of the graph, and its tap would be
+        hook._missed = "traced"
         return None
     found = leaves(x)
     if again:

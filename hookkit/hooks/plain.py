@@ -26,7 +26,7 @@ from hookkit.hooks.capturing import (
     owned,
     snapshot,
 )
-from hookkit.hooks.dispatching import Dispatcher, graph_task, new_key
+from hookkit.hooks.dispatching import Dispatcher, graph_task, is_tracing, new_key
 from hookkit.hooks.hooking import Hook
 from hookkit.hooks.observing import observe, same
 from hookkit.hooks.silence import Block
@@ -82,6 +82,7 @@ class Plain(Dispatcher):
             or is_dynamo_compiling()
             or graph_task() != -1
             or is_transforming()
+            or is_tracing()
             or (thread is not None and thread != get_ident())
         ):
             observe(cast("Hook", self), module, _given(module, args), same, output)
@@ -136,6 +137,7 @@ class Live(Plain):
             or is_dynamo_compiling()
             or graph_task() != -1
             or is_transforming()
+            or is_tracing()
             or (thread is not None and thread != get_ident())
         ):
             observe(cast("Hook", self), module, (), same, output)

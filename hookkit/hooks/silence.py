@@ -25,6 +25,8 @@ _MISSED = {
     "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
     "the DataParallel module itself, or use DistributedDataParallel",
     "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
+    "traced": "called only by torch.jit.trace, whose graph has no hooks on gradients; run the "
+    "model itself in the block",
     "frozen": "nothing that it returns requires a gradient (its parameters and inputs are frozen)",
     "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
 }
@@ -95,18 +97,25 @@ class Block:
                 _report(hooks, stop)
         elif isinstance(e, StopForward):
             return e.owner is stop
-        elif isinstance(e, RuntimeError) and "BackwardHookFunction" in str(e):
+        elif isinstance(e, (RuntimeError, ValueError)):
             _hint(hooks, e)
         return False
 
 
-def _hint(hooks: Sequence[Hook], e: RuntimeError) -> None:
+# What PyTorch says where a full backward hook is in the way, and what that means.
+_IN_THE_WAY = {
+    "BackwardHookFunction": "the input or output of a layer with a full backward hook ({}) was "
+    "changed in place. Use hook_output(module, grad=True), which allows that.",
+    "have backward hooks assigned": "torch.jit.trace takes no model with full backward hooks ({}). "
+    "Trace it outside of the block, or use hook_output(module, grad=True).",
+}
+
+
+def _hint(hooks: Sequence[Hook], e: BaseException) -> None:
     names = ", ".join(h.label for h in hooks if h._options.kind == "backward")
-    if names:
-        e.add_note(
-            f"hookkit: the input or output of a layer with a full backward hook ({names}) was "
-            "changed in place. Use hook_output(module, grad=True), which allows that."
-        )
+    for said, hint in _IN_THE_WAY.items():
+        if names and said in str(e):
+            e.add_note("hookkit: " + hint.format(names))
 
 
 def reasons(hooks: Iterable[Hook]) -> dict[str, str]:

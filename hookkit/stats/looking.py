@@ -20,6 +20,7 @@ from hookkit.hooks.dispatching import (
     check_hookable,
     graph_task,
     is_compiling,
+    is_tracing,
 )
 from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, note_version
 from hookkit.moments.tallies import Tally
@@ -91,9 +92,9 @@ class Look(Dispatcher):
 
 def _makes_loss(output: Any) -> bool:
     """Whether a layer called by itself takes part in the training: a probe runs without gradients,
-    and what runs again within the backward was seen before.
+    what runs again within the backward was seen before, and torch.jit.trace trains nothing.
     """
-    if not is_compiling() and graph_task() != -1:
+    if not is_compiling() and (graph_task() != -1 or is_tracing()):
         return False
     return any(t.requires_grad for _, t in named_leaves(output))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.errors import OptionError
 from hookkit.hooks.capturing import owned, rehoused, snapshot, unwrapped
-from hookkit.hooks.dispatching import recomputing
+from hookkit.hooks.dispatching import recomputing, untraced
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.walking import unwrap
 
@@ -134,7 +134,8 @@ class Catcher(Wrapper):
         return output
 
     def _stored(self, x: Any, given: Any) -> Any:
-        return tmap(lambda t: snapshot(unwrapped(t), given), x) if self.detach else rehoused(x)
+        with untraced():
+            return tmap(lambda t: snapshot(unwrapped(t), given), x) if self.detach else rehoused(x)
 
 
 class GramWrapper(Wrapper):
@@ -185,6 +186,10 @@ class GramWrapper(Wrapper):
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
         """Adds the rows of `x`, (..., n_features)."""
+        with untraced():
+            self._add(x)
+
+    def _add(self, x: Tensor) -> None:
         rows = x.detach().reshape(-1, x.shape[-1]).to(self.dtype)
         if self.gram is None:
             with torch.inference_mode(False):  # else it could not be added to outside

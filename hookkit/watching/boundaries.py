@@ -27,7 +27,13 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as global_hooks
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.hooks.dispatching import Dispatcher, check_hookable, put_first, recomputing
+from hookkit.hooks.dispatching import (
+    Dispatcher,
+    check_hookable,
+    is_tracing,
+    put_first,
+    recomputing,
+)
 from hookkit.walking import inner_key, submodules, unwrap
 
 
@@ -181,7 +187,7 @@ class Boundaries:
         self._depth += 1
         if self._depth == 1:
             self._error = sys.exception()
-            self._telling = not recomputing()
+            self._telling = not (recomputing() or is_tracing())  # a trace is no batch
             if self._telling:
                 training = _learns(self.root)
                 self.in_eval = not training and torch.is_grad_enabled()

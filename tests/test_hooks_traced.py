@@ -1,0 +1,238 @@
+"""torch.jit.trace of a hooked model: the hooks see it run, and are no part of the graph."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.editing import edit_grads, edit_inputs, edit_outputs, scale
+from hookkit.errors import HookError, NeverFiredWarning
+from hookkit.features import feature_extractor
+from hookkit.hooks import Hooks, hook_all, hook_inputs, hook_output, hook_outputs, print_sizes
+from hookkit.hooks.dispatching import is_tracing, untraced
+from hookkit.selecting import select
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.swapping import Catcher, GramWrapper, swap
+from hookkit.watching import watch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+
+
+class Branches(nn.Module):
+    """In-place operations, a view, and several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.flat = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Flatten()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.flat(self.fc(x))
+        self.act(y)
+        return y, self.flat(y * 2)
+
+
+def net(kind: str, training: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "branches":
+        return Branches().train(training)
+    return nn.Sequential(nn.Linear(4, 4), nn.Flatten()).train(training)
+
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+def graph(traced: Any) -> str:
+    """The operations and the names of the values, without class names that torch numbers."""
+    lines = str(traced.inlined_graph).splitlines()
+    return "\n".join(line.split("#")[0] for line in lines if "__torch__" not in line)
+
+
+def check(model: nn.Module, traced: Any) -> None:
+    expected, found = model(X), traced(X)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def mean_of(module: nn.Module, i: Any, o: Tensor) -> float:
+    return o.mean().item()
+
+
+PASSIVE = {
+    "outputs": lambda m: hook_outputs(select(m)),
+    "all outputs": lambda m: hook_outputs(select(m), keep="all"),
+    "live outputs": lambda m: hook_outputs(select(m), detach=False),
+    "inputs": lambda m: hook_inputs(select(m)),
+    "function": lambda m: Hooks(select(m, "0" if "0" in m._modules else "fc"), mean_of),
+    "hook_all": lambda m: hook_all(lambda m, i, o: None, nn.Linear),
+    "print_sizes": lambda m: print_sizes(m, io.StringIO()),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["sequential", "branches"])
+@pytest.mark.parametrize("name", PASSIVE)
+def test_a_hooked_model_is_traced_as_without_hooks(name: str, kind: str, training: bool) -> None:
+    model = net(kind, training)
+    bare = graph(torch.jit.trace(model, X))
+
+    hooks: Any = PASSIVE[name](model)
+    left_in_place = torch.jit.trace(model, X)
+    hooks.remove()
+    with PASSIVE[name](model):
+        in_a_block = torch.jit.trace(model, X)
+
+    assert graph(left_in_place) == graph(in_a_block) == bare
+    check(model, in_a_block)
+
+
+def test_the_forward_that_is_traced_is_recorded_as_any_other() -> None:
+    model = net("sequential", training=True)
+
+    with hook_outputs(model) as h:
+        torch.jit.trace(model, X, check_trace=False)
+
+    torch.testing.assert_close(h[1].stored, model(X), rtol=0, atol=0)
+    assert h[1].n_calls == 1
+
+
+def test_sizes_are_printed_as_numbers_while_tracing() -> None:
+    model, file = net("sequential", training=True), io.StringIO()
+
+    with print_sizes(model, file):
+        torch.jit.trace(model, X, check_trace=False)
+
+    assert file.getvalue().splitlines()[0] == "3×4 → 3×4  0 (Linear)"
+
+
+def test_what_a_function_counts_in_a_buffer_is_no_part_of_the_graph() -> None:
+    model, total = net("sequential", training=True), torch.zeros(())
+
+    hooks = Hooks(model, lambda m, i, o: total.add_(1))
+    traced = torch.jit.trace(model, X, check_trace=False)
+    hooks.remove()
+    before = total.item()
+    traced(X)
+
+    assert total.item() == before == 2
+
+
+def test_gradients_of_a_traced_forward_are_reported_as_missing() -> None:
+    model = net("sequential", training=True)
+
+    with (
+        pytest.warns(NeverFiredWarning, match=r"called only by torch\.jit\.trace"),
+        hook_outputs(model, grad=True),
+    ):
+        traced = torch.jit.trace(model, X, check_trace=False)
+
+    check(model, traced)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("edit", [edit_outputs, edit_inputs])
+def test_an_edit_is_traced_with_the_model(edit: Any, training: bool) -> None:
+    model = net("sequential", training)
+
+    with edit([model[0]], lambda m, i, *o: (o or i)[0] + 1):
+        traced = torch.jit.trace(model, X)
+        check(model, traced)
+
+    assert not torch.equal(traced(X), model(X))
+
+
+def test_an_edit_of_gradients_refuses_a_trace() -> None:
+    model = net("sequential", training=True)
+
+    with (
+        pytest.raises(HookError, match=r"edit_grads on .*jit\.trace keeps no hooks on gradients"),
+        edit_grads(model, scale(2)),
+    ):
+        torch.jit.trace(model, X)
+
+    check(model, torch.jit.trace(model, X))
+
+
+def test_a_full_backward_hook_says_what_to_do_instead() -> None:
+    model = net("sequential", training=True)
+
+    with (
+        pytest.raises(ValueError, match="have backward hooks assigned") as found,
+        Hooks(model, None, False),
+    ):
+        torch.jit.trace(model, X)
+
+    assert "takes no model with full backward hooks" in found.value.__notes__[0]
+
+
+@pytest.mark.parametrize("wrapper", [Catcher, GramWrapper])
+def test_a_wrapped_model_is_traced(wrapper: Any) -> None:
+    model = net("sequential", training=False)
+
+    with swap(model, {"0": wrapper}) as new:
+        traced = torch.jit.trace(model, X)
+        n_rows = new["0"].n_calls
+
+    check(model, traced)
+    assert new["0"].n_calls == n_rows
+
+
+def test_an_extractor_is_traced() -> None:
+    model = net("sequential", training=False)
+
+    traced = torch.jit.trace(feature_extractor(model, "0"), X, strict=False)
+
+    torch.testing.assert_close(traced(X)["0"], model[0](X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [ActivationStats, GradientStats, ParamStats, FlightRecorder])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trace_in_a_watched_training_is_no_batch(kind: Any, training: bool) -> None:
+    def run(trace: bool) -> tuple[Any, Any]:
+        model = nn.Sequential(net("sequential", training=True), nn.ReLU(), nn.Linear(4, 1))
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        traced = None
+        with watch(model, opt, recorder := kind()):
+            for _ in range(3):
+                loss = model(X).square().mean()
+                if trace:
+                    model.train(training)
+                    traced = torch.jit.trace(model, X)
+                    model.train()
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+        model.eval()
+        return recorder.record() if hasattr(recorder, "record") else recorder, traced
+
+    (seen, traced), (alone, _) = run(True), run(False)
+
+    assert traced is not None
+    if kind is not FlightRecorder:
+        assert seen.steps.tolist() == alone.steps.tolist()
+        for key, values in alone.values.items():
+            torch.testing.assert_close(
+                torch.as_tensor(seen.values[key]), torch.as_tensor(values), equal_nan=True
+            )
+
+
+def test_what_is_untraced_leaves_the_trace_on() -> None:
+    def forward(x: Tensor) -> Tensor:
+        assert is_tracing()
+        with untraced():
+            assert not is_tracing()
+        assert is_tracing()
+        return x + 1
+
+    assert not is_tracing()
+    assert torch.jit.trace(forward, X, check_trace=False)(X)[0, 0] == 1
+
+
+def test_a_hooked_model_in_a_traced_function() -> None:
+    model = net("sequential", training=False).requires_grad_(False)
+
+    with hook_output(model[1]) as h:
+        traced = torch.jit.trace(lambda x: model(x) * 2, X)
+
+    torch.testing.assert_close(traced(X), model(X) * 2, rtol=0, atol=0)
+    torch.testing.assert_close(h.stored, model(X), rtol=0, atol=0)
