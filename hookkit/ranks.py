@@ -7,7 +7,7 @@ happens where the user reads a value, and **every rank has to read it**.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hookkit.errors import HookError, OptionError
-from hookkit.nested import describe, leaves, tmap
+from hookkit.nested import describe, named_leaves, tmap
 
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX"}
 
@@ -30,29 +30,30 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def gather(x: Any) -> Any:
+def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     """`x` of all ranks, joined along dimension 0 in rank order; every rank gets the whole.
 
     `x` is a tensor or any structure of tensors, whose batch sizes may differ from rank to rank;
     scalars (0-d) become a vector with one entry for each rank. The result is detached, of the
-    dtype and on the device of `x`. Alone: `x` itself. Cost: two collectives per tensor at most.
+    dtype and on the device of `x`. Alone: `x` itself. Cost: one exchange of names, structures,
+    dtypes and shapes, then one collective per tensor.
+
+    Args:
+        x: what to join; a list as long as `names`, where they are given.
+        names: what the parts of `x` are, which has to be the same on all ranks: values are joined
+            by position, and two ranks may list the same layers in another order.
 
     Raises:
-        HookError: on every rank, if the structures, dtypes or inner shapes of the ranks differ.
+        HookError: on every rank, if the names, structures, dtypes or inner shapes differ.
 
     >>> gather(torch.ones(2, 3)).shape
     torch.Size([2, 3])
     """
     if not is_distributed():
         return x
-    check_same(
-        [(str(t.dtype), t.ndim, tuple(t.shape[1:])) for t in leaves(x)],
-        asked="gather: the ranks hold different structures",
-        found=describe(x),
-        cure="Only the first dimension may differ: pass gather=False and join them yourself "
-        "(ranks.gather_object).",
-    )
-    return tmap(_gather_one, x)
+    shapes = _check_alike(*(([x], ["the value"]) if names is None else (x, list(names))))
+    each = iter(zip(*shapes, strict=True))
+    return tmap(lambda t: _gather_one(t, [shape[0] if shape else 1 for shape in next(each)]), x)
 
 
 def check_same(mine: Any, *, asked: str, found: str, cure: str) -> None:
@@ -127,12 +128,45 @@ def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
     return _on_wire(t, reduce)
 
 
-def _gather_one(t: Tensor) -> Tensor:
-    """Batches of unequal size: sizes first, then everything padded to the largest, then cut."""
+def _check_alike(parts: list[Any], names: list[str]) -> list[list[tuple[int, ...]]]:
+    """The shapes of all tensors in `parts`, for each rank.
+
+    Raises:
+        HookError: the same one on all ranks, if what they hold does not fit.
+    """
+    specs = [[(p, str(t.dtype), tuple(t.shape)) for p, t in named_leaves(part)] for part in parts]
+    everyone = gather_object((names, [describe(part) for part in parts], specs))
+    if any(theirs != everyone[0][0] for theirs, _, _ in everyone):
+        raise HookError(
+            "gather: the ranks do not read the same layers in the same order. "
+            f"{_difference([theirs for theirs, _, _ in everyone])}. Values are joined by their "
+            "place: give all ranks the same layers in the same order, and read them on all ranks."
+        )
+    for i, name in enumerate(names):
+        inner = [[(p, d, shape[1:], not shape) for p, d, shape in s[i]] for _, _, s in everyone]
+        if any(spec != inner[0] for spec in inner):
+            found = "; ".join(f"rank {r}: {texts[i]}" for r, (_, texts, _) in enumerate(everyone))
+            raise HookError(
+                f"gather: the ranks hold different structures for {name} ({found}). Only the "
+                "first dimension may differ: pass gather=False and join them yourself "
+                "(ranks.gather_object)."
+            )
+    return [[shape for spec in s for _, _, shape in spec] for _, _, s in everyone]
+
+
+def _difference(names: list[list[str]]) -> str:
+    """The first place at which the ranks' names differ, in words."""
+    longest = max(map(len, names))
+    at = next(i for i in range(longest) if len({tuple(n[i : i + 1]) for n in names}) > 1)
+    each = (n[at] if at < len(n) else "nothing" for n in names)
+    return f"At place {at} " + ", ".join(f"rank {r} has {n}" for r, n in enumerate(each))
+
+
+def _gather_one(t: Tensor, sizes: list[int]) -> Tensor:
+    """Batches of unequal size are padded to the largest, sent, and cut again."""
     t = t.detach()
     if t.ndim == 0:
         return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
-    sizes: list[int] = gather_object(len(t))
 
     def joined(w: Tensor) -> Tensor:
         if len(w) < max(sizes):

@@ -13,7 +13,8 @@ from torch import nn
 
 from hookkit import ranks
 from hookkit.errors import HookError, OptionError
-from hookkit.hooks import hook_output, hook_outputs
+from hookkit.hooks import hook_input, hook_output, hook_outputs, hook_tensor
+from hookkit.selecting import select
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -74,8 +75,15 @@ def gathers_what_hooks_stored(r: int) -> None:
 
 
 def refuses_what_does_not_fit(r: int) -> None:
-    with pytest.raises(HookError, match=r"different structures \(rank 0: 2×3; rank 1: 2×4\)"):
+    with pytest.raises(HookError, match=r"different structures .* \(rank 0: 2×3; rank 1: 2×4\)"):
         ranks.gather(torch.ones(2, 3 + r))
+    a, b = torch.ones(2, 3), torch.zeros(2, 3)
+    with pytest.raises(HookError, match=r"rank 0: {'a': 2×3, 'b': 2×3}; rank 1: {'b'"):
+        ranks.gather({"b": b, "a": a} if r else {"a": a, "b": b})
+    with pytest.raises(HookError, match="different structures"):
+        ranks.gather(torch.ones(2, dtype=torch.float64 if r else torch.float32))
+    with pytest.raises(HookError, match="rank 0: 2; rank 1: scalar"):
+        ranks.gather(torch.ones(()) if r else torch.ones(2))
     with pytest.raises(HookError, match="rank 0: 2×3; rank 1: None"):
         ranks.gather(None if r else torch.ones(2, 3))
 
@@ -86,6 +94,62 @@ def compares_what_all_ranks_have_to_share(r: int) -> None:
     ranks.check_same({"layer": ("fc", 3)}, **words)
     with pytest.raises(HookError, match=r"layers differ \(rank 0: fc0; rank 1: fc1\)\. Name the"):
         ranks.check_same(("fc", 3 + r), **words)
+
+
+def refuses_layers_in_another_order(r: int) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
+    order = ("1", "0") if r else ("0", "1")
+    differs = "At place 0 rank 0 has the output of '0', rank 1 has the output of '1'"
+
+    with hook_outputs(select(net, *order), gather=True) as h:
+        net(x)
+    for _ in range(2):  # what was refused is not taken for the whole when it is read again
+        with pytest.raises(HookError, match=differs):
+            _ = h.stored
+        with pytest.raises(HookError, match=differs):
+            _ = h[0].stored
+
+    whole = torch.cat(ranks.gather_object(net(x).detach()))
+    torch.testing.assert_close(h["1"].stored, whole)
+
+
+def refuses_what_only_some_ranks_have(r: int) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.ones(2, 3)
+    fewer = [net[0]] if r else [net[0], net[1]]
+
+    with hook_outputs(fewer, gather=True) as h, hook_output(net[2], gather=True) as one:
+        net(x)
+    with pytest.raises(HookError, match="At place 1 rank 0 has the output of ReLU, rank 1 has not"):
+        _ = h.stored
+    with pytest.raises(HookError, match=r"the output of Linear, rank 1 has the output of ReLU"):
+        _ = (hook_output(net[1], gather=True) if r else one).stored
+    with hook_output(net[2], gather=True) as out, hook_input(net[2], gather=True) as given:
+        net(x)
+    with pytest.raises(HookError, match=r"the output of Linear, rank 1 has the inputs of Linear"):
+        _ = (given if r else out).stored
+
+
+def refuses_calls_and_gradients_that_only_some_ranks_have(r: int) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
+
+    with hook_output(net[0], keep="all", gather=True) as h:
+        for _ in range(2 + r):
+            net(x)
+    with pytest.raises(HookError, match=r"At place 2 rank 0 has nothing, rank 1 has .* in call 2"):
+        _ = h.calls
+    y = net(x)
+    t = hook_tensor(y, gather=True)
+    if r:
+        y.sum().backward()
+    with pytest.raises(HookError, match=r"rank 0: None; rank 1: 2×3"):
+        _ = t.stored
+    with hook_output(net[0], grad=True, gather=True) as g:
+        net(x).sum().backward()
+    torch.testing.assert_close(g.stored[0], torch.ones(4, 3))
+    with hook_output(net[0], keep="all", gather=True) as h:
+        net(x)
+    assert [tuple(call.shape) for call in h.calls] == [(4, 3)]
+    assert ranks.gather(None) is None
 
 
 def reduces(r: int) -> None:
@@ -105,6 +169,9 @@ CHECKS = (
     gathers_what_hooks_stored,
     refuses_what_does_not_fit,
     compares_what_all_ranks_have_to_share,
+    refuses_layers_in_another_order,
+    refuses_what_only_some_ranks_have,
+    refuses_calls_and_gradients_that_only_some_ranks_have,
     reduces,
 )
 

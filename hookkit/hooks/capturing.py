@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hookkit import ranks
 from hookkit.checks import check_choice, check_flag, check_function
 from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks.dispatching import is_compiling, is_tracing, untraced
@@ -164,27 +163,30 @@ Versions = list[tuple[Tensor, int]]
 
 
 class Kept:
-    """One stored value with what is needed to read it: versions of live tensors, CUDA events."""
+    """One stored value with what is needed to read it: versions of live tensors, CUDA events.
 
-    __slots__ = ("events", "fresh", "value", "versions")
+    Attributes:
+        whole: True once `value` holds what all ranks stored.
+    """
+
+    __slots__ = ("events", "fresh", "value", "versions", "whole")
 
     def __init__(self, value: Any, versions: Versions | None = None, events: Any = ()) -> None:
         self.value, self.versions, self.events, self.fresh = value, versions, events, True
+        self.whole = False
 
-    def read(self, who: str, hook: Any, gather: bool) -> Any:
-        """The value: arrived, not overwritten (else a warning, once), whole over the ranks."""
+    def read(self, who: str, hook: Any) -> Any:
+        """The value: arrived, not overwritten (else a warning, once)."""
         if self.events:
             for event in self.events:
                 event.synchronize()  # sync: once per copied tensor, at its first read
             self.events = ()
         if self.versions and any(t._version != v for t, v in self.versions):
             self.versions = None
-            warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=4)
+            warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=5)
         if self.fresh:
-            self.fresh = torch.is_inference_mode_enabled() and not gather  # to be settled after it
+            self.fresh = torch.is_inference_mode_enabled()  # to be settled after it
             self.value = tmap(_settled, self.value)
-            if gather:
-                self.value = ranks.gather(self.value)
         return self.value
 
 

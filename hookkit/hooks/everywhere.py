@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from hookkit import ranks
 from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.capturing import Kept, Options, Storer
@@ -85,9 +86,12 @@ class TensorHook(_Removable):
     @property
     def stored(self) -> Tensor | None:
         """The gradient of the last backward pass, detached; None if none has come."""
-        if self._kept is None:
-            return None
-        gradient: Tensor = self._kept.read("hook_tensor", self, self._options.gather)
+        kept = self._kept
+        gradient: Tensor | None = None if kept is None else kept.read("hook_tensor", self)
+        if self._options.gather and (kept is None or not kept.whole):
+            gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
+            if kept is not None:
+                kept.value, kept.whole = gradient, True
         return gradient
 
     @property

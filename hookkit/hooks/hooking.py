@@ -269,14 +269,17 @@ class Hook:
         joins the ranks (all of them have to read it).
         """
         last = self._last
-        if last is None:
-            warn_if_compiled(self)
-            return ranks.gather(None) if self._options.gather else None
         if type(last) is Tensor and not (self._options.gather or self._traced):
             return last  # the fast path stores it bare
-        if not isinstance(last, (Kept, Grads)):
-            last = self._last = Kept(last)
-        return self._read(last)
+        return read([self._stored()], self._options.gather)[0]
+
+    def _stored(self) -> _Stored:
+        """The last call's value, for `read`."""
+        if self._last is None:
+            warn_if_compiled(self)
+        elif not isinstance(self._last, (Kept, Grads)):
+            self._last = Kept(self._last)
+        return self, self._last, ""
 
     @property
     def calls(self) -> L:
@@ -287,7 +290,8 @@ class Hook:
                 'stores only the last call. Make the hook with keep="all".'
             )
         self._not_traced(".calls")
-        return L(self._read(kept) for kept in self._all)
+        each = [(self, kept, f" in call {i}") for i, kept in enumerate(self._all)]
+        return L(read(each, self._options.gather))
 
     @property
     def n_calls(self) -> int:
@@ -308,14 +312,10 @@ class Hook:
         if self._all is not None:
             self._all.append(kept)
 
-    def _read(self, kept: Kept | Grads) -> Any:
-        o = self._options
-        if isinstance(kept, Kept):
-            return kept.read(o.who, self, o.gather)
-        if kept.whole is None:
-            kept.whole = tuple(k and k.read(o.who, self, False) for k in kept.kept)
-            kept.whole = ranks.gather(kept.whole) if o.gather else kept.whole
-        return kept.whole
+    def _over_ranks(self) -> str:
+        """What the hook stores, in words that are the same on all ranks."""
+        name = type(self._module()).__name__ if self.name is None else f"'{self.name}'"
+        return f"{_WHAT[self._options.kind]} of {name}{self.leaf}"
 
     @property
     def label(self) -> str:
@@ -378,6 +378,39 @@ class Hook:
             call.target = target
         self._placed, self.removed = [ref(call) for call in placed], not placed
         return self
+
+
+_Stored = tuple[Hook, Kept | Grads | None, str]  # the last is which call, in words
+_WHAT: dict[Kind, str] = {
+    "forward": "the output",
+    "pre": "the inputs",
+    "grad": "the gradient",
+    "pre_grad": "the gradient of the inputs",
+    "backward": "what the backward hook gave",
+}
+
+
+def read(stored: Sequence[_Stored], gather: bool) -> list[Any]:
+    """The values of `stored`; with `gather`, over all ranks, which have to read the same."""
+    values = list(map(_own, stored))
+    todo = [i for i, (_, kept, _) in enumerate(stored) if kept is None or not kept.whole]
+    if gather and todo:
+        names = [stored[i][0]._over_ranks() + stored[i][2] for i in todo]
+        for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
+            values[i], kept = value, stored[i][1]
+            if isinstance(kept, Kept):
+                kept.value, kept.whole = value, True
+            elif kept is not None:
+                kept.whole = value
+    return values
+
+
+def _own(stored: _Stored) -> Any:
+    """What this rank stored."""
+    hook, kept, _ = stored
+    if isinstance(kept, Grads):
+        return kept.whole or tuple(k and k.read(hook._options.who, hook) for k in kept.kept)
+    return None if kept is None else kept.read(hook._options.who, hook)
 
 
 def _gone() -> None:

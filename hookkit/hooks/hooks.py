@@ -19,7 +19,7 @@ from torch.jit import ScriptModule
 from hookkit.errors import ArgumentError, SelectionError, nearest
 from hookkit.hooks.capturing import Options
 from hookkit.hooks.dispatching import check_hookable
-from hookkit.hooks.hooking import Hook, kind_of
+from hookkit.hooks.hooking import Hook, kind_of, read
 from hookkit.hooks.plain import Plains
 from hookkit.hooks.silence import Block, reasons
 from hookkit.walking import unwrap
@@ -107,6 +107,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def stored(self) -> L:
         """What each hook stored in its last call, in order; None where it was not called."""
+        if self._plains is None and self._options.gather:
+            return L(read([h._stored() for h in self.hooks], True))
         if self._plains is None:
             return L(h.stored for h in self.hooks)
         bare = self._plains.bare
