@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from threading import get_ident
 from typing import Any, cast
 from weakref import ref
 
@@ -82,6 +83,26 @@ def untraced() -> Iterator[None]:
         yield
     finally:
         set_state(state)
+
+
+def in_thread(thread: int | None) -> bool:
+    """Whether `thread` makes this call; None stands for every thread.
+
+    The rule of all hooks: who enters a block (or begins a fit) records the calls of his own thread.
+    """
+    return thread is None or thread == get_ident()
+
+
+def counts_for(thread: int | None, module: nn.Module) -> bool:
+    """Whether a recorder that serves `thread` records this call of `module`.
+
+    Not a recomputation, nor another thread's call, except for DataParallel's replicas, whose
+    threads work for the one that called it. True while compiling: a graph is traced once for all
+    threads, and a check would become one of its guards.
+    """
+    if is_compiling():
+        return True
+    return graph_task() == -1 and (in_thread(thread) or "_is_replica" in module.__dict__)
 
 
 class Dispatcher:

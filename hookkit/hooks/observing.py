@@ -7,7 +7,6 @@ the user's function on what it may see, and stores its result in the hook.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -20,6 +19,7 @@ from hookkit.hooks.dispatching import (
     Dispatcher,
     called,
     graph_task,
+    in_thread,
     is_compiling,
     is_exporting,
     is_tracing,
@@ -221,9 +221,10 @@ def _observe_traced(hook: Hook, f: Callable[..., Any], *seen: Any) -> Any:
 
 def ours(hook: Hook, module: nn.Module) -> bool:
     """Is this call made by the thread that the hook records? (A hook left in place records all.)"""
-    if hook._block.thread is None or hook._block.thread == get_ident():
+    block, replica = hook._block, "_is_replica" in module.__dict__
+    if in_thread(block.thread) and (in_thread(block.owner) or replica):
         return True
-    hook._missed = "replica" if getattr(module, "_is_replica", False) else "thread"
+    hook._missed = "replica" if replica else "thread"
     return False
 
 

@@ -62,11 +62,12 @@ class Stop:
 class Block:
     """What the hooks of one `with` block share: options, thread, stop, the compiler's stance."""
 
-    __slots__ = ("depth", "options", "stance", "stop", "thread")
+    __slots__ = ("depth", "options", "owner", "stance", "stop", "thread")
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
+        self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
         self.stop: Stop | None = None
         self.stance = False  # whether the compiler was told to stand still
         self.depth = 0  # of the same hooks entered again inside their own block

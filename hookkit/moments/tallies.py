@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hookkit import ranks
 from hookkit.hooks.capturing import is_transforming, outside, unwrapped
-from hookkit.hooks.dispatching import is_exporting
+from hookkit.hooks.dispatching import in_thread, is_exporting
 from hookkit.moments import kernels
 from hookkit.moments.banks import Bank, Options
 from hookkit.moments.histograms import sample_error
@@ -49,6 +49,9 @@ class Tally:
         kind: of the `Record` it gives, `"activation"` or `"gradient"`.
         options: what is counted.
 
+    Attributes:
+        thread: whose calls of compiled graphs are recorded; None records every thread's.
+
     >>> t = Tally("activation")
     >>> (row,) = t.rows(["fc"], ["Linear"])
     >>> for step in range(3):
@@ -74,6 +77,7 @@ class Tally:
         self._by_name: dict[str, int] = {}
         self._leaves: dict[tuple[int, str], int] = {}
         self._cache: tuple[int, bool, Record] | None = None
+        self.thread: int | None = None
         self._enlist()
 
     def _enlist(self) -> None:
@@ -294,7 +298,8 @@ class Tally:
             one.units.ring = Ring(1, units.shape[2], torch.float32, one.device, counts=True)
             one.units.ring.data = units.float()
         one.turn = self.n_commits
-        return {**self.__dict__, "token": None, "unscale": None, "banks": {one.device: one}}
+        gone = dict.fromkeys(("token", "unscale", "thread"))
+        return {**self.__dict__, **gone, "banks": {one.device: one}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -332,7 +337,7 @@ _library.define("observe(Tensor t, Tensor(a!) token, int seer, int row, int leaf
 
 def _observe(t: Tensor, token: Tensor, seer: int, row: int, leaf: int, path: str) -> None:
     known = _seers.get(seer)
-    if known is not None:
+    if known is not None and in_thread(known.thread):
         known.see(row, leaf, path, t)
 
 

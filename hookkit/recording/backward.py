@@ -9,6 +9,7 @@ gradients are there, or at the end of the pass for those of which some never cam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -18,7 +19,14 @@ from torch.autograd import Variable
 
 from hookkit.errors import SelectionError, nearest
 from hookkit.hooks.capturing import Options, Storer
-from hookkit.hooks.dispatching import Attached, called, check_hookable, graph_task
+from hookkit.hooks.dispatching import (
+    Attached,
+    called,
+    check_hookable,
+    graph_task,
+    in_thread,
+    is_compiling,
+)
 from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
 from hookkit.nested import leaves, pick
 from hookkit.selecting import Selection
@@ -56,11 +64,12 @@ class BackwardHook:
         check_hookable(m, options.who)
         self.name, self.leaf, self.on = name, leaf, True
         self._module, self._func, self._options = ref(m), func, options
+        self._thread = get_ident()
         self._last: Any = None
         self._open: list[_Call] = []  # calls under way: a module may call itself
         me = ref(self)
-        inputs = GradState(lambda m, x: _begin_inputs(me(), x))
-        outputs = GradState(lambda m, x: _begin_outputs(me(), x), leaf)
+        inputs = GradState(lambda m, x: _begin_inputs(me(), m, x))
+        outputs = GradState(lambda m, x: _begin_outputs(me(), m, x), leaf)
         calls = (*grad_dispatchers(inputs, True), *grad_dispatchers(outputs, False))
         self._handle = Attached(m, *calls)
 
@@ -77,6 +86,12 @@ class BackwardHook:
     def listen(self, on: bool) -> None:
         """Has the hook answer, or keep still until told otherwise; what is stored stays."""
         self.on = on
+
+    def answers(self, module: nn.Module) -> bool:
+        """Whether this forward of `module` is the fit's own, and not another thread's."""
+        # a checkpoint that runs again is listened to: the gradients come from that forward
+        ours = is_compiling() or in_thread(self._thread)
+        return ours or graph_task() != -1 or "_is_replica" in module.__dict__
 
     def remove(self) -> None:
         """Takes the hook off; what was stored stays."""
@@ -108,15 +123,15 @@ class BackwardHook:
 # The graph holds these functions where the garbage collector cannot see them: weak to the hook.
 
 
-def _begin_inputs(hook: BackwardHook | None, inputs: Any) -> Receive | None:
-    if hook is None or not hook.on:
+def _begin_inputs(hook: BackwardHook | None, m: nn.Module, inputs: Any) -> Receive | None:
+    if hook is None or not hook.on or not hook.answers(m):
         return None
     hook._open.append(call := _Call(leaves(inputs)))
     return _receiver(hook, call, 0)
 
 
-def _begin_outputs(hook: BackwardHook | None, output: Any) -> Receive | None:
-    if hook is None or not hook._open:
+def _begin_outputs(hook: BackwardHook | None, m: nn.Module, output: Any) -> Receive | None:
+    if hook is None or not hook._open or not hook.answers(m):
         return None
     call = hook._open.pop()
     call.slots[1] = [t.requires_grad for t in leaves(pick(output, hook.leaf))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -152,6 +153,23 @@ class HookCallback(Callback):
         self._given = self._asked if isinstance(given, Iterator) else given
         self._hooked = None
 
+    @property
+    def _function(self) -> Callable[..., Any] | None:
+        """What is called for each hooked module: `hook=`, else a subclass's method; None without.
+
+        As in fastai, the function that an instance was given goes before its class's method.
+        """
+        if self._given_hook is not None:
+            return self._given_hook
+        own = getattr(self.hook, "__func__", self.hook)
+        if own is HookCallback.hook:
+            return None
+        seen = FUNCTION_OF["forward" if self.is_forward else "backward"]
+        func: Callable[..., Any] = check_function(
+            type(self).__name__, self.hook, *seen, name="hook"
+        )
+        return func
+
     # --- events
 
     def before_fit(self) -> None:
@@ -238,9 +256,11 @@ class HookCallback(Callback):
         """Hooks `modules`, a mapping by name in the order of `names`; all of them, or it raises."""
         before = self.hooks
         if self.is_forward:
-            self.hooks = Hooks(modules, self.hook, True, self.detach, self.cpu)
+            self.hooks = Hooks(modules, self._function or self.hook, True, self.detach, self.cpu)
+            self.hooks._block.owner = get_ident()
         else:
-            self.hooks = BackwardHooks(modules, self.hook, self.detach, self.cpu)
+            func = self._function or self.hook
+            self.hooks = BackwardHooks(modules, func, self.detach, self.cpu)
         if before is not None:
             before.remove()
         self.recording = True  # as hooks are when they are made

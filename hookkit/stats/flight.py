@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class FlightRecorder(HookCallback):
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
+
+    A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
 
     Of a step with a closure the first evaluation decides whether it is left out. Under a
     GradScaler gradients that overflow are its own business, and no incident. An output counts as
@@ -109,6 +112,7 @@ class FlightRecorder(HookCallback):
             self._clear()
             device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
             self._tape = NormTape(FIRST + len(names), self.keep, device)
+        self._tape.thread = get_ident()
         tape, types = self._tape, {**self._types, **{n: _type(m) for n, m in modules.items()}}
         tape.grow(FIRST + len(types))
         rows = {name: row for row, name in enumerate(types, FIRST)}
@@ -126,7 +130,8 @@ class FlightRecorder(HookCallback):
             for key, module in wanted.items():
                 if key not in self._handles:
                     is_input = key[0] == INPUT
-                    hook = (input_hook if is_input else norm_hook)(tape, key[0])
+                    hook = norm_hook(tape, key[0], self._function)
+                    hook = input_hook(tape, INPUT) if is_input else hook
                     added[key] = attach(module, hook, pre=is_input)
         except BaseException:
             for handle in added.values():

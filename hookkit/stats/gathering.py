@@ -8,6 +8,7 @@ was cancelled, or whose step was left out, leaves nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,9 +19,17 @@ from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.moments.banks import Options
 from hookkit.moments.tallies import Tally
 from hookkit.recording import HookCallback
+from hookkit.recording.backward import BackwardHook
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
-from hookkit.stats.looking import Eye, Look, leaf_of, part_hook
+from hookkit.stats.looking import (
+    Eye,
+    Look,
+    LookThrough,
+    attach_gradients,
+    attach_gradients_through,
+    leaf_of,
+)
 
 
 class StatsCallback(HookCallback):
@@ -48,6 +57,19 @@ class StatsCallback(HookCallback):
 
     # --- hooks
 
+    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+        """What to record of one call of module `m`: its output `o`, unless a subclass returns else.
+
+        Of recorders of gradients `i` and `o` are the gradients of the inputs and of the outputs.
+        """
+        return o
+
+    @property
+    def _function(self) -> Any:
+        function = super()._function
+        plain = getattr(function, "__func__", None) is StatsCallback.hook
+        return None if plain else function  # the hooks show the output without a call
+
     def _register(self, names: list[str], modules: Mapping[str, nn.Module]) -> None:
         # a hook that is on stays on, in its place among others: on the root before the driver's
         before, now = self._handles, dict[Any, Any]()
@@ -69,8 +91,16 @@ class StatsCallback(HookCallback):
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         check_hookable(module, type(self).__name__)
-        given = part_hook(leaf, self._given_hook) if leaf else self._given_hook
-        return Attached(module, Look((eye, row, given)))
+        function = self._function
+        if function is None:
+            return Attached(module, Look((eye, row, leaf)))
+        return Attached(module, LookThrough((eye, row, leaf, function)))
+
+    def _attach_gradients(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
+        function = self._function
+        if function is None:
+            return attach_gradients(eye, row, module, leaf)
+        return attach_gradients_through(eye, row, module, leaf, function)
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
@@ -93,11 +123,18 @@ class StatsCallback(HookCallback):
         self._eye.on = on and training and not self._through
         self._eye.late = on and training and self._through
         self._valid_eye.on = on and not training and not self._through
+        for (of_training, *_), handle in self._handles.items():
+            if isinstance(handle, BackwardHook):
+                handle.listen((self._eye if of_training else self._valid_eye).on)
 
     # --- events
 
     def before_fit(self) -> None:
         """Hooks the modules; what was recorded before stays, and is added to."""
+        for eye in (self._eye, self._valid_eye):
+            eye.thread = get_ident()
+            # compiled graphs check it as they run; gradients may come in a thread of autograd's
+            eye.tally.thread = eye.thread if self.kind == "activation" else None
         if self.learn.fitting:
             self._clear_fit()
             self.tally.forget()

@@ -12,19 +12,21 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks import recomputing
+from hookkit.hooks.capturing import Options
 from hookkit.hooks.dispatching import (
     Attached,
     Dispatcher,
     called,
     check_hookable,
+    counts_for,
     graph_task,
     is_compiling,
     is_tracing,
 )
 from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, note_version
 from hookkit.moments.tallies import Tally
-from hookkit.nested import describe, named_leaves, pick
+from hookkit.nested import Inputs, describe, named_leaves, pick, tmap
+from hookkit.recording.backward import BackwardHook
 from hookkit.selecting import Selection
 
 
@@ -33,10 +35,12 @@ class Eye:
 
     Attributes:
         late: the model is through; what is called by itself now may still make the loss.
+        thread: whose forwards are recorded; None records every thread's. No graph guards on it.
     """
 
     def __init__(self, tally: Tally) -> None:
         self.on, self.late, self.tally = False, False, tally
+        self.thread: int | None = None
 
     def __reduce__(self) -> Any:
         return Eye, (self.tally,)
@@ -65,9 +69,10 @@ class PreWhenOn(WhenOn):
 
 
 class Look(Dispatcher):
-    """Shows the eye every tensor that a module gives, or of what `pick(m, i, o)` gives, while on.
+    """Shows the eye every tensor that a module gives, while on.
 
-    Its target is `(eye, row, pick)`. One call and no more, since each costs µs in a cold cache.
+    Its target is `(eye, row, leaf)`: only the part of the output at the path `leaf`, if there is
+    one. One call and no more, since each costs µs in a cold cache.
     """
 
     __slots__ = ()
@@ -79,15 +84,51 @@ class Look(Dispatcher):
         target = self.target
         if target is None:
             return
-        eye, row, pick = target
-        if not (eye.on or (eye.late and _makes_loss(output))) or recomputing():
+        eye, row, leaf = target
+        if not (eye.on or (eye.late and _makes_loss(output))):
             return
-        seen = output if pick is None else called(pick, module, args, output)
+        if not counts_for(eye.thread, module):
+            return
+        seen = part_of(output, leaf) if leaf else output
         if isinstance(seen, Tensor):
             eye.tally.see(row, 0, "", seen)
+        else:
+            show(eye, row, seen)
+
+
+class LookThrough(Dispatcher):
+    """Shows the eye what the user's `function(m, i, o)` returns, while on.
+
+    Its target is `(eye, row, leaf, function)`. The function gets detached tensors, and of the
+    output only the part at the path `leaf`.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After the forward."""
+        target = self.target
+        if target is None:
             return
-        for leaf, (path, t) in enumerate(named_leaves(seen)):
-            eye.tally.see(row, leaf, path, t)
+        eye, row, leaf, function = target
+        if not (eye.on or (eye.late and _makes_loss(output))):
+            return
+        if not counts_for(eye.thread, module):
+            return
+        inputs = tmap(Tensor.detach, Inputs(args, kwargs))
+        part = tmap(Tensor.detach, part_of(output, leaf))
+        show(eye, row, called(function, module, inputs, part))
+
+
+def show(eye: Eye, row: int, seen: Any) -> None:
+    """Has the eye see every tensor in `seen`, which is recorded in `row`."""
+    for leaf, (path, t) in enumerate(named_leaves(seen)):
+        eye.tally.see(row, leaf, path, t)
+
+
+def _answers(eye: Eye, module: nn.Module) -> bool:
+    """`counts_for`, and for a checkpoint that runs again, whose forward has the gradients."""
+    return (not is_compiling() and graph_task() != -1) or counts_for(eye.thread, module)
 
 
 def _makes_loss(output: Any) -> bool:
@@ -107,7 +148,7 @@ class BeforeGradients(PreWhenOn):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward."""
         target = self.target
-        if target is None or not target[0].on:
+        if target is None or not target[0].on or not _answers(target[0], module):
             return None
         plain = len(args) == 1 and not kwargs and type(args[0]) is Tensor and not is_compiling()
         if not plain or args[0].is_inference():
@@ -127,7 +168,7 @@ class AfterGradients(WhenOn):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After the forward."""
         target = self.target
-        if target is None or not target[0].on:
+        if target is None or not target[0].on or not _answers(target[0], module):
             return None
         _, general, receive = target
         plain = type(output) is Tensor and len(args) == 1 and not kwargs
@@ -201,11 +242,15 @@ def part_of(output: Any, leaf: str) -> Any:
         ) from e
 
 
-def part_hook(leaf: str, hook: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What is to be recorded of a layer's output at `leaf`: `hook` sees no other."""
+Function = Callable[[nn.Module, Any, Any], Any]
 
-    def part(module: nn.Module, inputs: Any, output: Any) -> Any:
-        seen = part_of(output, leaf)
-        return seen if hook is None else hook(module, inputs, seen)
 
-    return part
+def attach_gradients_through(
+    eye: Eye, row: int, module: nn.Module, leaf: str, function: Function
+) -> BackwardHook:
+    """Shows `eye` what `function(m, grad_inputs, grad_outputs)` returns in each backward pass."""
+
+    def after(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        show(eye, row, called(function, module, grad_inputs, grad_outputs))
+
+    return BackwardHook(module, type(module).__name__, after, Options("GradientStats"), leaf)

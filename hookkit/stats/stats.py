@@ -20,7 +20,7 @@ from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
 from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
-from hookkit.stats.looking import Eye, attach_gradients
+from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.parameters import named_parameters
 from hookkit.stats.readers import readers, unregistered
@@ -50,7 +50,9 @@ class ActivationStats(LayerStats):
         is_forward: False records the gradients of the outputs, as `GradientStats`.
         detach, cpu: fastai's; always so: values are detached, and on the CPU when they are read.
         include_paramless: with `modules=None`, takes modules without parameters too.
-        hook: `hook(module, inputs, output)` gives what to record in place of the output.
+        hook: `hook(module, inputs, output)` gives what to record in place of the output (with
+            `is_forward=False`: of gradients of inputs and of outputs); a subclass's method of that
+            name does too.
         on_valid: records each validation as one record, apart: `record(valid=True)`.
         units: counts dead, dormant and saturated units (channels) over the last `window` records,
             at least half of it; dead from all values, dormant on a CPU from about 32,768 of a layer
@@ -126,7 +128,7 @@ class ActivationStats(LayerStats):
 
     def _ask(self, learn: Any) -> None:
         """Has the graph of two batches tell of the model, once a fit: it may have changed."""
-        if not (self._n_asked or self._given_hook):
+        if not (self._n_asked or self._function):
             self.tally.feeds |= readers(learn.model, learn.pred)
         if self._n_asked and learn.n_steps:  # by now those that step are known
             self.tally.unregistered = unregistered(learn.model, learn.opts, learn.pred)
@@ -135,7 +137,7 @@ class ActivationStats(LayerStats):
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         if self.is_forward:
             return super()._attach(eye, row, module, leaf)
-        return attach_gradients(eye, row, module, leaf)
+        return self._attach_gradients(eye, row, module, leaf)
 
 
 _BY_NAME = "Layers to record are given by name: modules=…."
@@ -206,7 +208,7 @@ class GradientStats(LayerStats):
         return {} if self.of == "params" else super()._select(model)
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
-        return attach_gradients(eye, row, module, leaf)
+        return self._attach_gradients(eye, row, module, leaf)
 
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch is scaled."""

@@ -12,18 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.hooks import recomputing
 from hookkit.hooks.capturing import is_transforming, outside, unwrapped
-from hookkit.hooks.dispatching import is_exporting
+from hookkit.hooks.dispatching import called, counts_for, is_exporting
 from hookkit.moments import plain
 from hookkit.moments.tallies import enlist, new_token
-from hookkit.nested import named_leaves
+from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.stats.norms import local_values
 from hookkit.stats.parameters import Named
 
 
 class NormTape:
-    """Norms of the last batches: (n_batches, rows) float32 on the device, sizes on the host."""
+    """Norms of the last batches: (n_batches, rows) float32 on the device, sizes on the host.
+
+    Attributes:
+        thread: whose forwards are recorded; None records every thread's.
+    """
+
+    thread: int | None = None
 
     def __init__(self, rows: int, n_batches: int, device: torch.device) -> None:
         self.on, self.at, self.device = False, 0, device
@@ -153,13 +158,19 @@ class GradTape:
         return [torch.stack([n for n in norms if n.device == device]) for device in devices]
 
 
-def norm_hook(tape: NormTape, row: int) -> Any:
-    """A forward hook that shows `tape` the tensors of the output."""
+def norm_hook(tape: NormTape, row: int, function: Any = None) -> Any:
+    """A forward hook that shows `tape` the tensors of the output, or of what the user's
+    `function(m, i, o)` makes of it.
+    """
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not tape.on or recomputing():
+        if not tape.on or not counts_for(tape.thread, module):
             return
-        for leaf, (path, t) in enumerate(named_leaves(output)):
+        seen = output
+        if function is not None:
+            inputs = tmap(Tensor.detach, Inputs(args, kwargs))
+            seen = called(function, module, inputs, tmap(Tensor.detach, output))
+        for leaf, (path, t) in enumerate(named_leaves(seen)):
             tape.see(row, leaf, path, t)
 
     return hook
@@ -169,7 +180,7 @@ def input_hook(tape: NormTape, row: int) -> Any:
     """A forward-pre hook that shows `tape` the tensors of the input."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not tape.on or recomputing():
+        if not tape.on or not counts_for(tape.thread, module):
             return
         for leaf, (path, t) in enumerate(named_leaves((args, kwargs))):
             tape.see(row, leaf, path, t)

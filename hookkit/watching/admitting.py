@@ -238,6 +238,17 @@ def tell_unstepped(model: nn.Module, n_batches: int, opts: list[Optimizer], comp
     )
 
 
+def tell_elsewhere(model: nn.Module) -> None:
+    """Warns that the model is trained in another thread, and none of it was recorded."""
+    warnings.warn(
+        f"watch recorded nothing: {type(model).__name__} was trained in another thread than the "
+        f"one that entered watch, and calls of other threads are not recorded. Enter watch in the "
+        f"thread that trains.",
+        NeverFiredWarning,
+        stacklevel=4,
+    )
+
+
 def tell_idle(model: nn.Module, n_batches: int, opts: list[Optimizer]) -> None:
     """Warns that the steps have ceased, while the batches went on."""
     why = "a GradScaler leaves them all out, or the weights are changed by other means."

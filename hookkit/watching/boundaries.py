@@ -9,7 +9,7 @@ out; the optimizer's step hooks say when weights are about to change and have ch
 
 A forward is for training when the model is in training mode with gradients on; validation and a
 rollout under `no_grad` are not. Only the outermost call is told, and no recomputation by activation
-checkpointing.
+checkpointing. What another thread than the one that attached does with the model is its own affair.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import chain
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from hookkit.hooks.dispatching import (
     Dispatcher,
     check_hookable,
+    graph_task,
+    in_thread,
     is_tracing,
     put_first,
     recomputing,
@@ -105,7 +108,8 @@ class Boundaries:
 
     `compiled` and `compiled_step` become True when the model, or the step, ran inside a graph
     that `torch.compile` made of something around it: there Python cannot be told. `in_eval` says
-    that the last forward was in eval mode with gradients on.
+    that the last forward was in eval mode with gradients on. `elsewhere` says that another
+    thread has made training forwards, which are not told.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, listener: Listener):
@@ -113,6 +117,7 @@ class Boundaries:
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
         self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
+        self.elsewhere, self._thread = False, None  # type: tuple[bool, int | None]
         self._undo: list[Callable[[], None]] = []
         self._heads: list[Callable[[], None]] = []
         self._depth, self._telling = 0, False
@@ -124,6 +129,7 @@ class Boundaries:
     def attach(self) -> None:
         """Sets the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._telling, self._steps = 0, False, []
+        self.elsewhere, self._thread = False, get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.root_ran:
@@ -184,6 +190,9 @@ class Boundaries:
             return
         if "_is_replica" in module.__dict__:  # DataParallel: its own call is the forward
             return
+        if not in_thread(self._thread):
+            self.elsewhere |= _learns(self.root) and not recomputing()
+            return
         self._depth += 1
         if self._depth == 1:
             self._error = sys.exception()
@@ -199,6 +208,8 @@ class Boundaries:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
             return
+        if not in_thread(self._thread):
+            return
         self._depth = max(self._depth - 1, 0)
         if self._depth or not self._telling:
             return
@@ -212,7 +223,10 @@ class Boundaries:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif not self._depth and _learns(module) and not recomputing():
-            self.listener.part_began(module)
+            if in_thread(self._thread):
+                self.listener.part_began(module)
+            else:
+                self.elsewhere = True
 
     def _drop_heads(self) -> None:
         while self._heads:
@@ -224,7 +238,7 @@ class Boundaries:
         """Tells of the step; what it returns, the step is called with."""
         if torch.compiler.is_compiling():
             self.compiled_step = True
-        elif self._ours(opt):
+        elif self._ours(opt) and self._steps_here():
             if self._steps and not _is_stepping(self._steps[0], 1 + (self._steps[0] is opt)):
                 self._steps = []  # it raised
             self._steps.append(opt)
@@ -254,10 +268,16 @@ class Boundaries:
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self._ours(opt) or not self._steps:
             return
+        if not self._steps_here():
+            return
         self._steps.pop()
         if not self._steps:
             self._depth = 0  # a forward cut short by Ctrl-C that the user caught ends here
             self.listener.step_ended(opt)
+
+    def _steps_here(self) -> bool:
+        """Whether the thread that attached makes this step; a thread of autograd's works for it."""
+        return in_thread(self._thread) or graph_task() != -1
 
     def _ours(self, opt: Optimizer) -> bool:
         return bool(self.opts) or self.owns(opt)

@@ -7,6 +7,7 @@ them in a loss function that is a module.
 from __future__ import annotations
 
 from array import array
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from hookkit.callbacks.outputs import Scores
 from hookkit.callbacks.recorder import Scalars
 from hookkit.errors import ArgumentError
-from hookkit.hooks.dispatching import attach
+from hookkit.hooks.dispatching import attach, in_thread
 from hookkit.nested import named_leaves
 from hookkit.records import Floats
 from hookkit.watching.admitting import tell_no_loss, tell_twice
@@ -135,10 +136,12 @@ class Criterion:
     def __init__(self, loop: Any, loss_func: Any) -> None:
         self.loop, self.loss_func, self.twice = loop, loss_func, False
         self._handle: Any = None
+        self._thread: int | None = None
         self._last: Tensor | None = None
 
     def attach(self) -> None:
         """Begins to listen."""
+        self._thread = get_ident()
         if isinstance(self.loss_func, nn.Module):
             self._handle = attach(self.loss_func, self._after)
 
@@ -159,7 +162,7 @@ class Criterion:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         loop = self.loop
-        if torch.compiler.is_compiling() or not loop.training:
+        if torch.compiler.is_compiling() or not loop.training or not in_thread(self._thread):
             return
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.twice |= loop.loss is not None and loop.loss is self._last

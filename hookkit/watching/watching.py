@@ -28,6 +28,7 @@ from hookkit.watching.admitting import (
     check_told,
     one_model,
     optimizers,
+    tell_elsewhere,
     tell_foreign,
     tell_idle,
     tell_unseen,
@@ -315,6 +316,10 @@ class Watcher(ReadOut):
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.boundaries.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
+        if not (self._told or self.n_steps or loop.train_iter) and self.boundaries.elsewhere:
+            self._told = True
+            tell_elsewhere(loop.model)
+            return
         if self._told or not (loop.n_idle if stepped else loop.train_iter or compiled):
             return
         self._told = True

@@ -1,0 +1,205 @@
+"""Recorders and `watch` record the thread that entered; other threads' calls are their own affair.
+
+The other thread's forwards run at fixed points of ours, so that nothing depends on time.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_data_parallel import Parallel, parallel  # noqa: F401  # the fixture
+from torch import Tensor, nn
+
+from hookkit.errors import NeverFiredWarning
+from hookkit.recording import HookCallback
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.watching import watch
+
+Call = Callable[[], Any]
+
+
+def elsewhere(call: Call) -> None:
+    """Runs `call` to its end in another thread, and raises what it raised."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Meet(nn.Module):
+    """Passes its input on; in the main thread it runs `call` in another one before."""
+
+    call: Call | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.call is not None and threading.current_thread() is threading.main_thread():
+            elsewhere(self.call)
+        return x
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), Meet(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+class Loop:
+    """A training of `net()` whose steps another thread interferes with, at one point of each."""
+
+    def __init__(self, *cbs: Any, where: str = "", grad: bool = True, **options: Any) -> None:
+        self.model, self.mse, self.where, self.grad = net(), nn.MSELoss(), where, grad
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if where == "inside":
+            self.model[1].call = self.interfere  # type: ignore[assignment]
+        given = {"loss_func": self.mse, **options}
+        with watch(self.model, self.opt, *cbs, **given) as self.w:
+            for i in range(4):
+                self.step(torch.full((5, 3), float(i + 1)))
+
+    def step(self, x: Tensor) -> None:
+        self.meets("before")
+        self.opt.zero_grad()
+        y = self.model(x)
+        self.meets("after forward")
+        loss = self.mse(y, torch.zeros(5, 2))
+        loss.backward()
+        self.meets("after backward")
+        self.opt.step()
+        self.meets("after step")
+
+    def meets(self, where: str) -> None:
+        if where == self.where:
+            elsewhere(self.interfere)
+
+    def interfere(self) -> None:
+        with torch.set_grad_enabled(self.grad):
+            y = self.model(torch.full((7, 3), 1e6))
+            loss = self.mse(y, torch.zeros(7, 2))
+            if self.grad:
+                torch.autograd.grad(loss, list(self.model.parameters()))
+
+
+POINTS = ("before", "inside", "after forward", "after backward", "after step")
+
+
+def recorders() -> list[Any]:
+    return [
+        ActivationStats(with_hist=True, units=True, include_paramless=True),
+        GradientStats(of="both", include_paramless=True),
+        ParamStats(),
+        FlightRecorder("raise"),
+    ]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("where", POINTS)
+def test_another_thread_s_forward_is_not_recorded(where: str, grad: bool) -> None:
+    alone, met = recorders(), recorders()
+
+    by_itself, loop = Loop(*alone), Loop(*met, where=where, grad=grad)
+
+    for a, b in zip(alone[:3], met[:3], strict=True):
+        want, got = a.record(), b.record()
+        assert got.names == want.names
+        for name, table in want.values.items():
+            np.testing.assert_array_equal(got.values[name], table, err_msg=name)
+    assert loop.w.loop.train_iter == 4
+    np.testing.assert_array_equal(loop.w.run().losses, by_itself.w.run().losses)
+    for p, q in zip(loop.model.parameters(), by_itself.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("where", POINTS)
+def test_a_hook_of_one_s_own_does_not_see_it(where: str, is_forward: bool) -> None:
+    seen: list[int] = []
+    cb = HookCallback(is_forward=is_forward, hook=lambda m, i, o: seen.append(len(o[0])))
+
+    Loop(cb, where=where)
+
+    assert set(seen) == {4 if is_forward else 5, 2 if is_forward else 5}
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize("where", POINTS)
+def test_where_each_forward_is_a_step_it_is_none(where: str) -> None:
+    stats = ActivationStats()
+
+    loop = Loop(stats, where=where, each_forward=True)
+
+    assert loop.w.n_steps == 4
+    assert stats.record().value("max").max() < 1e3
+
+
+def test_a_part_of_the_model_that_another_thread_calls_begins_no_batch() -> None:
+    parts = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
+    opt = torch.optim.SGD(parts.parameters(), lr=0.1)
+
+    with watch(parts, opt, ActivationStats()) as w:
+        for _ in range(3):
+            elsewhere(lambda: parts["a"](torch.ones(9, 3)))
+            parts["b"](parts["a"](torch.ones(5, 3))).sum().backward()
+            opt.step()
+
+    assert w.loop.train_iter == 3
+    assert (w.activation_stats.record().value("count", "a") == 20).all()
+
+
+def test_a_training_in_another_thread_is_warned_about() -> None:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        model(torch.ones(5, 3)).sum().backward()
+        opt.step()
+
+    match = r"trained in another thread than .* entered watch.*Enter watch in the thread"
+    with pytest.warns(NeverFiredWarning, match=match), watch(model, opt, ActivationStats()) as w:
+        elsewhere(train)
+
+    assert (w.n_steps, len(w.activation_stats.record())) == (0, 0)
+
+
+def test_the_thread_that_enters_may_be_any() -> None:
+    stats = ActivationStats()
+
+    elsewhere(lambda: Loop(stats))
+
+    assert len(stats.record()) == 4
+    assert (stats.record().value("count", "0") == 20).all()
+
+
+def test_evaluation_in_another_thread_is_no_training() -> None:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with warnings.catch_warnings(), watch(model, opt, ActivationStats()):
+        warnings.simplefilter("error")
+        elsewhere(lambda: model.eval()(torch.ones(5, 3)))
+
+
+def test_replicas_of_data_parallel_are_recorded(parallel: Parallel) -> None:  # noqa: F811
+    model, stats = net(), ActivationStats()
+    wrapped = parallel(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    shapes: list[Any] = []
+    cb = HookCallback(hook=lambda m, i, o: shapes.append(tuple(o.shape)))
+
+    with watch(wrapped, opt, stats, cb):
+        wrapped(torch.ones(6, 3)).sum().backward()
+        opt.step()
+
+    assert stats.record().value("count", "0").tolist() == [24]
+    assert sorted(shapes) == [(3, 2), (3, 2), (3, 4), (3, 4)]
