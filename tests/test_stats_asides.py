@@ -10,7 +10,6 @@ from torch import nn
 from hookkit.errors import (
     ArgumentError,
     HookError,
-    HookkitWarning,
     NeverFiredWarning,
     OptionError,
     SelectionError,
@@ -197,15 +196,6 @@ def test_a_watcher_is_not_pickled():
     with pytest.raises(HookError, match="run"):
         pickle.dumps(w)
     assert len(pickle.loads(pickle.dumps(w.run())).params) == 2
-
-
-def test_a_scaler_that_was_not_given_is_told():
-    m = Net()
-    o, scaler = torch.optim.SGD(m.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu")
-    with watch(m, o, GradientStats()):
-        scaler.scale(m(torch.randn(3, 4)).sum()).backward()
-        with pytest.warns(HookkitWarning, match="scaler=scaler"):
-            scaler.step(o)
 
 
 def test_a_model_left_in_eval_mode_is_told():

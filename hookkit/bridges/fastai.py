@@ -52,6 +52,8 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         self.end()
         if self._watcher is None or self._watcher.model is not model:
             self._watcher = Watcher(model, [], self.callbacks, by_hand=True)
+        # fastai's MixedPrecision keeps it there, and has it step in another place than the weights
+        self._watcher.loop.scaler = vars(self.learn).get("scaler")
         self._watcher.start()
 
     def before_step(self) -> None:

@@ -36,6 +36,7 @@ class Driver:
         training: whether the batch at hand is one to learn from.
         in_closure: whether the step at hand has a closure: until it is made, every batch is one
             evaluation of it.
+        step_scaler: the GradScaler that made the last optimizer step, None if none did.
         n_steps: optimizer steps so far, on the axis of its recorders: one that has recorded
             elsewhere is carried on, so that no step comes twice in what it holds.
     """
@@ -45,6 +46,7 @@ class Driver:
     _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
     training: bool = False
     in_closure: bool = False
+    step_scaler: Any = None
     n_steps: int = 0
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: list[Callback]  # added for a fit that is over

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hookkit.callbacks.driving import Driver
 from hookkit.callbacks.outputs import loss_name
+from hookkit.callbacks.scaling import stepping_scaler
 from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
@@ -37,7 +38,15 @@ from hookkit.nested import describe
 
 T = TypeVar("T", bound="Loop")
 
-BATCH = {"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None}
+BATCH = {
+    "dl": None,
+    "xb": (None,),
+    "yb": (None,),
+    "pred": None,
+    "loss": None,
+    "loss_grad": None,
+    "step_scaler": None,
+}
 
 
 class Loop(Driver):
@@ -185,6 +194,7 @@ class Loop(Driver):
             self._on_step()
 
     def _on_step(self, *_: Any) -> None:
+        self.step_scaler = stepping_scaler()
         if not self.stepped:
             self.stepped = True
             self.n_steps += 1

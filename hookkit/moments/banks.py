@@ -223,6 +223,12 @@ class Bank:
             self.units.fold()
         self.drop()
 
+    def keep_of(self, other: Bank) -> None:
+        """Keep what `other`, of the same rows, has folded for this step, in place of its own."""
+        if other.kept is not None:
+            self._room_for(len(other.kept) - 1)
+        self.kept, self.kept_counts = other.kept, other.kept_counts
+
     def forget(self) -> None:
         """Forget the batch at hand and those kept for this step."""
         self.kept = self.kept_counts = None

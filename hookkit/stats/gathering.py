@@ -45,10 +45,13 @@ class StatsCallback(HookCallback):
     def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
         super().__init__(on_valid=on_valid, **hooking)
         self.options = options
-        self.tally, self.valid_tally = Tally(self.kind, options), Tally(self.kind, options)
+        self.tally, self.valid_tally = self._new_tally(), Tally(self.kind, options)
         self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
         self._handles: dict[Any, Any] = {}
         self._clear_fit()
+
+    def _new_tally(self) -> Tally:
+        return Tally(self.kind, self.options)
 
     def _clear_fit(self) -> None:
         self._n_taken, self._iter = 0, 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError, nearest
 from hookkit.records import Exports, Record
-from hookkit.stats.gathering import StatsCallback
+from hookkit.stats.unscaling import UnscaledStats
 
 
 class StatsList(L):  # type: ignore[misc]
@@ -93,7 +93,7 @@ class BatchStats(L):  # type: ignore[misc]
         printer.text(repr(self))
 
 
-class LayerStats(Exports, StatsCallback):
+class LayerStats(Exports, UnscaledStats):
     """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
 
     _listed: tuple[Record, StatsList] | None = None

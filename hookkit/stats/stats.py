@@ -7,18 +7,15 @@ as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from hookkit.checks import check_choice, check_flag
-from hookkit.errors import HookkitWarning
 from hookkit.hooks.dispatching import graph_task
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
-from hookkit.stats.gathering import inverse_scale, unscale_of
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
@@ -150,12 +147,13 @@ class GradientStats(LayerStats):
     operations, for dicts and nested tuples. Those of parameters are read after the optimizer's
     step, as it used them (accumulated, clipped, reduced over ranks). One record per optimizer step.
 
-    Under a GradScaler in `watch` give it as `scaler=`: else outputs' gradients are recorded scaled
-    (the Learner's is known; parameters' are always unscaled). A step that it skips leaves nothing.
+    Under a GradScaler all of them are recorded unscaled: the one that makes the optimizer's steps
+    is found. A step that it skips leaves nothing.
 
     Args:
         of: `"outputs"`, `"params"` or `"both"`; parameters are rows called by their own names.
-        scaler: the GradScaler of a loop that is not hookkit's.
+        scaler: the GradScaler, needed only where its `step` is not called around a torch
+            optimizer's (`each_forward`), or where there is none before the first batch.
         eps: a value of at most this size is near zero.
         bins: as for `ActivationStats`; None: signed octaves from 2**-40 to 2**8.
 
@@ -200,7 +198,7 @@ class GradientStats(LayerStats):
             remove_end=remove_end,
             include_paramless=include_paramless,
         )
-        self.of, self.scaler, self._told = of, scaler, False
+        self.of, self.scaler = of, scaler
         self._names: dict[int, tuple[str, str]] = {}
         self._seen: set[int] = set()
 
@@ -211,20 +209,13 @@ class GradientStats(LayerStats):
         return self._attach_gradients(eye, row, module, leaf)
 
     def before_batch(self) -> None:
-        """Notes by how much the loss of this batch is scaled."""
+        """Notes by how much the loss of this batch may be scaled."""
         super().before_batch()
         self._names, self._seen = {}, set()
-        if self.recording:
-            own = inverse_scale(self.scaler)
-            self.tally.unscale = unscale_of(self.learn) if own is None else own
 
     def after_step(self) -> None:
         """Reads the gradients of the parameters, as the step used them."""
-        if not (self.recording and self.learn.stepped):
-            return
-        if self.of != "params" and self.tally.unscale is None:
-            self._tell_scaled()
-        if self.of == "outputs":
+        if not (self.recording and self.learn.stepped) or self.of == "outputs":
             return
         self._see_gradients(named_parameters(self.learn.model))
         self._names, self._seen = {}, set()
@@ -242,6 +233,7 @@ class GradientStats(LayerStats):
         self._see_gradients((*self._names[id(p)], p) for p in owned if id(p) in self._names)
 
     def _see_gradients(self, parameters: Iterable[tuple[str, str, nn.Parameter]]) -> None:
+        self._settle()
         scaled, self.tally.unscale = self.tally.unscale, None  # the step's are not
         for name, kind, p in parameters:
             if p.grad is not None and id(p) not in self._seen:
@@ -249,17 +241,6 @@ class GradientStats(LayerStats):
                 self.tally.see(row, 0, "", p.grad)
                 self._seen.add(id(p))
         self.tally.unscale = scaled
-
-    def _tell_scaled(self) -> None:
-        scaled = any(getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts)
-        if scaled and not self._told:
-            self._told = True
-            warnings.warn(
-                "GradientStats saw a GradScaler at work that it was not given: the gradients of "
-                "outputs are recorded scaled. Give it: GradientStats(scaler=scaler).",
-                HookkitWarning,
-                stacklevel=2,
-            )
 
     def _keep(self) -> None:
         self.tally.fold(finite_only=True)  # a batch with Inf is one whose step AMP has skipped

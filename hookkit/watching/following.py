@@ -49,6 +49,7 @@ class FollowedLoop(Stepping):
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
         n_left_out: those that a callback's CancelStepException left out.
         aside, dls, accelerator: as in a Learner that has none of them.
+        scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
         losses: the `LossTape`.
         scores: what a cross entropy was fed first.
@@ -72,7 +73,7 @@ class FollowedLoop(Stepping):
         self.losses = LossTape()
         self.spans: list[dict[str, Any]] = []
         self.loss_func: Any = None
-        self.dls = self.accelerator = self.n_epoch = None
+        self.dls = self.accelerator = self.scaler = self.n_epoch = None
         self.aside = False
         self.scores: Scores | None = None
         self.loss_facts: dict[str, str] | None = None
@@ -126,6 +127,7 @@ class FollowedLoop(Stepping):
     def end(self) -> None:
         """Whatever happened: nothing is being followed, and every callback cleans up."""
         self.fitting = self.training = False
+        self.step_scaler = None
         try:
             self._clean_up()
         finally:

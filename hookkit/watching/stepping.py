@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from hookkit.callbacks.scaling import stepping_scaler
 from hookkit.errors import HookError
 from hookkit.events import CancelStepException
 from hookkit.hooks.dispatching import graph_task
@@ -56,6 +57,9 @@ class Stepping(Asides):
         within = graph_task() != -1  # one optimizer for each parameter, as its gradient is there
         if opt in self.turns.stepped and not within:
             self._end_step()
+        scaler = stepping_scaler()
+        if scaler is not None or not self.turns.stepped:
+            self.step_scaler = scaler
         self.in_closure = closure
         self._late = not (self.training or closure) and self.turns.comes_late(opt)
         if self._late or self.turns.stepped:
