@@ -220,25 +220,35 @@ def test_hugging_face_with_the_bridge(tmp_path, each: int):
     assert n_hooks(model, *bridge.watcher.loop.opts) == 0
 
 
+class Shares(Net):
+    """As the causal language models: the Trainer gives the size of the whole step."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None, **kwargs):
+        out = super().forward(x, labels)
+        if labels is not None and num_items_in_batch is not None:
+            out["loss"] = (out["logits"] - labels).pow(2).sum() / num_items_in_batch
+        return out
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_hugging_face_s_losses_in_shares_add_up(tmp_path):
+@pytest.mark.parametrize("bridged", [False, True])
+def test_hugging_face_s_losses_in_shares_add_up(tmp_path, bridged: bool):
     pytest.importorskip("transformers")
     from hookkit.bridges.transformers import HookkitCallback
 
-    class Shares(Net):  # as the causal language models: the Trainer tells the step's size
-        def forward(self, x, labels=None, num_items_in_batch=None, **kwargs):
-            out = super().forward(x, labels)
-            if labels is not None and num_items_in_batch is not None:
-                out["loss"] = (out["logits"] - labels).pow(2).sum() / num_items_in_batch
-            return out
-
     model, probe = Shares(), Probe()
-    bridge = HookkitCallback(probe)
-    trainer = hugging_face(model, bridge, out=tmp_path, gradient_accumulation_steps=2)
+    bridge = [HookkitCallback(probe)] * bridged
+    trainer = hugging_face(model, *bridge, out=tmp_path, gradient_accumulation_steps=2)
 
-    trainer.train()
+    if bridged:
+        trainer.train()
+        w = bridge[0].watcher
+    else:
+        with watch(trainer.model, None, probe) as w:
+            trainer.train()
+        probe.epochs = plain(2)[0].epochs
 
-    same(probe, bridge.watcher.losses, each=2)
+    same(probe, w.losses, each=2)
 
 
 def lightning_module(through: str):

@@ -5,7 +5,6 @@ Batches, steps and the loss are seen by `watch`; the Trainer tells epochs and ev
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 from . import Bridge, base, needs
@@ -33,9 +32,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins."""
-        model = kwargs["model"]
-        self.begin(model, kwargs.get("optimizer"))
-        self.watcher.loop.losses.shares = _loss_in_shares(model)
+        self.begin(kwargs["model"], kwargs.get("optimizer"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Marks the epoch."""
@@ -49,15 +46,3 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends."""
         self.end()
-
-
-def _loss_in_shares(model: Any) -> bool:
-    """Does the Trainer have accumulated batches' losses add up to the step's, not average?
-
-    It does for models whose forward takes further keywords: then it hands them the number of
-    items in the whole step (transformers 4.46 and later, `Trainer.model_accepts_loss_kwargs`).
-    """
-    if hasattr(model, "accepts_loss_kwargs"):
-        return bool(model.accepts_loss_kwargs)
-    parameters = signature(model.forward).parameters.values()
-    return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)

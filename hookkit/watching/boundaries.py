@@ -46,8 +46,8 @@ class Listener(Protocol):
     def forward_began(self, training: bool) -> None:
         """A batch goes in, to learn from or not; nothing of the model has run."""
 
-    def forward_ended(self, output: Any) -> None:
-        """It came out as `output`, the live object."""
+    def forward_ended(self, output: Any, share: bool = False) -> None:
+        """It came out as `output`, the live object; a loss in it is the batch's `share` only."""
 
     def part_began(self, part: nn.Module) -> None:
         """A part of a model whose own forward was never seen; a batch goes in, if none is in."""
@@ -69,6 +69,10 @@ _ANY_OPTIMIZER: Any = (
     global_hooks.register_optimizer_step_pre_hook,
     global_hooks.register_optimizer_step_post_hook,
 )
+
+_IN_STEP = "num_items_in_batch"
+"""A model that transformers' Trainer gives this, the items of the whole step, divides its loss by
+it (since 4.46): the losses of the step's batches then add up to the step's."""
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
@@ -156,7 +160,8 @@ class Boundaries:
         check_hookable(module, "watch")
         self._undo.append(_first(module, _Tell(self._before)).remove)
         # always called: a forward that raised must be known as ended
-        post = module.register_forward_hook(_Tell(self._after), always_call=True)
+        after = _Tell(self._after)
+        post = module.register_forward_hook(after, with_kwargs=True, always_call=True)
         self._undo.append(post.remove)
         if (compiled := module._compiled_call_impl) is not None:
             self._undo.append(self._around_compiled(module, compiled))
@@ -172,7 +177,7 @@ class Boundaries:
             try:
                 output = compiled(*args, **kwargs)
             finally:
-                self._after(module, args, output)
+                self._after(module, args, kwargs, output)
             return output
 
         def undo() -> None:
@@ -205,7 +210,7 @@ class Boundaries:
                     self._drop_heads()
                 self.listener.forward_began(training)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
             return
         if not in_thread(self._thread):
@@ -217,7 +222,7 @@ class Boundaries:
         if sys.exception() is not self._error:
             self.listener.forward_failed()
         else:
-            self.listener.forward_ended(output)
+            self.listener.forward_ended(output, kwargs.get(_IN_STEP) is not None)
 
     def _before_head(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

@@ -182,8 +182,8 @@ class FollowedLoop(Stepping):
         self._train_began()
         self._marked = True
 
-    def forward_ended(self, output: Any) -> None:
-        """The batch came out."""
+    def forward_ended(self, output: Any, share: bool = False) -> None:
+        """The batch came out; `share`: its loss is a part of its step's, not one to average."""
         if self._aside:
             self._aside_ended(output, "after_pred", "after_batch")
             return
@@ -191,7 +191,7 @@ class FollowedLoop(Stepping):
             return
         loss, guess = loss_in(output)
         if loss is not None:
-            self.tell_loss(loss, guess)
+            self.tell_loss(loss, guess, share)
         if self.scores is None and not isinstance(self.loss_func, nn.Module):
             # a module's own input is looked at
             self.scores = Scores(self.loss_func, output, fed=False)
@@ -209,12 +209,12 @@ class FollowedLoop(Stepping):
             self.losses.drop()
             self._end_batch("after_cancel_batch")
 
-    def tell_loss(self, loss: Tensor, guess: bool = False) -> None:
+    def tell_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """The loss of the batch that is in, or of the step just made."""
         if self.loss_facts is None and self.loss_func is None:
             self._learn_loss(loss)
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
-        self.losses.put(kept, guess)
+        self.losses.put(kept, guess, share)
         if self.training:
             self.loss = kept
 

@@ -64,22 +64,24 @@ def one_number(loss: Any) -> Tensor:
 
 
 class LossTape:
-    """The loss of each batch, kept on its device until read. Guesses count if nothing was told.
-
-    Attributes:
-        shares: a step's loss is the sum over its batches, not their mean.
+    """The loss of each batch, kept on its device until read. Guesses count if there is no other.
 
     >>> tape = LossTape()
     >>> for step, loss in (0, 4.0), (0, 2.0), (2, 1.0):
     ...     tape.begin(step); tape.put(torch.tensor(loss))
     >>> tape.read(3)
     array([ 3., nan,  1.])
+    >>> for loss in 0.5, 0.25:
+    ...     tape.begin(3); tape.put(torch.tensor(loss), share=True)
+    >>> tape.read(4)[3]
+    np.float64(0.75)
     """
 
     def __init__(self) -> None:
-        self.shares = False
-        self._values, self._steps, self._guessed = Scalars(), array("q"), array("b")
+        self._values, self._steps = Scalars(), array("q")
+        self._guessed, self._shares = array("b"), array("b")
         self._step, self._now, self._guess = 0, None, False  # type: tuple[int, Tensor | None, bool]
+        self._share = False
         self._device: torch.device | None = None
 
     @property
@@ -93,33 +95,39 @@ class LossTape:
             self._values.append(self._now)
             self._steps.append(self._step)
             self._guessed.append(self._guess)
+            self._shares.append(self._share)
         self._step, self._now = step, None
 
-    def put(self, loss: Tensor, guess: bool = False) -> None:
-        """The batch's loss; a second one, also after the step, takes the place of the first."""
+    def put(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
+        """The batch's loss; a second one, also after the step, takes the place of the first.
+
+        Args:
+            loss: 0-d.
+            guess: it may be something else.
+            share: the losses of a step's batches add up to the step's; else that is their mean.
+        """
         self._device = self._device or loss.device
-        self._now, self._guess = loss.to(self._device), guess
+        self._now, self._guess, self._share = loss.to(self._device), guess, share
 
     def drop(self) -> None:
         """The batch does not count."""
         self._now = None
 
     def read(self, n_steps: int) -> Floats:
-        """(n_steps,) float64 on the host: the mean over each step's batches, NaN if none is known.
+        """(n_steps,) float64 on the host: each step's loss, NaN if none of its batches' is known.
 
         Sync: one per 1024 losses.
         """
         self.begin(self._step)
         steps, losses = np.array(self._steps, np.int64), self._values.read()
-        guessed = np.array(self._guessed, bool)
+        guessed, shares = np.array(self._guessed, bool), np.array(self._shares, bool)
         taken = steps < n_steps  # a batch at the end that no step followed
         taken &= ~guessed | guessed.all()
         counts = np.bincount(steps[taken], minlength=n_steps)
+        added = np.bincount(steps[taken & shares], minlength=n_steps) > 0
+        totals = np.bincount(steps[taken], losses[taken], n_steps)
         with np.errstate(invalid="ignore"):
-            totals = np.bincount(steps[taken], losses[taken], n_steps)
-            return np.asarray(
-                np.where(counts > 0, totals, np.nan) if self.shares else totals / counts
-            )
+            return np.asarray(totals / np.where(added, 1, counts))
 
 
 class Criterion:
