@@ -551,3 +551,52 @@ def test_a_step_within_the_backward_cannot_be_left_out():
 
     with pytest.raises(HookError, match="within"), watch(model, opt, Callback(before_step=cancel)):
         model(batches(1)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("each", [1, 2])
+def test_gradients_are_those_of_the_optimizers_that_step_in_turns(given, each):
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"g": nn.Linear(2, 3), "d": nn.Linear(3, 1)})
+    opts = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in nets.items()}
+    params, grads = ParamStats(), GradientStats(of="params")
+    want, turns = [], "gd" * 6
+
+    with watch(nets, list(opts.values()) if given else None, params, grads):
+        for name in turns:
+            opts[name].zero_grad()  # the other's gradient stays
+            for _ in range(each):
+                loss = nets["d"](nets["g"](torch.randn(8, 2))).square().mean()
+                loss.backward()
+            want.append({n: p.grad.norm().item() for n, p in nets[name].named_parameters()})
+            opts[name].step()
+
+    record, by_grads = params.record(), grads.record()
+    assert len(record) == len(turns)
+    for row, full_name in enumerate(record.names):
+        player, _, name = full_name.partition(".")
+        mine = [player == turn for turn in turns]
+        norms = [step[name] if on else np.nan for on, step in zip(mine, want, strict=True)]
+        assert ((record.values["update_norm"][row] > 0) == mine).all()
+        np.testing.assert_allclose(record.values["grad_norm"][row], norms, rtol=1e-4)
+        np.testing.assert_array_equal(np.isfinite(by_grads.value("rms", full_name)), mine)
+
+
+def test_an_optimizer_that_never_steps_is_what_the_diagnosis_names():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    opts = [torch.optim.SGD(net[i].parameters(), 0.1) for i in (0, 2)]
+    x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+
+    with watch(net, opts, ParamStats()) as w:
+        for _ in range(40):
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            opts[0].step()
+            net.zero_grad()
+            w.loss(loss)
+
+    assert w.param_stats.record().meta["in_optimizer"] == [True, True, False, False]
+    (finding,) = [f for f in w.diagnose() if f.rule == "not_in_optimizer"]
+    assert finding.layers == ("2.weight", "2.bias")
+    assert "never stepped" in finding.cause

@@ -214,9 +214,11 @@ _CUT = "trainable, but no gradient ever reaches it"
 _ZERO = "its gradient is exactly 0 at every step"
 _STILL = {
     "not_in_optimizer": (
-        "trainable, but in no optimizer group: never moves",
-        "the optimizer was made without it (a layer added later, or a sub-module left out)",
-        "give the optimizer all of model.parameters(), or freeze it with requires_grad_(False)",
+        "trainable, but in no optimizer that steps: never moves",
+        "the optimizer was made without it (a layer added later, or a sub-module left out), or "
+        "its own is never stepped",
+        "give an optimizer all of model.parameters() and step it, or freeze it with "
+        "requires_grad_(False)",
     ),
     "no_gradient": (
         _CUT,

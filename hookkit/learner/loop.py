@@ -278,6 +278,11 @@ class Loop(Driver):
         return [] if self._opt is None else [plain_optimizer(self._opt)]
 
     @property
+    def stepped_opts(self) -> list[Any]:
+        """The optimizers that made the last step."""
+        return self.opts
+
+    @property
     def device(self) -> torch.device | None:
         """Where batches go: the DataLoaders' device, else that of the first parameter, if any."""
         given = getattr(self.dls, "device", None)

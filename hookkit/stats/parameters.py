@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,19 @@ def named_parameters(model: nn.Module) -> Iterator[Named]:
 
 def _is_empty(p: nn.Parameter) -> bool:
     return isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta
+
+
+def idle_parameters(learn: Any) -> set[int]:
+    """Ids of the parameters whose optimizers made no part of the last step.
+
+    What stands in their `.grad` is of another step, or of another loss (a GAN's other player).
+    """
+    idle = [opt for opt in learn.opts if all(opt is not one for one in learn.stepped_opts)]
+    return _held(idle) - _held(learn.stepped_opts) if idle else set()
+
+
+def _held(opts: Iterable[Any]) -> set[int]:
+    return {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
 
 
 class Parameters:

@@ -19,7 +19,7 @@ from hookkit.records import Record
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
-from hookkit.stats.parameters import named_parameters
+from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.readers import readers, unregistered
 from hookkit.stats.updates import ParamStats
 
@@ -217,7 +217,9 @@ class GradientStats(LayerStats):
         """Reads the gradients of the parameters, as the step used them."""
         if not (self.recording and self.learn.stepped) or self.of == "outputs":
             return
-        self._see_gradients(named_parameters(self.learn.model))
+        idle = idle_parameters(self.learn)
+        named = named_parameters(self.learn.model)
+        self._see_gradients(one for one in named if id(one[2]) not in idle)
         self._names, self._seen = {}, set()
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:

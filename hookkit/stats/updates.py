@@ -31,14 +31,15 @@ from hookkit.stats.norms import (
     rows_swept,
     spread,
 )
-from hookkit.stats.parameters import Parameters
+from hookkit.stats.parameters import Parameters, idle_parameters
 
 
 class ParamStats(Exports, Callback):
     """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
-    healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used.
+    healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
+    where the parameter's optimizer made no part of it (two that take turns).
     One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
 
     Costs a copy of the weights, and about three reads of them in each recorded step.
@@ -78,6 +79,7 @@ class ParamStats(Exports, Callback):
         self._n_records, self._n_opts = 0, -1
         self._constant: dict[str, Any] = {}
         self._known: Parameters | None = None
+        self._never: set[str] | None = None  # names whose optimizer has made no step so far
         self._cache: tuple[int, bool, Record] | None = None
 
     def before_fit(self) -> None:
@@ -189,7 +191,10 @@ class ParamStats(Exports, Callback):
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
         live, noted, self._live, self._parts = self._live, self._parts, {}, {}
-        grads_of = {name: noted.get(id(p), p.grad) for name, p in live.items()}
+        idle = idle_parameters(self.learn)
+        rest = {name for name, p in live.items() if id(p) in idle} if idle else set()
+        self._never = rest if self._never is None else self._never & rest
+        grads_of = {n: None if n in rest else noted.get(id(p), p.grad) for n, p in live.items()}
         weights, copies = self._weights, self._copies
         arrays = None if weights is None else arrays_of(live.values())
         if weights is not None and copies and arrays and _alike(arrays, copies):
@@ -232,6 +237,10 @@ class ParamStats(Exports, Callback):
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
         facts = {key: [self._facts[name][key] for name in self.names] for key in _FACTS}
+        held, never = facts["in_optimizer"], self._never or ()
+        facts["in_optimizer"] = [
+            x and n not in never for x, n in zip(held, self.names, strict=True)
+        ]
         same = self._constant
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))

@@ -95,6 +95,11 @@ class FollowedLoop(Stepping):
         """The first optimizer, or None while none is known."""
         return self.opts[0] if self.opts else None
 
+    @property
+    def stepped_opts(self) -> list[Optimizer]:
+        """The optimizers that made the last step; all, where steps are not seen."""
+        return self.turns.last or self.opts
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (cb := self._cb_named(name)) is not None:
             return cb

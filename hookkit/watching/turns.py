@@ -19,11 +19,12 @@ class Turns:
 
     Attributes:
         stepped: the optimizers that have stepped since the last step was over.
+        last: those that made it.
     """
 
     def __init__(self) -> None:
         self.stepped: list[Optimizer] = []
-        self._last: list[Optimizer] = []
+        self.last: list[Optimizer] = []
         self._known: set[frozenset[int]] = set()
         self._n_all = 0
 
@@ -58,14 +59,14 @@ class Turns:
 
     def end(self) -> None:
         """The step is over."""
-        self._last, self.stepped = self.stepped, []
+        self.last, self.stepped = self.stepped, []
 
     def comes_late(self, opt: Optimizer) -> bool:
         """Is `opt` part of the step that was just thought over? It is then learnt."""
-        if self.stepped or not self._last or opt in self._last:
+        if self.stepped or not self.last or opt in self.last:
             return False
-        self._known.discard(_ids(self._last))
-        self._last.append(opt)
+        self._known.discard(_ids(self.last))
+        self.last.append(opt)
         return True
 
 
