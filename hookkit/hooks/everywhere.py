@@ -7,7 +7,8 @@ while they are on: a tool for looking, not for leaving in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock, get_ident, local
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -167,6 +168,25 @@ def _count_global(step: int) -> None:
         torch.backends.mha.set_fastpath_enabled(_fast_path and not _n_global)
 
 
+_stand_in = local()  # `now`: this thread runs a copy of a model, which global hooks do not see
+
+
+@contextmanager
+def stand_in_runs() -> Iterator[None]:
+    """For the run of a copy: this thread's calls are not seen by `hook_all`, nor fused by PyTorch.
+
+    The fused path does not call the layers of a TransformerEncoder.
+    """
+    before = getattr(_stand_in, "now", False)
+    _count_global(+1)
+    try:
+        _stand_in.now = True
+        yield
+    finally:
+        _stand_in.now = before
+        _count_global(-1)
+
+
 class GlobalHook(_Removable):
     """A function called at each call of every module of the process. See `hook_all`."""
 
@@ -218,6 +238,8 @@ class GlobalHook(_Removable):
         if is_compiling() or self.removed or recomputing() or not isinstance(module, self._types):
             return
         if getattr(self._busy, "now", False):  # hook_func calls a module itself
+            return
+        if getattr(_stand_in, "now", False):
             return
         if self._thread is not None and self._thread != get_ident():
             return

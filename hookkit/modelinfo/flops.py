@@ -217,6 +217,11 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return None if is_unknown(name) else 0
 
 
+def is_foreign(func: Any) -> bool:
+    """True for an operation that is not PyTorch's own."""
+    return name_of(func).partition("::")[0] not in _HOME
+
+
 def has_formula(name: str) -> bool:
     """True if `name` costs something, though it may be nothing on an empty batch."""
     known = name in _OURS or name in TWO_SIDED or name.rstrip("_") in _TORCHS

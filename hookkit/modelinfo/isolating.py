@@ -1,24 +1,25 @@
 """Copies of a model to run in its place, and a world that is put back afterwards.
 
 What a forward can change is the model (buffers, modes, attributes, layers built on first use), its
-inputs, and the process (random states, flags). A copy takes care of the first: on fake tensors it
-costs no memory and nothing is computed. Hooks that write outside the model (recorders) are left
-off the copy; its own (weight norm, pruning, lazy layers, a model that hooks itself) stay on.
+inputs, and the process (flags; for random states see `drawing`). A copy takes care of the first: on
+fake tensors it costs no memory and nothing is computed. Hooks that write outside the model
+(recorders) are left off the copy; its own (weight norm, pruning, lazy layers, a
+model that hooks itself) stay on.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hookkit.hooks.everywhere import stand_in_runs
 from hookkit.nested import Inputs, leaves, tmap
 
 try:  # private in torch 2.11-2.13; without it every summary is a real run
@@ -191,39 +192,32 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts back what a forward can change outside the model, also after an error.
+    """Keeps what a run of a copy might change outside of it, for this thread, also after an error.
 
-    The random states of Python, NumPy and every device in use, the grad mode, and the switch of
-    the fused transformer path, which is off inside: with it on, the layers of an encoder in
-    evaluation are never called.
+    The grad mode, and two switches of the process that are safe with several threads inside: that
+    of the fused transformer path, off inside, and the log of fake tensors, which prints what we
+    handle.
     """
+    log, quiet = logging.getLogger("torch._subclasses.fake_tensor"), _Quiet()
     with ExitStack() as stack:
-        for get, put in _random_states():
-            stack.callback(put, get())
-        fused = torch.backends.mha.get_fastpath_enabled()
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        stack.enter_context(stand_in_runs())
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
-        torch.backends.mha.set_fastpath_enabled(False)
-        log = logging.getLogger("torch._subclasses.fake_tensor")  # prints what we handle
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
+        stack.callback(log.removeFilter, quiet)
+        log.addFilter(quiet)
         yield
 
 
-def _random_states() -> list[tuple[Any, Any]]:
-    states: list[tuple[Any, Any]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states.append((numpy.random.get_state, numpy.random.set_state))
-    cuda: Any = torch.cuda  # a device that was never used has no state to keep
-    if cuda.is_available() and cuda.is_initialized():
-        states.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    if torch.backends.mps.is_available():
-        states.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-    return states
+class _Quiet(logging.Filter):
+    """Drops what the thread logs that made this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for a record of that thread."""
+        return record.thread != self.thread
 
 
 @contextmanager

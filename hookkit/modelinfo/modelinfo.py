@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError, OptionError
-from hookkit.modelinfo import isolating
+from hookkit.modelinfo import drawing, isolating
 from hookkit.modelinfo.dummies import (
     checked_module,
     dummy_input,
@@ -169,7 +169,7 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     checked_module(m, "dummy_eval")
     size, x = _sorted_out(size, x)
     given = _asked(m, size, x)
-    with isolating.undisturbed(), isolating.put_back(m), torch.no_grad():
+    with isolating.undisturbed(), drawing.kept(), isolating.put_back(m), torch.no_grad():
         for module in m.modules():
             module.training = False
         try:

@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.modelinfo import expelling, faking, isolating
-from hookkit.modelinfo.flops import macs_of, name_of
+from hookkit.modelinfo import drawing, expelling, faking, isolating
+from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
 from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.walking import can_run, unwrap, walk
@@ -63,6 +63,7 @@ class Trace:
     unused: tuple[str, ...] = ()  # trainable parameters that the output does not depend on
     left_out: int = 0
     made: list[weakref.ref[Tensor]] = field(default_factory=list)  # by a run on fake tensors
+    drew: bool = False  # random numbers, from PyTorch's generators; never on fake tensors
     error: BaseException | None = None
     failed: tuple[str, ...] = ()
 
@@ -106,6 +107,8 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake = self.tracer.trace.how == "fake"
         if fake:
             faking.check(func, args, self.tracer.real)
+        else:
+            self.tracer.trace.drew |= _may_draw(func)
         out = faking.call(func, args, kwargs) if fake else func(*args, **kwargs)
         self.tracer.book(func, args, kwargs, out, self.free)
         return self._watched(out)
@@ -115,6 +118,11 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = out if isinstance(out, tuple | list) else (out,)
             self.tracer.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
         return out
+
+
+def _may_draw(func: Any) -> bool:
+    """True for an operation that draws random numbers, or is not PyTorch's and might."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
 
 
 class Tracer:
@@ -227,11 +235,12 @@ def trace(
     """
     model = unwrap(model)
     with isolating.undisturbed():
-        done = _fake(model, args, kwargs, training)
+        with drawing.kept(lambda: False):  # nothing is drawn; a forward may seed
+            done = _fake(model, args, kwargs, training)
         sharded = done is not None and any(map(isolating.is_sharded, model.modules()))
         if done is None or (done.error is not None and not sharded):  # a real run needs all ranks
             why = _reason(done, model, Inputs(args, kwargs))
-            done = _real(model, args, kwargs, training)
+            done = _real_kept(model, args, kwargs, training)
             done.why = why or done.why
     done.left_out = isolating.copy_memo(model)[1]
     return done
@@ -265,6 +274,15 @@ def _fake(
     if done.error is not None:
         done.error = done.error.with_traceback(None)  # its frames hold what the run made
     expelling.expel(done.made, stand_in, held)
+    return done
+
+
+def _real_kept(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
+) -> Trace:
+    done: Trace | None = None
+    with drawing.kept(lambda: done is None or done.drew):
+        done = _real(model, args, kwargs, training)
     return done
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hookkit.data import generators_of, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.layout import percent
-from hookkit.modelinfo import isolating
+from hookkit.modelinfo import drawing
 from hookkit.nested import Inputs, leaves, tmap
 from hookkit.summaries.building import arrivals, build, run, wrappers_of
 from hookkit.summaries.outline import Row, Summary, View
@@ -212,7 +212,7 @@ def one_input(dls: Any) -> Inputs:
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
     with ExitStack() as stack:
-        stack.enter_context(isolating.undisturbed())
+        stack.enter_context(drawing.kept())
         for g in generators_of(train):
             stack.callback(g.set_state, g.get_state())
         batch = _batch(train)
