@@ -5,6 +5,7 @@ Built on `attach(edit=True)` for outputs and inputs, on tensor hooks (`gradients
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Literal
@@ -62,6 +63,10 @@ class Edit:
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
+
+    def uncounted(self) -> Edit:
+        """The same edit with a count of its own, for a copy of the model."""
+        return copy.copy(self)
 
     # -- what the hooks call
 

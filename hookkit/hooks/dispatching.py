@@ -141,6 +141,14 @@ class Dispatcher:
             if self.with_kwargs:
                 module._forward_hooks_with_kwargs.pop(self.key, None)
 
+    def stand_in(self) -> Dispatcher | None:
+        """What a copy of the module has in its place that is run to see what the model does.
+
+        None where this only observes. An edit is part of what the model computes: it has one that
+        edits alike, and that counts and stores nothing here.
+        """
+        return None
+
     @property
     def __name__(self) -> str:
         # torch.jit.script alone asks a hook for its name; this error is what it shows
@@ -229,6 +237,13 @@ class _Edit(Dispatcher):
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         return None if self.target is None else called(self.target, module, *seen)
+
+    def stand_in(self) -> Dispatcher | None:
+        f: Any = self.target
+        edit: Any = getattr(f, "__self__", None)
+        if hasattr(edit, "uncounted"):
+            f = getattr(edit.uncounted(), f.__name__)
+        return None if f is None else type(self)(f, self.key)
 
 
 class _PreObserve(Dispatcher):

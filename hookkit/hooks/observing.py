@@ -7,6 +7,8 @@ the user's function on what it may see, and stores its result in the hook.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -60,6 +62,10 @@ class Forward(Dispatcher):
         check_same(o.who, lambda: hook.label, x, new)
         return put(output, leaf, new) if leaf else new
 
+    def stand_in(self) -> Dispatcher | None:
+        """One that edits as this does, for a hook of its own."""
+        return edits_alike(self)
+
 
 class Pre(Dispatcher):
     """Forward-pre hook: `hook_func(module, input)`."""
@@ -92,6 +98,21 @@ class Pre(Dispatcher):
         if isinstance(new, Inputs):
             return tuple(new), new.kwargs
         return positional(o.who, lambda: hook.label, inputs, new), kwargs
+
+    def stand_in(self) -> Dispatcher | None:
+        """One that edits as this does, for a hook of its own."""
+        return edits_alike(self)
+
+
+def edits_alike(call: Forward | Pre) -> Dispatcher | None:
+    """`call` for a hook that is not the user's, and stores there; None unless it edits."""
+    hook: Any = call.target
+    if hook is None or not hook._options.edit or hook._block.thread not in (None, get_ident()):
+        return None
+    kind: Any = type(hook)
+    own = kind.__new__(kind)
+    own._revive(None, replace(hook._options, clone=False), hook.name, hook.leaf)
+    return type(call)(own, call.key)
 
 
 class Backward(Dispatcher):

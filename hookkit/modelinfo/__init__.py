@@ -3,6 +3,8 @@
 dummies    The input of a model, read off its first layer: how many channels, how many
            dimensions.
 isolating  Copies of a model to run in its place, and a world that is put back afterwards.
+hooked     The hooks of a model, put on its copy: the user's run, hookkit's captures do not.
+drawing    Random states, kept where a run would move them.
 expelling  Fake tensors that a forward put outside of the model are taken out again.
 faking     Where fake tensors know less than real ones: types, indices, the workspace of an LSTM.
 tracing    One run of a model, seen by module: calls in order, shapes, multiply-accumulates,

@@ -2,9 +2,8 @@
 
 What a forward can change is the model (buffers, modes, attributes, layers built on first use), its
 inputs, and the process (flags; for random states see `drawing`). A copy takes care of the first: on
-fake tensors it costs no memory and nothing is computed. Hooks that write outside the model
-(recorders) are left off the copy; its own (weight norm, pruning, lazy layers, a
-model that hooks itself) stay on.
+fake tensors it costs no memory and nothing is computed. The hooks of the model go with it: see
+`hooked`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.hooks.everywhere import stand_in_runs
+from hookkit.modelinfo import hooked
 from hookkit.nested import Inputs, leaves, tmap
 
 try:  # private in torch 2.11-2.13; without it every summary is a real run
@@ -33,82 +33,41 @@ def new_fake_mode() -> Any:
     return None if FakeTensorMode is None else FakeTensorMode(allow_non_fake_inputs=True)
 
 
-CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OTHER_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the model
-
-
-def from_fsdp(home: str) -> bool:
-    """True for a name in FSDP's modules, whose hooks gather from all ranks: not on a copy."""
-    return home.startswith("torch.distributed.fsdp")
 
 
 def is_sharded(m: nn.Module) -> bool:
     """True if `fully_shard` gave `m` a class of its own, such as FSDPLinear."""
-    return from_fsdp(type(m).__module__)
+    return hooked.from_fsdp(type(m).__module__)
 
 
-def own_hook(hook: Any, owners: set[int]) -> bool:
-    """True if `hook` is PyTorch's own or bound to an object that the model itself holds."""
-    home = _home(hook)
-    held = id(getattr(hook, "__self__", hook)) in owners
-    return (held or home.split(".")[0] == "torch") and not from_fsdp(home)
-
-
-def _home(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or type(hook).__module__
-
-
-def owners(model: nn.Module) -> set[int]:
-    """Ids of the model's modules and of what their attributes hold."""
-    return {id(m) for m in model.modules()} | {
-        id(value) for m in model.modules() for value in m.__dict__.values()
-    }
-
-
-def copy_memo(model: nn.Module) -> tuple[dict[int, Any], int]:
-    """A `deepcopy` memo for `model` that leaves foreign hooks behind, and how many it leaves.
+def copy_memo(model: nn.Module) -> dict[int, Any]:
+    """A `deepcopy` memo for `model` that leaves hooks behind (`hooked.put_on` brings them).
 
     Tensors that autograd made (which refuse to be copied) are cut from their graph.
     """
     memo: dict[int, Any] = {}
-    held: set[int] | None = None
-    left = 0
+    hooked.leave_off(model, memo)
     for m in model.modules():
         if isinstance(m, torch.jit.ScriptModule):
             continue
-        for name in CALL_HOOKS:
-            hooks = m.__dict__.get(name)
-            if not hooks:
-                continue
-            held = owners(model) if held is None else held
-            kept = {k: hook for k, hook in hooks.items() if own_hook(hook, held)}
-            left += sum(not from_fsdp(_home(h)) for k, h in hooks.items() if k not in kept)
-            if len(kept) < len(hooks):
-                memo[id(hooks)] = type(hooks)(kept)
-        for name in _OTHER_HOOKS:
-            if hooks := m.__dict__.get(name):
-                memo[id(hooks)] = type(hooks)()
         for key, value in m.__dict__.items():
             if key.startswith("__composable_api"):  # streams and process groups of fully_shard
                 memo[id(value)] = type(value)()
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
-    return memo, left
+    return memo
 
 
 def real_copy(model: nn.Module) -> nn.Module:
-    """A deep copy of `model` without foreign hooks; parameters of 1 GiB and more stay shared."""
-    memo, _ = copy_memo(model)
+    """A deep copy of `model`, hooks included; parameters of 1 GiB and more stay shared."""
+    memo = copy_memo(model)
     params = [p for p in model.parameters() if not nn.parameter.is_lazy(p)]
     if sum(p.numel() * p.element_size() for p in params) > _SHARE_BYTES:
         memo |= {id(p): p for p in params}
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    hooked.put_on(model, memo)
+    return made
 
 
 def fake_copy(model: nn.Module, mode: Any, home: torch.device | None = None) -> nn.Module:
@@ -117,7 +76,7 @@ def fake_copy(model: nn.Module, mode: Any, home: torch.device | None = None) -> 
     What stands on `meta` is taken to be on `home`, the device of the inputs.
     """
     with torch.no_grad():
-        memo, _ = copy_memo(model)
+        memo = copy_memo(model)
         for m in model.modules():
             if isinstance(m, torch.jit.ScriptModule):
                 continue
@@ -126,7 +85,9 @@ def fake_copy(model: nn.Module, mode: Any, home: torch.device | None = None) -> 
                 if t is not None and id(t) not in memo and _is_plain(t):
                     memo[id(t)] = _faked(t, mode, home)
         with FakeCopyMode(mode), _copyable(model):
-            return copy.deepcopy(model, memo)
+            made = copy.deepcopy(model, memo)
+            hooked.put_on(model, memo)
+            return made
 
 
 def has_sparse(model: nn.Module, given: Inputs) -> bool:

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.modelinfo import drawing, expelling, faking, isolating
+from hookkit.modelinfo import drawing, expelling, faking, hooked, isolating
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
 from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
 from hookkit.nested import Inputs, describe, leaves
@@ -61,7 +61,7 @@ class Trace:
     kept: Counter[str] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()  # trainable parameters that the output does not depend on
-    left_out: int = 0
+    n_hooks: int = 0  # of the user, which ran with the model
     made: list[weakref.ref[Tensor]] = field(default_factory=list)  # by a run on fake tensors
     drew: bool = False  # random numbers, from PyTorch's generators; never on fake tensors
     error: BaseException | None = None
@@ -136,14 +136,15 @@ class Tracer:
             for name, m, first in walk(model)
             if first and can_run(m) and not isinstance(m, torch.jit.ScriptModule)
         }
-        self.stack: list[str] = []
+        # Names of the modules that run, with the exception that was being handled at each call: a
+        # model may call modules in an `except` block.
+        self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[tuple[str, weakref.ref[Saved]]] = []
-        self.outer = sys.exception()  # the caller may stand in an `except` block
         self.clock = 0
 
     def here(self) -> str:
         """Name of the module that is running; the root's outside of every call."""
-        return self.stack[-1] if self.stack else ""
+        return self.stack[-1][0] if self.stack else ""
 
     def attach(self, stack: ExitStack) -> None:
         """Hooks every module that can run, until `stack` closes."""
@@ -155,7 +156,7 @@ class Tracer:
 
     def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names[m]
-        self.stack.append(name)
+        self.stack.append((name, sys.exception()))
         self.called(name, args, kwargs)
 
     def called(self, name: str, args: Any, kwargs: Any) -> Call:
@@ -172,12 +173,15 @@ class Tracer:
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         name = self.names[m]
-        error = sys.exception()
-        failed = out is None and error is not None and error is not self.outer
+        error, running = sys.exception(), tuple(at for at, _ in self.stack)
+        before: BaseException | None = error
+        while self.stack:  # also calls that ended by an exception the model caught
+            at, before = self.stack.pop()
+            if at == name:
+                break
+        failed = error is not None and error is not before
         if failed and error is not self.trace.error:
-            self.trace.error, self.trace.failed = error, tuple(self.stack)
-        while self.stack and self.stack.pop() != name:
-            pass  # calls that ended by an exception the model caught
+            self.trace.error, self.trace.failed = error, running
         if not failed:
             self.seen(self.trace.calls[name], out)
 
@@ -242,7 +246,7 @@ def trace(
             why = _reason(done, model, Inputs(args, kwargs))
             done = _real_kept(model, args, kwargs, training)
             done.why = why or done.why
-    done.left_out = isolating.copy_memo(model)[1]
+    done.n_hooks = hooked.n_running(model)
     return done
 
 
@@ -267,9 +271,10 @@ def _fake(
         _set_mode(stand_in, training)
     except Exception:  # whatever refuses to be copied without values is run for real
         return None
-    held = expelling.class_attributes(model)
+    held = expelling.remember(model)
     pairs = zip(leaves(given), leaves(Inputs(args, kwargs)), strict=True)
     done = _run(stand_in, given, "fake", mode, {id(fake): t for fake, t in pairs})
+    done.made += [weakref.ref(t) for t in leaves(given)]
     del given, pairs
     if done.error is not None:
         done.error = done.error.with_traceback(None)  # its frames hold what the run made
@@ -294,6 +299,7 @@ def _real(
         _set_mode(stand_in, training)
     except Exception:  # it holds a lock, a file, a process group: run it in place
         with isolating.put_back(model):
+            hooked.silence(model)
             _set_mode(model, training)
             return _run(model, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
     return _run(stand_in, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
@@ -310,8 +316,10 @@ def _run(
     before = _census(model)
     done = _once(model, given, how, mode, real or {})
     if done.error is None and _census(model) != before:
-        # layers made on the first call are seen on the second
-        done = _once(model, given, how, mode, real or {})
+        # layers made on the first call, with random weights, are seen on the second
+        again = _once(model, given, how, mode, real or {})
+        again.drew |= done.drew
+        return again
     return done
 
 

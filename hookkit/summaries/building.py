@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hookkit.modelinfo import hooked
 from hookkit.modelinfo.isolating import is_sharded
 from hookkit.modelinfo.tracing import Trace, trace
 from hookkit.nested import Inputs, describe, leaves
@@ -49,6 +50,12 @@ def wrappers_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def wrapper_notes(model: nn.Module) -> list[str]:
+    """What is to be said of hooks on the wrappers, which the run leaves aside."""
+    n = hooked.n_on_wrappers(model)
+    return [f"Hooks on its wrapper that did not run: {n}."] if n else []
+
+
 def arrivals(given: Inputs) -> str:
     """Shapes and types of the inputs, `1×128 int64`."""
     text = describe(given[0] if len(given) == 1 and not given.kwargs else given)
@@ -82,7 +89,7 @@ def build(
         wrappers=wrappers,
         uncounted=dict(done.uncounted) if done else {},
         warnings=tuple(_warnings(seen, done, opt)),
-        footnotes=(*notes, *_left_out(done), *_scripted(seen, done)),
+        footnotes=(*notes, *_hooked(done), *_scripted(seen, done)),
         optimizer=told,
         failed=(done.failed or ("",)) if done and done.error is not None else (),
         error=f"{type(done.error).__name__}: {done.error}" if done and done.error else "",
@@ -99,10 +106,10 @@ def _grew(model: nn.Module, ran: nn.Module) -> bool:
     return mine != its
 
 
-def _left_out(done: Trace | None) -> list[str]:
-    if done is None or not done.left_out:
+def _hooked(done: Trace | None) -> list[str]:
+    if done is None or not done.n_hooks:
         return []
-    return [f"Hooks on the model were not run: {done.left_out}."]
+    return [f"Hooks on the model that ran: {done.n_hooks}."]
 
 
 def _scripted(model: nn.Module, done: Trace | None) -> list[str]:

@@ -20,7 +20,7 @@ from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.layout import percent
 from hookkit.modelinfo import drawing
 from hookkit.nested import Inputs, leaves, tmap
-from hookkit.summaries.building import arrivals, build, run, wrappers_of
+from hookkit.summaries.building import arrivals, build, run, wrapper_notes, wrappers_of
 from hookkit.summaries.outline import Row, Summary, View
 from hookkit.walking import unwrap
 
@@ -63,6 +63,7 @@ def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary
     inner = unwrap(model)
     given = _placed(inner, xb if isinstance(xb, Inputs) else Inputs(xb))
     done, notes = run(inner, given, training)
+    notes += wrapper_notes(model)
     torchs = opt if hasattr(opt, "param_groups") else None
     made = build(inner, done, torchs, View(), wrappers_of(model), arrivals(given), notes)
     if done.error is not None:

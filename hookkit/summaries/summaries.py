@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.nested import Inputs
-from hookkit.summaries.building import arrivals, build, run, wrappers_of
+from hookkit.summaries.building import arrivals, build, run, wrapper_notes, wrappers_of
 from hookkit.summaries.learnerview import layer_info, learner_summary, module_summary
 from hookkit.summaries.outline import Row, Summary, View, check_whole
 from hookkit.summaries.texttable import as_columns
@@ -51,6 +51,12 @@ def summary(
     One run on fake tensors (no compute, no memory), on a real copy if the model needs values.
     Works on models on any device, on `meta` too, compiled or wrapped for parallel training.
 
+    Hooks on the model and edits around the call are part of what it computes: they run, perhaps
+    more than once, and on fake tensors if they can. What a hook writes on the model, it writes on
+    the copy; what it counts or prints is its own affair. Captures see nothing of the run. A real
+    run that draws random numbers puts PyTorch's generators back, also for threads that draw from
+    them meanwhile; Python's and NumPy's are put back unless another thread is alive.
+
     Args:
         model: any module.
         *args, **kwargs: what its forward takes, of any structure. Nothing: names and parameters
@@ -81,6 +87,7 @@ def summary(
     if not given and not given.kwargs:
         return build(inner, None, opt, view, wrappers, "")
     done, notes = run(inner, given)
+    notes += wrapper_notes(model)
     made = build(inner, done, opt, view, wrappers, arrivals(given), notes)
     if done.error is not None:
         error = done.error
