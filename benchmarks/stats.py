@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import platform
 import random
@@ -282,8 +281,10 @@ def main() -> None:
     o = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
-    machine.left = math.inf if o.numpy else 1  # loaded before anything is timed
-    loops = machine.after(1)
+    if o.numpy:
+        os.environ["NUMBA_DISABLE_JIT"] = "1"
+    machine.load()  # before anything is timed
+    loops = machine.found
     methods = dict(METHODS)
     if found("wandb"):
         methods["wandb.watch('all')"] = wandb_watch

@@ -1,4 +1,4 @@
-"""The compiled loops: when they come, what keeps them away, and that they change nothing else."""
+"""The compiled loops: when they are loaded, what prevents it, and that they change nothing else."""
 
 import logging
 import math
@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning
 from hookkit.moments import loading, sweeps
-from hookkit.moments.loading import WORTH
-from hookkit.moments.sweeps import cpu_row, norms
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.moments.sweeps import cpu_row
+from hookkit.stats import ActivationStats, GradientStats, ParamStats, gathering, updates
 from hookkit.stats.flight import FlightRecorder
+from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
 numba = pytest.importorskip("numba")
@@ -26,7 +27,8 @@ loops = pytest.importorskip("hookkit.moments.loops")
 @pytest.fixture
 def machine(monkeypatch):
     fresh = loading.Machine()
-    monkeypatch.setattr(sweeps, "machine", fresh)
+    for room in (sweeps, gathering, updates):
+        monkeypatch.setattr(room, "machine", fresh)
     return fresh
 
 
@@ -34,52 +36,80 @@ def read(n=9):
     return cpu_row(np.ones(n, np.float32), 0.05)[1]
 
 
-def test_they_come_when_much_has_been_read(machine):
-    read(1000)
+def test_they_are_loaded_once(machine):
+    machine.load()
+    loader = machine._loader
+
+    machine.load()
+
+    assert machine.found is loops
+    assert machine._loader is loader
+
+
+def watched(*cbs):
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, *cbs):
+        net(torch.ones(3, 2)).sum().backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("recorder", [ActivationStats, GradientStats, ParamStats])
+def test_they_come_when_a_watch_begins_and_at_no_other_time(machine, monkeypatch, recorder):
+    events = []
+    monkeypatch.setattr(machine, "load", lambda: events.append("load"))
+
+    watched(recorder(), Callback(before_batch=lambda self: events.append("batch")))
+
+    assert events == ["load", "batch"]
+
+
+def test_they_come_when_a_fit_begins(machine, monkeypatch):
+    events = []
+    monkeypatch.setattr(machine, "load", lambda: events.append("load"))
+    learn = synth_learner(n_trn=2, cbs=[ActivationStats(modules=""), ParamStats()])
+
+    with learn.no_logging():
+        learn.fit(1)
+        learn.validate()
+
+    assert events == ["load", "load"]
+
+
+def test_reading_alone_loads_nothing(machine):
+    read(1 << 20)
+
     assert machine.found is None
-    assert machine.left == WORTH - 1000
-
-    machine.left = 1
-    read(1000)
-    assert machine.found is loops
-
-
-def test_norms_count_too(machine):
-    machine.left = 1000
-    x = np.full(600, 2.0, np.float32)
-    assert norms([x, x]) == pytest.approx([math.sqrt(2400)] * 2)
-    assert machine.found is loops
+    assert machine._loader is None
 
 
 def test_without_numba_numpy_goes_on(machine, monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    machine.left = 1
+    machine.load()
     assert read() == 1
     assert machine.found is None
-    assert machine.left <= 0  # and nobody looks for it again
 
 
 def test_a_numba_that_does_not_compile_is_passed_by(machine, monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    machine.left = 1
+    machine.load()
     assert read() == 1
     assert machine.found is None
 
 
-def test_a_numba_that_does_not_work_is_told_once(machine, monkeypatch):
+def test_a_numba_that_does_not_work_is_warned_about_once(machine, monkeypatch):
     monkeypatch.delitem(sys.modules, "numba")
     monkeypatch.setattr(sys, "meta_path", [_Refusing(), *sys.meta_path])
-    machine.left = 1
     with pytest.warns(HookkitWarning, match=r"does not work here \(ImportError: .*pip install -U"):
-        assert read() == 1
+        machine.load()
+    machine.load()
     assert read() == 1
 
 
-def test_a_stand_in_for_numba_is_told_too(machine, monkeypatch):
+def test_a_stand_in_for_numba_is_warned_about_too(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", SimpleNamespace())  # no __spec__: find_spec raises
-    machine.left = 1
     with pytest.warns(HookkitWarning, match=r"does not work here \(ValueError"):
-        assert read() == 1
+        machine.load()
 
 
 def test_an_interrupt_ends_the_wait_and_not_the_loading(machine, monkeypatch):
@@ -92,12 +122,9 @@ def test_an_interrupt_ends_the_wait_and_not_the_loading(machine, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "join", interrupt)
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: interrupted.wait(10))
-    machine.left = 1
     with pytest.raises(KeyboardInterrupt):
-        read()
-    for thread in threading.enumerate():
-        if thread.name == "hookkit loads numba":
-            thread.join()
+        machine.load()
+    machine.load()  # waits for the same
     assert machine.found is loops
     assert read() == 1
 
@@ -109,9 +136,8 @@ def test_loading_is_outside_of_what_the_training_has_set(machine, monkeypatch):
         seen.append((np.geterr()["over"], torch.empty(1).device.type, torch.is_grad_enabled()))
 
     monkeypatch.setattr(loading.importlib.util, "find_spec", find_spec)
-    machine.left = 1
     with np.errstate(all="raise"), torch.device("meta"), torch.no_grad():
-        read()
+        machine.load()
     assert seen == [("warn", "cpu", True)]
 
 

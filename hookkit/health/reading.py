@@ -18,6 +18,9 @@ are of batches that lie apart, over 40 steps or more."""
 ENOUGH_LOSSES = 50
 """In fewer steps than this a loss that does not fall says nothing."""
 
+SAME = 1e-6
+"""Relative to their size, norms that differ by less may be of the same values."""
+
 FAINT_INPUT = 3e-3
 """Inputs smaller than this, where 1 is usual, hardly reach the first weights."""
 
@@ -252,9 +255,15 @@ def input_size(params: Record | None, layer: str) -> float:
 
 
 def drifts(record: Record) -> npt.NDArray[np.bool_]:
-    """Whether the norm of each parameter differs between records, also where no step is seen."""
+    """Whether each parameter has changed over the run, also where no step is seen.
+
+    By its bits, where they were compared; else by its norm, whose last digits say nothing: they
+    differ with the order of the sum.
+    """
+    if "moved" in record.meta:
+        return np.array(record.meta["moved"], bool)
     norms = np.nan_to_num(table(record, "weight_norm"))
-    return np.asarray(np.ptp(norms, axis=1) > 0)
+    return np.asarray(np.ptp(norms, axis=1) > SAME * norms.max(axis=1, initial=0))
 
 
 def in_turns(run: Run) -> bool:

@@ -142,7 +142,7 @@ def _only_decays(run: Run, record: Record) -> Bools:
     """Trainable, and never larger than at first: decay's doing, where there is no gradient."""
     trainable = np.array(read.meta(record, "requires_grad", True), bool)
     norm = read.table(record, "weight_norm")
-    falls = (norm <= norm[:, :1]).all(axis=1)
+    falls = (norm <= (1 + read.SAME) * norm[:, :1]).all(axis=1)
     return np.asarray(trainable & falls & any(run.info.get("weight_decay", ())))
 
 

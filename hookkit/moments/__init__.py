@@ -3,7 +3,7 @@
 moments     Rows of moments: their fields, how they merge, and the way to one on any device.
 sweeps      Moments of a CPU tensor in one read: in chunks that stay in the cache.
 loops       Loops over a CPU tensor's values as machine code: numba's, with the `fast` extra.
-loading     When that machine code is loaded: once it pays, and without the training's notice.
+loading     Loads that machine code, once in a process, when a watch or a fit begins.
 histograms  Histograms that need no range in advance: signed logarithmic bins, from a bounded
             sample.
 rings       Memory that never grows past a bound: a ring of records that halves its resolution

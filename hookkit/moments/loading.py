@@ -1,8 +1,9 @@
-"""When the machine code of `loops.py` is loaded: once it pays, and without the training's notice.
+"""Loads the machine code of `loops.py`, once in a process, when a watch or a fit begins.
 
-numba is imported on a thread of its own, which the reader waits for. There no Ctrl-C leaves half a
-numba behind, which nobody could import again, and none of PyTorch's modes, numpy's error state or a
-debugger that the training has set is in force.
+So one run has one way of computing: were it to change during a run, the last digits of what is
+summed up would change with it. numba is imported on a thread of its own, which the reader waits
+for. There no Ctrl-C leaves half a numba behind, which nobody could import again, and none of
+PyTorch's modes, numpy's error state or a debugger that the training has set is in force.
 """
 
 from __future__ import annotations
@@ -17,40 +18,34 @@ from typing import Any
 
 from hookkit.errors import HookkitWarning
 
-WORTH = 1 << 28
-# Values read after which machine code is loaded (0.5 s; compiled first, 2 s, once a machine): numpy
-# has taken 0.15 s for them, so a toy never waits, and a training of size has it within seconds.
-
 
 class Machine:
-    """The compiled loops, once they pay.
+    """The compiled loops, once they are loaded.
 
     Attributes:
-        found: the module `loops`; None so far, or without numba.
-        left: values to be read until it is looked for.
+        found: the module `loops`; None before `load`, or where numba does not serve.
     """
 
     def __init__(self) -> None:
         self.found: Any = None
-        self.left: float = WORTH
+        self._loader: threading.Thread | None = None
+        self._problems: list[str] = []
 
-    def after(self, n: int) -> Any:
-        """The module `loops`, after `n` values more; None so far, or without numba."""
-        if self.found is None and self.left > 0:
-            self.left -= n
-            if self.left <= 0:
-                self._load()
-        return self.found
+    def load(self) -> None:
+        """Loads them, where numba is installed: 0.5 s once in a process, then nothing.
 
-    def _load(self) -> None:
-        told: list[str] = []
-        loader = threading.Thread(target=self._find, args=(told,), name="hookkit loads numba")
-        loader.start()
-        loader.join()  # an interrupt ends the wait, not the loading
-        for text in told:
+        On a machine that has not compiled them yet it takes some seconds.
+        """
+        if self._loader is None:
+            loader = threading.Thread(target=self._find, name="hookkit loads numba")
+            loader.start()
+            self._loader = loader
+        self._loader.join()  # an interrupt ends the wait, not the loading
+        while self._problems:
+            text = self._problems.pop()
             warnings.warn(f"{text} Update it: pip install -U numba", HookkitWarning, stacklevel=2)
 
-    def _find(self, told: list[str]) -> None:
+    def _find(self) -> None:
         try:
             if importlib.util.find_spec("numba") is None:
                 return
@@ -62,13 +57,13 @@ class Machine:
 
                     self.found = loops
         except Exception as e:  # what is slower is no reason to end a training
-            text = f"numba does not work here ({type(e).__name__}: {e}), so numpy goes on in its"
-            told.append(f"{text} place.")
+            problem = f"{type(e).__name__}: {e}"
+            self._problems.append(f"numba does not work here ({problem}), so numpy reads instead.")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Where everything is logged, numba would tell of its compiling in 20,000 lines."""
+    """Where everything is logged, numba would log its compiling in 20,000 lines."""
     log = logging.getLogger("numba")
     if log.level != logging.NOTSET:  # somebody wants to know
         yield

@@ -5,7 +5,7 @@ float64, so nothing overflows, and values of a mean up to 1e3 times their spread
 read. What a float32's bits say (zero, not finite, which is greater) is asked of the bits: such
 loops become vector instructions. The oracle is `moments.moments`.
 
-Imports numba: take it from `loading.machine`, which waits until that pays.
+Imports numba: take it from `loading.machine`, which loads it when a watch or a fit begins.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 By numpy, on one thread. The model has just driven all code out of the cache: the first call of
 anything costs 30 to 100 µs here, so few different things are called. Where numba is installed
-(the `fast` extra), its machine code takes over once so much has been read that loading it pays.
+(the `fast` extra), its machine code reads instead, from the first watch or fit on.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def cpu_row(x: Any, eps: float) -> Row:
     if n == 0:
         return EMPTY[1:]
     is_array = isinstance(x, np.ndarray)
-    loops = machine.after(n)
+    loops = machine.found
     quick = None if loops is None or not is_array else _looped(loops, x, eps)
     if quick is None and is_array and not _FLAGS_LIE:
         quick = _swept(x, eps)
@@ -146,7 +146,7 @@ def rows_of(table: Any, eps: float) -> list[Row | None]:
 
     At most `CHUNK` values. None for those that only `cpu_row` is right about.
     """
-    n, loops = table.shape[1], machine.after(table.size)
+    n, loops = table.shape[1], machine.found
     if loops is not None:
         found = np.empty((len(table), 8))
         loops.rows(table, eps, loops.TINY, found)
@@ -273,7 +273,7 @@ def norms(
         copies: arrays that they are copied into on the way.
     """
     nothing = [None] * len(arrays)
-    loops = machine.after(sum(map(len, arrays)))
+    loops = machine.found
     if loops is not None:
         pairs = zip(arrays, copies or nothing, minus or nothing, strict=True)
         return [_looped_norm(loops, *pair) for pair in pairs]

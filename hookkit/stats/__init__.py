@@ -9,6 +9,7 @@ options     What the recording callbacks are given, checked at their door.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 parameters  The parameters of a model by name: walked once, and again when the model has changed.
 updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
+bits        Whether parameters have moved, by their bits: the last digits of a norm cannot tell.
 norms       Norms of parameters, their gradients and their updates, all parameters at once.
 flight      `FlightRecorder`: which module made the first NaN or Inf, when, and what came
             before.

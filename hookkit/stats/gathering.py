@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hookkit.errors import OptionError
 from hookkit.hooks.dispatching import Attached, check_hookable
 from hookkit.moments.banks import Options
+from hookkit.moments.loading import machine
 from hookkit.moments.tallies import Tally
 from hookkit.recording import HookCallback
 from hookkit.recording.backward import BackwardHook
@@ -139,6 +140,7 @@ class StatsCallback(HookCallback):
             # compiled graphs check it as they run; gradients may come in a thread of autograd's
             eye.tally.thread = eye.thread if self.kind == "activation" else None
         if self.learn.fitting:
+            machine.load()
             self._clear_fit()
             self.tally.forget()
         super().before_fit()

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from hookkit import ranks
 from hookkit.callbacks.driving import Callback
 from hookkit.checks import check_number
+from hookkit.moments.loading import machine
 from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.sweeps import norms
 from hookkit.records import Exports, Record
+from hookkit.stats.bits import Bits
 from hookkit.stats.norms import (
     FEW,
     FIELDS,
@@ -31,7 +33,7 @@ from hookkit.stats.norms import (
     rows_swept,
     spread,
 )
-from hookkit.stats.parameters import Parameters, idle_parameters
+from hookkit.stats.parameters import Named, Parameters, idle_parameters
 
 
 class ParamStats(Exports, Callback):
@@ -80,12 +82,16 @@ class ParamStats(Exports, Callback):
         self._constant: dict[str, Any] = {}
         self._known: Parameters | None = None
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
+        self._bits, self._compared = Bits(), list[Named]()
         self._cache: tuple[int, bool, Record] | None = None
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
         if self.learn.fitting:
             self._n_taken, self._snapped = 0, False
+            self._compared = []
+            self._bits.forget()
+            machine.load()
 
     def before_batch(self) -> None:
         """Notes which batch it is."""
@@ -101,6 +107,9 @@ class ParamStats(Exports, Callback):
         parameters = self._known.now
         if not parameters:
             return
+        if parameters is not self._compared:
+            self._bits.first((name, p) for name, _, p in parameters)
+            self._compared = parameters
         self._live, self._parts = {name: p for name, _, p in parameters}, {}
         self._snapped = True
         if self._same_again():
@@ -229,13 +238,17 @@ class ParamStats(Exports, Callback):
         return self._cache[2]
 
     def _read(self, local: bool) -> Record:
+        self._bits.again(self._present())
         n, rows = len(self.axis), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
         for ring in self._rings.values():
             mine = ring.read(n)
             table[:, : mine.shape[1]] += mine
+        moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
+        moved[(table[..., 2] > 0).any(0)] = 1.0
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
+            moved = ranks.all_reduce(moved, "max")
         facts = {key: [self._facts[name][key] for name in self.names] for key in _FACTS}
         held, never = facts["in_optimizer"], self._never or ()
         facts["in_optimizer"] = [
@@ -243,11 +256,16 @@ class ParamStats(Exports, Callback):
         ]
         same = self._constant
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
+        facts["moved"] = moved.numpy().astype(bool).tolist()
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
         places = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
         steps, epochs, iters, spans = (np.array(x, dtype=np.int64) for x in places)
         names, types = tuple(self.names), tuple(self.types)
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
+
+    def _present(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of the model that is trained just now."""
+        return [] if self._known is None else [(name, p) for name, _, p in self._known.now]
 
     def _over_ranks(self, table: Tensor) -> Tensor:
         """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
@@ -274,16 +292,18 @@ class ParamStats(Exports, Callback):
         return norms[:n_steps]
 
     def cleanup_fit(self) -> None:
-        """Gives back the copy of the weights."""
+        """Gives back the copy of the weights, and sees which of them have moved."""
+        trained = self._present()
         self._before, self._live, self._copies, self._known = {}, {}, None, None
-        self._snapped = False
+        self._snapped, self._compared = False, []
+        self._bits.again(trained)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"learn": None, "_before": {}, "_live": {}, "_copies": None}
-        gone["_known"] = None
+        gone["_known"], gone["_compared"] = None, []
         gone["_parts"] = {}
         return {**self.__dict__, **gone, "_constant": constant}
 
@@ -305,6 +325,7 @@ def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
     return before.device == device == now.device and before.shape == now.shape
 
 
+_HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
 
 
