@@ -11,7 +11,7 @@
 
     HookkitWarning (UserWarning)
     ├── NeverFiredWarning   a hook, edit or stop was never reached
-    ├── OverwrittenWarning  a stored live tensor was changed in place after it was stored
+    ├── OverwrittenWarning  what is stored is no copy, and was changed since, or is not detached
     └── CompiledWarning     a compiled model will not see this hook
 
 Each message has three parts: what was asked, what was found, what to do.
@@ -68,7 +68,7 @@ class NeverFiredWarning(HookkitWarning):
 
 
 class OverwrittenWarning(HookkitWarning):
-    """A tensor stored live was changed in place after it was stored."""
+    """What is stored is no copy, and has been changed since, or cannot be as the options ask."""
 
 
 class CompiledWarning(HookkitWarning):

@@ -12,7 +12,7 @@ from rank_end import leave
 from torch import nn
 
 from hookkit import ranks
-from hookkit.errors import HookError, OptionError
+from hookkit.errors import HookError, OptionError, OverwrittenWarning
 from hookkit.hooks import hook_input, hook_output, hook_outputs, hook_tensor
 from hookkit.selecting import select
 
@@ -152,6 +152,19 @@ def refuses_calls_and_gradients_that_only_some_ranks_have(r: int) -> None:
     assert ranks.gather(None) is None
 
 
+class Box:
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t = t
+
+
+def says_what_it_does_not_join(r: int) -> None:
+    with hook_input(layer := nn.Identity(), gather=True) as h:
+        layer(Box(torch.ones(2)))
+
+    with pytest.warns(OverwrittenWarning, match=r"a Box at \[0\], .* it is this rank's own"):
+        _ = h.stored
+
+
 def reduces(r: int) -> None:
     t = torch.tensor([1.0, 2.0], dtype=torch.float64) * (r + 1)
 
@@ -172,6 +185,7 @@ CHECKS = (
     refuses_layers_in_another_order,
     refuses_what_only_some_ranks_have,
     refuses_calls_and_gradients_that_only_some_ranks_have,
+    says_what_it_does_not_join,
     reduces,
 )
 

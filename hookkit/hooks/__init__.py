@@ -6,6 +6,8 @@ hooking      `Hook`: one module, one function, and what it stored.
 plain        The fast path: hooks that store nothing but a snapshot of the last output.
 capturing    What is stored of what a module returned: detached, copied, moved, and read back
              safely.
+references   Objects that hold tensors and are no container: stored as references, and watched for
+             changes.
 dispatching  The callable that a module holds for us, and the low-level way to put one there.
 gradients    Gradients of what modules return and take, by tensor hooks that are set while the
              forward runs.

@@ -8,7 +8,7 @@ live instead is watched by its version counter, and told when it is read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_flag, check_function
 from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks.dispatching import is_compiling, is_tracing, untraced
+from hookkit.hooks.references import Reference, references
 from hookkit.nested import leaves, tmap
 
 Kind = Literal["forward", "pre", "grad", "pre_grad", "backward"]
@@ -166,14 +167,17 @@ class Kept:
     """One stored value with what is needed to read it: versions of live tensors, CUDA events.
 
     Attributes:
+        references: the objects in it that are no copies.
         whole: True once `value` holds what all ranks stored.
     """
 
-    __slots__ = ("events", "fresh", "value", "versions", "whole")
+    __slots__ = ("events", "fresh", "references", "value", "versions", "whole")
+
+    references: Sequence[Reference]
 
     def __init__(self, value: Any, versions: Versions | None = None, events: Any = ()) -> None:
         self.value, self.versions, self.events, self.fresh = value, versions, events, True
-        self.whole = False
+        self.whole, self.references = False, ()
 
     def read(self, who: str, hook: Any) -> Any:
         """The value: arrived, not overwritten (else a warning, once)."""
@@ -247,7 +251,10 @@ class Storer:
             found = (value,) if bare else leaves(value)
             versions = [(t, t._version) for t in found if not t.is_inference()]
         events, self.events = self.events, ()
-        return Kept(value, versions, events)
+        kept = Kept(value, versions, events)
+        if not bare and not is_compiling():
+            kept.references = references(value)
+        return kept
 
     def tensor(self, t: Tensor) -> Tensor:
         """One tensor as it is stored."""

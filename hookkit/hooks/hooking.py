@@ -24,7 +24,7 @@ from hookkit.hooks.capturing import Kept, Kind, Options, Storer
 from hookkit.hooks.dispatching import Dispatcher, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
-from hookkit.hooks.silence import Block, warn_if_compiled
+from hookkit.hooks.silence import Block, warn_if_compiled, warn_of_references
 from hookkit.nested import describe, is_path
 
 
@@ -410,7 +410,11 @@ def _own(stored: _Stored) -> Any:
     hook, kept, _ = stored
     if isinstance(kept, Grads):
         return kept.whole or tuple(k and k.read(hook._options.who, hook) for k in kept.kept)
-    return None if kept is None else kept.read(hook._options.who, hook)
+    if kept is None:
+        return None
+    if kept.references and "reference" not in hook._block.warned:
+        warn_of_references(hook, kept.references)
+    return kept.read(hook._options.who, hook)
 
 
 def _gone() -> None:

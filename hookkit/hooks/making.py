@@ -56,7 +56,9 @@ def hook_output(
 ) -> Hook:
     """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
 
-    `stored` has the structure of the output. With `grad` it is a tuple with the gradient of each
+    `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
+    copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as a
+    reference; reading it warns if it was changed since, or is not as the options ask. With `grad` it is a tuple with the gradient of each
     tensor of the output (None where none arrived), filled in by the backward pass.
 
     >>> m = nn.Linear(5, 3)

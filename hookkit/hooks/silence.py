@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookkit.errors import CompiledWarning, NeverFiredWarning
+from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
 from hookkit.hooks.compiling import FRAMES, compiled_around, enter_eager, leave_eager
+from hookkit.hooks.references import warning_of
 
 if TYPE_CHECKING:
     from hookkit.hooks.capturing import Options
     from hookkit.hooks.hooking import Hook
+    from hookkit.hooks.references import Reference
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_BACKWARD = "no backward pass came by it inside the block"
@@ -62,7 +64,7 @@ class Stop:
 class Block:
     """What the hooks of one `with` block share: options, thread, stop, the compiler's stance."""
 
-    __slots__ = ("depth", "options", "owner", "stance", "stop", "thread")
+    __slots__ = ("depth", "options", "owner", "stance", "stop", "thread", "warned")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -70,6 +72,7 @@ class Block:
         self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
         self.stop: Stop | None = None
         self.stance = False  # whether the compiler was told to stand still
+        self.warned: set[str] = set()  # of what the hooks have warned, which is once for all
         self.depth = 0  # of the same hooks entered again inside their own block
 
     def enter(self, hooks: Sequence[Hook]) -> None:
@@ -177,6 +180,14 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
             "and the forward ran on. What was stored is right; let StopForward through."
         )
     warnings.warn(text, NeverFiredWarning, stacklevel=4)
+
+
+def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
+    """Warns of what is stored by reference, and is not what a copy would be."""
+    text = warning_of(h._options.who, h.label, h._options.kind, h._options, stored)
+    if text:
+        h._block.warned.add("reference")
+        warnings.warn(text, OverwrittenWarning, stacklevel=5)
 
 
 def warn_if_compiled(h: Hook) -> None:

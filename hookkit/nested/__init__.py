@@ -4,7 +4,7 @@ containers   `Inputs`; how a container is taken apart and put together again.
 tensors      leaves, named_leaves, tmap, describe: the tensors in a structure.
 paths        pick, put, paths_of, is_path: one of its places, by a path such as `[0].h`.
 
-Containers: tuple, namedtuple, `torch.return_types.*`, list, dict and other mappings (Hugging
+Containers: tuple, namedtuple, `torch.return_types.*`, list, deque, dict and other mappings (Hugging
 Face's ModelOutput too), dataclasses, PackedSequence, `Inputs`. All else is passed by reference.
 """
 

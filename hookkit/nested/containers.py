@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,12 +65,20 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
     return list(_odd_parts(x))
 
 
+def is_container(x: Any) -> bool:
+    """Whether `parts_of` can take `x` apart, though it may be empty."""
+    return (
+        isinstance(x, (tuple, list, dict, deque, PackedSequence, Mapping))
+        or dataclasses.is_dataclass(x)
+    ) and not isinstance(x, (type, nn.Module))
+
+
 def _odd_parts(x: Any) -> Iterator[tuple[str, Any]]:
     """As `parts_of`, for subclasses and dataclasses."""
     if isinstance(x, Inputs):
         yield from ((f"[{i}]", v) for i, v in enumerate(x))
         yield from ((f"[{k!r}]", v) for k, v in x.kwargs.items())
-    elif isinstance(x, (tuple, list)):
+    elif isinstance(x, (tuple, list, deque)):
         names = _field_names(x)
         paths = (f".{n}" if n else f"[{i}]" for i, n in enumerate(names))
         yield from zip(paths, x, strict=True)
@@ -102,9 +111,10 @@ def rebuilt(x: Any, new: list[Any]) -> Any:
         return Inputs(new[: len(x)], dict(zip(x.kwargs, new[len(x) :], strict=True)))
     if isinstance(x, tuple):
         return type(x)._make(new) if hasattr(x, "_make") else type(x)(new)
-    if isinstance(x, list):
-        made = copy.copy(x)
-        made[:] = new
+    if isinstance(x, (list, deque)):
+        made: Any = copy.copy(x)
+        made.clear()
+        made.extend(new)
         return made
     if isinstance(x, Mapping):
         return _mapping(x, new)
