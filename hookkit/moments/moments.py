@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,26 @@ def plain(t: Tensor) -> Tensor | None:
 
     Complex values become magnitudes; sparse tensors their explicit values; nested ones all their
     values; quantized ones are dequantized; a DTensor its local shard. None for meta and fake
-    tensors and inside `torch.func` transforms, where there is nothing to look at.
+    tensors, inside `torch.func` transforms, and for dtypes that PyTorch only stores (`int4`,
+    `bits8`, two floats of four bits in a byte), where there is nothing to look at.
 
     >>> plain(torch.tensor([3 + 4j]))
     tensor([5.])
     """
     common = type(t) is Tensor and t.layout is torch.strided and t.is_floating_point()
     if common and not (t.is_meta or t.is_nested or _is_wrapped(t)):
-        return t.detach()
+        return t.detach() if has_numbers(t.dtype) else None
     return _odd(t.detach())
+
+
+@cache
+def has_numbers(dtype: torch.dtype) -> bool:
+    """Whether PyTorch can turn values of `dtype` into numbers."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.float64)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _odd(t: Tensor) -> Tensor | None:
@@ -59,6 +71,8 @@ def _odd(t: Tensor) -> Tensor | None:
         return plain(t.to_local())
     if t.is_quantized:
         return plain(t.dequantize())
+    if not has_numbers(t.dtype):
+        return None
     if t.layout is torch.sparse_coo:
         return plain(t._values() if not t.is_coalesced() else t.values())
     if t.layout is not torch.strided:

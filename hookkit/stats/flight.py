@@ -110,7 +110,8 @@ class FlightRecorder(HookCallback):
         # the row of what has gone keeps its past
         if not self._handles or self._tape is None:
             self._clear()
-            device = next((p.device for p in self.learn.model.parameters()), torch.device("cpu"))
+            devices = (p.device for p in self.learn.model.parameters() if not p.is_meta)
+            device = next(devices, torch.device("cpu"))
             self._tape = NormTape(FIRST + len(names), self.keep, device)
         self._tape.thread = get_ident()
         tape, types = self._tape, {**self._types, **{n: _type(m) for n, m in modules.items()}}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.moments.moments import floats_of
+from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.sweeps import norms
 
 FEW = 1 << 23
@@ -24,13 +24,23 @@ FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n",
 
 
 def local_values(t: Tensor) -> Tensor:
-    """What a norm can be taken of: the local shard, the values of a sparse gradient."""
+    """What a norm can be taken of: the local shard, the values of a sparse gradient.
+
+    Of other layouts and of dtypes without arithmetic (float8, quantized, bool) the values as
+    ordinary floats; none where there are no numbers (`plain`).
+    """
     t = t.detach()
     if hasattr(t, "to_local"):
         t = t.to_local()
     if t.layout is torch.sparse_coo:
         t = t.coalesce().values()
-    return t
+    usual = t.is_complex() or (t.is_floating_point() and t.dtype.itemsize > 1)
+    if usual and t.layout is torch.strided and not t.is_nested:
+        return t
+    values = plain(t)
+    if values is None:
+        return torch.zeros(0, dtype=torch.float32, device=t.device)
+    return values.to(working_dtype(values))
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

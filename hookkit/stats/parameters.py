@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hookkit.moments.moments import has_numbers
 from hookkit.recording.parts import Parts
 from hookkit.walking import is_parametrization, join, submodules, walk
 
@@ -34,7 +35,9 @@ def named_parameters(model: nn.Module) -> Iterator[Named]:
 
 
 def _is_empty(p: nn.Parameter) -> bool:
-    return isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta
+    if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
+        return True
+    return not (p.is_quantized or has_numbers(p.dtype))  # packed into a dtype of their own
 
 
 def idle_parameters(learn: Any) -> set[int]:

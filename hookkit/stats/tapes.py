@@ -85,6 +85,7 @@ class NormTape:
         x = plain(t)
         if x is None or not x.is_floating_point() or not x.numel():
             return
+        x = x.float() if x.dtype.itemsize < 2 else x  # float8 knows no arithmetic
         cell, first = self.cells[self.at][row], self.sizes[self.at, row] == 0
         dtype = torch.promote_types(x.dtype, torch.float32)
         if first and x.device == self.device and dtype is cell.dtype:
@@ -140,11 +141,12 @@ class GradTape:
             for name, kind, p in parameters
             if (name not in self._of_parts if only is None else id(p) in only)
             and p.grad is not None
-            and p.grad.is_floating_point()
+            and (p.grad.is_floating_point() or p.grad.is_complex())
             and p.grad.numel()
         ]
-        with torch.no_grad():
-            norms = torch._foreach_norm([g for _, _, g in found]) if found else []
+        with torch.no_grad():  # in 16 bits the norm of finite gradients may be Inf
+            wide = [g.float() if g.dtype.itemsize < 4 else g for _, _, g in found]
+            norms = [n.real for n in torch._foreach_norm(wide)] if wide else []
         noted = self.norms.setdefault(self.at, {})
         for (name, kind, _), norm in zip(found, norms, strict=True):
             noted[name] = kind, norm

@@ -1,0 +1,173 @@
+"""Every recorder beside tensors of every dtype and layout: an output, an input, a weight."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.records import Record
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
+from hookkit.watching import watch
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+PER_TENSOR = (torch.qint8, torch.quint8, torch.qint32)
+
+
+def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; any bytes where PyTorch only stores it."""
+    if dtype in PER_TENSOR:
+        return torch.quantize_per_tensor(x, 0.1, 0, dtype)
+    try:
+        return x.to(dtype)
+    except (NotImplementedError, RuntimeError):
+        return torch.zeros(x.shape, dtype=torch.uint8).view(dtype)
+
+
+MAKERS = {str(d).removeprefix("torch."): lambda x, d=d: of_dtype(x, d) for d in DTYPES} | {
+    "sparse_coo": Tensor.to_sparse,
+    "sparse_csr": Tensor.to_sparse_csr,
+    "sparse_csc": Tensor.to_sparse_csc,
+    "sparse_bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "mkldnn": Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged),
+    "meta": lambda x: x.to("meta"),
+}
+odd = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+quiet = pytest.mark.filterwarnings("ignore")  # PyTorch's, of layouts in beta and of quantization
+
+
+class Odd(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.weight = make, nn.Parameter(make(torch.randn(4, 4)), requires_grad=False)
+
+    def forward(self, x, given):
+        return self.make(x.detach())
+
+
+class Net(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.odd, self.a, self.b = Odd(make), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.make = make
+
+    def forward(self, x, given):
+        h = self.a(x)
+        self.odd(h, given)
+        return self.b(h)
+
+
+def train(make, *callbacks) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = Net(make)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    opt = torch.optim.SGD(trained, 0.1)
+    with watch(net, opt, *callbacks):
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            net(x, make(x)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return trained
+
+
+def recorders() -> list[ActivationStats | GradientStats | ParamStats]:
+    stats = [ActivationStats(True, include_paramless=True, units=True)]
+    return [*stats, GradientStats(True, of="both", include_paramless=True), ParamStats()]
+
+
+@quiet
+@odd
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_dtype_and_no_layout_ends_or_changes_a_training(make, exact: bool):
+    others = [ActivationStats(True, include_paramless=True, exact_hist=True)] if exact else []
+
+    plain = train(make)
+    watched = train(make, *(others or [*recorders(), FlightRecorder("raise")]))
+
+    assert all(map(torch.equal, plain, watched))
+
+
+@quiet
+@odd
+def test_what_is_ordinary_is_recorded_as_if_the_odd_one_were_too(make):
+    def records(make) -> list[Record]:
+        train(make, *(found := recorders()))
+        return [cb.record() for cb in found]
+
+    for got, want in zip(records(make), records(lambda x: x), strict=True):
+        for name in ("a", "b", "a.weight", "b.bias"):
+            if name in want.names:
+                for stat in want.values:
+                    mine, theirs = got.value(stat, name), want.value(stat, name)
+                    np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-12)
+
+
+FLOATS = [d for d in DTYPES if d.is_floating_point and "x2" not in str(d)]
+
+
+@quiet
+@pytest.mark.parametrize("dtype", [*FLOATS, *PER_TENSOR, torch.int8, torch.bool], ids=str)
+def test_values_with_a_meaning_are_recorded_with_it(dtype: torch.dtype):
+    seen: list[Tensor] = []
+    recorder, params = ActivationStats(modules="odd"), ParamStats()
+
+    def make(x: Tensor) -> Tensor:
+        seen.append(of_dtype(x, dtype))
+        return seen[-1]
+
+    train(make, recorder, params)
+
+    numbers = [t.dequantize() if t.is_quantized else t for t in seen]
+    outputs, weight = numbers[2::2], numbers[0].double()
+    means = [t.double().mean().item() for t in outputs]
+    np.testing.assert_allclose(recorder.record().value("mean", "odd"), means, rtol=1e-6)
+    norms = params.record().value("weight_norm", "odd.weight")
+    np.testing.assert_allclose(norms, weight.norm().item(), rtol=1e-6)
+    assert (params.record().value("update_norm", "odd.weight") == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_flight_recorder_finds_a_nan_of_any_dtype(dtype: torch.dtype):
+    if not torch.zeros(1).fill_(math.nan).to(dtype).float().isnan().item():
+        pytest.skip("a dtype without NaN")
+    recorder = FlightRecorder("report")
+
+    train(lambda x: torch.full_like(x, math.nan).to(dtype), recorder)
+
+    assert recorder.incidents[0].name == "odd"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_gradients_in_16_bits_are_no_incident(dtype: torch.dtype):
+    net = nn.Linear(1024, 4).to(dtype)
+    recorder = FlightRecorder("raise")
+
+    with watch(net, opt := torch.optim.SGD(net.parameters(), 1e-6), recorder):
+        (net(torch.full((1, 1024), 1000.0, dtype=dtype)) * 3).sum().backward()
+        opt.step()
+
+    assert torch.isfinite(net.weight.grad).all()
+    assert recorder.incidents == ()
+
+
+def test_complex_gradients_that_are_not_finite_are_an_incident():
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.w * x).abs().sqrt()
+
+    net, recorder = Turn(), FlightRecorder("report")
+
+    with watch(net, opt := torch.optim.SGD(net.parameters(), 0.1), recorder):
+        net(torch.zeros(3)).sum().backward()  # sqrt has no gradient at 0
+        opt.step()
+
+    assert recorder.incidents[0].kind == "gradient"
