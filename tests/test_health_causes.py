@@ -6,6 +6,7 @@ Each test is a kind of training that a rule once misjudged: GANs, experts, gates
 import dataclasses
 import warnings
 
+import made
 import numpy as np
 import pytest
 import torch
@@ -390,6 +391,16 @@ def test_layers_that_gave_nothing_are_no_healthy_ones() -> None:
     assert none.headline == "5 steps: no layer gave a value, no verdict on them"
 
 
+def test_a_finding_names_the_types_of_its_layers() -> None:
+    run = made.exploding(made.run([("0", "Conv2d"), ("1", "ReLU"), ("2", "Linear")], n=60))
+
+    first = diagnose(run)[0]
+
+    assert (first.layers, first.types, first.labels) == (("1",), ("ReLU",), ("1 ReLU",))
+    assert first.where.startswith("1 ReLU · step")
+    assert "1 ReLU · step" in diagnose(run)._repr_html_()
+
+
 def test_a_layer_that_never_ran_is_told() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     stats = ActivationStats()
@@ -400,7 +411,7 @@ def test_a_layer_that_never_ran_is_told() -> None:
             opt.step()
     verdict = diagnose(stats)
     assert (verdict.n_layers, verdict.silent) == (1, ("b",))
-    assert "1 never gave a value: b" in verdict.headline
+    assert "1 never gave a value: b Linear" in verdict.headline
 
 
 # what only decays, or hardly gets a gradient

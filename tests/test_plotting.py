@@ -159,7 +159,8 @@ def test_what_the_font_has_no_sign_for_is_a_box_and_the_rest_stays() -> None:
     ax = plotting.plot_dead(made.record([(odd, "Linear") for odd in ODD], 6))
 
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert names[:6] == ["größe_слой", "□□□", "fire□", r"a\$b\$", "<b>", "two lines"]
+    shown = ["größe_слой", "□□□", "fire□", r"a\$b\$", "<b>", "two lines"]
+    assert names[:6] == [f"{name} Linear" for name in shown]
 
 
 def test_what_holds_no_record_is_refused() -> None:
@@ -199,7 +200,7 @@ def test_plot_run_marks_findings_by_number_and_says_what_they_are() -> None:
     figure = plotting.plot_run(made.run(n=30), findings=[finding])
 
     assert "1" in [text.get_text() for text in figure.axes[0].texts]
-    assert figure.legends[0].get_texts()[0].get_text() == "1  sick: dead · act"
+    assert figure.legends[0].get_texts()[0].get_text() == "1  sick: dead · act ReLU"
 
 
 def numbers(figure: Any) -> list[tuple[str, float, float]]:
@@ -240,8 +241,8 @@ def test_a_finding_of_many_layers_names_the_first_and_counts_the_rest() -> None:
     figure = plotting.plot_run(made.run(made.transformer_names(), n=5), findings=[found])
 
     text = figure.legends[0].get_texts()[0].get_text()
-    assert text.startswith("1  sick: dead · transformer.wte, transformer.wpe, ")
-    assert text.endswith("transformer.h.0.attn.q_proj and 288 more")
+    assert text.startswith("1  sick: dead · transformer.wte Embedding, transformer.wpe Embedding")
+    assert text.endswith(" and 289 more")
 
 
 @pytest.mark.parametrize("kind", ["activation", "gradient", "param"])
@@ -297,9 +298,9 @@ def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
 
 
 def test_the_last_layer_has_a_name() -> None:
-    names = [name for name, _ in made.transformer_names()]
+    names, types = zip(*made.transformer_names(), strict=True)
 
-    assert naming.layer_ticks(names, 16)[-1] == (len(names) - 1, "lm_head")
+    assert naming.layer_ticks(names, types, 16)[-1] == (len(names) - 1, "lm_head Linear")
 
 
 def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
@@ -329,8 +330,8 @@ def test_plot_updates_leaves_vectors_out_and_names_matrices_that_never_moved() -
 
     ax = plotting.plot_updates(record)
 
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fc2.weight"]
-    assert [text.get_text() for text in ax.texts] == ["never moved: fc1.weight"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fc2.weight Linear"]
+    assert [text.get_text() for text in ax.texts] == ["never moved: fc1.weight Linear"]
     assert -3.0 in [line.get_ydata()[0] for line in ax.lines]
 
 
@@ -719,13 +720,13 @@ def test_short_names_of_alike_layers_differ(part: str, width: int) -> None:
 @pytest.mark.parametrize("most", [4, 8, 16])
 @pytest.mark.parametrize("names", [made.small_names, made.resnet_names, made.transformer_names])
 def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None:
-    layers = [name for name, _ in names()]
+    layers = names()
 
-    ticks = naming.layer_ticks(layers, most)
+    ticks = naming.layer_ticks(*zip(*layers, strict=True), most)
 
     places = [i for i, _ in ticks]
     assert 1 < len(ticks) <= max(most, 3) + 1
-    assert all(len(text) <= 24 for _, text in ticks)
+    assert all(len(text) <= 34 for _, text in ticks)
     assert len(layers) <= most or min(np.diff(places)) >= len(layers) / most
 
 
@@ -816,6 +817,37 @@ def test_labels_of_small_values_keep_clear_of_zero() -> None:
     assert min(np.diff(places)) > 0.5 * len(edges) / 13
 
 
+PLAIN_NET = [(str(i), kind) for i, kind in enumerate(["Conv2d", "ReLU", "Linear"])]
+
+
+@pytest.mark.parametrize("name", [n for n in PICTURES if n != "plot_loss"])
+def test_every_label_of_a_layer_has_its_type(name: str) -> None:
+    picture = PICTURES[name](made.run(PLAIN_NET, n=30))
+
+    figure = picture if isinstance(picture, Figure) else picture.figure
+    shown = "\n".join(texts(figure))
+    assert ("0.weight Conv2d" if name == "plot_updates" else "0 Conv2d") in shown
+
+
+def test_a_colour_bar_of_many_layers_has_their_types() -> None:
+    layers = [(str(i), "Linear") for i in range(14)]
+
+    figure = plotting.plot_stats(made.record(layers, 9))
+
+    labels = [t.get_text() for t in figure.axes[-1].get_yticklabels()]
+    assert labels[:2] == ["0 Linear", "1 Linear"]
+
+
+def test_a_long_name_leaves_room_for_its_type() -> None:
+    name, kind = "model.decoder.layers.11.self_attn.q_proj", "ColumnParallelLinearWithLora"
+
+    shown = naming.label(name, kind, 34)
+
+    assert len(shown) <= 34
+    assert shown.startswith("…")
+    assert "ora" in shown
+
+
 def test_spikes_are_found_by_six_sigma_and_never_in_the_first_steps() -> None:
     rng = np.random.default_rng(0)
     values = 1 + 0.1 * rng.normal(size=500)
@@ -858,7 +890,8 @@ def test_names_stand_in_a_picture_as_they_are() -> None:
 
     assert plotting.png(figure)
     (legend,) = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
-    assert [t.get_text().replace("\\$", "$") for t in legend.get_texts()] == list(NAMES)
+    shown = [t.get_text().replace("\\$", "$") for t in legend.get_texts()]
+    assert shown == [f"{name} {i}" for i, name in enumerate(NAMES)]
 
 
 @pytest.mark.parametrize("name", ["plot_run", "color_dim", "plot_depth", "plot_layer_stats"])

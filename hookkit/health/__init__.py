@@ -122,12 +122,19 @@ def diagnose(run: Any) -> Diagnosis:
                 findings += rule(run)
         except Missing as why:
             unjudged.append((rule.__name__, str(why)))
-    findings = [_as_grave_as(f, findings) for f in findings]
+    types = {n: t for r in run.records for n, t in zip(r.names, r.types, strict=True)}
+    findings = [_with_types(_as_grave_as(f, findings), types) for f in findings]
     findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), not _from_the_start(f)))
     looked = run.activations or run.params or run.gradients
     silent = _silent(looked) if looked else ()
     n_layers = len(looked.names) - len(silent) if looked else 0
-    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent)
+    kinds = tuple(types[name] for name in silent)
+    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent, kinds)
+
+
+def _with_types(f: Finding, types: dict[str, str]) -> Finding:
+    """`f`, whose text names the layers' types too: `0 Conv2d`."""
+    return replace(f, types=tuple(types.get(name, "") for name in f.layers))
 
 
 def _silent(record: Record) -> tuple[str, ...]:

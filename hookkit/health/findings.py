@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import overload
 
+from hookkit.records import label
+
 SEVERITIES = ("info", "warn", "sick")
 """From "good to know" over "look at this" to "this run is not working"."""
 
@@ -31,6 +33,7 @@ class Finding:
         source: who published that line, or how it was chosen.
         cause: the likely cause.
         fix: one thing to do.
+        types: parallel to `layers`, the classes of their modules; empty where they are not known.
     """
 
     rule: str
@@ -42,11 +45,18 @@ class Finding:
     source: str
     cause: str
     fix: str
+    types: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The layers with their types: `("0 Conv2d", "fc Linear")`."""
+        kinds = self.types or ("",) * len(self.layers)
+        return tuple(label(*pair) for pair in zip(self.layers, kinds, strict=True))
 
     @property
     def where(self) -> str:
-        """Layers and steps in a few words: `"fc1, fc2 · steps 0–299"`."""
-        names = ", ".join(self.layers[:3])
+        """Layers and steps in a few words: `"fc1 Linear, fc2 Linear · steps 0–299"`."""
+        names = ", ".join(self.labels[:3])
         more = f" and {len(self.layers) - 3} more" if len(self.layers) > 3 else ""
         first, last = self.steps
         steps = f"step {first}" if first == last else f"steps {first}–{last}"
@@ -73,6 +83,7 @@ class Diagnosis(Sequence[Finding]):
         n_steps: optimizer steps covered.
         unjudged: rule → what it would have needed.
         silent: layers that were hooked, and of which nothing was recorded.
+        silent_types: parallel to `silent`, the classes of their modules.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
     7 layers, 300 steps: healthy
@@ -83,6 +94,7 @@ class Diagnosis(Sequence[Finding]):
     n_steps: int
     unjudged: tuple[tuple[str, str], ...] = ()
     silent: tuple[str, ...] = ()
+    silent_types: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -110,7 +122,9 @@ class Diagnosis(Sequence[Finding]):
         if self.healthy:
             notes = [_n(len(self), "note")] if len(self) else []
             if self.silent:
-                few = ", ".join(self.silent[:3]) + ", …" * (len(self.silent) > 3)
+                kinds = self.silent_types or ("",) * len(self.silent)
+                named = [label(*pair) for pair in zip(self.silent, kinds, strict=True)]
+                few = ", ".join(named[:3]) + ", …" * (len(named) > 3)
                 notes.append(f"{len(self.silent)} never gave a value: {few}")
             unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w in _KINDS]
             aside = ", ".join(notes + unseen)

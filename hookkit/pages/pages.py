@@ -127,7 +127,7 @@ def _finding(number: int, f: health.Finding) -> str:
     head = f'<span class="badge">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
     layers = ""
     if len(f.layers) > 3:
-        names = escape(", ".join(f.layers))
+        names = escape(", ".join(f.labels))
         layers = f"<details><summary>All {len(f.layers)} layers</summary><p>{names}</p></details>"
     return (
         f'<article class="{escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
@@ -156,11 +156,12 @@ def _told(record: Record) -> str:
     if not fine.any():
         return f"{name}: no finite value"
     row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
+    where = f"{record.labels[row]} at step {record.steps[column]}"
     bad = (record.values.get("nonfinite", np.zeros((1, 1))) > 0).any(axis=1).sum()
     return (
         f"{name} of {len(record.names)} rows over {len(record)} records: median "
-        f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {record.names[row]} at "
-        f"step {record.steps[column]}" + (f", NaN or Inf in {bad} rows" if bad else "")
+        f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {where}"
+        + (f", NaN or Inf in {bad} rows" if bad else "")
     )
 
 

@@ -94,9 +94,12 @@ def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:
     return ax
 
 
-def name_layers(axis: Any, names: Sequence[str], most: int, rotation: float = 0) -> None:
-    """Ticks with the names of layers, thinned to about `most`."""
-    ticks = layer_ticks(names, most)
+def name_layers(
+    axis: Any, record: Record, most: int, rotation: float = 0, rows: Sequence[int] | None = None
+) -> None:
+    """Ticks with the names and types of layers (of `rows`, or all), thinned to about `most`."""
+    rows = range(len(record.names)) if rows is None else rows
+    ticks = layer_ticks([record.names[i] for i in rows], [record.types[i] for i in rows], most)
     size = 7 if len(ticks) <= 20 else 6
     axis.set_ticks(
         [i for i, _ in ticks],

@@ -63,7 +63,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # all are measured by the line
     if never.any():
-        still = [record.names[i] for i in np.flatnonzero(never)]
+        still = [record.labels[i] for i in np.flatnonzero(never)]
         text = f"never moved: {naming.listed(still, 80)}"
         where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
         ax.annotate(literal(text), (0.01, 0.02), **where)
@@ -120,7 +120,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
-    fig.suptitle(literal(f"{naming.label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
+    fig.suptitle(literal(f"{naming.row_label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
     return fig
 
 
@@ -190,11 +190,11 @@ def curves(
         legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
         # named now: a label that begins with an underscore is left out of a legend
         for text, i in zip(legend.get_texts(), rows, strict=True):
-            text.set_text(literal(naming.shorten(record.names[i] or "(model)", 28)))
+            text.set_text(literal(naming.row_label(record, i, 34)))
         return
     bar = ax.figure.colorbar(depth_scale(len(rows), ax), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()
-    name_layers(bar.ax.yaxis, [record.names[i] for i in rows], 16)
+    name_layers(bar.ax.yaxis, record, 16, rows=rows)
 
 
 def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:

@@ -107,7 +107,7 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     ax.grid(False)
     ax.tick_params(labelsize=8)
     ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
-    name_layers(ax.yaxis, record.names, int(8 * height))
+    name_layers(ax.yaxis, record, int(8 * height))
     title(ax, _head(record, columns, merged))
     grey, black = GREY_AND_BLACK[record.kind]
     there = {NEVER: np.isnan(table) & ~broken, "black": np.isneginf(table) & ~broken, ALARM: broken}
@@ -156,6 +156,7 @@ _OF_A_FINDING = ("severity", "rule", "layers", "steps")
 def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> list[str]:
     """Numbered boxes around what the findings name; a line of text for each."""
     lines = []
+    labels = {name: text for r in panels for name, text in zip(r.names, r.labels, strict=True)}
     numbers = {ax: Numbers(ax, record) for ax, record in zip(axes, panels, strict=True)}
     for number, finding in enumerate(list(findings)[:6], 1):
         named = [str(layer) for layer in finding.layers or ()]
@@ -164,7 +165,7 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
             gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
             for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
                 numbers[ax].put(number, *_box(ax, record, block[0], block[-1], finding.steps))
-        where = naming.listed(named, 90)
+        where = naming.listed([labels.get(name, name) for name in named], 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hookkit import records
 from hookkit.records import Record, Run, by_module, in_order
+from hookkit.records import label as full_label
 
 
 def as_run(source: Any) -> Run:
@@ -69,17 +70,22 @@ def tail(name: str, width: int) -> str:
     return f"…{whole or end}"
 
 
-def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[tuple[int, str]]:
+def layer_ticks(
+    names: Sequence[str], types: Sequence[str], most: int = 16, width: int = 34
+) -> list[tuple[int, str]]:
     """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
 
     All of them where they fit; else the first layer of each block (`h.0`, `h.1`, …), at the
     finest level that still fits, and of those as many as keep their distance.
 
-    >>> layer_ticks([f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")], most=4)
+    >>> layer_ticks(["0", "1"], ["Conv2d", "ReLU"])
+    [(0, '0 Conv2d'), (1, '1 ReLU')]
+    >>> names = [f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")]
+    >>> layer_ticks(names, ["Linear"] * 8, most=4)
     [(0, 'h.0'), (2, 'h.1'), (4, 'h.2'), (6, 'h.3')]
     """
     if len(names) <= most:
-        return [(i, shorten(name or "(model)", width)) for i, name in enumerate(names)]
+        return [(i, label(names[i], types[i], width)) for i in range(len(names))]
     paths = [name.split(".") for name in names]
     starts: list[int] = []
     depth = 1
@@ -95,9 +101,26 @@ def layer_ticks(names: Sequence[str], most: int = 16, width: int = 24) -> list[t
             kept.append(i)
     if len(kept) > 2:
         kept[-1] = starts[-1]  # the end of the net, as its beginning, has a name
-    return [(i, shorten(".".join(paths[i][:depth]), width)) for i in kept]
+    heads = {i: ".".join(paths[i][:depth]) for i in kept}
+    return [
+        (i, label(head, types[i] if head == names[i] else "", width))  # a block has no type
+        for i, head in heads.items()
+    ]
 
 
-def label(record: Record, row: int) -> str:
-    """A layer's name and type, for a title."""
-    return f"{record.names[row] or '(model)'} ({record.types[row]})"
+def label(name: str, kind: str, width: int = 34) -> str:
+    """A layer's name and type in at most `width` characters; of a long name the end.
+
+    >>> label("0", "Conv2d"), label("model.layers.11.self_attn.out_proj", "Linear", 24)
+    ('0 Conv2d', '…11…out_proj Linear')
+    """
+    whole = full_label(name, kind)
+    if len(whole) <= width:
+        return whole
+    kind = shorten(kind, max(8, width // 2))
+    return full_label(shorten(name or "(model)", max(8, width - len(kind) - 1)), kind)
+
+
+def row_label(record: Record, row: int, width: int = 200) -> str:
+    """`label` of a row of `record`."""
+    return label(record.names[row], record.types[row], width)

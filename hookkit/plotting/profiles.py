@@ -88,7 +88,7 @@ def _profile(ax: Any, record: Record, columns: list[int]) -> None:
     words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
     words += [f"lines: mean over {len(at) // 12 | 1} layers"] if wide else []
     ax.set_xlabel("; ".join(words), fontsize=9)
-    name_layers(ax.xaxis, record.names, 24, rotation=90)
+    name_layers(ax.xaxis, record, 24, rotation=90)
     ax.set_xlim(-0.5, len(record.names) - 0.5)
     plain(ax)
     _steps_key(ax, handles)

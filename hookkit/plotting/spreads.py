@@ -63,11 +63,15 @@ def color_dim(
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
         alarm = f"; {BROKEN} in vermilion" if plotdata.nonfinite(record).any() else ""
-        of = f", {len(rows)} layers in order" if len(rows) != 1 else f": {naming.label(record, 0)}"
+        of = (
+            f", {len(rows)} layers in order"
+            if len(rows) != 1
+            else f": {naming.row_label(record, 0)}"
+        )
         title(ax, f"Spread of {KINDS[record.kind]}{of}{alarm}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
-        title(ax, f"Spread of {KINDS[record.kind]}: {naming.label(record, rows[0])}")
+        title(ax, f"Spread of {KINDS[record.kind]}: {naming.row_label(record, rows[0])}")
     if rows and len(record):
         _tiles(ax, record, rows, grid)
     else:
@@ -100,9 +104,7 @@ class Grid:
 
     def name(self, record: Record, row: int) -> str:
         """What fits over a tile; of long names the end, which tells neighbours apart."""
-        whole = naming.label(record, row)
-        name = whole if len(whole) <= self.room else record.names[row] or record.types[row]
-        return naming.tail(name, self.room)
+        return naming.row_label(record, row, self.room)
 
 
 def _check_hist(record: Record) -> None:

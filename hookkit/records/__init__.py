@@ -14,6 +14,7 @@ from hookkit.records.record import (
     STATISTICS,
     UNIT_STATISTICS,
     Record,
+    label,
 )
 from hookkit.records.runs import Incident, Run, as_record, as_run, by_module, in_order
 from hookkit.records.values import Exports, Floats, Ints, Tables, Views
@@ -35,4 +36,5 @@ __all__ = [
     "as_run",
     "by_module",
     "in_order",
+    "label",
 ]

@@ -132,6 +132,11 @@ class Record(Plain, Exports):
             f"`.names` lists all {len(self.names)}."
         )
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Per row the name with the module's class: `"0 Conv2d"`."""
+        return tuple(label(*row) for row in zip(self.names, self.types, strict=True))
+
     def value(self, statistic: str, layer: int | str | None = None) -> Floats:
         """One statistic: (n,) float64 of one layer, or (n_layers, n) of all.
 
@@ -164,6 +169,15 @@ class Record(Plain, Exports):
         hist = ", hist" if self.hist is not None else ""
         records = f"{len(self)} record{'s' * (len(self) != 1)}"
         return f"Record({self.kind}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
+
+
+def label(name: str, kind: str) -> str:
+    """A layer's name and the class of its module, as every picture, page and message writes them.
+
+    >>> label("0", "Conv2d"), label("", "Net"), label("features.0", "")
+    ('0 Conv2d', '(model) Net', 'features.0')
+    """
+    return f"{name or '(model)'} {kind}".rstrip()
 
 
 _CURES = {
