@@ -9,6 +9,7 @@ hands, and is not detached; this file finds out when that is so, and says it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from gc import get_referents
 from types import (
     BuiltinFunctionType,
@@ -105,7 +106,7 @@ def references(x: Any, path: str = "") -> list[Reference]:
     return [Reference(path, x)]
 
 
-def warning_of(who: str, label: str, kind: str, options: Options, kept: list[Reference]) -> str:
+def warning_of(who: str, label: str, kind: str, options: Options, kept: Sequence[Reference]) -> str:
     """What is wrong with the first reference of `kept` that is not as a copy would be; or ""."""
     for each in kept:
         if faults := each.faults(options):

@@ -101,10 +101,10 @@ def layer_ticks(
             kept.append(i)
     if len(kept) > 2:
         kept[-1] = starts[-1]  # the end of the net, as its beginning, has a name
-    heads = {i: ".".join(paths[i][:depth]) for i in kept}
+    named = {i: ".".join(paths[i][:depth]) for i in kept}
     return [
         (i, label(head, types[i] if head == names[i] else "", width))  # a block has no type
-        for i, head in heads.items()
+        for i, head in named.items()
     ]
 
 

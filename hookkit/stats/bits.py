@@ -35,7 +35,7 @@ def checksum(t: Tensor) -> Tensor:
     values = t.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     place = torch.arange(1, 2 * min(len(values), _CHUNK) + 1, 2, device=t.device)
-    for i, part in enumerate(values.split(_CHUNK)):
+    for i, part in enumerate(torch.split(values, _CHUNK)):
         if part.is_floating_point() and part.element_size() > 1:  # float8 has no sum
             part = part + 0
         bits = part.view(_BITS[part.element_size()]).long()
