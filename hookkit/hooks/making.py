@@ -58,9 +58,10 @@ def hook_output(
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as a
-    reference; reading it warns if it was changed since, or is not as the options ask. With `grad`
-    it is a tuple with the gradient of each tensor of the output (None where none arrived), filled
-    in by the backward pass.
+    reference; reading it warns if it was changed since, or is not as the options ask.
+
+    With `grad` it is a tuple with the gradient of each tensor of the output (None where none
+    arrived), filled in by the backward pass.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_output(m) as h:
