@@ -74,6 +74,56 @@ def big(n: int) -> Run:
     return made.run(made.transformer_names(), n, epoch=max(1, n // 3))
 
 
+def blown_up(run: Run, value: float, steps: slice = slice(None), *, counted: bool = True) -> Run:
+    """Every layer's values are `value` in `steps`, and its histogram is empty there."""
+
+    def tainted(r: Record | None) -> Record | None:
+        assert r is not None
+        values = {}
+        for name, table in r.values.items():
+            values[name] = table.copy()
+            if name == "nonfinite":
+                values[name][:, steps] = 64 * (counted and not np.isfinite(value))
+            elif name in ("near_zero", "zero"):  # shares
+                values[name][:, steps] = np.clip(value, 0, 1)
+            elif name != "count":
+                values[name][:, steps] = value
+        hist = None if r.hist is None else r.hist.copy()
+        if hist is not None:
+            hist[:, :, steps] = 0
+        return replace(r, values=values, hist=hist)
+
+    activations, gradients = tainted(run.activations), tainted(run.gradients)
+    return replace(run, activations=activations, gradients=gradients, params=tainted(run.params))
+
+
+def without_layers(run: Run) -> Run:
+    """Steps were made, and no layer was recorded."""
+
+    def emptied(r: Record | None) -> Record | None:
+        assert r is not None
+        values = {k: v[:0] for k, v in r.values.items()}
+        return replace(
+            r,
+            names=(),
+            types=(),
+            values=values,
+            hist=None if r.hist is None else r.hist[:0],
+            meta={},
+        )
+
+    return replace(
+        run,
+        activations=emptied(run.activations),
+        gradients=emptied(run.gradients),
+        params=emptied(run.params),
+    )
+
+
+def deep(n: int) -> Run:
+    return made.run([(f"{i}", ("Linear", "ReLU")[i % 2]) for i in range(64)], n)
+
+
 RUNS: dict[str, Callable[[], Run]] = {
     "small": lambda: made.run(n=40, epoch=10),
     "no steps": lambda: made.run(n=0),
@@ -84,12 +134,26 @@ RUNS: dict[str, Callable[[], Run]] = {
     "all zero": lambda: zeros(made.run(n=20)),
     "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),
     "dead": lambda: made.dead(made.run(made.resnet_names(), 40)),
+    "no layers": lambda: without_layers(made.run(n=20)),
+    "deep, broken at the end": lambda: blown_up(deep(6), np.nan, slice(3, None)),
+    "deep, broken throughout": lambda: blown_up(deep(4), np.inf),
+    "deep, zero at the end": lambda: blown_up(deep(4), 0.0, slice(-1, None)),
+    "one broken step": lambda: blown_up(made.run(n=1), np.nan),
+    "one layer, broken": lambda: blown_up(made.run([("0", "Linear")], 5), -np.inf),
+    "infinite, not counted": lambda: blown_up(made.run(n=9), np.inf, counted=False),
+    "largest numbers": lambda: blown_up(made.run(n=9), 1e308),
+    "smallest numbers": lambda: blown_up(made.run(n=9), 5e-324),
+    "negative": lambda: blown_up(made.run(n=9), -3.0),
 }
 
 
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("state", RUNS)
 def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
+    if state == "no layers" and name in ("color_dim one layer", "plot_layer_stats"):
+        with pytest.raises(SelectionError, match="nothing was recorded yet"):
+            PICTURES[name](RUNS[state]())
+        return
     picture = PICTURES[name](RUNS[state]())
 
     assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
@@ -444,6 +508,15 @@ def test_the_depth_profile_draws_chosen_steps() -> None:
 
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()][1:] == ["0", "150"]
     assert figure.axes[0].get_yscale() == "log"
+
+
+def test_a_depth_profile_of_a_deep_net_that_blew_up_marks_every_layer() -> None:
+    figure = plotting.plot_depth(blown_up(deep(24), np.nan, slice(12, None)))
+
+    forward = figure.axes[0]
+    crosses = [line for line in forward.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert [len(line.get_xdata()) for line in crosses] == [64]
+    assert "NaN or Inf" in forward.get_xlabel()
 
 
 def test_a_deep_depth_profile_shows_every_layer_and_a_smooth_line() -> None:
@@ -854,6 +927,10 @@ def test_spikes_are_found_by_six_sigma_and_never_in_the_first_steps() -> None:
     values[[5, 300]] = 10.0
 
     assert list(plotdata.spikes(values)) == [300]
+
+
+def test_nothing_is_smoothed_to_nothing() -> None:
+    assert len(plotdata.smoothed(np.zeros(0), 5)) == 0
 
 
 def test_smoothing_does_not_lag_and_steps_over_nan() -> None:

@@ -200,6 +200,27 @@ def test_without_histograms_the_page_says_how_to_have_them(tmp_path: Path) -> No
     assert "No histograms of activations were recorded: use with_hist=True" in text
 
 
+@pytest.mark.parametrize("n_layers", [1, 64])
+@pytest.mark.parametrize("broken", [slice(12, None), slice(None)])
+def test_the_page_of_a_net_that_blew_up_has_every_picture(
+    n_layers: int, broken: slice, tmp_path: Path
+) -> None:
+    run = made.run([(f"{i}", "Linear") for i in range(n_layers)], n=24)
+    for kind in ("activations", "gradients"):
+        record = getattr(run, kind)
+        values = {k: v.copy() for k, v in record.values.items()}
+        for name, table in values.items():
+            table[:, broken] = 64 if name == "nonfinite" else np.nan
+        record.hist[:, :, broken] = 0
+        run = replace(run, **{kind: replace(record, values=values)})
+
+    html = html_of(run, tmp_path)
+
+    assert "Could not be drawn" not in html
+    assert "No picture" not in html
+    assert html.count("<img") == 11
+
+
 def test_a_picture_that_fails_does_not_cost_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,8 +148,9 @@ def log_y(ax: Any, values: Any) -> None:
     low, high = np.log10(positive.min()), np.log10(positive.max())
     decades = high - low
     most = 300 - 0.35 * decades  # or matplotlib's ticks, some decades beyond, overflow
-    if max(-low, high) > most and low < most and high > -most:
-        ax.set_ylim(*10.0 ** np.clip((low, high), -most, most))
+    if max(-low, high) > most:
+        bottom, top = np.clip((low, high), -most, most)
+        ax.set_ylim(10.0 ** (bottom - 0.1), 10.0 ** (top + 0.1))  # apart, also where both were cut
     ax.set_yscale("log", nonpositive="mask")
     between = {2.0, 5.0} if decades < 2 else set()
 
@@ -178,6 +179,8 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
     size = np.abs(values[np.isfinite(values) & (values != 0)])
     usual = float(np.percentile(size, 75)) if size.size else 0.0
     if not size.size or size.max() <= 100 * usual:
+        if size.size and size.max() > 1e300:  # the margin that matplotlib adds would overflow
+            ax.set_ylim(-1e300, 1e300)
         return
     ax.set_yscale("symlog", linthresh=usual)
     if size.max() > 1e200:  # as above

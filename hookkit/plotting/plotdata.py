@@ -220,6 +220,8 @@ def check_step(record: Record, step: int) -> None:
 
 def smoothed(values: Floats, width: int | None = None) -> Floats:
     """Running mean of the finite `values`, centred so that it does not lag; default: n/40 wide."""
+    if not len(values):
+        return values
     width = (width or max(5, len(values) // 40)) | 1
     finite = np.isfinite(values)
     kernel = np.ones(min(width, len(values)))
