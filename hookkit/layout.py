@@ -10,6 +10,8 @@ import unicodedata
 from functools import lru_cache
 
 _JOINER = "\u200d"  # joins emoji into one picture: 👨‍👩‍👧
+_JOINERS = (_JOINER, "\u200c")  # the other one keeps letters apart in Persian
+_SIGNS = 16  # characters in a column, at the most that is worth a look
 _PICTURE = "\ufe0f"  # asks for the colour form of the sign before it, which is two columns wide
 _FLAG = range(0x1F1E6, 0x1F200)  # regional letters; two of them make one flag
 _SKIN = range(0x1F3FB, 0x1F400)  # skin tones, drawn onto the emoji before them
@@ -59,11 +61,43 @@ def clip(text: str, n: int) -> str:
     >>> clip("TransformerEncoder", 12), clip("卷积层一二三", 6)
     ('Transformer…', '卷积…')
     """
-    if width(text) <= n:
+    if len(text) <= _SIGNS * n and width(text) <= n:
         return text
+    text = text[: max(0, _SIGNS * n)]
     while text and width(text) > n - 1:
         text = text[:-1]
     return text.rstrip(_JOINER) + "…" if n > 0 else ""
+
+
+def harmless(text: str, n: int = 200) -> str:
+    """`text` on one line, with what would act on a terminal or reorder a line written as an escape.
+
+    Control characters, marks of writing direction, line separators and halves of surrogate pairs
+    come from names and class names that a user's code makes. What is longer than `n` signs loses
+    its middle.
+
+    >>> harmless("a\\x1b[31m\\nb\\u202e"), harmless("x" * 300, 9)
+    ('a\\\\x1b[31m\\\\nb\\\\u202e', 'xxxx…xxxx')
+    """
+    if len(text) > n:
+        text = f"{text[: n // 2]}…{text[len(text) - n // 2 :]}"
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if _is_harmless(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_harmless(c: str) -> bool:
+    return c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def csv_cell(text: str) -> str:
+    """`text` as a cell of a CSV file that no spreadsheet takes for a formula.
+
+    >>> csv_cell("=1+1"), csv_cell("layer1.0")
+    ("'=1+1", 'layer1.0')
+    """
+    text = harmless(text, len(text))
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:

@@ -282,3 +282,13 @@ def test_what_holds_no_records_is_refused(other: Any) -> None:
 def test_a_folder_in_place_of_a_writer_gets_the_way_to_one() -> None:
     with pytest.raises(ArgumentError, match=r'str was given.*pip install "hookkit\[tensorboard\]"'):
         log_to("runs", record())
+
+
+def test_a_layer_whose_name_is_a_formula_is_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
+    names = ("=cmd()", "@sum\x1b\n")
+    path = to_csv(replace(record(), names=names), tmp_path / "run.csv")
+
+    with path.open(newline="") as file:
+        layers = {row["layer"] for row in csv.DictReader(file)}
+
+    assert layers == {"'=cmd()", "'@sum\\x1b\\n"}

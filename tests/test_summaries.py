@@ -665,7 +665,7 @@ def test_names_are_shortened_last() -> None:
     rows = summary(net, torch.ones(2, 3, 300)).text(width=66).splitlines()[4:7]
 
     assert [row.split()[0] for row in rows] == ["0", "self_attention", "query_proj"]
-    assert rows[0].split()[1] == "Conditional…"
+    assert rows[0].split()[1] == "Condition…"
 
 
 def test_long_notes_get_a_line_of_their_own() -> None:

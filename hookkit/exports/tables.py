@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from hookkit.errors import OptionError, missing_extra
+from hookkit.layout import csv_cell
 from hookkit.records import Record, as_run
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
@@ -62,7 +63,8 @@ def to_df(source: Any) -> Any:
 def to_csv(source: Any, path: str | Path) -> Path:
     """Writes the tidy table as CSV (numbers to full precision, nothing for NaN); the path.
 
-    Missing parent folders are made.
+    Missing parent folders are made. A name that a spreadsheet would take for a formula gets a
+    quote before it (`'=x`), and control characters in names are escaped.
     """
     path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,8 @@ def to_csv(source: Any, path: str | Path) -> Path:
         writer.writerow(COLUMNS)
         for record in records:
             for *place, value in record.rows():
-                writer.writerow([*place, "" if np.isnan(value) else repr(value)])
+                safe = (csv_cell(x) if isinstance(x, str) else x for x in place)
+                writer.writerow([*safe, "" if np.isnan(value) else repr(value)])
     return path
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from hookkit.layout import nbytes, pad, si, width
+from hookkit.layout import harmless, nbytes, pad, si, width
 from hookkit.summaries.outline import NUMBERS, Row, Summary
 
 _WORDS = {
@@ -52,7 +52,7 @@ class SummaryDiff:
     def __str__(self) -> str:
         if not self:
             return "no difference"
-        rows = [(_MARKS[c.kind], c.name or "(model)", c.type, _told(c)) for c in self.changes]
+        rows = [_cells(c) for c in self.changes]
         sizes = [max((width(r[i]) for r in rows), default=0) for i in range(3)]
         text = ["  ".join([*map(pad, r[:3], sizes), r[3]]).rstrip() for r in rows]
         moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
@@ -63,13 +63,17 @@ class SummaryDiff:
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no difference</p>"
-        cells = [(_MARKS[c.kind], c.name or "(model)", c.type, _told(c)) for c in self.changes]
+        cells = [_cells(c) for c in self.changes]
         rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in cells)
         moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
         return f"<table>{rows}</table><p>total {escape(moved or 'unchanged')}</p>"
 
 
 _MARKS = {"changed": " ", "added": "+", "removed": "−"}
+
+
+def _cells(c: Change) -> tuple[str, ...]:
+    return _MARKS[c.kind], harmless(c.name) or "(model)", harmless(c.type), harmless(_told(c), 1000)
 
 
 def _cell(text: str) -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hookkit.data import generators_of, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
-from hookkit.layout import percent
+from hookkit.layout import harmless, percent
 from hookkit.modelinfo import drawing
 from hookkit.nested import Inputs, leaves, tmap
 from hookkit.summaries.building import arrivals, build, run, wrapper_notes, wrappers_of
@@ -126,7 +126,7 @@ def _table(s: Summary, xb: tuple[Any, ...]) -> str:
     inputs = [list(t.shape) for t in leaves(xb)]
     size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
     head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
-    text = [f"{s.rows[0].type} (Input shape: {size})", "=" * _N, head, "=" * _N]
+    text = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
     previous: Any = None
     for i, r in enumerate(_leaves(s)):
         kind, n, free, shape, same = _info(r)
@@ -136,7 +136,7 @@ def _table(s: Summary, xb: tuple[Any, ...]) -> str:
             text.append(f"{'':<20} {_sizes(shape):<20}")
         previous = shape if called and shape is not None else previous
         note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
-        text.append(f"{kind:<20} {note:<20} {n:<10} {free!s:<10}")
+        text.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
     return "\n".join([*text, "_" * _N]) + "\n"
 
 

@@ -264,12 +264,22 @@ class Summary:
         return render(self, self._viewed(fold, depth, columns), width)
 
     def html(
-        self, *, by: str = "params", fold: bool | None = None, depth: int | None = None
+        self,
+        *,
+        by: str = "params",
+        fold: bool | None = None,
+        depth: int | None = None,
+        columns: Any = None,
     ) -> str:
-        """The table as one piece of HTML that folds; `by` says what its bars show the share of."""
+        """The table as one piece of HTML that folds.
+
+        Args:
+            by: what its bars show the share of: "params", "macs" or "kept".
+            fold, depth, columns: as for `text`.
+        """
         from hookkit.summaries.htmltable import render
 
-        return render(self, self._viewed(fold, depth, None), by)
+        return render(self, self._viewed(fold, depth, columns), by)
 
     def diff(self, other: Summary) -> Any:
         """What is different in `other`, by qualified name; prints, and shows as HTML."""

@@ -1,8 +1,9 @@
 """A summary as text that fits the terminal.
 
 What is too wide gives way in this order: notes move to a line of their own, shapes and types are
-shortened with an ellipsis, then names, down to a quarter of the width; then columns go, from the
-right, and the footer says which.
+shortened with an ellipsis, then names, down to a quarter of the width; then all of them further.
+Only where that is not enough, as in 40 columns, columns go, from the right, and the footer says
+which. What names and class names hold that would act on a terminal is written as an escape.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.layout import clip, nbytes, pad, percent, si, width, wrap
+from hookkit.layout import clip, harmless, nbytes, pad, percent, si, width, wrap
 from hookkit.summaries.folding import Line, lines
 from hookkit.summaries.outline import Summary, View
 
@@ -73,6 +74,14 @@ _RUN = ("type", "output", "params", "train", "macs", "kept")
 _NO_RUN = ("type", "params", "train")
 
 
+_CELL = 500  # signs of a structured output that are worth a line
+
+
+def cell(column: str, line: Line, s: Summary) -> str:
+    """What stands in `column` of a line, harmless to a terminal."""
+    return harmless(COLUMNS[column][2](line, s), _CELL)
+
+
 def check_columns(columns: tuple[str, ...] | None) -> None:
     """Raises OptionError for a column that does not exist."""
     for name in columns or ():
@@ -111,22 +120,33 @@ def notes_of(line: Line, s: Summary) -> list[str]:
             else len(s) - 1
         )
         notes.append(f"{n} inside")
-    return notes
+    return [harmless(note, _CELL) for note in notes]
 
 
 def body(s: Summary, view: View) -> list[Line]:
     """The lines to draw; the model's own only if it owns something or has nothing inside."""
     found = lines(s.rows, fold=view.fold, depth=view.depth)
-    root = found[0]
-    plain = not any(vars(root.shown).values()) and s.failed[-1:] != ("",)
-    return found[1:] if plain and len(found) > 1 else found
+    return found if len(found) == 1 or body_is_whole(s) else found[1:]
+
+
+def body_is_whole(s: Summary) -> bool:
+    """True if the model itself has something to show: a share of its own, or a failure."""
+    return any(vars(s.rows[0].own).values()) or s.failed[-1:] == ("",)
 
 
 def _label(line: Line, s: Summary, base: int) -> str:
-    text = line.label or "(itself)"
+    text = harmless(line.label) or "(itself)"
     mark = "✗ " if s.failed and line.row.kind == "module" and line.row.name in s.failed else ""
     fold = f"  ×{line.fold}" if line.fold > 1 else ""
     return "  " * max(0, line.depth - base) + mark + text + fold
+
+
+def _indented(label: str, n: int) -> str:
+    """A label in `n` columns; its indent gives way first, to one column a level."""
+    text = label.lstrip(" ")
+    indent = len(label) - len(text)
+    indent = min(indent, max(n - width(text), min(indent // 2, n // 3)))
+    return " " * indent + clip(text, n - indent)
 
 
 def render(s: Summary, view: View, n: int | None = None) -> str:
@@ -149,17 +169,18 @@ def render(s: Summary, view: View, n: int | None = None) -> str:
 
 def heading(s: Summary, n: int) -> list[str]:
     """The model's class, what went in, and what came out: on a line of its own if it must."""
-    name, n = s.rows[0].type, max(n, 20)
+    name, n = harmless(s.rows[0].type), max(n, 20)
     if s.run == "none":
         return [clip(name, n)]
-    given, got = f"{name}   {s.inputs}", f"→ {s.output or ('✗' if s.failed else '–')}"
+    inputs, output = harmless(s.inputs, _CELL), harmless(s.output, _CELL)
+    given, got = f"{name}   {inputs}", f"→ {output or ('✗' if s.failed else '–')}"
     lines = [f"{given} {got}"] if width(f"{given} {got}") <= n else [given, f"  {got}"]
     return [clip(line, n) for line in lines]
 
 
 def _in_words(line: str, n: int) -> list[str]:
-    """A sentence in as many lines as it needs; a word that is too long stays whole."""
-    return wrap(line.split(" "), n, " ")
+    """A sentence in as many lines as it needs; a word that is too long for one stays whole."""
+    return wrap([harmless(word) for word in line.split(" ")], n, " ")
 
 
 def _table(
@@ -167,7 +188,7 @@ def _table(
 ) -> tuple[list[str], list[str]]:
     base = min(line.depth for line in drawn if line.depth or len(drawn) == 1)
     first = ["Layer", *(_label(line, s, base) for line in drawn)]
-    cells = {c: [COLUMNS[c][0], *(COLUMNS[c][2](line, s) for line in drawn)] for c in names}
+    cells = {c: [COLUMNS[c][0], *(cell(c, line, s) for line in drawn)] for c in names}
     notes = ["", *(" · ".join(notes_of(line, s)) for line in drawn)]
     shown, missing = list(names), []
     natural = {"layer": _widest(first), **{c: _widest(cells[c]) for c in names}}
@@ -179,7 +200,7 @@ def _table(
     aside = _widest(notes) <= room
     out = []
     for i, label in enumerate(first):
-        parts = [pad(clip(label, limits["layer"]), limits["layer"])]
+        parts = [pad(_indented(label, limits["layer"]), limits["layer"])]
         for c in shown:
             right = COLUMNS[c][1]
             parts.append(pad(clip(cells[c][i], limits[c]), limits[c], right=right))
@@ -190,7 +211,7 @@ def _table(
         if i == 0:
             out.append("─" * min(n, max(width(text), 20)))
         elif notes[i] and not (aside or width(notes[i]) <= room):
-            indent = " " * (len(label) - len(label.lstrip()) + 2)
+            indent = " " * (min(len(label) - len(label.lstrip()), n // 3) + 2)
             out += [clip(f"{indent}↳ {line}", n) for line in wrap(notes[i].split(" · "), n - 8)]
     rule = "─" * min(n, max(width(line) for line in out))
     out[1] = rule
@@ -201,7 +222,9 @@ def _widest(texts: list[str]) -> int:
     return max(map(width, texts))
 
 
+# How far text gives way: first so far that it reads well, then so far that no column has to go.
 _SHORTEST = {"output": 14, "input": 14, "type": 10, "layer": 14}
+_TIGHT = {"output": 8, "input": 8, "type": 7, "layer": 14}
 
 
 def _fitted(natural: dict[str, int], shown: list[str], n: int) -> tuple[dict[str, int], bool]:
@@ -210,15 +233,15 @@ def _fitted(natural: dict[str, int], shown: list[str], n: int) -> tuple[dict[str
     Names are shortened last, and least: layers are selected by them.
     """
     limits = {c: natural[c] for c in ("layer", *shown)}
-    shortest = {**_SHORTEST, "layer": max(_SHORTEST["layer"], n // 4)}
-    while (over := sum(w + 2 for w in limits.values()) - 2 - n) > 0:
-        able = [c for c in limits if limits[c] > shortest.get(c, 10**9)]
-        able = [c for c in able if c != "layer"] or able
-        if not able:
-            return limits, False
-        widest = max(able, key=lambda c: limits[c] - shortest[c])
-        limits[widest] -= min(over, limits[widest] - shortest[widest], 4)
-    return limits, True
+    for shortest in ({**_SHORTEST, "layer": max(_SHORTEST["layer"], n // 4)}, _TIGHT):
+        while (over := sum(w + 2 for w in limits.values()) - 2 - n) > 0:
+            able = [c for c in limits if limits[c] > shortest.get(c, 10**9)]
+            able = [c for c in able if c != "layer"] or able
+            if not able:
+                break
+            widest = max(able, key=lambda c: limits[c] - shortest[c])
+            limits[widest] -= min(over, limits[widest] - shortest[widest], 4)
+    return limits, over <= 0
 
 
 def footer(s: Summary, n: int) -> list[str]:

@@ -1,0 +1,204 @@
+"""What a summary prints keeps to its width, loses no column at 80, and does nothing to a screen."""
+
+import unicodedata
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.layout import clip, csv_cell, harmless, width
+from hookkit.summaries import layer_info, module_summary, summary
+
+NASTY = [
+    "a\x1b[31mred",
+    "line\nbreak",
+    "tab\tcr\rnul\x00",
+    "right\u202eto left\u2066",
+    "c1\x9b31m",
+    "half\ud800",
+    "sep\u2028\u2029",
+    "=1+1",
+    "n" * 10_000,
+    "w" + "\u0301" * 10_000,
+]
+
+
+def named(name: str) -> Any:
+    """A model in which `name` stands wherever a user's code can put one."""
+
+    class Layer(nn.Linear):
+        def extra_repr(self) -> str:
+            return name
+
+        def forward(self, x: Tensor) -> Any:
+            return {name: super().forward(x)}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, Layer(3, 4))
+            self.unused = Layer(3, 4)
+            self.spare = nn.ModuleDict({name: Layer(3, 4)})
+            self.tied = Layer(3, 4)
+            self.tied.weight = self.spare[name].weight  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Any:
+            return getattr(self, name)(x)
+
+    Layer.__name__ = Net.__name__ = name if "\x00" not in name and "\ud800" not in name else "L"
+    return Net()
+
+
+def acting(text: str) -> set[str]:
+    """The characters in `text` that act on a screen or turn a line around."""
+    bad = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    return {c for c in text if unicodedata.category(c) in bad} - {"\n"}
+
+
+@pytest.mark.parametrize("name", NASTY, ids=lambda n: ascii(n)[:12])
+@pytest.mark.filterwarnings("ignore:.*is the name of")
+def test_names_do_nothing_to_a_screen_and_keep_to_the_width(name: str) -> None:
+    net = named(name)
+    opt = torch.optim.SGD([{"params": list(net.parameters())[:1], "name": name, "lr": 0.1}])
+
+    s = summary(net, torch.ones(2, 3), opt=opt)
+    texts = [str(s), s.text(width=80), s.html(), str(s.diff(summary(nn.Linear(3, 3))))]
+
+    assert name in s or name == ""
+    assert not any(acting(text) for text in texts)
+    table = s.text(width=80).split("─\n")
+    assert all(width(line) <= 80 for part in table[:2] for line in part.splitlines())
+    assert all(len(text) < 100_000 for text in texts)
+    assert max(map(len, s.text(width=80).splitlines())) < 2000
+
+
+@pytest.mark.parametrize("name", NASTY[:6], ids=lambda n: ascii(n)[:12])
+def test_fastais_layout_does_nothing_to_a_screen(name: str) -> None:
+    class Learn:
+        model = named(name)
+
+    text = module_summary(Learn(), torch.ones(2, 3))
+
+    assert not acting(text)
+    assert layer_info(Learn(), torch.ones(2, 3))[0][3] == {name: [1, 4]}
+
+
+@pytest.mark.parametrize("name", NASTY[:6], ids=lambda n: ascii(n)[:12])
+def test_the_note_of_an_error_does_nothing_to_a_screen(name: str) -> None:
+    with pytest.raises(RuntimeError) as error:
+        summary(named(name), torch.ones(2, 9))
+
+    assert not acting("".join(error.value.__notes__))
+
+
+def test_joined_emoji_and_persian_stay_as_they_are() -> None:
+    for text in ("👨‍👩‍👧", "می\u200cخواهم", "卷积", "e\u0301"):
+        assert harmless(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=cmd|' /C calc'!A0", "'=cmd|' /C calc'!A0"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@x", "'@x"),
+        ("\t=1", "\\t=1"),
+        ("layer1.0", "layer1.0"),
+    ],
+)
+def test_a_cell_is_no_formula(text: str, cell: str) -> None:
+    assert csv_cell(text) == cell
+
+
+def test_clipping_a_long_name_looks_at_its_beginning_only() -> None:
+    assert clip("卷" * 1_000_000, 5) == "卷卷…"
+    assert clip("a" + "\u0301" * 100, 5)[-1] == "…"
+
+
+class Wide(nn.Module):
+    """Long names, deep, structured outputs, billions of parameters."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.query_key_value_projection = nn.Linear(40_000, 400_000)
+        self.conditional_attention_block = Wide(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        inner = self.conditional_attention_block(x)
+        return {"last_hidden_state": self.query_key_value_projection(x), "inner": (inner, x)}
+
+
+@pytest.mark.parametrize("depth", [0, 3, 9])
+def test_eighty_columns_drop_none(depth: int) -> None:
+    with torch.device("meta"):
+        net, x = Wide(depth), torch.ones(2, 3, 40_000)
+
+    text = summary(net, x).text(width=80)
+
+    assert "Not shown" not in text
+    head = text.splitlines()[2 if "Layer" in text.splitlines()[2] else 1]
+    assert head.split() == ["Layer", "Type", "Output", "Params", "Train", "MACs", "Kept"]
+    assert all(width(line) <= 80 for line in text.splitlines())
+    assert "query_k" in text
+
+
+# HTML
+
+
+class Attends(nn.Module):
+    """A container with multiply-accumulates of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) @ self.k(x).T
+
+
+def page(**options: Any) -> str:
+    return summary(Attends(), torch.ones(3, 4)).html(**options).partition("</style>")[2]
+
+
+def test_html_has_the_columns_that_were_chosen() -> None:
+    html = page(columns=["type", "percent", "calls", "dtype"])
+    heads = html.partition("</div>")[0]
+    same = summary(Attends(), torch.ones(3, 4), columns=("type", "percent", "calls", "dtype"))
+
+    assert [c for c in ("Layer", "Type", "Share", "Calls", "Dtype") if f">{c}<" in heads] == [
+        "Layer", "Type", "Share", "Calls", "Dtype",
+    ]  # fmt: skip
+    assert not any(f">{c}<" in heads for c in ("Output", "Params", "Train", "MACs", "Kept"))
+    assert ">50%</span>" in html
+    assert same.html().partition("</style>")[2] == html
+    assert "share of all" not in html
+
+
+def test_an_open_container_shows_its_own_share_and_its_total() -> None:
+    html = page()
+
+    assert '<span class="o">36<i>Σ 132</i></span><span class="c">132</span>' in html
+    assert "<i>Σ 40</i>" in html
+    assert "Σ an open container with all inside it" in html
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [("params", "all parameters"), ("macs", "all MACs"), ("kept", "all bytes kept for backward")],
+)
+def test_bars_are_explained(by: str, said: str) -> None:
+    html = page(by=by)
+
+    assert f'<span class="k"></span>share of {said}' in html
+    assert html.count('class="w"') == {"params": 3, "macs": 4, "kept": 3}[by]
+
+
+def test_a_word_has_room_and_is_not_broken() -> None:
+    net = nn.Sequential()
+    net.add_module("conditional_attention_projection", nn.Linear(2, 2))
+    style, _, html = summary(net, torch.ones(1, 2)).html().partition("</style>")
+
+    assert "overflow-wrap" not in style
+    assert "--hk-cols:minmax(35ch,2.2fr)" in html
