@@ -1,7 +1,8 @@
 """`python -m hookkit.summarize module:factory --input 1,3,224,224`: a summary from the shell.
 
 `python -m hookkit` is the same.
-Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the arguments are bad.
+Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the arguments are bad,
+130 it was interrupted. Whatever goes wrong is one line, after the table so far if the model failed.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import nn
 
-from hookkit.errors import HookkitError, nearest
+from hookkit.errors import HookkitError, ModelRunError, nearest
+from hookkit.layout import harmless, nbytes
 from hookkit.summaries import Summary, summary
 from hookkit.summaries.texttable import COLUMNS
 
@@ -27,7 +30,8 @@ class _Parser(argparse.ArgumentParser):
     """One clear line and exit code 2, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        _write(sys.stderr, f"{self.prog}: {harmless(message, 1000)}\n")
+        self.exit(2)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -67,10 +71,40 @@ def _input(text: str) -> torch.Tensor:
     if not all(part.strip().isdecimal() and int(part) for part in sizes.split(",")):
         raise argparse.ArgumentTypeError(f"{sizes!r} is not a shape, such as 1,3,224,224")
     shape = [int(part) for part in sizes.split(",")]
-    mine = torch.Generator("cpu").manual_seed(0)
+    needed, there = prod(shape) * max(4, dtype.itemsize), _memory()
+    if needed > there:
+        raise argparse.ArgumentTypeError(
+            f"{sizes!r} takes {nbytes(needed)} of memory, and there are {nbytes(there)}: "
+            "give a smaller shape, such as a batch of 1"
+        )
+    try:
+        return _filled(shape, dtype)
+    except (RuntimeError, MemoryError, OverflowError) as e:
+        why = _one_line(e).partition(". ")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be made: {why}") from None
+
+
+def _filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
+        mine = torch.Generator("cpu").manual_seed(0)
         return torch.randn(shape, generator=mine, device="cpu").to(dtype)
     return torch.zeros(shape, dtype=dtype, device="cpu")  # ids that every vocabulary has
+
+
+def _memory() -> int:
+    """Bytes of memory in this machine; where nobody says so, more than any has.
+
+    Asking for more than that is not always refused: the system ends the process as it is filled.
+    """
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 2**62
+
+
+def _one_line(e: BaseException) -> str:
+    """The words of an error without its line ends; its class if it has none."""
+    return harmless(" ".join(str(e).split()), 1000) or type(e).__name__
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -89,11 +123,12 @@ def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        home = importlib.import_module(where)
+        home = _within(f"importing {where}", importlib.import_module, where)
     except ModuleNotFoundError as e:
         if e.name is None or not (where + ".").startswith(e.name + "."):
             raise  # the module is there and lacks something itself
-        parser.error(f"argument model: no module {where!r} here or among the installed ones")
+        hint = ": name a module, as in Python's import" if "/" in where else ""
+        parser.error(f"argument model: no module {where!r} here or among the installed ones{hint}")
     made: Any = home
     for part in name.split("."):
         if not hasattr(made, part):
@@ -101,10 +136,19 @@ def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
             hint = f": did you mean {near[0]!r}?" if near else ""
             parser.error(f"argument model: {where!r} has no {part!r}{hint}")
         made = getattr(made, part)
-    made = made if isinstance(made, nn.Module) or not callable(made) else made()
+    if not isinstance(made, nn.Module) and callable(made):
+        made = _within(f"calling {name}", made)
     if not isinstance(made, nn.Module):
         parser.error(f"argument model: {spec!r} is of type {type(made).__name__}, not an nn.Module")
     return made
+
+
+def _within(what: str, f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)`, of which a `sys.exit` ends no more than itself."""
+    try:
+        return f(*args)
+    except SystemExit as e:
+        raise ModelRunError(f"{what} ended by sys.exit({e.code!r}): leave that to a script") from e
 
 
 def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
@@ -122,7 +166,7 @@ def _page(made: Summary) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(made.rows[0].type)}</title>\n</head>\n"
+        f"<title>{escape(harmless(made.rows[0].type))}</title>\n</head>\n"
         f"<body>\n{made.html()}\n</body>\n</html>\n"
     )
 
@@ -130,25 +174,47 @@ def _page(made: Summary) -> str:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summarize") -> int:
     """Prints the summary that the command line asks for; returns the exit code."""
     parser = _parser(prog)
+    try:
+        return _main(parser, argv)
+    except KeyboardInterrupt:
+        _write(sys.stderr, f"{parser.prog}: interrupted\n")
+        return 130
+    except BrokenPipeError:  # of a reader such as head, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as e:
+        _write(sys.stderr, f"{parser.prog}: cannot write the summary: {_one_line(e)}\n")
+        return 1
+
+
+def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
-    if args.html and os.path.exists(args.html):  # false for a name that no disk takes
+    if args.html and os.path.lexists(args.html):  # false for a name that no disk takes
         parser.error(f"argument --html: {args.html} exists: name a new file")
-    if args.html and not args.html.parent.is_dir():
+    if args.html and not os.path.isdir(args.html.parent):
         parser.error(f"argument --html: there is no folder {args.html.parent}: make it first")
     try:
         made = _made(parser, args)
     except Exception as e:
         table = "".join(f"{note.strip()}\n" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, HookkitError) else f"{type(e).__name__}: "
-        sys.stderr.write(f"{table}{parser.prog}: {kind}{e}\n")
+        _write(sys.stderr, f"{table}{parser.prog}: {kind}{_one_line(e)}\n")
         return 1
     if args.html:
         try:
             args.html.write_text(_page(made), encoding="utf-8")
-        except OSError as e:
-            parser.error(f"argument --html: cannot write {args.html}: {e.strerror}")
-    sys.stdout.write(f"{made.to_json(2) if args.json else made.text(width=args.width)}\n")
+        except (OSError, ValueError) as e:  # ValueError: a name with a null character
+            why = getattr(e, "strerror", None) or _one_line(e)
+            parser.error(f"argument --html: cannot write {args.html}: {why}")
+    _write(sys.stdout, f"{made.to_json(2) if args.json else made.text(width=args.width)}\n")
     return 0
+
+
+def _write(file: TextIO, text: str) -> None:
+    """Writes `text`; a character that the file's encoding lacks as its escape."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    file.flush()
 
 
 if __name__ == "__main__":

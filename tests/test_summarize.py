@@ -1,5 +1,6 @@
 """`python -m hookkit.summarize`: the same from a shell, with exit codes a script can use."""
 
+import io
 import json
 import subprocess
 import sys
@@ -22,12 +23,29 @@ number = 3
 
 def broken():
     raise OSError("no weights on this disk")
+
+def needs(width):
+    return nn.Linear(width, width)
+
+def wordy():
+    raise RuntimeError("Error(s) in loading:\\n\\tmissing key\\x1b[31m")
+
+def silent():
+    raise MemoryError
+
+def leaves():
+    raise SystemExit(3)
+
+def stops():
+    raise KeyboardInterrupt
 """
 
 
 @pytest.fixture(autouse=True)
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_nets.py").write_text(NETS)
+    (tmp_path / "torn.py").write_text("def net(:\n")
+    (tmp_path / "script.py").write_text("raise SystemExit(2)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_nets", raising=False)
@@ -90,6 +108,21 @@ def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["my_nets:net", "--html", "x" * 300], "--html: cannot write"),
         (["my_nets:net", "--width", "0"], "argument --width: 0 columns hold no text"),
         ([], "the following arguments are required: model"),
+        (["my_nets:net", "--input", "999999999999,3,32,32"], "3,32,32' takes 12.3 PB"),
+        (["my_nets:net", "--input", f"{2**70},1"], "of memory, and there are"),
+        (["my_nets:net", "--input", "1,-3"], "argument --input: '1,-3' is not a shape"),
+        (["my_nets:net", "--input", "-1,3"], "argument --input: expected one argument"),
+        (["my_nets:net", "--input", ""], "argument --input: '' is not a shape"),
+        (["my_nets:net", "--input", "2,2:float31"], "'float31' is not a dtype"),
+        (["my_nets:net", "--input", "2,2:float4_e2m1fn_x2"], "_e2m1fn_x2' cannot be made: "),
+        (["my_nets.py:net"], "no module 'my_nets.py' here"),
+        (["./my_nets:net"], "is not of the form module:factory"),
+        (["nets/my_nets:net"], "no module 'nets/my_nets' here or among the installed ones: name a"),
+        (["my_nets:net", "--html", "."], "argument --html: . exists: name a new file"),
+        (["my_nets:net", "--html", "my_nets.py/x.html"], "--html: there is no folder my_nets.py"),
+        (["my_nets:net", "--html", "a\x00b.html"], "cannot write a\\x00b.html: embedded null"),
+        (["my_nets:net", "--what"], "unrecognized arguments: --what"),
+        (["my_nets:net\nnet"], "'my_nets' has no 'net\\nnet'"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_gets_one_line_and_exit_code_two(
@@ -108,6 +141,12 @@ def test_a_bad_argument_gets_one_line_and_exit_code_two(
     ("args", "message"),
     [
         (["my_nets:broken"], "OSError: no weights on this disk"),
+        (["my_nets:needs"], "TypeError: needs() missing 1 required positional argument: 'width'"),
+        (["my_nets:wordy"], "RuntimeError: Error(s) in loading: missing key\\x1b[31m"),
+        (["my_nets:silent"], "MemoryError: MemoryError"),
+        (["my_nets:leaves"], "calling leaves ended by sys.exit(3): leave that to a script"),
+        (["torn:net"], "SyntaxError: "),
+        (["script:net"], "importing script ended by sys.exit(2): leave that to a script"),
         (["my_nets:net", "--input", "1,3,9,9"], "summarize: RuntimeError: "),
     ],
 )
@@ -115,7 +154,32 @@ def test_a_model_that_fails_gives_exit_code_one(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == 1
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["my_nets:stops"]) == 130
+    assert capsys.readouterr().err == "python -m hookkit.summarize: interrupted\n"
+
+
+def test_a_screen_that_has_few_characters_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+
+    assert main(["my_nets:ready", "--input", "3,4"]) == 0
+
+    assert b"3\\xd74 float32" in raw.getvalue()
+
+
+def test_a_reader_that_has_gone_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "hookkit", "my_nets:ready"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        err = running.stderr.read()
+
+    assert err == b""
 
 
 @pytest.mark.parametrize("module", ["hookkit.summarize", "hookkit"])
