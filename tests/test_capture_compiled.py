@@ -4,8 +4,11 @@ What a block does to a compiled model's graphs is counted: it runs eagerly in th
 it was after it.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +132,69 @@ def test_an_exception_in_a_block_leaves_the_compiler_as_it_was(net: Net, x: Tens
 
     assert counter.frame_count == 2  # a new shape is compiled: the stance is not eager
     assert compiling._n_inside == 0
+
+
+@pytest.fixture
+def stance() -> Iterator[Any]:
+    """Reads the compiler's stance; it is the usual one before and after the test."""
+    frames = sys.modules["torch._dynamo.eval_frame"]
+    torch.compiler.set_stance("default")
+    yield lambda: frames._stance.stance
+    torch.compiler.set_stance("default")
+
+
+silent = pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
+
+
+@silent
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_stance_that_is_set_in_a_block_stays(
+    block: str, public: bool, net: Net, stance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if public:  # as in a torch without the private names
+        frames, real = SimpleNamespace(set_stance=None), compiling._set_eager
+        monkeypatch.setattr(compiling, "_set_eager", lambda _: real(frames))
+
+    with BLOCKS[block](net):
+        torch.compiler.set_stance("fail_on_recompile")
+
+    assert stance() == "fail_on_recompile"
+
+
+@silent
+def test_a_block_in_a_block_is_eager_whatever_is_set_between(net: Net, stance: Any) -> None:
+    with hook_outputs([net.a]):
+        torch.compiler.set_stance("fail_on_recompile")
+        with hook_outputs([net.b]):
+            assert stance() == "force_eager"
+
+    assert stance() == "fail_on_recompile"
+
+
+@silent
+def test_a_stance_for_a_while_inside_a_block_gives_way_to_the_blocks(net: Net, stance: Any) -> None:
+    with hook_outputs([net.a]):
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert stance() == "fail_on_recompile"
+        assert stance() == "force_eager"
+
+    assert stance() == "default"
+
+
+@silent
+def test_a_stance_that_outlasts_the_block_it_began_in_leaves_no_eager_one(
+    net: Net, stance: Any
+) -> None:
+    with ExitStack() as later:
+        with hook_outputs([net.a]):
+            later.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+        assert stance() == "fail_on_recompile"
+
+    assert stance() == "default"
+    with hook_outputs([net.a]):
+        assert stance() == "force_eager"
+    assert stance() == "default"
 
 
 # --- there before the first call

@@ -42,14 +42,17 @@ def enter_eager() -> bool:
     if frames is None or torch.compiler.is_compiling():
         return False
     with _lock:
-        if not _n_inside:
+        if not _n_inside or (_undo is not None and _changed(frames)):
             _undo = _set_eager(frames)
         _n_inside += 1
     return True
 
 
 def leave_eager(entered: bool) -> None:
-    """Undoes `enter_eager`; the last block to end puts the compiler back as it was."""
+    """Undoes `enter_eager`: the last block to end restores the compiler's stance.
+
+    A stance that somebody else has set meanwhile stays.
+    """
     global _n_inside
     if not entered:
         return
@@ -60,7 +63,7 @@ def leave_eager(entered: bool) -> None:
 
 
 def _set_eager(frames: Any) -> Callable[[], object] | None:
-    """Sets the compiler's stance; what puts it back, or None if it cannot be set here."""
+    """Sets the compiler's stance; what restores it, or None if it cannot be set here."""
     callback = getattr(
         getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
         "get_eval_frame_callback",
@@ -71,10 +74,9 @@ def _set_eager(frames: Any) -> Callable[[], object] | None:
             if callback() not in (None, False):  # inside a compiled region, which traces its hooks
                 return None
             before, frames._stance = frames._stance, _force_eager(frames)
-            return partial(setattr, frames, "_stance", before)
+            return partial(_restore, frames, before)
         if hasattr(frames, "set_stance"):
-            stance = torch.compiler.set_stance("force_eager")
-            return lambda: stance.__exit__(None, None, None)
+            return partial(_restore_publicly, torch.compiler.set_stance("force_eager"))
     except RuntimeError:  # inside a compiled region
         pass
     return None
@@ -88,6 +90,27 @@ def _force_eager(frames: Any) -> Any:
     if _stance is None:
         _stance = frames.DynamoStance("force_eager")
     return _stance
+
+
+def _changed(frames: Any) -> bool:
+    """Whether the stance is another one than a block has set."""
+    return getattr(frames, "_stance", _stance) is not _stance
+
+
+def _restore(frames: Any, before: Any) -> None:
+    global _stance
+    if not _changed(frames):
+        frames._stance = before
+    else:  # a `with set_stance` that ends after the block restores the block's: it is none now
+        vars(_stance).update(vars(before))
+        _stance = None
+
+
+def _restore_publicly(mine: Any) -> None:
+    now = torch.compiler.set_stance("default")  # tells what was set before
+    now.__exit__(None, None, None)
+    if now.prev is mine.stance:
+        mine.__exit__(None, None, None)
 
 
 def compiled_around(module: nn.Module) -> nn.Module | None:
