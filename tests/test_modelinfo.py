@@ -13,6 +13,7 @@ from hookkit.modelinfo import (
     ParameterModule,
     Partly,
     dummy_eval,
+    dummy_input,
     flatten_model,
     has_params,
     in_channels,
@@ -399,3 +400,23 @@ def test_what_is_no_module_is_named(f: Callable[[Any], Any]) -> None:
 def test_sizes_are_whole_numbers(size: Any) -> None:
     with pytest.raises(OptionError, match="sizes are whole numbers from 1"):
         model_sizes(nn.Conv2d(3, 4, 1), size)
+
+
+@pytest.mark.parametrize("f", [dummy_eval, dummy_input, model_sizes, num_features_model])
+@pytest.mark.parametrize(
+    "size", [(64, -1), (64, "a"), "64", 64.0, True, {64: 64}, {64, 32}, float("nan"), 0]
+)
+def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: Any) -> None:
+    with pytest.raises(OptionError, match=r"size=.*: sizes are whole numbers from 1, such as"):
+        f(nn.Conv2d(3, 4, 3), size)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [dummy_eval, dummy_input, flatten_model, has_params, in_channels, model_sizes,
+     num_features_model, total_params],
+)  # fmt: skip
+@pytest.mark.parametrize("m", [None, 3, "net", torch.ones(2), [nn.Linear(2, 2)], len, nn.Linear])
+def test_what_is_no_module_is_an_error_that_names_the_function(f: Any, m: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"{f.__name__}\(.*\) got .*: a model is an nn.Module"):
+        f(m)

@@ -161,6 +161,13 @@ def test_one_name_is_one_column_and_a_slice_gives_rows() -> None:
     assert [r.name for r in seen[1:]] == ["0", "1", "2"]
 
 
+class Holder:
+    model = mlp()
+
+    def summary(self) -> str:
+        return ""
+
+
 @pytest.mark.parametrize(
     ("ask", "kind", "message"),
     [
@@ -174,10 +181,51 @@ def test_one_name_is_one_column_and_a_slice_gives_rows() -> None:
         (lambda s: s.diff(3), ArgumentError, "diff of a Summary and a int: give a Summary"),
         (lambda s: s.diff(mlp()), ArgumentError, "give hookkit.summary\\(model, x\\)"),
         (lambda s: summary(mlp(), columns=[]), OptionError, "columns=\\[\\] draws nothing"),
+        (lambda s: s.text(depth=True), OptionError, "depth=True: give a whole number from 0"),
+        (lambda s: s.text(width=80.0), OptionError, "width=80.0: give a whole number from 1"),
+        (lambda s: s.text(fold="no"), ArgumentError, "Summary: fold='no' is of type str. Give Tr"),
+        (lambda s: s.html(fold=2), ArgumentError, "Summary: fold=2 is of type int. Give True"),
+        (lambda s: s.html(columns=["size"]), OptionError, 'no column "size"'),
+        (lambda s: s.html(by=3), OptionError, "bars show the share of params, macs, kept"),
+        (lambda s: s.top(3), OptionError, 'top\\(by="3"\\): choose one of n_params'),
+        (lambda s: s.top("macs", True), OptionError, "n=True: give a whole number from 0"),
+        (lambda s: s[True], ArgumentError, "s\\[True\\]: give the name of a row"),
+        (lambda s: summary(mlp(), fold="no"), ArgumentError, "summary: fold='no' is of type str"),
+        (lambda s: summary(mlp(), fold=None), ArgumentError, "summary: fold=None is of type None"),
+        (lambda s: summary(mlp(), depth=True), OptionError, "depth=True: give a whole number"),
+        (lambda s: summary(mlp(), model_kwargs=[1]), ArgumentError, "kwargs=\\[1\\] is of ty"),
+        (lambda s: summary(mlp(), model_kwargs={1: 2}), ArgumentError, "Give a dict of keyword in"),
+        (lambda s: summary(mlp(), opt=torch.optim.SGD), ArgumentError, "opt=the class SGD: give"),
+        (lambda s: summary(Holder()), ArgumentError,
+         "summary of Holder: it holds a model: use learn.summary\\(\\), or summary\\(learn.model"),
     ],
-)
+)  # fmt: skip
 def test_an_option_that_cannot_work_is_told(
     ask: Callable[[Summary], Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
         ask(summary(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (((1, 3, 32, 32),), "takes (1, 3, 32, 32) for the size of one sample, and makes a batch of "
+         "one of it: (1, 1, 3, 32, 32). Leave the batch dimension out, summary(model, (3, 32, 3"),
+        (([1, 3, 32, 32],), "there is no tensor among the inputs. Give the inputs as the model"),
+        ((1, 3, 32, 32), "there is no tensor among the inputs. Give the inputs as the model"),
+        (("x",), "or the size of one sample, summary(model, (3, 224, 224))"),
+    ],
+)  # fmt: skip
+def test_a_size_where_a_tensor_was_meant_is_explained(args: Any, hint: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        summary(nn.Sequential(nn.Conv2d(3, 4, 3)), *args)
+
+    assert hint in "".join(error.value.__notes__)
+
+
+def test_a_model_that_fails_on_tensors_gets_no_hint() -> None:
+    with pytest.raises(RuntimeError) as error:
+        summary(nn.Linear(3, 4), torch.ones(2, 5))
+
+    assert "hookkit: " not in "".join(error.value.__notes__)

@@ -292,3 +292,11 @@ def test_a_batch_that_is_a_mapping_goes_in_by_keyword() -> None:
 
     assert text.startswith("Net (Input shape: ['4 x 3', '4 x 1'])")
     assert "Total params: 8" in text
+
+
+@pytest.mark.parametrize("f", [layer_info, module_summary])
+def test_no_inputs_are_an_error_with_the_cure(f: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"there are none. Use {f.__name__}\(learn, x\), or lea"
+    ):
+        f(SimpleNamespace(model=nn.Linear(2, 3)))

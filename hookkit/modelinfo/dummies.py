@@ -5,14 +5,13 @@ Builds on `walking`. It is a guess from the order of definition, made only when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from numbers import Integral
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, OptionError, is_whole
 from hookkit.walking import submodules, unwrap, walk
 
 _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
@@ -39,7 +38,7 @@ def checked_module(m: Any, who: str) -> nn.Module:
         is_class = isinstance(m, type)
         found = f"the class {m.__name__}" if is_class else f"{m!r:.40} ({type(m).__name__})"
         raise ArgumentError(
-            f"{who}({m.__name__ if is_class else '…'}) was asked for with {found}: a model is an "
+            f"{who}({m.__name__ if is_class else '…'}) got {found}: a model is an "
             f"nn.Module. Give {'an instance: call the class' if is_class else 'the model'}."
         )
     return m
@@ -122,7 +121,7 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     """
     _, layer = first_layer(checked_module(m, "dummy_input"))
     n, dims, last = int(_features(layer) or 0), *input_dims(layer)
-    sides = _fixed_sides(m, n, dims) if size is None else _checked_sides(size, dims)
+    sides = _fixed_sides(m, n, dims) if size is None else checked_sides(size, dims)
     mine = torch.Generator().manual_seed(0)
     p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -132,11 +131,17 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
 
 
-def _checked_sides(size: Any, dims: int) -> tuple[int, ...]:
+def checked_sides(size: Any, dims: int) -> tuple[int, ...]:
+    """`size` as one number for each of `dims` dimensions, or as many as it has itself.
+
+    Raises:
+        OptionError: it is not made of whole numbers from 1.
+    """
     several = isinstance(size, Iterable) and not isinstance(size, str | bytes)
-    sides = tuple(size) if several else (size,) * max(dims, 1)
-    if not all(isinstance(s, Integral) and not isinstance(s, bool) and int(s) > 0 for s in sides):
-        raise OptionError(f"size={size!r}: sizes are whole numbers from 1, such as (64, 64)")
+    unordered = isinstance(size, Tensor | Mapping | set | frozenset)
+    sides = tuple(size) if several and not unordered else (size,) * max(dims, 1)
+    if not all(is_whole(side) and side > 0 for side in sides):
+        raise OptionError(f"size={size!r:.60}: sizes are whole numbers from 1, such as (64, 64)")
     return tuple(int(s) for s in sides) if several else sides[:dims]
 
 

@@ -17,6 +17,7 @@ from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo import drawing, isolating
 from hookkit.modelinfo.dummies import (
     checked_module,
+    checked_sides,
     dummy_input,
     first_layer,
     in_channels,
@@ -264,10 +265,8 @@ def num_features_model(
 
 
 def _at_size(m: nn.Module, size: int | Iterable[int]) -> int:
-    size = tuple(size) if isinstance(size, Iterable) and not isinstance(size, str) else size
-    small = _out(_shapes(m, size, None))
-    dims = input_dims(first_layer(m)[1])[0]
-    return _channels(small, _larger(m, size if isinstance(size, tuple) else (size,) * dims))
+    sides = checked_sides(size, input_dims(first_layer(m)[1])[0])
+    return _channels(_out(_shapes(m, sides, None)), _larger(m, sides))
 
 
 def _larger(m: nn.Module, sides: tuple[int, ...]) -> list[int] | None:

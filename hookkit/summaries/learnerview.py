@@ -49,12 +49,17 @@ class SummaryText(str):
         return self.summary.html()
 
 
-def _check(learn: Any, who: str) -> None:
-    """A model in the Learner's place is the likeliest mistake here."""
+def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
+    """A model in the Learner's place, and no inputs, are the likeliest mistakes here."""
     if not isinstance(getattr(learn, "model", None), nn.Module):
         raise ArgumentError(
             f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
             f"the Learner: {who}(learn, x)."
+        )
+    if not xb:
+        raise ArgumentError(
+            f"{who} runs the model on the inputs of a batch; there are none. "
+            f"Use {who}(learn, x), or learn.summary()."
         )
 
 
@@ -93,7 +98,7 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
         learn: a Learner, or anything with a `model`.
         *xb: the inputs of a batch; the first sample of each is taken where the model can take one.
     """
-    _check(learn, "layer_info")
+    _check(learn, "layer_info", xb)
     one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
     try:
         made = _summary_of(learn, one, False)
@@ -154,7 +159,7 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
 
     A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
     """
-    _check(learn, "module_summary")
+    _check(learn, "module_summary", xb)
     made = _summary_of(learn, xb, _mode(learn.model))
     return SummaryText(_drawn(made, xb), made)
 

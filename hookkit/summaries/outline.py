@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, overload
 
-from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
+from hookkit.errors import (
+    ArgumentError,
+    OptionError,
+    SelectionError,
+    check_flag,
+    is_whole,
+    missing_extra,
+    nearest,
+)
 
 NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "kept_bytes")
 
@@ -22,8 +30,8 @@ _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 def check_whole(name: str, value: Any, least: int = 0) -> None:
     """Raises OptionError for what is neither None nor a whole number from `least` on."""
-    if value is not None and (not isinstance(value, int) or value < least):
-        raise OptionError(f"{name}={value!r}: give a whole number from {least}, or None")
+    if value is not None and (not is_whole(value) or value < least):
+        raise OptionError(f"{name}={value!r:.60}: give a whole number from {least}, or None")
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ class Summary:
     def __getitem__(self, name: str | int | slice) -> Row | list[Row]:
         if isinstance(name, slice):
             return list(self.rows[name])
-        if isinstance(name, int):
+        if isinstance(name, int) and not isinstance(name, bool):
             return self.rows[name]
         if not isinstance(name, str):
             raise ArgumentError(f"s[{name!r}]: give the name of a row, its place, or a slice")
@@ -211,8 +219,8 @@ class Summary:
             by: "macs", "n_params", "n_trainable", "kept_bytes", "param_bytes" or "buffer_bytes";
                 "params" and "kept" work too.
         """
-        key = {"params": "n_params", "kept": "kept_bytes"}.get(by, by)
-        if key not in NUMBERS:
+        key = {"params": "n_params", "kept": "kept_bytes"}.get(str(by), by)
+        if not isinstance(key, str) or key not in NUMBERS:
             raise OptionError(f'top(by="{by}"): choose one of {", ".join(NUMBERS)}')
         check_whole("n", n)
         rows = sorted(self.rows, key=lambda r: -getattr(r, key))
@@ -296,7 +304,7 @@ class Summary:
 
         check_whole("depth", depth)
         view, columns = self.view, as_columns(columns)
-        view = view if fold is None else replace(view, fold=fold)
+        view = view if fold is None else replace(view, fold=check_flag("Summary", "fold", fold))
         view = view if depth is None else replace(view, depth=depth)
         return view if columns is None else replace(view, columns=columns)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.nested import Inputs
+from hookkit.errors import ArgumentError, OptionError, check_flag, nearest
+from hookkit.nested import Inputs, leaves
 from hookkit.summaries.building import arrivals, build, run, wrapper_notes, wrappers_of
 from hookkit.summaries.learnerview import layer_info, learner_summary, module_summary
 from hookkit.summaries.outline import Row, Summary, View, check_whole
@@ -79,10 +79,10 @@ def summary(
     (58, 240, 240, ('5×2',))
     """
     columns = as_columns(columns)
-    _check(model, opt, depth)
+    _check(model, opt, depth, model_kwargs)
+    view = View(check_flag("summary", "fold", fold), depth, columns)
     inner, wrappers = unwrap(model), wrappers_of(model)
     _check_names(inner, {**kwargs, **(model_kwargs or {})}, kwargs)
-    view = View(fold, depth, columns)
     given = Inputs(_sugar(inner, args), {**kwargs, **(model_kwargs or {})})
     if not given and not given.kwargs:
         return build(inner, None, opt, view, wrappers, "")
@@ -91,18 +91,48 @@ def summary(
     made = build(inner, done, opt, view, wrappers, arrivals(given), notes)
     if done.error is not None:
         error = done.error
+        if hint := _hint(args, given):
+            error.add_note(f"hookkit: {hint}")
         error.add_note(f"\nin hookkit.summary, up to the error:\n{made.text(width=100)}")
         raise error
     return made
 
 
-def _check(model: Any, opt: Any, depth: Any) -> None:
+def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise ArgumentError(f"summary of {kind}: give a model, an instance of nn.Module")
-    if opt is not None and not hasattr(opt, "param_groups"):
-        raise ArgumentError(f"opt={type(opt).__name__}: give an optimizer, with its param_groups")
+        cure = "give a model, an instance of nn.Module"
+        if isinstance(getattr(model, "model", None), nn.Module):
+            own = "learn.summary(), or " if callable(getattr(model, "summary", None)) else ""
+            cure = f"it holds a model: use {own}summary(learn.model, x)"
+        raise ArgumentError(f"summary of {kind}: {cure}")
+    if opt is not None and (isinstance(opt, type) or not hasattr(opt, "param_groups")):
+        kind = f"the class {opt.__name__}" if isinstance(opt, type) else type(opt).__name__
+        raise ArgumentError(f"opt={kind}: give an optimizer, with its param_groups")
     check_whole("depth", depth)
+    names = model_kwargs if isinstance(model_kwargs, Mapping) else () if model_kwargs else {}
+    if names == () or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(
+            f"summary: model_kwargs={model_kwargs!r:.60} is of type {type(model_kwargs).__name__}. "
+            "Give a dict of keyword inputs by name, {'mask': mask}."
+        )
+
+
+def _hint(args: tuple[Any, ...], given: Inputs) -> str:
+    """What to say beside the error of a model that got a size, or no tensor at all."""
+    if given and not leaves(args) and leaves(given):
+        size, batch = tuple(args[0]), tuple(given[0].shape)
+        return (
+            f"summary(model, {size}) takes {size} for the size of one sample, and makes a batch "
+            f"of one of it: {batch}. Leave the batch dimension out, summary(model, {size[1:]}), or "
+            f"give the input itself, summary(model, torch.zeros({size}))."
+        )
+    if not leaves(given):
+        return (
+            "there is no tensor among the inputs. Give the inputs as the model takes them, "
+            "summary(model, x), or the size of one sample, summary(model, (3, 224, 224))."
+        )
+    return ""
 
 
 def _check_names(model: nn.Module, asked: dict[str, Any], direct: dict[str, Any]) -> None:
