@@ -111,19 +111,3 @@ def is_whole(x: Any) -> bool:
     (True, False)
     """
     return isinstance(x, Integral) and not isinstance(x, bool)
-
-
-def check_flag(who: str, name: str, value: Any) -> bool:
-    """`value`, an option of `who` that is True or False.
-
-    >>> check_flag("summary", "fold", True)
-    True
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    if isinstance(value, bool) or (is_whole(value) and value in (0, 1)):
-        return bool(value)
-    raise ArgumentError(
-        f"{who}: {name}={value!r:.60} is of type {type(value).__name__}. Give True or False."
-    )

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, overload
 
+from hookkit.checks import check_flag, check_number
 from hookkit.errors import (
     ArgumentError,
     OptionError,
     SelectionError,
-    check_flag,
-    is_whole,
     missing_extra,
     nearest,
 )
@@ -26,12 +25,6 @@ from hookkit.errors import (
 NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "kept_bytes")
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
-
-
-def check_whole(name: str, value: Any, least: int = 0) -> None:
-    """Raises OptionError for what is neither None nor a whole number from `least` on."""
-    if value is not None and (not is_whole(value) or value < least):
-        raise OptionError(f"{name}={value!r:.60}: give a whole number from {least}, or None")
 
 
 @dataclass(frozen=True)
@@ -222,7 +215,8 @@ class Summary:
         key = {"params": "n_params", "kept": "kept_bytes"}.get(str(by), by)
         if not isinstance(key, str) or key not in NUMBERS:
             raise OptionError(f'top(by="{by}"): choose one of {", ".join(NUMBERS)}')
-        check_whole("n", n)
+        if n is not None:
+            check_number("top", "n", n, 0, whole=True)
         rows = sorted(self.rows, key=lambda r: -getattr(r, key))
         return [r for r in rows[:n] if getattr(r, key)]
 
@@ -268,7 +262,8 @@ class Summary:
         """
         from hookkit.summaries.texttable import render
 
-        check_whole("width", width, 1)
+        if width is not None:
+            check_number("text", "width", width, 1, whole=True)
         return render(self, self._viewed(fold, depth, columns), width)
 
     def html(
@@ -302,7 +297,8 @@ class Summary:
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> View:
         from hookkit.summaries.texttable import as_columns
 
-        check_whole("depth", depth)
+        if depth is not None:
+            check_number("text", "depth", depth, 0, whole=True)
         view, columns = self.view, as_columns(columns)
         view = view if fold is None else replace(view, fold=check_flag("Summary", "fold", fold))
         view = view if depth is None else replace(view, depth=depth)

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.errors import ArgumentError, OptionError, check_flag, nearest
+from hookkit.checks import check_flag, check_number
+from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.nested import Inputs, leaves
 from hookkit.summaries.building import arrivals, build, run, wrapper_notes, wrappers_of
 from hookkit.summaries.learnerview import layer_info, learner_summary, module_summary
-from hookkit.summaries.outline import Row, Summary, View, check_whole
+from hookkit.summaries.outline import Row, Summary, View
 from hookkit.summaries.texttable import as_columns
 from hookkit.walking import unwrap
 
@@ -109,7 +110,8 @@ def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
     if opt is not None and (isinstance(opt, type) or not hasattr(opt, "param_groups")):
         kind = f"the class {opt.__name__}" if isinstance(opt, type) else type(opt).__name__
         raise ArgumentError(f"opt={kind}: give an optimizer, with its param_groups")
-    check_whole("depth", depth)
+    if depth is not None:
+        check_number("summary", "depth", depth, 0, whole=True)
     names = model_kwargs if isinstance(model_kwargs, Mapping) else () if model_kwargs else {}
     if names == () or not all(isinstance(name, str) for name in names):
         raise ArgumentError(
