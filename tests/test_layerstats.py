@@ -10,6 +10,8 @@ from hookkit.errors import HookkitWarning, OptionError, SelectionError
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
+THREE = ("mean", "std", "near_zero")
+
 
 @pytest.fixture(scope="module")
 def recorded() -> Any:
@@ -23,15 +25,76 @@ def recorded() -> Any:
     return w
 
 
-def test_statistics_are_shown_in_one_line(recorded: Any) -> None:
+def test_statistics_are_shown_as_a_table_of_numbers(recorded: Any) -> None:
+    stats = recorded.activation_stats.stats
+    first, last = (stats[i]["2"] for i in (0, -1))
+
+    title, head, *rows, rest = repr(stats).splitlines()
+    assert title == "StatsList(3 records of 2 layers, steps 0–2, first → last)"
+    assert head.split() == ["layer", "mean", "std", "near_zero"]
+    assert [row.split()[:2] for row in rows] == [["0", "Linear"], ["2", "Linear"]]
+    assert f"{first['mean']:.3g} → {last['mean']:.3g}" in rows[1]
+    assert rest.startswith("also count rms min max zero nonfinite")
+
+    title, _, *rows, rest = repr(stats[1]).splitlines()
+    assert title == "BatchStats(2 layers, step 1, epoch 0)"
+    assert rows[0].split() == ["0", "Linear", *(f"{stats[1][0][s]:.3g}" for s in THREE)]
+
+
+def test_a_slice_is_shown_as_what_it_is(recorded: Any) -> None:
+    stats = recorded.activation_stats.stats
+
+    assert repr(stats[1:2]).startswith("StatsList(1 record of 2 layers, step 1, epoch 0)\n")
+    assert repr(stats[0][1:]).splitlines()[2].startswith("2 Linear")
+    assert repr(ActivationStats().stats) == "StatsList(0 records)"
+    assert repr(stats[:0]) == "StatsList(0 records)"
+
+
+@pytest.mark.parametrize("n_layers", [12, 13, 300])
+def test_the_table_of_many_layers_is_bounded(n_layers: int) -> None:
+    net = nn.Sequential(*(nn.Identity() for _ in range(n_layers - 1)), nn.Linear(1, 1))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    stats = ActivationStats(include_paramless=True)
+    with watch(net, opt, stats):
+        net(torch.ones(2, 1)).sum().backward()
+        opt.step()
+
+    title, head, *rows, _ = repr(stats.stats).splitlines()
+
+    assert len(rows) == min(13, n_layers)
+    assert max(map(len, (title, head, *rows))) <= 100
+    assert any(row.startswith("… ") for row in rows) == (n_layers > 12)
+    assert rows[-1].startswith(f"{n_layers - 1} Linear")
+    assert stats.stats._repr_html_().count("<tr>") == 1 + len(rows)
+
+
+def test_layers_without_a_value_and_odd_names_are_shown() -> None:
+    net = nn.ModuleDict({"<b>" + "n" * 60: nn.Linear(1, 1), "used": nn.Linear(1, 1)})
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    stats = ActivationStats()
+    with watch(net, opt, stats, each_forward=True):
+        for _ in range(2):
+            net["used"](torch.ones(2, 1)).sum().backward()
+            opt.step()
+
+    text, html = repr(stats.stats), stats.stats._repr_html_()
+
+    assert "– → –" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+
+
+def test_notebooks_show_statistics_as_html_and_terminals_as_text(recorded: Any) -> None:
     pretty = pytest.importorskip("IPython.lib.pretty").pretty
     stats = recorded.activation_stats.stats
 
-    assert repr(stats).startswith("StatsList(3 records, each 2 layers × count mean std rms ")
-    assert repr(stats[1]).startswith("BatchStats(step 1, epoch 0: 2 layers × count mean std rms ")
     assert pretty(stats) == repr(stats)
     assert pretty(stats[1]) == repr(stats[1])
-    assert repr(ActivationStats().stats) == "StatsList(0 records)"
+    for shown in (stats, stats[1]):
+        assert shown._repr_html_().startswith("<table")
+    assert stats.itemgot(0)._repr_html_() is None
+    assert stats[0]._ipython_key_completions_() == ["0", "2"]
 
 
 def test_what_is_made_of_statistics_shows_its_values(recorded: Any) -> None:

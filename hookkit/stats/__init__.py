@@ -6,6 +6,7 @@ looking     The hooks of the recording callbacks: what they look at, and whether
 readers     What the autograd graph tells of a model: who reads each layer, and which weights it
             has hidden.
 options     What the recording callbacks are given, checked at their door.
+showing     Recorded numbers as a small table: text for a terminal, HTML for a notebook.
 layerstats  How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 parameters  The parameters of a model by name: walked once, and again when the model has changed.
 updates     `ParamStats`: how large weights, gradients and updates are, for any optimizer.

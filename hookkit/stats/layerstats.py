@@ -15,7 +15,8 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError, nearest
-from hookkit.records import Exports, Record
+from hookkit.records import Exports, Record, label
+from hookkit.stats.showing import Table, number
 from hookkit.stats.unscaling import UnscaledStats
 
 
@@ -43,11 +44,26 @@ class StatsList(L):  # type: ignore[misc]
                 obj=self,
             ) from None
 
+    def _table(self) -> Table | None:
+        """Each layer's numbers in the first and the last record; None if these are no records."""
+        if not len(self) or not all(map(_is_batch, (self[0], self[-1]))):
+            return None
+        first, last = self[0], self[-1]
+        both = [first, last] if len(self) > 1 else [last]
+        span = f"steps {first.step}–{last.step}, first → last" if len(self) > 1 else last._when()
+        title = f"StatsList({_n(len(self), 'record')} of {_n(len(last), 'layer')}, {span})"
+        return _table_of(title, both)
+
     def __repr__(self) -> str:
-        if not all(isinstance(batch, BatchStats) for batch in self.items[:1]):
+        if (table := self._table()) is not None:
+            return table.text()
+        if len(self):
             return str(super().__repr__())  # made from one, by map or itemgot
-        inside = f", each {self[0]._what()}" if len(self) else ""
-        return f"StatsList({len(self)} record{'s' * (len(self) != 1)}{inside})"
+        return "StatsList(0 records)"
+
+    def _repr_html_(self) -> str | None:
+        table = self._table()
+        return None if table is None else table.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # L's writes out every number
@@ -58,10 +74,12 @@ class BatchStats(L):  # type: ignore[misc]
 
     Attributes:
         names: of the layers.
+        types: the classes of their modules.
         step, epoch, iteration: optimizer step, epoch and training batch, 0-based.
     """
 
     names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
     step = epoch = iteration = -1
 
     def __getitem__(self, layer: Any) -> Any:
@@ -77,20 +95,59 @@ class BatchStats(L):  # type: ignore[misc]
         """`found`, with names and place if it is some of these layers."""
         if isinstance(found, BatchStats):
             found.names = tuple(L(self.names)[index])
+            found.types = tuple(L(self.types)[index])
             found.step, found.epoch, found.iteration = self.step, self.epoch, self.iteration
         return found
 
-    def _what(self) -> str:
-        layers = f"{len(self)} layer{'s' * (len(self) != 1)}"
-        return f"{layers} × {' '.join(self.items[0])}" if len(self) else layers
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.names)
+
+    def _when(self) -> str:
+        return f"step {self.step}, epoch {self.epoch}"
+
+    def _table(self) -> Table | None:
+        """Each layer's numbers; None if these are no layers of a record."""
+        if not _is_batch(self):
+            return None
+        return _table_of(f"BatchStats({_n(len(self), 'layer')}, {self._when()})", [self])
 
     def __repr__(self) -> str:
-        if not all(isinstance(layer, dict) for layer in self.items[:1]):
-            return str(super().__repr__())
-        return f"BatchStats(step {self.step}, epoch {self.epoch}: {self._what()})"
+        table = self._table()
+        return str(super().__repr__()) if table is None else table.text()
+
+    def _repr_html_(self) -> str | None:
+        table = self._table()
+        return None if table is None else table.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
+
+
+_SHOWN = ("mean", "std", "near_zero")
+
+
+def _n(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def _is_batch(batch: Any) -> bool:
+    """Whether `batch` is a record's layers, and not what `map` or a slice without names gave."""
+    if not isinstance(batch, BatchStats) or len(batch.names) != len(batch):
+        return False
+    return all(isinstance(layer, dict) and "mean" in layer for layer in batch.items)
+
+
+def _table_of(title: str, batches: list[BatchStats]) -> Table:
+    """fastai's three statistics of each layer, in each of `batches` with an arrow between."""
+    last = batches[-1]
+    shown = [s for s in _SHOWN if len(last) and s in last.items[0]]
+    rest = [s for s in (last.items[0] if len(last) else ()) if s not in shown]
+    rows = []
+    for i, name in enumerate(last.names):
+        kind = last.types[i] if i < len(last.types) else ""
+        cells = [[number(batch.items[i][s]) for batch in batches] for s in shown]
+        rows.append((label(name, kind), *map(" → ".join, cells)))
+    return Table(title, ("layer", *shown), rows, f"also {' '.join(rest)}" if rest else "")
 
 
 class LayerStats(Exports, UnscaledStats):
@@ -225,6 +282,7 @@ class LayerStats(Exports, UnscaledStats):
 def _listed(record: Record, rows: list[int]) -> StatsList:
     tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
     batches, names = [], tuple(record.names[row] for row in rows)
+    types = tuple(record.types[row] for row in rows)
     for i in range(len(record)):
         layers = []
         for j, row in enumerate(rows):
@@ -233,7 +291,7 @@ def _listed(record: Record, rows: list[int]) -> StatsList:
                 layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
             layers.append(layer)
         batch = BatchStats(layers)
-        batch.names, batch.step = names, int(record.steps[i])
+        batch.names, batch.types, batch.step = names, types, int(record.steps[i])
         batch.epoch, batch.iteration = int(record.epochs[i]), int(record.iters[i])
         batches.append(batch)
     return StatsList(batches)
