@@ -1,7 +1,9 @@
 """Records leave hookkit without loss: frames, CSV, npz, TensorBoard, two runs compared."""
 
 import csv
+import gc
 import math
+import weakref
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -11,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.exports import compare, load, log_to, save, to_csv, to_df
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Incident, Record, Run
+from hookkit.stats import ActivationStats, ParamStats
+from hookkit.watching import watch
 
 
 def record(scale: float = 1.0, n: int = 3, kind: str = "activation") -> Record:
@@ -47,6 +52,8 @@ def test_a_frame_is_tidy() -> None:
 def test_pandas_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
 
+    with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
+        compare(record(), record())
     with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
         to_df(record())
 
@@ -138,10 +145,16 @@ def test_npz_gives_everything_back(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_by_layer() -> None:
-    rows = compare(record(), record(3.0), "std")
+    pytest.importorskip("pandas")
 
-    assert {row["layer"] for row in rows} == {"body.conv", "fc"}
-    assert all(row["ratio"] == pytest.approx(3) for row in rows)
+    frame = compare(record(), record(3.0), "std")
+
+    assert list(frame.columns) == ["kind", "layer", "type", "a", "b", "ratio"]
+    assert dict(zip(frame.layer, frame.type, strict=True)) == {
+        "body.conv": "Conv2d",
+        "fc": "Linear",
+    }
+    assert frame.ratio.tolist() == pytest.approx([3, 3])
 
 
 def test_runs_without_a_common_layer_are_not_compared() -> None:
@@ -175,6 +188,108 @@ def test_a_writer_gets_scalars_and_the_recorded_bins() -> None:
     assert len(open_ended["bucket_limits"]) == len(open_ended["bucket_counts"])
     assert (np.diff(open_ended["bucket_limits"]) > 0).all()
     assert np.isfinite(open_ended["bucket_limits"]).all()
+
+
+def steps_sent(writer: Writer) -> set[int]:
+    found = {step for _, _, step in writer.scalars}
+    writer.scalars, writer.histograms = [], []
+    return found
+
+
+def trained(w: Any, n: int) -> None:
+    with w:
+        for _ in range(n):
+            w.model(torch.ones(4, 2)).sum().backward()
+            w.opt.step()
+
+
+def watched() -> Any:
+    model = nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    return watch(model, opt, ActivationStats(with_hist=True), ParamStats())
+
+
+def test_a_writer_gets_what_is_new() -> None:
+    w, writer, other = watched(), Writer(), Writer()
+
+    trained(w, 3)
+    w.log_to(writer)
+    assert len(writer.histograms) == 3
+    assert steps_sent(writer) == {0, 1, 2}
+    w.log_to(writer)
+    assert not writer.histograms
+    assert steps_sent(writer) == set()
+    trained(w, 2)
+    w.log_to(writer)
+    w.log_to(other)
+
+    assert len(writer.histograms) == 2
+    assert steps_sent(writer) == {3, 4}
+    assert steps_sent(other) == {0, 1, 2, 3, 4}
+
+
+def test_another_statistic_or_another_recorder_is_new() -> None:
+    w, writer = watched(), Writer()
+    trained(w, 2)
+    w.log_to(writer, statistics="mean")
+    assert steps_sent(writer) == {0, 1}
+
+    w.log_to(writer, statistics=["mean", "max"])
+    assert {tag for tag, _, _ in writer.scalars} == {"activation/max/model"}
+    assert steps_sent(writer) == {0, 1}
+    log_to(writer, [w.activation_stats, w.param_stats])
+    assert steps_sent(writer) == {0, 1}
+    log_to(writer, [w.activation_stats, w.param_stats])
+
+    assert steps_sent(writer) == set()
+
+
+def test_values_are_sent_whole_each_time() -> None:
+    w, writer = watched(), Writer()
+    trained(w, 2)
+
+    for _ in range(2):
+        log_to(writer, w.run())
+        assert steps_sent(writer) == {0, 1}
+
+
+def test_a_writer_that_cannot_be_held_weakly_gets_what_is_new_too() -> None:
+    w, got = watched(), []
+    writer = SimpleNamespace(
+        add_scalar=lambda *args: got.append(args), add_histogram_raw=lambda *a, **k: None
+    )
+    trained(w, 2)
+
+    w.log_to(writer)
+    n = len(got)
+    w.log_to(writer)
+
+    assert len(got) == n > 0
+
+
+def test_neither_source_nor_writer_is_kept_alive() -> None:
+    w, writer = watched(), Writer()
+    trained(w, 1)
+    w.log_to(writer)
+    gone = weakref.ref(w), weakref.ref(writer)
+
+    del w, writer
+    gc.collect()
+
+    assert [held() for held in gone] == [None, None]
+
+
+def test_what_a_writer_refused_is_sent_again() -> None:
+    w, writer = watched(), Writer()
+    trained(w, 2)
+    writer.add_scalar = lambda *args: (_ for _ in ()).throw(OSError("disk full"))
+    with pytest.raises(OSError, match="disk full"):
+        w.log_to(writer)
+
+    del writer.add_scalar
+    w.log_to(writer)
+
+    assert steps_sent(writer) == {0, 1}
 
 
 def test_tensorboard_takes_them(tmp_path: Path) -> None:
@@ -223,11 +338,12 @@ def test_a_writer_that_takes_no_histograms_is_refused_before_it_gets_anything() 
 def test_layers_that_did_not_run_come_last_in_a_comparison() -> None:
     other = record(3.0)
     other.values["std"][0] = math.nan
+    pytest.importorskip("pandas")
 
-    rows = compare(record(), other, "std")
+    frame = compare(record(), other, "std")
 
-    assert [row["layer"] for row in rows] == ["fc", "body.conv"]
-    assert math.isnan(rows[1]["ratio"])
+    assert frame.layer.tolist() == ["fc", "body.conv"]
+    assert math.isnan(frame.ratio[1])
 
 
 def test_a_comparison_that_cannot_be_says_what_can() -> None:

@@ -1,5 +1,6 @@
 """What a review found: parts called by themselves, ways out, numbers at the ends of float32."""
 
+import importlib.util
 import pickle
 
 import numpy as np
@@ -83,7 +84,8 @@ def test_records_go_out_from_whatever_holds_them(tmp_path):
         assert back.names
         assert source.to_csv(tmp_path / "a.csv").read_text().startswith("step,epoch,layer")
         statistic = next(iter(back.values))
-        assert {row["ratio"] for row in source.compare(source, statistic)} == {1.0}
+        if importlib.util.find_spec("pandas"):
+            assert set(source.compare(source, statistic).ratio) == {1.0}
     tags = []
 
     class Writer:

@@ -40,10 +40,7 @@ def to_df(source: Any) -> Any:
     Raises:
         MissingExtraError: pandas is not installed.
     """
-    try:
-        import pandas as pd
-    except ImportError:
-        raise missing_extra("pandas", "pandas", "make a DataFrame") from None
+    pd = _pandas()
     frames = []
     for r in records_of(source):
         for statistic, table in r.values.items():
@@ -58,6 +55,15 @@ def to_df(source: Any) -> Any:
             }
             frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(COLUMNS))
+
+
+def _pandas() -> Any:
+    """pandas, imported late: it is optional."""
+    try:
+        import pandas as pd
+    except ImportError:
+        raise missing_extra("pandas", "pandas", "make a DataFrame") from None
+    return pd
 
 
 def to_csv(source: Any, path: str | Path) -> Path:
@@ -78,7 +84,7 @@ def to_csv(source: Any, path: str | Path) -> Path:
     return path
 
 
-def compare(a: Any, b: Any, statistic: str = "rms") -> list[dict[str, Any]]:
+def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
     """Two runs side by side: per layer of both, the median of `statistic` in each and their ratio.
 
     Args:
@@ -87,11 +93,13 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> list[dict[str, Any]]:
         statistic: any that both recorded, such as `"update_ratio"`.
 
     Returns:
-        A list of `{"kind", "layer", "a", "b", "ratio"}`, the largest change first, and last those
-        that did not run in one of them (NaN); medians over the steps that both cover.
+        A pandas DataFrame with the columns kind, layer, type, a, b, ratio: the largest change
+        first, and last those that did not run in one of them (NaN); medians over the steps that
+        both cover.
 
     Raises:
         OptionError: they have no layer with that statistic in common.
+        MissingExtraError: pandas is not installed.
     """
     rows, mine, others = [], records_of(a), records_of(b)
     for x in mine:
@@ -103,7 +111,8 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> list[dict[str, Any]]:
             f'"{statistic}" of two runs was to be compared; they have no layer with it in common. '
             f"Both recorded {_common(mine, others)}."
         )
-    return sorted(rows, key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
+    rows.sort(key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
+    return _pandas().DataFrame(rows)
 
 
 def _common(a: list[Record], b: list[Record]) -> str:
@@ -116,11 +125,12 @@ def _common(a: list[Record], b: list[Record]) -> str:
 def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:
     last = min(x.steps[-1], y.steps[-1]) if len(x) and len(y) else -1
     found = []
-    for name in x.names:
+    for name, kind in zip(x.names, x.types, strict=True):
         if name in y.names:
             u, v = (_median(r.value(statistic, name)[r.steps <= last]) for r in (x, y))
             ratio = v / u if u else (1.0 if u == v else np.inf)
-            found.append({"kind": x.kind, "layer": name, "a": u, "b": v, "ratio": ratio})
+            place = {"kind": x.kind, "layer": name, "type": kind}
+            found.append({**place, "a": u, "b": v, "ratio": ratio})
     return found
 
 

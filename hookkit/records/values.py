@@ -79,13 +79,16 @@ class Tables:
         return exports.to_csv(self, path)
 
     def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
-        """Sends the records to a TensorBoard `SummaryWriter`: scalars, and the histograms."""
+        """Sends scalars and histograms to a TensorBoard `SummaryWriter`: what it has not got yet.
+
+        So it can be called after each epoch; see `exports.log_to`.
+        """
         from hookkit import exports
 
         exports.log_to(writer, self, statistics=statistics)
 
-    def compare(self, other: Any, statistic: str = "rms") -> list[dict[str, Any]]:
-        """This run and another side by side, per layer of both: see `exports.compare`."""
+    def compare(self, other: Any, statistic: str = "rms") -> Any:
+        """This run and another side by side, a DataFrame by layer: see `exports.compare`."""
         from hookkit import exports
 
         return exports.compare(self, other, statistic)
