@@ -58,3 +58,48 @@ def test_notebook_is_committed_with_outputs_and_ends_in_an_assertion(path: Path)
     assert "assert" in cells[-1].source
     assert all(c.execution_count for c in cells)
     assert any(c.outputs for c in cells)
+
+
+DRAWN = """
+import sys; sys.path.insert(0, {tests!r})
+import made
+from hookkit import plotting
+import matplotlib.pyplot as plt
+run = made.run(n=9)
+---
+run.plot()
+---
+figure = plotting.plot_stats(run)
+---
+figure
+---
+display(plotting.plot_depth(run))
+---
+plotting.plot_dead(run)
+---
+given = plt.figure()
+plotting.plot_stats(run, fig=given)
+---
+plotting.plot_loss(run);
+---
+figure, again = plotting.plot_stats(run), plotting.plot_depth(run)
+figure
+---
+plt.plot([1, 2])
+plotting.plot_depth(run)
+"""
+PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_notebook_shows_a_picture_once() -> None:
+    for library in ("matplotlib", "matplotlib_inline"):
+        pytest.importorskip(library)
+    book = nbformat.v4.new_notebook()
+    code = DRAWN.format(tests=str(Path(__file__).parent))
+    book.cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("---")]
+
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+
+    shown = [sum("image/png" in out.get("data", {}) for out in c.outputs) for c in book.cells]
+    assert shown == PICTURES_OF_CELLS
+    assert not any(out.output_type == "error" for c in book.cells for out in c.outputs)

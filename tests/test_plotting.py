@@ -754,6 +754,17 @@ def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
     assert plt.get_fignums() == []
 
 
+def test_outside_of_a_notebook_showing_a_figure_leaves_it_open() -> None:
+    canvas._offscreen.set(False)  # until the fixture ends
+    figure = plotting.plot_stats(made.run(n=20))
+
+    with pytest.raises(NotImplementedError):  # IPython goes on with its own formats
+        figure._ipython_display_()
+
+    assert plt.get_fignums() == [figure.number]
+    plt.close(figure)
+
+
 WRONG: dict[str, Callable[[Run], Any]] = {
     "no histograms": lambda r: plotting.plot_density(replace(r.activations, hist=None)),
     "no such step": lambda r: plotting.plot_density(r, 99),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -89,18 +90,32 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def new_figure(fig: Any, width: float, height: float, *, constrained: bool = True) -> Any:
+def new_figure(fig: Any, width: float, height: float) -> Any:
     """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
 
     An empty Figure that nothing lays out is given a layout, or names would be cut off at its edge.
     """
-    if fig is not None:
-        _checked("fig", fig, FigureBase, "a Figure or SubFigure")
-        if isinstance(fig, Figure) and not fig.axes and fig.get_layout_engine() is None:
+    if fig is None:
+        make = Figure if _offscreen.get() else pyplot().figure
+        fig = make(figsize=(width, height), layout="constrained")
+    _checked("fig", fig, FigureBase, "a Figure or SubFigure")
+    if isinstance(fig, Figure):
+        if not fig.axes and fig.get_layout_engine() is None:
             fig.set_layout_engine("constrained")
-        return fig
-    make = Figure if _offscreen.get() else pyplot().figure
-    return make(figsize=(width, height), layout="constrained" if constrained else None)
+        fig._ipython_display_ = partial(_leave_pyplot, fig)  # type: ignore[attr-defined]
+    return fig
+
+
+def _leave_pyplot(figure: Any) -> None:
+    """IPython calls this before it shows `figure`: a notebook then shows it once.
+
+    Else the cell whose value it is would show it, and then again at its end, where the inline
+    backend shows every figure that pyplot has. NotImplementedError says to go on: IPython shows it
+    in the formats that the user has chosen.
+    """
+    if "inline" in pyplot().get_backend():  # windows of other backends stay open
+        pyplot().close(figure)
+    raise NotImplementedError
 
 
 def new_axes(ax: Any, width: float, height: float) -> Any:
