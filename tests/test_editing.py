@@ -856,6 +856,21 @@ def test_an_edit_left_on_a_compiled_model_is_told() -> None:
     torch.compiler.reset()
 
 
+def test_an_edit_that_a_compiled_function_ignores_is_reported() -> None:
+    net, x = mlp(), torch.randn(5, 4)
+    torch.compiler.reset()
+    run = torch.compile(lambda x: net(x).sum(), backend="eager")
+    run(x)
+
+    edits = edit_outputs(select(net, "2"), zero())
+    run(x)
+
+    seen = r'"2" \(Linear\) was never reached, and is run by the compiled function <lambda>'
+    with pytest.warns(CompiledWarning, match=seen):
+        edits.remove()
+    torch.compiler.reset()
+
+
 def test_nothing_is_kept_alive() -> None:
     net, x = mlp(), torch.randn(5, 4, requires_grad=True)
     with edit_grad(net[0], lambda m, g: g) as edits, edit_output(net[0], scale(2)) as more:

@@ -1,6 +1,8 @@
 """Hooks on compiled models: right in a block, right if there before the first call, or told."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +196,128 @@ def test_a_hook_left_on_after_compilation_is_told_by_name(net: nn.Sequential, x:
     with pytest.warns(
         CompiledWarning, match=r"'1' \(ReLU\) has seen no call,.*compiled Net: torch"
     ):
+        assert h[1].stored is None
+    h.remove()
+
+
+class Trainer:
+    def __init__(self, net: nn.Module) -> None:
+        self.nets = {"main": [net]}
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.nets["main"][0](x).sum()
+
+
+def closure_of(net: nn.Module) -> Any:
+    return lambda x: net(x).sum()
+
+
+def first_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
+GLOBAL: Any = None
+
+
+def uses_global(x: Tensor) -> Tensor:
+    return GLOBAL(x).sum()
+
+
+# how a compiled function comes to the module: a function of the model, which gives one of the input
+WAYS: dict[str, Any] = {
+    "a closure": lambda net, compiler: compiler(closure_of(net)),
+    "a global variable": lambda net, compiler: compiler(uses_global),
+    "an attribute": lambda net, compiler: compiler(Trainer(net).step),
+    "an argument": lambda net, compiler: partial(compiler(first_loss), net),
+    "a default": lambda net, compiler: compiler(lambda x, net=net: net(x).sum()),
+}
+
+
+def compiler(f: Any) -> Any:
+    return torch.compile(f, backend="eager")
+
+
+@pytest.mark.parametrize("read", ["stored", "n_calls", "calls"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_that_a_compiled_function_ignores_is_reported_by_name(
+    way: str, read: str, net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", net)
+    run = WAYS[way](net, compiler)
+    run(x)
+
+    h = hook_outputs(select(net, "1"), keep="all")
+    run(x)
+
+    seen = r"'1' \(ReLU\) has seen no call, .* run by the compiled function \S+ \(test_hooks_comp"
+    with pytest.warns(CompiledWarning, match=seen):
+        getattr(h[0], read)
+    assert not getattr(h[0], read)  # once
+    h.remove()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_that_was_there_before_the_compiled_function_is_no_alarm(
+    way: str, net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", net)
+    run = WAYS[way](net, compiler)
+
+    h = hook_outputs(net)
+    run(x)
+
+    torch.testing.assert_close(h[1].stored, net[:2](x))
+    h.remove()
+
+
+@pytest.mark.parametrize("way", ["a closure", "a global variable", "an attribute", "a default"])
+def test_a_layer_beside_the_model_that_a_compiled_function_runs_is_no_alarm(
+    way: str, net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", net)
+    WAYS[way](net, compiler)(x)
+
+    h = hook_outputs([nn.Linear(5, 10)])
+
+    assert h.stored == [None]
+    h.remove()
+
+
+@pytest.mark.parametrize("compile_model", [compiler, lambda net: net.compile(backend="eager")])
+def test_a_model_beside_a_compiled_one_of_its_class_is_no_alarm(
+    compile_model: Any, net: nn.Sequential, x: Tensor
+) -> None:
+    (compile_model(net) or net)(x)
+
+    h = hook_outputs(Net(nn.Linear(5, 10), nn.ReLU(inplace=True), nn.Linear(10, 3)))
+
+    assert h.stored == [None, None, None]
+    h.remove()
+
+
+def test_all_hooks_are_looked_up_at_once(
+    net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr("hookkit.hooks.silence.compiled_modules", lambda: looked.append(1) or {})
+    h = hook_outputs(net)
+
+    _ = h.stored, h.stored, h[0].n_calls
+
+    assert len(looked) == 1
+    h.remove()
+
+
+def test_a_torch_without_these_guards_has_no_warning(
+    net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = compiler(closure_of(net))
+    run(x)
+    h = hook_outputs(net)
+    run(x)
+
+    with monkeypatch.context() as gone:
+        gone.delattr("torch._dynamo.convert_frame.input_codes")
         assert h[1].stored is None
     h.remove()
 

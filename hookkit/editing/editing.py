@@ -25,7 +25,7 @@ from hookkit.checks import check_function
 from hookkit.editing.changing import add, patch_from, replace, scale, zero
 from hookkit.editing.rewriting import Edit, Function, Kind
 from hookkit.errors import ArgumentError, CompiledWarning, NeverFiredWarning
-from hookkit.hooks.compiling import compiled_around, enter_eager, leave_eager
+from hookkit.hooks.compiling import compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooks import named_modules_of
 
@@ -251,14 +251,14 @@ class Edits:
             )
 
     def _warn_if_compiled(self) -> None:
-        """Tells of an edit left in place that compiled code ignores."""
-        for edit in self._edits:
-            module = edit.module()
-            unused = not (edit.n_calls or edit.traced or edit.handle is None or edit.thread)
-            if not unused or module is None or compiled_around(module) is None:
+        """Warns of an edit left in place that compiled code ignores."""
+        pairs = [(edit, edit.module()) for edit in self._edits if edit.is_idle()]
+        compiled = compiled_modules() if pairs else {}
+        for edit, module in pairs:
+            if module is None or id(module) not in compiled:
                 continue
             warn(
-                f"{self._who}: {edit.label()} was never reached, and is part of a compiled model: "
+                f"{self._who}: {edit.label()} was never reached, and is {compiled[id(module)]}: "
                 f"torch.compile ignores what is added after its first call. Use the edit in a "
                 f"`with` block, or add it before that call, after torch.compiler.reset().",
                 CompiledWarning,

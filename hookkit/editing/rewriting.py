@@ -158,6 +158,11 @@ class Edit:
                 f"Select a path that is there: {paths_of(x)}."
             ) from e
 
+    def is_idle(self) -> bool:
+        """True for an edit that is in place, outside of a block, and was never reached."""
+        used = self.n_calls or self.traced
+        return not used and self.handle is not None and self.thread is None
+
     def label(self) -> str:
         """The layer in words, for messages."""
         module = self.module()

@@ -13,6 +13,8 @@ gradients    Gradients of what modules return and take, by tensor hooks that are
              forward runs.
 parting      Tells when a tap and the tensor that it was made of have parted.
 compiling    What torch.compile does to hooks, and how a capture is right all the same.
+compiled_functions
+             Which modules the functions run that torch.compile has compiled.
 observing    What happens at a call of a hooked module: the dispatchers of `Hook`, one for each
              of its kinds.
 silence      What is said when a block ends: stops, hooks that never fired and why, hints for

@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from threading import Lock
 from types import CodeType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookkit.hooks.compiled_functions import run_by_functions
 from hookkit.walking import unwrap
 
 FRAMES = "torch._dynamo.eval_frame"
@@ -113,25 +115,31 @@ def _restore_publicly(mine: Any) -> None:
         mine.__exit__(None, None, None)
 
 
-def compiled_around(module: nn.Module) -> nn.Module | None:
-    """A compiled module that has `module` in it, or None. Cost: looks at all objects, ~50 ms."""
-    if sys.modules.get(FRAMES) is None:
-        return None
-    for compiled in _compiled_modules():
-        if any(m is module for m in compiled.modules()):
-            return unwrap(compiled)
-    return None
+def compiled_modules() -> dict[int, str]:
+    """The modules that compiled code runs, by id: what they are part of, in words.
+
+    Cost: looks at all objects once, ~50 ms.
+    """
+    frames: Any = sys.modules.get(FRAMES)
+    if frames is None:
+        return {}
+    objects = gc.get_objects()
+    found: dict[int, str] = {}
+    for what, model in chain(_compiled_models(frames, objects), run_by_functions(objects)):
+        for module in model.modules():
+            found.setdefault(id(module), what)
+    return found
 
 
-def _compiled_modules() -> Iterator[nn.Module]:
+def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
     """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
-    wrapper: Any = getattr(sys.modules[FRAMES], "OptimizedModule", ())
-    for x in gc.get_objects():
+    wrapper: Any = getattr(frames, "OptimizedModule", ())
+    for x in objects:
         kind = type(x)  # not isinstance: that asks proxies for their __class__
         if not issubclass(kind, nn.Module):
             continue
         if issubclass(kind, wrapper) or x.__dict__.get("_compiled_call_impl") is not None:
-            yield x
+            yield f"part of a compiled {type(unwrap(x)).__name__}", x
 
 
 def forget_graphs(model: nn.Module) -> bool:

@@ -132,6 +132,7 @@ class Hook:
             raise HookError(
                 f"{self._options.who}: the module of this hook is gone. Make a new hook."
             )
+        self._block.compiled = None  # a model may have been compiled since
         calls = self._dispatchers()
         for call in calls:
             call.put_on(module)
@@ -290,6 +291,8 @@ class Hook:
                 'stores only the last call. Make the hook with keep="all".'
             )
         self._not_traced(".calls")
+        if not self._all:
+            warn_if_compiled(self)
         each = [(self, kept, f" in call {i}") for i, kept in enumerate(self._all)]
         return L(read(each, self._options.gather))
 
@@ -297,6 +300,8 @@ class Hook:
     def n_calls(self) -> int:
         """How many forward calls were seen (by a full backward hook: backward calls)."""
         self._not_traced(".n_calls")
+        if not self._count:
+            warn_if_compiled(self)
         return self._count
 
     def _not_traced(self, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
-from hookkit.hooks.compiling import FRAMES, compiled_around, enter_eager, leave_eager
+from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.references import warning_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Stop:
 class Block:
     """What the hooks of one `with` block share: options, thread, stop, the compiler's stance."""
 
-    __slots__ = ("depth", "options", "owner", "stance", "stop", "thread", "warned")
+    __slots__ = ("compiled", "depth", "options", "owner", "stance", "stop", "thread", "warned")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -72,7 +72,8 @@ class Block:
         self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
         self.stop: Stop | None = None
         self.stance = False  # whether the compiler was told to stand still
-        self.warned: set[str] = set()  # of what the hooks have warned, which is once for all
+        self.compiled: dict[int, str] | None = None  # what `compiled_modules` found, once asked
+        self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
         self.depth = 0  # of the same hooks entered again inside their own block
 
     def enter(self, hooks: Sequence[Hook]) -> None:
@@ -186,22 +187,25 @@ def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
     """Warns of what is stored by reference, and is not what a copy would be."""
     text = warning_of(h._options.who, h.label, h._options.kind, h._options, stored)
     if text:
-        h._block.warned.add("reference")
+        h._block.warned += ("reference",)
         warnings.warn(text, OverwrittenWarning, stacklevel=5)
 
 
 def warn_if_compiled(h: Hook) -> None:
-    """Tells of a hook left in place that compiled code ignores, once it is seen to be empty."""
-    module = h.module
-    if h.removed or h._count or h._block.thread is not None or module is None:
+    """Warns of a hook left in place that compiled code ignores, once it is seen to be empty."""
+    module, block = h.module, h._block
+    if h.removed or h._count or h._traced or block.thread is not None or module is None:
         return
-    compiled = compiled_around(module)
-    if compiled is not None:
+    if block.compiled is None:  # code compiled after the hooks were put on has them in it
+        block.compiled = compiled_modules()
+    what = block.compiled.get(id(module))
+    if what is not None and "compiled" not in block.warned:
+        block.warned += ("compiled",)
         warnings.warn(
-            f"{h._options.who}: the hook on {h.label} has seen no call, and the module is part of "
-            f"a compiled {type(compiled).__name__}: torch.compile ignores hooks that are added "
-            "after its first call, of this model or of another of its class. Add the hook before "
-            "that call, use it in a `with` block, or call torch.compiler.reset().",
+            f"{h._options.who}: the hook on {h.label} has seen no call, and the module is {what}: "
+            "torch.compile ignores hooks that are added after its first call, of this model or of "
+            "another of its class. Add the hook before that call, use it in a `with` block, or "
+            "call torch.compiler.reset().",
             CompiledWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
