@@ -7,7 +7,6 @@ a list of batches, an object of your own. Nothing here loads, shuffles or collat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hookkit.checks import check_number, kind_of
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
+from hookkit.interrupts import block
 from hookkit.nested import leaves, tmap
 
 
@@ -215,7 +215,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-@contextmanager
+@block
 def _same_draws(loader: Any) -> Iterator[None]:
     kept = [(g, g.get_state()) for g in generators_of(loader)]
     with torch.random.fork_rng(devices=[]):

@@ -23,8 +23,9 @@ from hookkit.checks import check_choice, check_flag
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.dispatching import attach, check_hookable, is_exporting
+from hookkit.hooks.dispatching import Attached, attach, check_hookable, is_exporting
 from hookkit.hooks.gradients import tap
+from hookkit.interrupts import Undo
 from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select
 from hookkit.selecting.resolving import Selector
@@ -117,22 +118,23 @@ class FeatureExtractor(Wrapper):
 
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         call = _Call(self)
-        stance, handles = enter_eager(), []
         try:
-            for key, (name, leaf) in self.wanted.items():
-                _, module = find(self.wrapped, name) or (name, select(self.wrapped, name)[name])
-                handles.append(attach(module, partial(call.see, key, leaf)))
-            output = self.wrapped(*args, **kwargs)
-            if isinstance(output, GeneratorType):
-                deque(output, maxlen=0)
+            with Undo() as undo:
+                undo.callback(call.end)
+                self._run(call, args, kwargs)
         except _Enough as e:
             if e.call is not call:
                 raise
-        finally:
-            for handle in handles:
-                handle.remove()
-            leave_eager(stance)
         return call.features()
+
+    def _run(self, call: _Call, args: Any, kwargs: Any) -> None:
+        enter_eager(call)
+        for key, (name, leaf) in self.wanted.items():
+            _, module = find(self.wrapped, name) or (name, select(self.wrapped, name)[name])
+            call.handles.append(attach(module, partial(call.see, key, leaf)))
+        output = self.wrapped(*args, **kwargs)
+        if isinstance(output, GeneratorType):
+            deque(output, maxlen=0)
 
     def extra_repr(self) -> str:
         """The features, and where they come from."""
@@ -159,6 +161,14 @@ class _Call:
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
         self.thread, self.elsewhere = get_ident(), False
+        self.handles: list[Attached] = []
+
+    def end(self) -> None:
+        """Takes its hooks off; one that is still called does nothing."""
+        self.thread = -1
+        leave_eager(self)
+        for handle in self.handles:
+            handle.remove()
 
     def see(self, key: str, leaf: str, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
         """Forward hook: takes what is wanted of the output, and ends the forward if that is all."""
@@ -181,6 +191,7 @@ class _Call:
 
         found.append(tmap(own, part))
         if self.stop and not self.n_missing:
+            self.stop = False  # once: whatever goes wrong, other forward passes are whole
             raise _Enough(self)
 
     def _part(self, key: str, leaf: str, output: Any) -> Any:

@@ -63,6 +63,9 @@ class Guard:
     def __init__(self) -> None:
         self._handler: _Handler | None = None
 
+    def __reduce__(self) -> Any:
+        return Guard, ()  # of a copy, whose block is not open
+
     def begin(self) -> None:
         """Sets the handler. Nothing where no KeyboardInterrupt can come. Cost: 1.5 µs."""
         if self._handler is not None or not _in_main_thread():
@@ -242,3 +245,51 @@ class _Block(AbstractContextManager[T, bool | None]):
             return swallowed
         finally:
             self._guard.end()
+
+
+class Scope:
+    """Base of what has a `with` block: derive `_begin`, `_undo`, and `_ended` for what is reported.
+
+    Entered again inside its own block, it goes on until the outer block ends.
+    """
+
+    _depth = 0
+    _guard: Guard | None = None
+
+    def _begin(self) -> None:
+        """Whatever entering does."""
+
+    def _undo(self) -> None:
+        """Undoes `_begin`, also half of it; can be repeated."""
+
+    def _ended(self, e: BaseException | None) -> None:
+        """Reports on a block that ended, by `e` or well."""
+
+    def __enter__(self) -> Self:
+        if self._depth:
+            self._depth += 1
+            return self
+        try:
+            self._guard = Guard()
+            self._guard.begin()
+            self._begin()
+        except BaseException:
+            self._undo()
+            if self._guard is not None:
+                self._guard.end()
+            raise
+        self._depth = 1
+        return self
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth or self._guard is None:
+            return
+        try:
+            self._undo()
+        finally:
+            self._guard.end()
+        self._ended(e)

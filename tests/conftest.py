@@ -1,6 +1,5 @@
 """Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
 
-import gc
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -29,13 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.zoo)
         if old and item.get_closest_marker("traces_gradients"):
             item.add_marker(skip)
-
-
-def pytest_collection_finish() -> None:
-    # Tests call gc.collect() some thousand times. What is there before the first of them (torch,
-    # the zoo, the items: a million objects) stays to the end, so the collector need not visit it.
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

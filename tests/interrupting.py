@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import _thread
 import dis
-import gc
 import signal
 import sys
 import weakref
@@ -32,9 +31,11 @@ from torch.optim import optimizer as optimizers_of_torch
 
 import hookkit
 from hookkit import interrupts
+from hookkit.hooks import everywhere
 
 PACKAGE = str(Path(hookkit.__file__).parent)
-LOOKS = ("CALL", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "LOAD_SPECIAL")
+ENTERS = ("BEFORE_WITH", "LOAD_SPECIAL")
+LOOKS = ("CALL", "JUMP_BACKWARD", "WITH_EXCEPT_START", *ENTERS)
 MOST = 300
 
 Scenario = Callable[[], object]
@@ -53,8 +54,10 @@ class _Pending(weakref.ref):
 class _Run:
     """One run of a scenario: counts its points, and interrupts the one numbered `at`."""
 
-    def __init__(self, scenario: Scenario, at: int = -1) -> None:
+    def __init__(self, scenario: Scenario, at: int = -1, entering: bool = False) -> None:
         self.scenario, self.at, self.n = scenario, at, 0
+        self.code: CodeType = scenario.__code__  # type: ignore[attr-defined]
+        self.entering = entering
         self.where = ""
         self._looks: dict[CodeType, set[int]] = {}
 
@@ -82,12 +85,12 @@ class _Run:
         return self._goes_on
 
     def _counts(self, frame: FrameType | None) -> bool:
-        code = None if frame is None else frame.f_code
-        if frame is not None and code is self.scenario.__code__:  # type: ignore[attr-defined]
+        """Whether `frame` is the scenario's own, or of hookkit, or of what hookkit calls."""
+        if frame is not None and frame.f_code is self.code:
             return True
-        while frame is not None and frame.f_code is not self.scenario.__code__:  # type: ignore[attr-defined]
+        while frame is not None and frame.f_code is not self.code:
             if frame.f_code.co_filename.startswith(PACKAGE):
-                return True
+                return not self.entering
             frame = frame.f_back
         return False
 
@@ -104,13 +107,15 @@ class _Run:
 
     def _points(self, code: CodeType) -> set[int]:
         if code not in self._looks:
-            found = {i.offset for i in dis.get_instructions(code) if i.opname.startswith(LOOKS)}
-            self._looks[code] = found
+            found = [i for i in dis.get_instructions(code) if i.opname.startswith(LOOKS)]
+            if code is self.code:
+                found = [i for i in found if i.opname.startswith(ENTERS) == self.entering]
+            self._looks[code] = {i.offset for i in found}
         return self._looks[code]
 
 
 def interrupted_everywhere(
-    scenario: Scenario, left: Callable[[], str], most: int = MOST
+    scenario: Scenario, left: Callable[[], str], most: int = MOST, entering: bool = False
 ) -> list[str]:
     """What went wrong at each point of `scenario`, in words; empty if nothing did.
 
@@ -118,15 +123,17 @@ def interrupted_everywhere(
         scenario: a Python function; what it does must be repeatable.
         left: says what is left behind, "" if nothing is; called after each run.
         most: so many points at most, evenly over all of them.
+        entering: the points between what stands behind the scenario's own `with`s and the
+            beginning of their `__enter__`, instead of all others.
     """
     scenario()
-    assert left() == "", "the scenario leaves something behind without an interrupt"
-    counted = _Run(scenario)
+    assert not left(), "without an interrupt nothing is left behind"
+    counted = _Run(scenario, entering=entering)
     assert counted() is None
     n = counted.n
     wrong = []
     for at in sorted({i * n // min(n, most) for i in range(min(n, most))}):
-        run = _Run(scenario, at)
+        run = _Run(scenario, at, entering)
         error = run()
         if not isinstance(error, KeyboardInterrupt):
             wrong.append(f"{run.where}: no KeyboardInterrupt but {error!r}")
@@ -136,34 +143,39 @@ def interrupted_everywhere(
     return wrong
 
 
-def left_behind(*models: nn.Module, opt: Any = None) -> str:
-    """What hookkit could have left: hooks, the compiler's stance, switches, the SIGINT handler."""
-    found = [f"hooks of {type(m).__name__}" for model in models for m in model.modules() if _has(m)]
-    tables = {**_hooks_of(modules_of_torch), **_hooks_of(optimizers_of_torch)}
-    tables |= {} if opt is None else _hooks_of(opt)
-    found += [name for name, table in tables.items() if table]
+def left_behind(*models: nn.Module) -> str:
+    """What hookkit could have left: hooks, the compiler's stance, switches, the SIGINT handler.
+
+    It is taken off, so that each point is judged by itself.
+    """
+    found = []
+    owners = [m for model in models for m in model.modules()]
+    for owner in (*owners, modules_of_torch, optimizers_of_torch):
+        name = getattr(owner, "__name__", type(owner).__name__)
+        for what, table in _hooks_of(owner).items():
+            found.append(f"{what} of {name}")
+            table.clear()
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     if frames is not None and frames._stance.stance != "default":
         found.append(f"stance {frames._stance.stance}")
+        torch.compiler.set_stance("default")
     if not torch.backends.mha.get_fastpath_enabled():
         found.append("the fused path is off")
+        torch.backends.mha.set_fastpath_enabled(True)
+        everywhere._global.clear()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         found.append("the grad mode")
+        torch.set_grad_enabled(True)
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        found.append(f"handler {signal.getsignal(signal.SIGINT)}")
+        found.append("the SIGINT handler")
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupts._held is not None:
-        found.append("a Ctrl-C held back")
+        found.append("a Ctrl-C that is held back")
         interrupts._held = None
-    if found:
-        gc.collect()
     return ", ".join(found)
 
 
 def _hooks_of(owner: Any) -> dict[str, Any]:
+    """The tables of hooks in `owner` that are not empty."""
     tables = vars(owner).items()
-    return {k: v for k, v in tables if "hook" in k and isinstance(v, dict) and k[0] == "_"}
-
-
-def _has(m: nn.Module) -> bool:
-    return any(_hooks_of(m).values())
+    return {k: v for k, v in tables if "_hooks" in k and isinstance(v, dict) and v}

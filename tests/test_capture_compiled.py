@@ -93,7 +93,7 @@ def test_no_block_makes_a_compiled_model_compile_again(block: str, net: Net, x: 
         torch.testing.assert_close(compiled(x), want)
 
     assert counter.frame_count == before
-    assert compiling._n_inside == 0
+    assert not compiling._inside
 
 
 def test_an_extractor_on_a_compiled_model_makes_no_graph(net: Net, x: Tensor) -> None:
@@ -131,7 +131,7 @@ def test_an_exception_in_a_block_leaves_the_compiler_as_it_was(net: Net, x: Tens
     compiled(torch.cat([x, x]))
 
     assert counter.frame_count == 2  # a new shape is compiled: the stance is not eager
-    assert compiling._n_inside == 0
+    assert not compiling._inside
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def nothing(*seen: Any) -> None:
 def is_clean() -> bool:
     """No global hook, the fused path allowed, no block of ours that holds the compiler back."""
     hooks = nn.modules.module._has_any_global_hook()
-    return not hooks and torch.backends.mha.get_fastpath_enabled() and not compiling._n_inside
+    return not hooks and torch.backends.mha.get_fastpath_enabled() and not compiling._inside
 
 
 def test_a_global_hook_entered_inside_its_own_block_goes_on_after_the_inner_one(

@@ -286,7 +286,8 @@ def test_a_removed_one_is_inert_in_a_call_under_way(net: nn.Sequential, x: Tenso
 
 
 def test_the_batch_is_what_its_hooks_say(net: nn.Sequential) -> None:
-    plains = Plains(list(net), None, Block(hook_output(net[0])._options))
+    plains = Plains(None, Block(hook_output(net[0])._options))
+    plains.put_on(list(net))
 
     assert all(type(call) is Plain for call in plains.calls)
     assert plains.on

@@ -99,7 +99,7 @@ def test_a_block_without_dynamos_private_stance(
     if left:  # the public way, three times as slow
         torch.testing.assert_close(h[1].stored, y.detach())
         assert compiled.counter.frame_count == 1
-    assert compiling._n_inside == 0
+    assert not compiling._inside
     assert not compiled.net[0]._forward_hooks
 
 
@@ -121,8 +121,10 @@ def test_nothing_is_forgotten_where_nothing_was_compiled(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
 
     assert not compiling.forget_graphs(nn.Linear(2, 2))
-    assert compiling.compiled_around(nn.Linear(2, 2)) is None
-    assert not compiling.enter_eager()
+    assert compiling.compiled_modules() == {}
+    compiling.enter_eager(owner := object())
+    assert not compiling._inside
+    compiling.leave_eager(owner)
 
 
 def test_a_stance_that_cannot_be_set_is_left(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
@@ -131,4 +133,6 @@ def test_a_stance_that_cannot_be_set_is_left(monkeypatch: pytest.MonkeyPatch, x:
 
     monkeypatch.setattr(torch.compiler, "set_stance", refuse)
 
-    assert compiling._set_eager(SimpleNamespace(set_stance=None)) is None
+    compiling._set_eager(SimpleNamespace(set_stance=None))
+
+    assert compiling._undo is None

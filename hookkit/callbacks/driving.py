@@ -9,7 +9,6 @@ An event nobody listens to costs one dict lookup.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from fastcore.foundation import L
 from hookkit.callbacks.listening import Callback, heard_by, in_phase
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
+from hookkit.interrupts import Undo, block, uninterrupted
 
 __all__ = ["Callback", "Driver", "listed"]
 
@@ -132,7 +132,7 @@ class Driver:
         self.cbs = L(c for c in self.cbs if c is not cb)
         self._forget_order()
 
-    @contextmanager
+    @block
     def added_cbs(self: D, cbs: Any) -> Iterator[D]:
         """The driver with `cbs` added, until the end of the `with`.
 
@@ -146,7 +146,7 @@ class Driver:
                 self._drop(cb)
                 self._past.append(cb)
 
-    @contextmanager
+    @block
     def removed_cbs(self: D, cbs: Any) -> Iterator[D]:
         """The driver without `cbs` (instances, classes), until the end of the `with`."""
         gone, before = self._meant(cbs), list(self.cbs)
@@ -252,9 +252,10 @@ class Driver:
         if hasattr(type(cb), "record") or "incidents" in vars(cb):
             cb._came_to = self.n_steps
 
+    @uninterrupted
     def _clean_up(self) -> None:
         """Calls every callback's `cleanup_fit`, also when one of them fails."""
-        with ExitStack() as stack:
+        with Undo() as stack:
             for cb in self.cbs:
                 cb.run = True
                 stack.callback(self._let_go, cb)

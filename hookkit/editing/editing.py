@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from threading import get_ident
-from types import TracebackType
-from typing import Self
 from warnings import warn
 
 from torch import nn
@@ -28,6 +26,7 @@ from hookkit.errors import ArgumentError, CompiledWarning, NeverFiredWarning
 from hookkit.hooks.compiling import compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooks import named_modules_of
+from hookkit.interrupts import Scope, uninterrupted
 
 __all__ = [
     "Edits",
@@ -72,7 +71,7 @@ def edit_output(module: nn.Module, f: Function) -> Edits:
     ...     net(torch.zeros(1, 2))
     tensor([[1., 1.]])
     """
-    return Edits("edit_output", [(None, module, "")], f, "output")
+    return _edits("edit_output", [(None, module, "")], f, "output")
 
 
 def edit_outputs(modules: Modules, f: Function) -> Edits:
@@ -90,7 +89,7 @@ def edit_outputs(modules: Modules, f: Function) -> Edits:
     ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
     (0.0, {'0': 1, '2': 1})
     """
-    return Edits("edit_outputs", named_modules_of(modules, "edit_outputs"), f, "output")
+    return _edits("edit_outputs", named_modules_of(modules, "edit_outputs"), f, "output")
 
 
 def edit_input(module: nn.Module, f: Function) -> Edits:
@@ -105,7 +104,7 @@ def edit_input(module: nn.Module, f: Function) -> Edits:
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return Edits("edit_input", [(None, module, "")], f, "input")
+    return _edits("edit_input", [(None, module, "")], f, "input")
 
 
 def edit_inputs(modules: Modules, f: Function) -> Edits:
@@ -117,7 +116,7 @@ def edit_inputs(modules: Modules, f: Function) -> Edits:
     ...     net(torch.ones(2))
     tensor([9., 9.])
     """
-    return Edits("edit_inputs", named_modules_of(modules, "edit_inputs"), f, "input")
+    return _edits("edit_inputs", named_modules_of(modules, "edit_inputs"), f, "input")
 
 
 def edit_grad(module: nn.Module, f: Function) -> Edits:
@@ -135,7 +134,7 @@ def edit_grad(module: nn.Module, f: Function) -> Edits:
     >>> x.grad
     tensor([5., 5.])
     """
-    return Edits("edit_grad", [(None, module, "")], f, "grad")
+    return _edits("edit_grad", [(None, module, "")], f, "grad")
 
 
 def edit_grads(modules: Modules, f: Function) -> Edits:
@@ -148,7 +147,7 @@ def edit_grads(modules: Modules, f: Function) -> Edits:
     >>> x.grad
     tensor([25., 25.])
     """
-    return Edits("edit_grads", named_modules_of(modules, "edit_grads"), f, "grad")
+    return _edits("edit_grads", named_modules_of(modules, "edit_grads"), f, "grad")
 
 
 _SEEN: dict[Kind, tuple[str, ...]] = {
@@ -159,11 +158,11 @@ _SEEN: dict[Kind, tuple[str, ...]] = {
 """What the function of each kind of edit is called with."""
 
 
-class Edits:
+class Edits(Scope):
     """Edits that are in place on some modules. What `edit_output` and its like return.
 
-    Registered when made, removed by `remove()` or by the end of a `with` block; entering a removed
-    one registers it again and counts anew.
+    Removed by `remove()` or by the end of a `with` block; entering a removed one registers it again
+    and counts anew.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class Edits:
         f = check_function(who, f, *_SEEN[kind], name="f")
         for _, module, _ in modules:
             check_hookable(module, who)
-        self._who, self._stance, self._depth = who, False, 0
+        self._who = who
         edits: dict[tuple[int, str], Edit] = {}
         self._by_name: list[tuple[str | None, Edit]] = []
         for name, module, leaf in modules:
@@ -185,7 +184,6 @@ class Edits:
             edit = edits.setdefault((id(module), leaf), Edit(who, name, module, leaf, f, kind))
             self._by_name.append((name, edit))
         self._edits = [*edits.values()]
-        self.register()
 
     def register(self) -> None:
         """Puts the edits on their modules, all or none; nothing where they are."""
@@ -193,12 +191,18 @@ class Edits:
             for edit in self._edits:
                 edit.register()
         except BaseException:
-            self.remove()
+            self._take_off()
             raise
 
+    @uninterrupted
     def remove(self) -> None:
         """Takes the edits off; nothing where they are off."""
-        self._warn_if_compiled()
+        try:
+            self._warn_if_compiled()
+        finally:
+            self._take_off()
+
+    def _take_off(self) -> None:
         for edit in self._edits:
             edit.remove()
 
@@ -217,29 +221,22 @@ class Edits:
         self._warn_if_compiled()
         return {name or str(i): edit.n_calls for i, (name, edit) in enumerate(self._by_name)}
 
-    def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth > 1:  # again inside its own block, whose end is the one that counts
-            return self
+    def _begin(self) -> None:
         if self.removed:
             for edit in self._edits:
                 edit.n_calls, edit.elsewhere, edit.traced = 0, False, False
             self.register()
         for edit in self._edits:
             edit.thread = get_ident()
-        self._stance = enter_eager()
-        return self
+        enter_eager(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        leave_eager(self._stance)
-        self.remove()
+    def _undo(self) -> None:
+        leave_eager(self)
+        self._take_off()
         for edit in self._edits:
             edit.thread = None
+
+    def _ended(self, e: BaseException | None) -> None:
         idle = [edit for edit in self._edits if not (edit.n_calls or edit.traced)]  # by an export
         if e is None and idle:
             names = "; ".join(f"{edit.label()}: {edit.why()}" for edit in idle[:5])
@@ -247,7 +244,7 @@ class Edits:
                 f"{self._who}: {len(idle)} of {len(self._edits)} edits were never reached: {names}"
                 f"{'; …' if len(idle) > 5 else ''}. Run what reaches them inside the block.",
                 NeverFiredWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
 
     def _warn_if_compiled(self) -> None:
@@ -272,3 +269,12 @@ class Edits:
     def __repr__(self) -> str:
         few = "1 module" if len(self) == 1 else f"{len(self)} modules"
         return f"Edits({self._who}, {few}{', removed' if self.removed else ''})"
+
+
+def _edits(
+    who: str, modules: list[tuple[str | None, nn.Module, str]], f: Function, kind: Kind
+) -> Edits:
+    """Edits that are in place. They exist before that: no interrupt can part them."""
+    edits = Edits(who, modules, f, kind)
+    edits.register()
+    return edits

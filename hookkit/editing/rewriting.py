@@ -56,7 +56,7 @@ class Edit:
             self.handle = attach(module, self.on_input, pre=True, edit=True)
         else:
             state = GradState(self.on_forward, self.leaf, lambda m: self.label())
-            self.handle = Attached(module, *grad_dispatchers(state, inputs=False))
+            self.handle = Attached(module, *grad_dispatchers(state, inputs=False)).put_on()
 
     def remove(self) -> None:
         """Takes it off; nothing if it is off."""

@@ -25,47 +25,46 @@ from hookkit.walking import unwrap
 FRAMES = "torch._dynamo.eval_frame"
 
 
-# How many blocks are entered, over all threads, and how to undo the first: the stance is the
-# process's, and blocks of several threads need not end in the reverse order of their beginning.
+# The ids of the open blocks, over all threads, and how to restore the stance: it is the process's,
+# and blocks of several threads need not end in the reverse order of their beginning.
 _lock = Lock()
-_n_inside = 0
+_inside: set[int] = set()
 _undo: Callable[[], object] | None = None
 
 
-def enter_eager() -> bool:
-    """Compiled functions run eagerly from now on, until `leave_eager` gets what this returns.
+def enter_eager(owner: object) -> None:
+    """Compiled functions run eagerly from now on, until `leave_eager(owner)`.
 
-    Nothing is done, and False returned, where no compiler is loaded or this is being compiled.
-    Cost: 1 µs, against 9 for `torch.compiler.set_stance`, which is used if the parts of it that
-    are used here ever go.
+    Nothing is done where no compiler is loaded or this is being compiled. Cost: 1 µs, against 9 for
+    `torch.compiler.set_stance`, which is used if the parts of it that are used here ever go.
     """
-    global _n_inside, _undo
     frames: Any = sys.modules.get(FRAMES)
     if frames is None or torch.compiler.is_compiling():
-        return False
+        return
     with _lock:
-        if not _n_inside or (_undo is not None and _changed(frames)):
-            _undo = _set_eager(frames)
-        _n_inside += 1
-    return True
+        _inside.add(id(owner))
+        if _undo is None or _changed(frames):
+            _set_eager(frames)
 
 
-def leave_eager(entered: bool) -> None:
-    """Undoes `enter_eager`: the last block to end restores the compiler's stance.
+def leave_eager(owner: object) -> None:
+    """Undoes `enter_eager`, also half of it; the last block to end restores the stance.
 
     A stance that somebody else has set meanwhile stays.
     """
-    global _n_inside
-    if not entered:
+    global _undo
+    if id(owner) not in _inside:
         return
     with _lock:
-        _n_inside -= 1
-        if not _n_inside and _undo is not None:
+        if _inside == {id(owner)} and _undo is not None:
             _undo()
+            _undo = None
+        _inside.discard(id(owner))
 
 
-def _set_eager(frames: Any) -> Callable[[], object] | None:
-    """Sets the compiler's stance; what restores it, or None if it cannot be set here."""
+def _set_eager(frames: Any) -> None:
+    """Sets the compiler's stance, if it can be set here; notes before how to restore it."""
+    global _undo
     callback = getattr(
         getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
         "get_eval_frame_callback",
@@ -74,14 +73,14 @@ def _set_eager(frames: Any) -> Callable[[], object] | None:
     try:
         if callback and hasattr(frames, "_stance") and hasattr(frames, "DynamoStance"):
             if callback() not in (None, False):  # inside a compiled region, which traces its hooks
-                return None
-            before, frames._stance = frames._stance, _force_eager(frames)
-            return partial(_restore, frames, before)
-        if hasattr(frames, "set_stance"):
-            return partial(_restore_publicly, torch.compiler.set_stance("force_eager"))
+                return
+            eager = _force_eager(frames)
+            _undo = partial(_restore, frames, frames._stance)
+            frames._stance = eager
+        elif hasattr(frames, "set_stance"):
+            _undo = partial(_restore_publicly, torch.compiler.set_stance("force_eager"))
     except RuntimeError:  # inside a compiled region
         pass
-    return None
 
 
 _stance: Any = None

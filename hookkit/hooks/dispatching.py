@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import ref
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
+from hookkit.interrupts import uninterrupted
 from hookkit.walking import can_run
 
 is_compiling = torch.compiler.is_compiling
@@ -185,25 +186,43 @@ def check_hookable(module: Any, who: str) -> None:
 
 
 class Attached:
-    """A removable handle: which dispatchers are on which module. Holds the module weakly."""
+    """A removable handle: which dispatchers are on which module. Holds the module weakly.
+
+    `put_on` puts them there: the handle exists before its hooks, so no interrupt can part them.
+    """
 
     __slots__ = ("_module", "calls")
 
     def __init__(self, module: nn.Module, *calls: Dispatcher) -> None:
         self._module, self.calls = ref(module), calls
-        for call in calls:
-            call.put_on(module)
 
+    def put_on(self) -> Self:
+        """Puts all of them on the module, or none; the handle itself."""
+        module = self._module()
+        assert module is not None
+        try:
+            for call in self.calls:
+                call.put_on(module)
+        except BaseException:
+            self._take_off()
+            raise
+        return self
+
+    @uninterrupted
     def remove(self) -> None:
         """Takes the hook off; it does not run again, also not later in a call that is under way.
 
         Can be called any number of times.
         """
+        self._take_off()
+
+    def _take_off(self) -> None:
         module = self._module()
         for call in self.calls:
             call.take_off(module)
 
 
+@uninterrupted
 def put_first(hooks: dict[int, Any], key: int) -> None:
     """Makes `key` the first of a module's hooks.
 
@@ -333,7 +352,12 @@ def attach(
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
     kinds = (_PreEdit if edit else _PreObserve) if pre else (_Edit if edit else _Observe)
-    handle = Attached(module, kinds(fn))
+    handle = Attached(module, kinds(fn)).put_on()
     if prepend:
-        put_first(module._forward_pre_hooks if pre else module._forward_hooks, handle.calls[0].key)
+        try:
+            hooks = module._forward_pre_hooks if pre else module._forward_hooks
+            put_first(hooks, handle.calls[0].key)
+        except BaseException:
+            handle._take_off()
+            raise
     return handle

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from threading import Lock, get_ident, local
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO, TypeVar
 from weakref import ref
 
 import torch
@@ -34,6 +32,7 @@ from hookkit.hooks.dispatching import (
     recomputing,
     untraced,
 )
+from hookkit.interrupts import Scope, block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
@@ -43,38 +42,20 @@ _with_kwargs: dict[int, bool] = getattr(
 )
 
 
-class _Removable:
-    """A context manager that removes itself, whatever happens in its block.
-
-    Entered again inside its own block it goes on until the outer block ends.
-    """
-
-    _depth = 0
-
-    def remove(self) -> None:
-        raise NotImplementedError
-
-    def _begin(self) -> None:
-        pass
-
-    def _end(self) -> None:
-        self.remove()
-
-    def __enter__(self) -> Self:
-        if not self._depth:
-            self._begin()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._end()
+R = TypeVar("R", "GlobalHook", "_Printed")
 
 
-class TensorHook(_Removable):
+def _registered(hook: R) -> R:
+    """`hook`, which exists before it is registered: no interrupt can part them."""
+    try:
+        hook.register()
+    except BaseException:
+        hook.remove()
+        raise
+    return hook
+
+
+class TensorHook(Scope):
     """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
 
     def __init__(self, t: Tensor, options: Options) -> None:
@@ -100,9 +81,12 @@ class TensorHook(_Removable):
         """The tensor in words."""
         return f"the gradient of a {'×'.join(map(str, self.shape)) or 'scalar'} tensor"
 
+    @uninterrupted
     def remove(self) -> None:
         """Takes the hook off; what is stored stays."""
         self._handle.remove()
+
+    _undo = remove
 
     def __repr__(self) -> str:
         return f"TensorHook({self.label}, {'empty' if self._kept is None else 'stored'})"
@@ -154,50 +138,55 @@ def hook_tensor(
 # The fused TransformerEncoder path looks for hooks on its modules, not for global ones, so it is
 # off while there are any; several need not be removed in the reverse order of their making.
 _lock = Lock()
-_n_global = 0
+_global: set[int] = set()  # the ids of the global hooks that are on
 _fast_path = True
 
 
-def _count_global(step: int) -> None:
-    """Counts the global hooks; the first switches the fused path off, the last puts it back."""
-    global _n_global, _fast_path
+def _switch(hook: object, on: bool) -> None:
+    """The first global hook switches the fused path off, the last one restores it."""
+    global _fast_path
     with _lock:
-        if not _n_global:
+        if on and not _global:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
-        _n_global += step
-        torch.backends.mha.set_fastpath_enabled(_fast_path and not _n_global)
+        if on:
+            _global.add(id(hook))
+        elif id(hook) in _global:
+            _global.discard(id(hook))
+        else:
+            return
+        torch.backends.mha.set_fastpath_enabled(_fast_path and not _global)
 
 
 _stand_in = local()  # `now`: this thread runs a copy of a model, which global hooks do not see
 
 
-@contextmanager
+@block
 def stand_in_runs() -> Iterator[None]:
     """For the run of a copy: this thread's calls are not seen by `hook_all`, nor fused by PyTorch.
 
     The fused path does not call the layers of a TransformerEncoder.
     """
     before = getattr(_stand_in, "now", False)
-    _count_global(+1)
+    token = object()
     try:
+        _switch(token, True)
         _stand_in.now = True
         yield
     finally:
         _stand_in.now = before
-        _count_global(-1)
+        _switch(token, False)
 
 
-class GlobalHook(_Removable):
+class GlobalHook(Scope):
     """A function called at each call of every module of the process. See `hook_all`."""
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
         self._func, self._types, self._pre = func, types, pre
         self._thread: int | None = None
         self._busy, self.removed = local(), True
-        self._stance: Any = None
         self.n_calls = 0
-        self.register()
 
+    @uninterrupted
     def register(self) -> None:
         """Puts the hook in PyTorch's global dicts; nothing if it is there."""
         if not self.removed:
@@ -207,23 +196,25 @@ class GlobalHook(_Removable):
         else:
             self._handle = register_module_forward_hook(self._after, with_kwargs=True)
         self.removed = False
-        _count_global(+1)
+        _switch(self, True)
 
+    @uninterrupted
     def remove(self) -> None:
         """Takes the hook off all modules. Nothing if it is off."""
         if not self.removed:
             self._handle.remove()
             _with_kwargs.pop(self._handle.id, None)
-            _count_global(-1)
+            _switch(self, False)
             self.removed = True
 
     def _begin(self) -> None:
+        self._thread = get_ident()
         self.register()
-        self._thread, self._stance = get_ident(), enter_eager()
+        enter_eager(self)
 
-    def _end(self) -> None:
-        leave_eager(self._stance)
-        self._thread = self._stance = None
+    def _undo(self) -> None:
+        leave_eager(self)
+        self._thread = None
         self.remove()
 
     def _before(self, module: nn.Module, args: Any) -> None:
@@ -299,17 +290,15 @@ def hook_all(
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
-    return GlobalHook(func, wanted, pre)
+    return _registered(GlobalHook(func, wanted, pre))
 
 
-class _Printed(_Removable):
+class _Printed(Scope):
     """The hooks of `print_sizes`."""
 
     def __init__(self, model: nn.Module, file: TextIO | None) -> None:
         self._model, self._file = ref(model), file
         self._handles: list[Attached] = []
-        self._stance: Any = None
-        self.register()
 
     def register(self) -> None:
         """Prints again, where `remove` or the end of a block has ended that."""
@@ -339,16 +328,18 @@ class _Printed(_Removable):
 
     def _begin(self) -> None:
         self.register()
-        self._stance = enter_eager()
+        enter_eager(self)
 
-    def _end(self) -> None:
-        leave_eager(self._stance)
+    def _undo(self) -> None:
+        leave_eager(self)
         self.remove()
 
+    @uninterrupted
     def remove(self) -> None:
         """Prints no more."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
@@ -368,4 +359,4 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
             f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
             'open("sizes.txt", "w"), or nothing to print.'
         )
-    return _Printed(check_module("print_sizes", model), file)
+    return _registered(_Printed(check_module("print_sizes", model), file))

@@ -321,4 +321,4 @@ def attach_grad(
 
         return receive
 
-    return Attached(module, *grad_dispatchers(GradState(begin), inputs))
+    return Attached(module, *grad_dispatchers(GradState(begin), inputs)).put_on()

@@ -25,6 +25,7 @@ from hookkit.hooks.dispatching import Dispatcher, brief, check_hookable
 from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
 from hookkit.hooks.silence import Block, warn_if_compiled, warn_of_references
+from hookkit.interrupts import uninterrupted
 from hookkit.nested import describe, is_path
 
 
@@ -134,9 +135,13 @@ class Hook:
             )
         self._block.compiled = None  # a model may have been compiled since
         calls = self._dispatchers()
-        for call in calls:
-            call.put_on(module)
-        self._placed, self.removed = [ref(call) for call in calls], False
+        try:
+            self._placed, self.removed = [ref(call) for call in calls], False
+            for call in calls:
+                call.put_on(module)
+        except BaseException:
+            self._take_off()
+            raise
 
     def _dispatchers(self) -> tuple[Dispatcher, ...]:
         kind = self._options.kind
@@ -151,14 +156,18 @@ class Hook:
     def _grad_state(self) -> GradState:
         return GradState(lambda m, x: begin(self, m, x), self.leaf, lambda m: self.label)
 
+    @uninterrupted
     def remove(self) -> None:
         """Takes the hook off its module; what was stored stays. Nothing if it is off already."""
+        self._take_off()
+
+    def _take_off(self) -> None:
         if self.removed:
             return
-        self.removed, self._muted, module = True, None, self._module()
+        module = self._module()
         for call in self._on_module():
             call.take_off(module)
-        self._placed = ()
+        self._muted, self._placed, self.removed = None, (), True
 
     def _on_module(self) -> list[Dispatcher]:
         """Held weakly, as the dispatchers hold the hook: what it stores must not need the gc."""
@@ -184,19 +193,30 @@ class Hook:
         self._waiting = deque(maxlen=256)
 
     def __enter__(self) -> Self:
-        if self.removed:
-            self._clear()
-            self.register()
-        self._block.enter([self])
+        depth = self._block.depth
+        try:
+            if self.removed:
+                self._clear()
+                self.register()
+            self._block.enter([self])
+        except BaseException:
+            if not depth:
+                self._take_off()
+                self._block.undo()
+            raise
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
         if self._block.inner():
             return False
-        self.remove()
-        return self._block.leave([self], e)
+        try:
+            self._take_off()
+        finally:
+            swallowed = self._block.leave([self], e)
+        return swallowed
 
     def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
         """Calls `hook_func(m, i, o)` as PyTorch does, and stores what it returns.

@@ -22,6 +22,7 @@ from hookkit.hooks.dispatching import check_hookable
 from hookkit.hooks.hooking import Hook, kind_of, read
 from hookkit.hooks.plain import Plains
 from hookkit.hooks.silence import Block, reasons
+from hookkit.interrupts import uninterrupted
 from hookkit.walking import unwrap
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
@@ -79,7 +80,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
                 check_hookable(m, options.who)
         if options.plain and not any(leaves):
-            self._plains = Plains(ms, names, self._block)
+            self._plains = Plains(names, self._block)
+            self._plains.put_on(ms)
         else:
             self._make(ms, names, leaves)
 
@@ -89,7 +91,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             for m, name, leaf in zip(ms, names or repeat(None), leaves or repeat(""), strict=False):
                 self._hooks.append(Hook.made(m, self._options, self._block, name, leaf))
         except BaseException:
-            self.remove()
+            self._take_off()
             raise
 
     @property
@@ -132,9 +134,10 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             for h in self.hooks:
                 h.register()
         except BaseException:
-            self.remove()
+            self._take_off()
             raise
 
+    @uninterrupted
     def remove(self) -> None:
         """Takes all hooks off their modules; what was stored stays."""
         self._take_off()
@@ -143,24 +146,36 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         """`remove`; whether each is known to have stored something."""
         fired = self._plains is not None and self._plains.take_off()
         for h in self._hooks or ():
-            h.remove()
+            h._take_off()
         return fired
 
     def __enter__(self) -> Self:
-        if self.removed:
-            for h in self.hooks:
-                h._clear()
-            self.register()
-        self._block.enter(self._hooks or ())
+        depth = self._block.depth
+        try:
+            if self.removed:
+                for h in self.hooks:
+                    h._clear()
+                self.register()
+            self._block.enter(self._hooks or ())
+        except BaseException:
+            if not depth:
+                self._take_off()
+                self._block.undo()
+            raise
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
         if self._block.inner():
             return False
-        fired = self._take_off()
-        return self._block.leave(() if fired else self.hooks, e)
+        fired = False
+        try:
+            fired = self._take_off()
+        finally:
+            swallowed = self._block.leave(() if fired else self.hooks, e)
+        return swallowed
 
     def __len__(self) -> int:
         return len(self.hooks if self._plains is None else self._plains.calls)

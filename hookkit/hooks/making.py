@@ -38,7 +38,13 @@ def hooked(module: nn.Module, options: Options) -> Hook:
     """One registered hook with these `options`."""
     check_hookable(module, options.who)
     if options.plain:
-        return Plains([module], None, Block(options)).hooks()[0]
+        plains = Plains(None, Block(options))
+        try:
+            plains.put_on([module])
+            return plains.hooks()[0]
+        except BaseException:
+            plains.take_off()
+            raise
     return Hook.made(module, options, Block(options))
 
 

@@ -188,9 +188,8 @@ class PlainHook(Hook):
     _missed = _of_plain("_missed")
     _traced = _of_plain("_traced")
 
-    def remove(self) -> None:
-        """Takes the hook off its module; what was stored stays. Nothing if it is off already."""
-        super().remove()
+    def _take_off(self) -> None:
+        super()._take_off()
         self._plain._settle()
 
     def _dispatchers(self) -> tuple[Dispatcher, ...]:
@@ -208,7 +207,9 @@ class PlainHook(Hook):
 
 
 class Plains:
-    """Registered plain hooks on many modules, in the order of `calls`; the modules held weakly.
+    """Plain hooks for many modules, in the order of `calls`; the modules held weakly.
+
+    `put_on` registers them: this exists before they do, so no interrupt can part them.
 
     Attributes:
         on: False once they were all taken off.
@@ -216,12 +217,14 @@ class Plains:
 
     __slots__ = ("block", "calls", "modules", "names", "on")
 
-    def __init__(
-        self, modules: Iterable[nn.Module], names: Sequence[str | None] | None, block: Block
-    ) -> None:
+    def __init__(self, names: Sequence[str | None] | None, block: Block) -> None:
         self.calls: list[Plain] = []
         self.modules: list[ref[nn.Module]] = []
         self.block, self.names, self.on = block, names, True
+
+    def put_on(self, modules: Iterable[nn.Module]) -> None:
+        """Registers a hook on each of `modules`, or none."""
+        block = self.block
         try:
             kind = kind_of(block.options)
             for module in modules:  # as kind(block).put_on(module): 1 µs less each

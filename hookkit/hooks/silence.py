@@ -14,6 +14,7 @@ from torch import nn
 from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
 from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.references import warning_of
+from hookkit.interrupts import Guard
 
 if TYPE_CHECKING:
     from hookkit.hooks.capturing import Options
@@ -53,27 +54,32 @@ class Stop:
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self.waiting = {id(h): h for h in hooks}
+        self.done = False
 
     def fired(self, hook: Hook) -> None:
-        """Notes that `hook` has fired, and ends the forward pass if it was the last."""
+        """Notes that `hook` has fired, and ends the forward pass if it was the last.
+
+        Once: whatever goes wrong with the block, the forward passes after it are whole.
+        """
         self.waiting.pop(id(hook), None)
-        if not self.waiting:
+        if not (self.waiting or self.done):
+            self.done = True
             raise StopForward(self)
 
 
 class Block:
-    """What the hooks of one `with` block share: options, thread, stop, the compiler's stance."""
+    """What the hooks of one `with` block share: options, thread, stop, guard, depth."""
 
-    __slots__ = ("compiled", "depth", "options", "owner", "stance", "stop", "thread", "warned")
+    __slots__ = ("compiled", "depth", "guard", "options", "owner", "stop", "thread", "warned")
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
         self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
         self.stop: Stop | None = None
-        self.stance = False  # whether the compiler was told to stand still
         self.compiled: dict[int, str] | None = None  # what `compiled_modules` found, once asked
         self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
+        self.guard = Guard()
         self.depth = 0  # of the same hooks entered again inside their own block
 
     def enter(self, hooks: Sequence[Hook]) -> None:
@@ -81,22 +87,28 @@ class Block:
         self.depth += 1
         if self.depth > 1:
             return
+        self.guard.begin()
         self.thread = get_ident()
         if hooks and self.options.stop:
             self.stop = Stop(hooks)
         if FRAMES in sys.modules:
-            self.stance = enter_eager()
+            enter_eager(self)
 
     def inner(self) -> bool:
         """Leaves one level; True while there is another around it, which goes on."""
         self.depth -= 1
         return self.depth > 0
 
+    def undo(self) -> None:
+        """Undoes `enter`, also half of it; can be repeated."""
+        self.thread, self.stop, self.depth = None, None, 0
+        leave_eager(self)
+        self.guard.end()
+
     def leave(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
-        """Undoes that and reports; True swallows `e`, which was the block's own stop."""
-        if self.stance:
-            leave_eager(self.stance)
-        stop, self.thread, self.stop, self.stance = self.stop, None, None, False
+        """Undoes `enter` and reports; True swallows `e`, which was the block's own stop."""
+        stop = self.stop
+        self.undo()
         if e is None:
             if hooks:
                 _report(hooks, stop)
@@ -180,7 +192,7 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
             f"{who}: the model swallowed the stop (a bare `except:` or `except BaseException`), "
             "and the forward ran on. What was stored is right; let StopForward through."
         )
-    warnings.warn(text, NeverFiredWarning, stacklevel=4)
+    warnings.warn(text, NeverFiredWarning, stacklevel=5)
 
 
 def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:

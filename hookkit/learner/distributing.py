@@ -7,11 +7,11 @@ are the Accelerator's. Here its pieces only take the Learner's places, and give 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from hookkit.callbacks import Callback
 from hookkit.errors import missing_extra
+from hookkit.interrupts import block
 
 
 class AccelerateCallback(Callback):
@@ -40,7 +40,7 @@ class AccelerateCallback(Callback):
             self.learn.steps_now = True
 
 
-@contextmanager
+@block
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
     """Yields `learn` with model, optimizer and loaders prepared by accelerate; puts them back."""
     try:

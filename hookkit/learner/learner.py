@@ -8,7 +8,6 @@ accelerate's own; nothing here wraps them. Names, order and defaults are fastai'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hookkit.callbacks.driving import listed
 from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.checks import check_flag, check_path
 from hookkit.events import CancelFitException
+from hookkit.interrupts import block
 from hookkit.learner.distributing import distributed
 from hookkit.learner.doors import (
     as_loaders,
@@ -272,7 +272,7 @@ class Learner(Predicting, ReadOut):
 
     # --- around
 
-    @contextmanager
+    @block
     def no_logging(self) -> Iterator[Learner]:
         """The Learner without its log, until the end of the `with`."""
         kept, self.logger = self.logger, lambda row: None
@@ -281,7 +281,7 @@ class Learner(Predicting, ReadOut):
         finally:
             self.logger = kept
 
-    @contextmanager
+    @block
     def no_bar(self) -> Iterator[Learner]:
         """The Learner without its progress bar, until the end of the `with`."""
         with self.removed_cbs(ProgressCallback):

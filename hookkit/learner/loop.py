@@ -11,7 +11,6 @@ batch begins without the last one's `pred` and `loss`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from hookkit.events import (
     CancelValidException,
     stray_cancel,
 )
+from hookkit.interrupts import Guard, block, interruptible, uninterrupted
 from hookkit.learner.doors import no_loss
 from hookkit.learner.groups import plain_optimizer
 from hookkit.nested import describe
@@ -63,6 +63,7 @@ class Loop(Driver):
     loss_grad: Any
     _amid: bool  # whether a batch is under way, from before its `before_batch`
     _device: torch.device | None
+    _guard: Guard
     _epochs: range
 
     def _at_start(self) -> None:
@@ -217,15 +218,16 @@ class Loop(Driver):
                 f"(CancelFitException), or use a second Learner."
             )
 
-    @contextmanager
+    @block
     def _fit_under_way(self) -> Iterator[None]:
         """Marks a fit and counts its optimizer steps; takes everything down, however it ends."""
         self._check_idle("fit was called")
         self._claim()
-        self.fitting = self.steps_now = True
-        self.opt = self._opt
         self._broken = True  # until it is known to have ended well: `after_fit` may fail too
+        with_grad = torch.is_grad_enabled()
         try:
+            self.fitting = self.steps_now = True
+            self.opt = self._opt
             yield
             self._broken = False
         except CANCEL_EXCEPTIONS as stray:
@@ -235,6 +237,7 @@ class Loop(Driver):
             try:
                 self._clean_up()
             finally:
+                torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
                 self.fitting = self.training = self._broken = False
                 self.opt = self._opt
                 self._forget_batch()
@@ -243,18 +246,23 @@ class Loop(Driver):
         """`with learn:` fires `before_fit`, `before_epoch`, and in the end their `after_`."""
         self._check_idle("`with learn` was entered")
         self._claim()
+        self._guard = Guard()
         try:
+            self._guard.begin()
             self("before_fit", "before_epoch")
         except BaseException:
             self._clean_up()
+            self._guard.end()
             raise
         return self
 
+    @uninterrupted
     def __exit__(self, *_: object) -> None:
         try:
-            self("after_epoch", "after_fit")
+            interruptible(self.__call__)("after_epoch", "after_fit")
         finally:
             self._clean_up()
+            self._guard.end()
 
     # --- what callbacks read
 
@@ -264,6 +272,7 @@ class Loop(Driver):
         return self._opt
 
     @opt.setter
+    @uninterrupted
     def opt(self, opt: Any) -> None:
         self._opt = opt
         for handle in self._step_hooks:

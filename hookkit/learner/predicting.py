@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from hookkit.callbacks.driving import listed
 from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError
 from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
+from hookkit.interrupts import block
 from hookkit.learner.doors import as_loaders
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
@@ -99,7 +99,7 @@ class Predicting(Loop):
             return self.dls[ds_idx]
         return DataLoaders(dl).train  # the same check at the same door
 
-    @contextmanager
+    @block
     def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
         """Surrounds a pass without learning: afterwards state and modes are as they were.
 
@@ -107,9 +107,9 @@ class Predicting(Loop):
         """
         kept = {name: getattr(self, name) for name in _STATE}
         modes = [(m, m.training) for m in self.model.modules()]
-        recording = self._recording()
-        self.aside = True
+        recording, with_grad = self._recording(), torch.is_grad_enabled()
         try:
+            self.aside = True
             for cb in recording:
                 cb.run = False
                 cb._record(False)
@@ -124,6 +124,7 @@ class Predicting(Loop):
                 stray.add_note(stray_cancel(stray))
             raise
         finally:
+            torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
             for name, value in kept.items():
                 setattr(self, name, value)
             for module, mode in modes:

@@ -13,13 +13,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hookkit.interrupts import block
 
-@contextmanager
+
+@block
 def kept(drew: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Puts back the random states that the code inside moved, also after an error.
 

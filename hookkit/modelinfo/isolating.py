@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.hooks.everywhere import stand_in_runs
+from hookkit.interrupts import Undo, block
 from hookkit.modelinfo import hooked
 from hookkit.nested import Inputs, leaves, tmap
 
@@ -120,7 +120,7 @@ def _copied(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
     return copied
 
 
-@contextmanager
+@block
 def _copyable(model: nn.Module) -> Iterator[None]:
     """Gives sharded modules their own classes back inside: FSDP's refuse to be copied."""
     sharded = [(m, type(m)) for m in model.modules() if is_sharded(m)]
@@ -151,7 +151,7 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
-@contextmanager
+@block
 def undisturbed() -> Iterator[None]:
     """Keeps what a run of a copy might change outside of it, for this thread, also after an error.
 
@@ -160,7 +160,7 @@ def undisturbed() -> Iterator[None]:
     handle.
     """
     log, quiet = logging.getLogger("torch._subclasses.fake_tensor"), _Quiet()
-    with ExitStack() as stack:
+    with Undo() as stack:
         stack.enter_context(stand_in_runs())
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
@@ -181,7 +181,7 @@ class _Quiet(logging.Filter):
         return record.thread != self.thread
 
 
-@contextmanager
+@block
 def put_back(model: nn.Module) -> Iterator[None]:
     """Puts the modules of `model` back as they were: modes, attributes, hooks, buffers' content.
 

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.interrupts import Undo, uninterrupted
 from hookkit.modelinfo import drawing, expelling, faking, hooked, isolating
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
 from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
@@ -258,6 +259,10 @@ def _reason(done: Trace | None, model: nn.Module, given: Inputs) -> str:
     return f"{type(error).__name__}{where}"
 
 
+# On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
+# `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
+# the wait is short; a second Ctrl-C is raised at once.
+@uninterrupted
 def _fake(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
 ) -> Trace | None:
@@ -327,14 +332,14 @@ def _census(model: nn.Module) -> list[tuple[str, str]]:
     return [(name, type(m).__name__) for name, m, _ in walk(model)]
 
 
-def _enter_eager() -> bool:
+def _enter_eager(owner: object) -> None:
     """Compiled parts run as they are written: the compiler would compile these books with them.
 
     Flex attention loads the compiler when it is called, which would be too late.
     """
     if "torch.nn.attention.flex_attention" in sys.modules:
         import_module("torch._dynamo.eval_frame")
-    return enter_eager()
+    enter_eager(owner)
 
 
 def _once(
@@ -342,11 +347,12 @@ def _once(
 ) -> Trace:
     tracer = Tracer(model)
     tracer.trace.how, tracer.real = how, real
-    with ExitStack() as stack:
+    with Undo() as stack:
         if mode is not None:
             stack.enter_context(mode)
         tracer.attach(stack)
-        stack.callback(leave_eager, _enter_eager())
+        stack.callback(leave_eager, tracer)
+        _enter_eager(tracer)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))

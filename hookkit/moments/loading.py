@@ -13,10 +13,10 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from hookkit.errors import HookkitWarning
+from hookkit.interrupts import block
 
 
 class Machine:
@@ -61,7 +61,7 @@ class Machine:
             self._problems.append(f"numba does not work here ({problem}), so numpy reads instead.")
 
 
-@contextmanager
+@block
 def _quiet() -> Iterator[None]:
     """Where everything is logged, numba would log its compiling in 20,000 lines."""
     log = logging.getLogger("numba")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from io import BytesIO
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError, missing_extra
+from hookkit.interrupts import block
 from hookkit.plotting.axes import ink, literal
 
 try:
@@ -28,7 +28,7 @@ except ImportError:
 _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 
-@contextmanager
+@block
 def offscreen() -> Iterator[None]:
     """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread."""
     token = _offscreen.set(True)

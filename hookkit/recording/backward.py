@@ -71,7 +71,7 @@ class BackwardHook:
         inputs = GradState(lambda m, x: _begin_inputs(me(), m, x))
         outputs = GradState(lambda m, x: _begin_outputs(me(), m, x), leaf)
         calls = (*grad_dispatchers(inputs, True), *grad_dispatchers(outputs, False))
-        self._handle = Attached(m, *calls)
+        self._handle = Attached(m, *calls).put_on()
 
     @property
     def module(self) -> nn.Module | None:

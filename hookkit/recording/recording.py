@@ -22,6 +22,7 @@ from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionEr
 from hookkit.hooks import Hooks
 from hookkit.hooks.capturing import FUNCTION_OF
 from hookkit.hooks.compiling import forget_graphs
+from hookkit.interrupts import uninterrupted
 from hookkit.recording.backward import BackwardHooks
 from hookkit.recording.parts import Parts
 from hookkit.selecting import leaf_modules, select
@@ -252,6 +253,7 @@ class HookCallback(Callback):
             _tell_changed(type(self).__name__, error)
         self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
+    @uninterrupted
     def _register(self, names: list[str], modules: Any) -> None:
         """Hooks `modules`, a mapping by name in the order of `names`; all of them, or it raises."""
         before = self.hooks
@@ -266,6 +268,7 @@ class HookCallback(Callback):
         self.recording = True  # as hooks are when they are made
         self._record(False)
 
+    @uninterrupted
     def _remove(self) -> None:
         """Takes off whatever `_register` put on; called often, so nothing may be there."""
         self.recording = False

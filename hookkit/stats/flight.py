@@ -25,6 +25,7 @@ from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
 from hookkit.hooks.dispatching import graph_task
+from hookkit.interrupts import uninterrupted
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
@@ -105,6 +106,7 @@ class FlightRecorder(HookCallback):
         found = found or {"": unwrap(model)}
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
+    @uninterrupted
     def _register(self, names: list[str], modules: Any) -> None:
         # amid a fit what has come is added: a hook that is on stays in its place among others, and
         # the row of what has gone keeps its past
@@ -142,10 +144,12 @@ class FlightRecorder(HookCallback):
             self._handles.pop(key).remove()
         self._handles |= added
 
+    @uninterrupted
     def _remove(self) -> None:
         super()._remove()
-        while self._handles:
-            self._handles.popitem()[1].remove()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
         self._grads, self._known = GradTape(), None
 
     def _record(self, on: bool) -> None:

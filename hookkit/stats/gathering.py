@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import OptionError
 from hookkit.hooks.dispatching import Attached, check_hookable
+from hookkit.interrupts import uninterrupted
 from hookkit.moments.banks import Options
 from hookkit.moments.loading import machine
 from hookkit.moments.tallies import Tally
@@ -74,6 +75,7 @@ class StatsCallback(HookCallback):
         plain = getattr(function, "__func__", None) is StatsCallback.hook
         return None if plain else function  # the hooks show the output without a call
 
+    @uninterrupted
     def _register(self, names: list[str], modules: Mapping[str, nn.Module]) -> None:
         # a hook that is on stays on, in its place among others: on the root before the driver's
         before, now = self._handles, dict[Any, Any]()
@@ -97,8 +99,8 @@ class StatsCallback(HookCallback):
         check_hookable(module, type(self).__name__)
         function = self._function
         if function is None:
-            return Attached(module, Look((eye, row, leaf)))
-        return Attached(module, LookThrough((eye, row, leaf, function)))
+            return Attached(module, Look((eye, row, leaf))).put_on()
+        return Attached(module, LookThrough((eye, row, leaf, function))).put_on()
 
     def _attach_gradients(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
         function = self._function
@@ -114,10 +116,12 @@ class StatsCallback(HookCallback):
         # what runs no Python hooks is passed over, unless it was asked for by name
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
+    @uninterrupted
     def _remove(self) -> None:
         super()._remove()
-        while self._handles:
-            self._handles.popitem()[1].remove()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
 
     def _record(self, on: bool) -> None:
         if not (on or self.recording):

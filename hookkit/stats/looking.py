@@ -219,7 +219,7 @@ def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attach
     check_hookable(module, "GradientStats")
     before, after = grad_dispatchers(GradState(begin, leaf), inputs=False)
     usual = AfterGradients((eye, after, None if leaf else received))
-    return Attached(module, BeforeGradients((eye, before)), usual)
+    return Attached(module, BeforeGradients((eye, before)), usual).put_on()
 
 
 def leaf_of(modules: Mapping[str, nn.Module], name: str) -> str:

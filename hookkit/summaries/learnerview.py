@@ -7,7 +7,6 @@ numbers are right; rows stand in the order of execution, and the first dimension
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hookkit.data import generators_of, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
+from hookkit.interrupts import Undo
 from hookkit.layout import harmless, percent
 from hookkit.modelinfo import drawing
 from hookkit.nested import Inputs, leaves, tmap
@@ -217,7 +217,7 @@ def one_input(dls: Any) -> Inputs:
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with ExitStack() as stack:
+    with Undo() as stack:
         stack.enter_context(drawing.kept())
         for g in generators_of(train):
             stack.callback(g.set_state, g.get_state())

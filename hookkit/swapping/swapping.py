@@ -7,7 +7,6 @@ is a place, so a shared module is replaced wherever it stands. What to put there
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 from warnings import warn
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.interrupts import block
 from hookkit.selecting import select
 from hookkit.swapping.wrapping import Catcher, GramWrapper, Wrapper
 from hookkit.walking import edges, inner_key, unwrap
@@ -27,7 +27,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
 
 
-@contextmanager
+@block
 def swap(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> Iterator[dict[str, nn.Module]]:
@@ -61,21 +61,18 @@ def swap(
     (Dropout(p=0.5, inplace=False), 1)
     """
     places, new = _planned(model, replacements)
-    done: list[_Place] = []
-    stance = enter_eager()
     try:
-        for place in places:
-            parent, key, _, made = place
+        enter_eager(places)
+        for parent, key, _, made in places:
             parent._modules[key] = made
-            done.append(place)
         yield new
     except BaseException as e:
-        if lost := _put_back(done):
+        if lost := _put_back(places):
             e.add_note(lost)
         raise
     finally:
-        leave_eager(stance)
-    if lost := _put_back(done):
+        leave_eager(places)
+    if lost := _put_back(places):
         raise HookError(lost)
     _report_uncalled(new)
 
@@ -190,7 +187,7 @@ def _put_back(places: list[_Place]) -> str:
     for parent, key, original, made in reversed(places):
         if parent._modules.get(key) is made:
             parent._modules[key] = original
-        else:
+        elif parent._modules.get(key) is not original:
             now = type(parent._modules.get(key)).__name__
             lost.append(f'"{key}" of the {type(parent).__name__} (now {now})')
     if not lost:
@@ -210,5 +207,5 @@ def _report_uncalled(new: dict[str, nn.Module]) -> None:
             f"run these layers, or it reaches them past its registered children: hook_outputs "
             f"follows a module wherever it is called.",
             NeverFiredWarning,
-            stacklevel=4,
+            stacklevel=6,
         )

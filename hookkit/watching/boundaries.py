@@ -37,6 +37,7 @@ from hookkit.hooks.dispatching import (
     put_first,
     recomputing,
 )
+from hookkit.interrupts import uninterrupted
 from hookkit.walking import inner_key, submodules, unwrap
 
 
@@ -130,6 +131,7 @@ class Boundaries:
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]]
         self._owned = weakref.WeakKeyDictionary()
 
+    @uninterrupted
     def attach(self) -> None:
         """Sets the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._telling, self._steps = 0, False, []
@@ -150,10 +152,12 @@ class Boundaries:
             self._undo.append(register_pre(self._before_step).remove)
             self._undo.append(register_post(self._after_step).remove)
 
+    @uninterrupted
     def detach(self) -> None:
         """Removes what `attach` set; safe to call at any time, and twice."""
-        while self._undo:
-            self._undo.pop()()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
         self._drop_heads()
 
     def _attach_module(self, module: nn.Module) -> None:
@@ -233,9 +237,11 @@ class Boundaries:
             else:
                 self.elsewhere = True
 
+    @uninterrupted
     def _drop_heads(self) -> None:
-        while self._heads:
-            self._heads.pop()()
+        for undo in self._heads:
+            undo()
+        self._heads.clear()
 
     # -- step -------------------------------------------------------------------------------
 

@@ -164,9 +164,9 @@ class Criterion:
 
     def remove(self) -> None:
         """Ends it."""
-        handle, self._handle, self._last = self._handle, None, None
-        if handle is not None:
-            handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._last = None
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         loop = self.loop

@@ -21,6 +21,7 @@ from hookkit.callbacks.listening import Callback
 from hookkit.errors import HookError, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
+from hookkit.interrupts import Guard, interruptible, uninterrupted
 from hookkit.walking import unwrap
 from hookkit.watching.admitting import (
     check_free,
@@ -131,6 +132,7 @@ class Watcher(ReadOut):
         self.info: dict[str, Any] = {}
         self.criterion = Criterion(self.loop, loss_func)
         self._told = self._told_loss = False
+        self._guard = Guard()
         for opt in opts:
             if not self.boundaries.owns(opt):
                 tell_foreign(opt, self.loop.model)
@@ -150,6 +152,7 @@ class Watcher(ReadOut):
             )
         check_free(self.cbs)
         try:
+            self._guard.begin()
             self.loop.begin()
             self.boundaries.attach()
             if self.loop.cbs:
@@ -169,26 +172,32 @@ class Watcher(ReadOut):
         if not self.loop.fitting:
             return
         try:
-            if isinstance(error, CancelFitException):
-                self.loop("after_cancel_fit")
-            if error is None or isinstance(error, CancelFitException):
-                self.loop.finish()
+            interruptible(self._finish)(error)
         finally:
             self._take_down()
         if error is None:
             self._check_stepped()
             self._told_loss = self._told_loss or self.criterion.tell()
 
+    def _finish(self, error: BaseException | None) -> None:
+        if isinstance(error, CancelFitException):
+            self.loop("after_cancel_fit")
+        if error is None or isinstance(error, CancelFitException):
+            self.loop.finish()
+
+    @uninterrupted
     def _take_down(self) -> None:
         try:
             self.boundaries.detach()
             self.criterion.remove()
         finally:
             self.loop.end()
+            self._guard.end()
 
     def __enter__(self) -> Watcher:
         return self.start()
 
+    @uninterrupted
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -1,0 +1,222 @@
+"""Ctrl-C at every point of hookkit's own work: nothing is left behind."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupting import interrupted_everywhere, left_behind
+from torch import Tensor, nn
+from torch._dynamo import eval_frame  # noqa: F401 - a compiler is loaded, so blocks set its stance
+
+from hookkit import (
+    ActivationStats,
+    Catcher,
+    DataLoaders,
+    GradientStats,
+    Learner,
+    ParamStats,
+    edit_input,
+    edit_outputs,
+    feature_extractor,
+    hook_all,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    print_sizes,
+    scale,
+    select,
+    summary,
+    swap,
+    watch,
+)
+from hookkit.errors import NeverFiredWarning
+from hookkit.hooks import StopForward
+from hookkit.modelinfo import dummy_eval
+
+torch.manual_seed(0)
+NET = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+X = torch.randn(2, 4)
+Y = NET(X).detach()
+LAYERS = list(NET)
+EXTRACT = feature_extractor(NET, "0", "1")
+
+
+def left() -> str:
+    """What is left on the net, and whether it still runs as it did."""
+    found = left_behind(NET)
+    try:
+        same = torch.equal(NET(X), Y) and list(NET) == LAYERS
+    except BaseException as e:
+        return f"{found}; model(x) raises {e!r}"
+    return found if same else f"{found}; model(x) gives something else"
+
+
+def capture() -> None:
+    with hook_outputs(NET):
+        NET(X)
+
+
+def capture_one() -> None:
+    with hook_output(NET[0], keep="all") as h:
+        NET(X)
+        with h:
+            NET(X)
+
+
+def capture_again() -> None:
+    with hook_outputs(NET) as hooks:
+        NET(X)
+    with hooks:
+        NET(X)
+
+
+def capture_grad() -> None:
+    with hook_outputs(NET, grad=True):
+        NET(X).sum().backward()
+
+
+def capture_inputs_grad() -> None:
+    with hook_inputs(NET, grad=True):
+        NET(X).sum().backward()
+
+
+def stop() -> None:
+    with hook_output(NET[1], stop=True):
+        NET(X)
+
+
+def stop_several() -> None:
+    with hook_outputs(select(NET, "0", "1"), stop=True):
+        NET(X)
+
+
+def edits() -> None:
+    with edit_outputs(select(NET, "0"), scale(2)), edit_input(NET[2], scale(2)):
+        NET(X)
+
+
+def global_hook() -> None:
+    with hook_all(len_of, nn.Linear):
+        NET(X)
+
+
+def len_of(m: nn.Module, i: Any, o: Any) -> int:
+    return len(o)
+
+
+class Nowhere:
+    def write(self, text: str) -> None:
+        pass
+
+
+def sizes() -> None:
+    with print_sizes(NET, Nowhere()):  # type: ignore[arg-type]
+        NET(X)
+
+
+def swapped() -> None:
+    with swap(NET, {"1": Catcher, "2": Catcher}):
+        NET(X)
+
+
+def extract() -> None:
+    EXTRACT(X)
+
+
+def summarized() -> None:
+    summary(NET, X)
+
+
+def dummy() -> None:
+    dummy_eval(NET, x=X)
+
+
+def watched() -> None:
+    opt = torch.optim.SGD(NET.parameters(), lr=0.0)
+    with watch(NET, opt, ActivationStats, GradientStats, ParamStats):
+        NET.train()
+        NET(X).sum().backward()
+        opt.step()
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i % 2], Y[i % 2]
+
+
+def fit() -> None:
+    loader = torch.utils.data.DataLoader(Data(), 2)
+    learn = Learner(DataLoaders(loader), NET, nn.MSELoss(), torch.optim.SGD, lr=0.0)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(1, cbs=ActivationStats)
+
+
+SCENARIOS: list[Callable[[], None]] = [
+    capture,
+    capture_one,
+    capture_again,
+    capture_grad,
+    capture_inputs_grad,
+    stop,
+    stop_several,
+    edits,
+    global_hook,
+    sizes,
+    swapped,
+    extract,
+    summarized,
+    dummy,
+    watched,
+    fit,
+]
+
+
+LONG = {summarized: 12, watched: 30, fit: 30}  # thousands of points, all of them clean
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+def test_nothing_is_left_wherever_ctrl_c_comes(scenario: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # blocks that were interrupted before their hooks fired
+        found = interrupted_everywhere(scenario, left, most=LONG.get(scenario, 100))
+
+    assert found == []
+
+
+@pytest.mark.parametrize("scenario", [swapped, watched], ids=lambda f: f.__name__)
+def test_nothing_is_left_where_a_block_begins(scenario: Callable[[], None]) -> None:
+    assert interrupted_everywhere(scenario, left, entering=True) == []
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="hooks are on as soon as they are made; Python looks for signals once more before it "
+    "enters the block, and who made them has no handle yet",
+)
+@pytest.mark.parametrize(
+    "scenario", [capture, capture_grad, stop, edits, global_hook, sizes], ids=lambda f: f.__name__
+)
+def test_nothing_is_left_between_the_making_of_hooks_and_their_block(
+    scenario: Callable[[], None],
+) -> None:
+    assert interrupted_everywhere(scenario, left, entering=True) == []
+
+
+# --- worse than a hook that is left: a forward pass that ends for ever
+
+
+def test_a_stop_that_is_left_ends_no_other_forward_pass() -> None:
+    h = hook_output(NET[1], stop=True)
+    h.__enter__()
+
+    with pytest.raises(StopForward):
+        NET(X)
+
+    assert torch.equal(NET(X), Y)
+    with pytest.warns(NeverFiredWarning, match="swallowed the stop"):
+        h.__exit__(None, None, None)
