@@ -14,7 +14,7 @@ names them.
 
     errors · interrupts                          what goes wrong; Ctrl-C
     checks                                       one check for each kind of argument
-    events · nested · layout · walking           events; any structure; text widths; module names
+    events · files · nested · layout · walking   events; whole files; structures; widths; names
     selecting · ranks · data                     which modules; which process; which batches
     hooks · moments · records · callbacks        capture; statistics; what was recorded; Callback
     editing · swapping · features · modelinfo    change; wrap; extract; count

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import HookkitError, ModelRunError, nearest
+from hookkit.files import write_aside
 from hookkit.layout import harmless, nbytes
 from hookkit.summaries import Summary, summary
 from hookkit.summaries.texttable import COLUMNS
@@ -202,7 +203,8 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         return 1
     if args.html:
         try:
-            args.html.write_text(_page(made), encoding="utf-8")
+            with write_aside(args.html, text=True) as file:
+                file.write(_page(made))
         except (OSError, ValueError) as e:  # ValueError: a name with a null character
             why = getattr(e, "strerror", None) or _one_line(e)
             parser.error(f"argument --html: cannot write {args.html}: {why}")

@@ -14,7 +14,7 @@ PACKAGE = Path(hookkit.__file__).parent
 ROWS = [
     {"errors", "interrupts"},
     {"checks"},
-    {"events", "nested", "layout", "walking"},
+    {"events", "files", "nested", "layout", "walking"},
     {"selecting", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},
     {"editing", "swapping", "features", "modelinfo", "recording"},

@@ -14,6 +14,7 @@ import numpy as np
 
 from hookkit.errors import OptionError
 from hookkit.exports.tables import records_of
+from hookkit.files import write_aside
 from hookkit.records import Incident, Record, Run, as_run
 
 
@@ -48,8 +49,7 @@ def save(source: Any, path: str | Path) -> Path:
     facts = {"valid": list(run.valid), "info": run.info, "incidents": incidents}
     head = {"hookkit": 1, "records": heads, **facts}
     text = json.dumps(head, default=_plain)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # a file, since numpy adds .npz to a name that lacks it
+    with write_aside(path) as file:  # a file, since numpy adds .npz to a name that lacks it
         np.savez_compressed(file, head=np.array(text), **arrays)
     return path
 

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from hookkit.errors import OptionError, missing_extra
+from hookkit.files import write_aside
 from hookkit.layout import csv_cell
 from hookkit.records import Record, as_run
 
@@ -73,8 +74,7 @@ def to_csv(source: Any, path: str | Path) -> Path:
     quote before it (`'=x`), and control characters in names are escaped.
     """
     path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:  # whatever the system's is
+    with write_aside(path, text=True) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for record in records:

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from hookkit.errors import OptionError, nearest
+from hookkit.files import write_aside
 
 
 def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
     """Writes the state of `model`, and of `opt` unless it is None; `where`."""
-    where.parent.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {"model": model.state_dict()}
     if opt is not None:
         state["opt"] = opt.state_dict()
-    torch.save(state, where)
+    with write_aside(where) as file:
+        torch.save(state, file)
     return where
 
 

@@ -6,9 +6,7 @@ not cost the page. Nothing of the machine's or the user's name, and no path, goe
 
 from __future__ import annotations
 
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 
 from hookkit import health
 from hookkit.errors import ArgumentError, HookkitError, OptionError
+from hookkit.files import write_aside
 from hookkit.pages.webpage import GENERATOR, figure, note, page, table, terms
 from hookkit.records import Record, Run, as_run, in_order
 
@@ -78,7 +77,8 @@ def report(
         ("model", "Model", _model(summary)),
         ("environment", "Environment", _environment(record)),
     ]
-    _write(target, page(title, top, sections))
+    with write_aside(target, text=True) as file:
+        file.write(page(title, top, sections))
     return target
 
 
@@ -92,19 +92,6 @@ def _writable(path: Path) -> Path:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing: into a file beside it first, then put in place in one move."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _findings(diagnosis: health.Diagnosis, run: Run) -> str:

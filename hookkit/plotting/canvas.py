@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError, missing_extra
+from hookkit.files import write_aside
 from hookkit.interrupts import block
 from hookkit.plotting.axes import ink, literal
 
@@ -75,8 +76,8 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
             f'"{path.stem}.png", or call the Figure\'s own savefig("{path.name}").'
         )
     drawn = png(picture, dpi)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(drawn)
+    with write_aside(path) as file:
+        file.write(drawn)
     return path
 
 

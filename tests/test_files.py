@@ -1,0 +1,218 @@
+"""What hookkit writes is whole: the new file, or the one that was there."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import torch
+from interrupting import interrupted_everywhere, left_behind
+from torch import nn
+
+from hookkit import Learner, exports, files, report
+from hookkit.files import write_aside
+from hookkit.learner.saving import load_state, save_state
+from hookkit.records import Record, Run
+from hookkit.testing import synth_learner
+
+Write = Callable[[Path], object]
+
+
+def record() -> Record:
+    axis = [np.arange(2)] * 3 + [np.ones(2, np.int64)]
+    return Record("activation", ("fc",), ("Linear",), *axis, {"mean": np.ones((1, 2))})
+
+
+def picture(path: Path) -> None:
+    plt = pytest.importorskip("matplotlib.figure")
+    from hookkit import plotting
+
+    plotting.save(plt.Figure(), path)
+
+
+def page(path: Path) -> None:
+    report.report(Run(activations=record()), path)
+
+
+WRITERS: dict[str, Write] = {
+    "run.npz": lambda path: exports.save(record(), path),
+    "run.csv": lambda path: exports.to_csv(record(), path),
+    "net.pth": lambda path: save_state(path, nn.Linear(2, 2)),
+    "picture.png": picture,
+    "page.html": page,
+}
+writers = pytest.mark.parametrize(("name", "write"), WRITERS.items(), ids=WRITERS)
+
+
+class Full:
+    """A file on a disk with room for so many bytes, or one whose writer is interrupted there."""
+
+    def __init__(self, file: IO[Any], room: int, error: BaseException) -> None:
+        self._file, self._room, self._error = file, room, error
+
+    def write(self, data: Any) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise self._error
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+
+@writers
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl_c"]
+)
+def test_a_write_that_fails_leaves_the_old_file(
+    name: str, write: Write, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path := tmp_path / name)
+    before, opened = path.read_bytes(), files._opened
+    monkeypatch.setattr(files, "_opened", lambda *how: Full(opened(*how), 30, error))
+
+    with pytest.raises((OSError, KeyboardInterrupt, RuntimeError)):
+        write(path)
+
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [name]
+
+
+@writers
+def test_a_file_is_written_over_a_whole_one(name: str, write: Write, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    write(path := tmp_path / "made" / name)
+    write(path)
+
+    assert os.listdir(tmp_path / "made") == [name]
+    assert path.stat().st_size
+
+
+def test_nothing_is_lost_wherever_ctrl_c_comes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a" * 9)
+    others = []
+
+    def scenario() -> None:
+        with write_aside(path, text=True) as file:
+            file.write("b")
+            file.write("b" * 8)
+
+    def left() -> str:
+        whole = path.read_text() in ("a" * 9, "b" * 9)
+        others[:] = [name for name in os.listdir(tmp_path) if name != "file"]
+        return left_behind() + ("" if whole else "torn") + " ".join(others)
+
+    assert interrupted_everywhere(scenario, left) == []
+
+
+def test_a_new_file_gets_the_usual_permissions_and_an_old_one_keeps_its_own(tmp_path: Path) -> None:
+    usual, new, old = tmp_path / "usual", tmp_path / "new", tmp_path / "old"
+    usual.touch()
+    old.touch()
+    old.chmod(0o640)
+
+    for path in (new, old):
+        with write_aside(path) as file:
+            file.write(b"x")
+
+    assert stat.S_IMODE(new.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    link, target = tmp_path / "link", tmp_path / "far" / "target"
+    target.write_text("old")
+    link.symlink_to(target)
+
+    with write_aside(link, text=True) as file:
+        file.write("new")
+
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_relative_path_is_of_the_folder_it_was_given_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+
+    with write_aside("file", text=True) as file:
+        monkeypatch.chdir(tmp_path / "other")
+        file.write("here")
+
+    assert (tmp_path / "file").read_text() == "here"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    with write_aside(pipe) as file:
+        file.write(b"through")
+
+    assert os.read(reader, 100) == b"through"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=tmp_path.name), write_aside(tmp_path):
+        pass
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from hookkit.learner.saving import save_state
+net = nn.Linear(100, 100)
+print("ready", flush=True)
+while True:
+    save_state(Path(sys.argv[1]), net)
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
+    save_state(path := tmp_path / "net.pth", nn.Linear(100, 100))
+    for wait_s in (0.0, 0.013, 0.031):
+        command = [sys.executable, "-c", KILLED, str(path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        time.sleep(wait_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+        assert load_state(path, torch.device("cpu"))["model"]["weight"].shape == (100, 100)
+    rest = [name for name in os.listdir(tmp_path) if name != path.name]
+    assert all(name.startswith(".hookkit-") and name.endswith(".tmp") for name in rest)
+
+
+def test_a_learner_saves_over_its_last_file(tmp_path: Path) -> None:
+    learn: Learner = synth_learner(path=tmp_path)
+    learn.save("net")
+    with torch.no_grad():
+        next(learn.model.parameters()).fill_(7)
+
+    path = learn.save("net")
+
+    assert learn.load("net") is learn
+    assert os.listdir(path.parent) == ["net.pth"]
