@@ -63,10 +63,15 @@ def recomputing() -> bool:
     return not is_compiling() and graph_task() != -1
 
 
-# Private, probed once: what torch.jit.is_tracing() calls, at a third of the cost.
+# Private, probed once: `_is_tracing` is what torch.jit.is_tracing() calls, at a third of the cost;
+# `_set_tracing_state` ends and resumes a trace. Where it is gone hooks are traced with the model,
+# and torch's check of the trace may fail.
+_set_tracing_state: Callable[[Any], None] | None = getattr(torch._C, "_set_tracing_state", None)
 is_tracing: Callable[[], bool] = getattr(
     torch._C, "_is_tracing", lambda: torch._C._get_tracing_state() is not None
 )
+if _set_tracing_state is None:
+    is_tracing = bool
 
 
 @contextmanager
@@ -74,16 +79,17 @@ def untraced() -> Iterator[None]:
     """What runs inside is no part of the graph that `torch.jit.trace` records.
 
     Else a hook's own operations go into the graph, or rename its values, and torch's check of the
-    trace fails. `_set_tracing_state` is private, and what torch itself leaves a trace by; without
-    it a hook is traced as the model is.
+    trace fails.
     """
-    set_state = getattr(torch._C, "_set_tracing_state", lambda state: None)
+    if is_compiling() or not is_tracing() or _set_tracing_state is None:
+        yield
+        return
     state = torch._C._get_tracing_state()
-    set_state(None)
+    _set_tracing_state(None)
     try:
         yield
     finally:
-        set_state(state)
+        _set_tracing_state(state)
 
 
 def in_thread(thread: int | None) -> bool:
