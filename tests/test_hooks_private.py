@@ -124,13 +124,9 @@ def test_nothing_is_forgotten_where_nothing_was_compiled(monkeypatch: pytest.Mon
 
     assert not compiling.forget_graphs(nn.Linear(2, 2))
     assert compiling.compiled_modules() == {}
-<<<<<<< ours
     compiling.enter_eager(owner := object())
     assert not compiling._inside
     compiling.leave_eager(owner)
-=======
-    assert not compiling.enter_eager()
->>>>>>> theirs
 
 
 def test_a_stance_that_cannot_be_set_is_left(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.checks import check_path
 from hookkit.errors import OptionError
 from hookkit.exports.tables import records_of
 from hookkit.files import write_aside
@@ -32,7 +33,7 @@ def save(source: Any, path: str | Path) -> Path:
     ...     load(save(r, f"{folder}/run.npz"))
     [Record(activation: 1 layer × 2 records, steps 0–1, mean)]
     """
-    path = Path(path)
+    path = check_path("save", path)
     several = isinstance(source, Iterable)
     run = Run() if several else as_run(source)
     arrays = {name: x for name in _SERIES if (x := getattr(run, name)) is not None}
@@ -88,8 +89,9 @@ def load_run(path: str | Path) -> Run:
 
 def _read(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     """The records in a file, and what else there is of the run, by its name in `Run`."""
+    path = check_path("load", path)
     try:
-        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             head = json.loads(str(file["head"]))
             records = [_loaded(file, i, each) for i, each in enumerate(head["records"])]
             rest = {name: file[name] for name in _SERIES if name in file}

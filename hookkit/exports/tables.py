@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hookkit.checks import check_path
 from hookkit.errors import OptionError, missing_extra
 from hookkit.files import write_aside
 from hookkit.layout import csv_cell
@@ -73,7 +74,10 @@ def to_csv(source: Any, path: str | Path) -> Path:
     Missing parent folders are made. A name that a spreadsheet would take for a formula gets a
     quote before it (`'=x`), and control characters in names are escaped.
     """
-    path, records = Path(path), records_of(source)  # first: a mistake must not leave a file
+    path, records = (
+        check_path("to_csv", path),
+        records_of(source),
+    )  # first: a mistake must not leave a file
     with write_aside(path, text=True) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.checks import check_path
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.files import write_aside
 from hookkit.interrupts import block
@@ -69,7 +70,7 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
         ArgumentError: `picture` is neither.
         OptionError: the name's ending is that of another format.
     """
-    path = Path(path)
+    path = check_path("save", path)
     if path.suffix.lower() in _OTHERS:
         raise OptionError(
             f'"{path.name}" was to be saved, and PNG is what save writes. Name it '
