@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +46,19 @@ def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoa
 
 
 def conv_net(n_classes: int = 10) -> nn.Sequential:
-    """Three convolutions with batch norm and ReLU, and a linear head; takes (n, 1, 8, 8)."""
+    """Three convolutions with batch norm and ReLU, and a linear head; takes (n, 1, 8, 8).
 
-    def block(ni: int, nf: int, stride: int) -> list[nn.Module]:
-        conv = nn.Conv2d(ni, nf, 3, stride, 1, bias=False)
-        return [conv, nn.BatchNorm2d(nf), nn.ReLU()]
-
-    body = [*block(1, 16, 1), *block(16, 32, 2), *block(32, 64, 2)]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, n_classes))
+    >>> [name for name, _ in conv_net().named_children()][:4]
+    ['conv1', 'norm1', 'act1', 'conv2']
+    """
+    layers: dict[str, nn.Module] = {}
+    for i, (ni, nf, stride) in enumerate([(1, 16, 1), (16, 32, 2), (32, 64, 2)], 1):
+        layers[f"conv{i}"] = nn.Conv2d(ni, nf, 3, stride, 1, bias=False)
+        layers[f"norm{i}"] = nn.BatchNorm2d(nf)
+        layers[f"act{i}"] = nn.ReLU()
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
+    layers["head"] = nn.Linear(64, n_classes)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def accuracy(pred: Tensor, y: Tensor) -> Tensor:
