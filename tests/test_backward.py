@@ -155,6 +155,7 @@ def test_names_positions_and_near_misses() -> None:
     hooks = BackwardHooks(select(net), both)
 
     assert hooks.names == ("0", "1")
+    assert hooks._ipython_key_completions_() == ["0", "1"]
     assert hooks["1"] is hooks[1] is list(hooks)[1]
     assert hooks[1].module is net[1]
     assert repr(hooks) == "BackwardHooks(2 modules)"

@@ -101,10 +101,10 @@ def layer_ticks(
             kept.append(i)
     if len(kept) > 2:
         kept[-1] = starts[-1]  # the end of the net, as its beginning, has a name
-    named = {i: ".".join(paths[i][:depth]) for i in kept}
+    shown = {i: ".".join(paths[i][:depth]) for i in kept}
     return [
         (i, label(head, types[i] if head == names[i] else "", width))  # a block has no type
-        for i, head in named.items()
+        for i, head in shown.items()
     ]
 
 

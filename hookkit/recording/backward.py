@@ -217,5 +217,8 @@ class BackwardHooks:
             )
         return self.hooks[self.names.index(i)]
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.names)
+
     def __repr__(self) -> str:
         return f"BackwardHooks({len(self)} modules)"
