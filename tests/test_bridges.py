@@ -1,5 +1,7 @@
 """The same training in every loop gives the same records, and leaves no hook behind."""
 
+import copy
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -415,6 +417,52 @@ def test_skorch():
     same(probe, bridge.watcher.losses)
     assert n_hooks(net.module_, net.optimizer_) == 0
     assert "HookkitCallback" in repr(net.get_params()["callbacks"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_skorch_net_is_copied_and_pickled_after_its_training(way):
+    skorch = pytest.importorskip("skorch")
+    from hookkit.bridges.skorch import HookkitCallback
+
+    rows = Rows()
+    net = skorch.NeuralNetRegressor(
+        nn.Linear(rows.x.shape[1], rows.y.shape[1]),
+        optimizer=torch.optim.SGD,
+        max_epochs=EPOCHS,
+        callbacks=[("hookkit", bridge := HookkitCallback(ParamStats()))],
+        verbose=0,
+    )
+    net.fit(rows.x, rows.y)
+
+    again = way(net)
+
+    theirs = dict(again.callbacks_)["hookkit"].watcher
+    assert repr(theirs) == repr(bridge.watcher)
+    np.testing.assert_array_equal(theirs.losses, bridge.watcher.losses)
+    again.partial_fit(rows.x, rows.y)
+    more = dict(again.callbacks_)["hookkit"].watcher
+    assert len(more.param_stats.record()) == 2 * len(bridge.watcher.param_stats.record())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fastai_learner_is_exported_after_its_training(tmp_path):
+    pytest.importorskip("fastai")
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+
+    from hookkit.bridges.fastai import HookkitCallback
+
+    bridge, dls = HookkitCallback(ParamStats()), DataLoaders(loader(), loader())
+    learn = Learner(dls, Net(), mse, cbs=bridge)
+    with learn.no_logging():
+        learn.fit(1)
+
+    torch.save(learn, tmp_path / "learner.pkl")  # as its export does
+    loaded = torch.load(tmp_path / "learner.pkl", weights_only=False)
+
+    (again,) = (cb for cb in loaded.cbs if isinstance(cb, HookkitCallback))
+    assert repr(again.watcher) == repr(bridge.watcher)
 
 
 @pytest.mark.filterwarnings("ignore")

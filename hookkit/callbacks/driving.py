@@ -41,6 +41,8 @@ class Driver:
             elsewhere is carried on, so that no step comes twice in what it holds.
     """
 
+    holds_callbacks = True  # which therefore hold it weakly
+
     cbs: L
     fitting: bool = False
     _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
@@ -55,6 +57,12 @@ class Driver:
         """Starts with `cbs` as the callbacks."""
         self.cbs, self._listeners, self._past = L(), {}, []
         self.add_cbs(cbs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for cb in (*self.cbs, *self._past.values()):
+            if cb.learn is None:  # in a deep copy or a pickle; a shallow copy shares the callbacks
+                cb.learn = self
 
     # --- adding and removing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MethodType
@@ -38,6 +39,20 @@ V1_EVENTS = {
 _NOTICED = LOOP_STATE | frozenset(EVENTS) | {"order"}
 
 
+class Owner:
+    """Who a callback belongs to: a driver, held weakly. Its copies and pickles belong to nobody."""
+
+    __slots__ = ("get", "known")
+
+    def __init__(self, driver: Any = None) -> None:
+        self.known = driver is not None
+        weak = getattr(type(driver), "holds_callbacks", False)  # else a stand-in, in a test
+        self.get: Callable[[], Any] = weakref.ref(driver) if weak else lambda: driver
+
+    def __reduce__(self) -> Any:
+        return Owner, ()  # where a callback's own `__getstate__` passes it on
+
+
 class Callback:
     """Something to do at some of the events of training: a subclass has a method for each.
 
@@ -50,7 +65,8 @@ class Callback:
 
     Attributes:
         order: callbacks run by ascending `order`; equal ones as they were added.
-        learn: the driver it belongs to, or None.
+        learn: the driver it belongs to, held weakly (it holds the callback); None if there is none,
+            or it is gone.
         run: off, it is passed over until the end of the fit.
         run_train: whether in-batch events reach it while training.
         run_valid: the same while validating.
@@ -65,12 +81,12 @@ class Callback:
     """
 
     order: float = 0
-    learn: Any = None
     run: bool = True
     run_train: bool = True
     run_valid: bool = True
     _renamed: ClassVar[Mapping[str, str]] = {}  # fastai v1's names of attributes, and today's
     _came_to: int = 0  # the step of a recorder: see `Driver._part_from`
+    _learn: Owner = Owner()
 
     __signature__ = InitSignature()
 
@@ -102,6 +118,15 @@ class Callback:
                 )
 
     @property
+    def learn(self) -> Any:
+        """The driver it belongs to, or None."""
+        return self._learn.get()
+
+    @learn.setter
+    def learn(self, driver: Any) -> None:
+        object.__setattr__(self, "_learn", Owner(driver))
+
+    @property
     def name(self) -> str:
         """The class name in snake case, without a trailing `Callback`."""
         return _snake_case(type(self).__name__)
@@ -112,6 +137,9 @@ class Callback:
         The driver calls it once a fit is over, however it ended (also when `before_fit` itself
         failed), so it may find nothing to do.
         """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_learn": Owner()}  # a copy belongs to nobody
 
     def __call__(self, event: str) -> None:
         """Runs the method for `event`, if there is one and `run` (`run_train`, …) allows it."""
@@ -134,10 +162,7 @@ class Callback:
             )
         if self.learn is None:
             raise AttributeError(
-                f"{mine} has no attribute {name!r}, and no learner yet to look it up in. "
-                f"Read it during a fit, or after `learn.add_cb(…)`.",
-                name=name,
-                obj=self,
+                f"{mine} has no attribute {name!r}, {self._why()}", name=name, obj=self
             )
         try:
             return getattr(self.learn, name)
@@ -148,6 +173,18 @@ class Callback:
             if near := nearest(name, [n for n in dir(type(self)) if n[0] != "_"]):
                 error.add_note(f"nearest in {mine}: {', '.join(near)}")
             raise
+
+    def _why(self) -> str:
+        """Why there is no driver to look it up in, and what to do."""
+        if not self._learn.known:
+            return (
+                "and no learner yet to look it up in. Read it during a fit, or after "
+                "`learn.add_cb(…)`."
+            )
+        return (
+            "and the Learner or the watched loop that it belonged to is gone. Keep the Learner, or "
+            "what watch(…) returned, to read it."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOTICED and self.learn is not None:

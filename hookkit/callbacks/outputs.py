@@ -113,6 +113,9 @@ class Scores:
                 self._positive = (p >= 0).all()
                 self._off_one = torch.stack([(p.sum(d) - 1).abs().amax() for d in dims])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+
     def read(self) -> dict[str, Any]:
         """`n_classes` and `output_is_probabilities`, as far as known. Reads the device once."""
         if not self.sizes:

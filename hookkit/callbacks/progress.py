@@ -79,7 +79,7 @@ class ProgressCallback(Callback):
             self.learn.logger, self._logger = self._logger, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_screen": None}  # an open bar writes to a terminal
+        return {**super().__getstate__(), "_screen": None}  # an open bar writes to a terminal
 
     def _open(self, part: str) -> None:
         learn, self._shown = self.learn, 0.0

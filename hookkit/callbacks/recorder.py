@@ -25,6 +25,7 @@ from hookkit.callbacks.metrics import Mean, as_metric, item
 from hookkit.callbacks.outputs import Scores
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
+from hookkit.errors import HookError
 
 Floats = npt.NDArray[np.float64]
 
@@ -69,6 +70,10 @@ class Scalars:
 
     def __len__(self) -> int:
         return self._n
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.read()  # a pickle loads on any machine
+        return {**vars(self), "_host": self._host[:]}
 
 
 class Recorder(Callback):
@@ -279,6 +284,10 @@ class Recorder(Callback):
         """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
         return [dict(row) for row in self._rows]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # metrics at work belong to a fit; each begins with those of its Learner
+        return {**super().__getstate__(), "_metrics": {True: [], False: []}}
+
     def plot_loss(
         self, skip_start: int = 0, with_valid: bool = True, *, ax: Any = None, fig: Any = None
     ) -> Any:
@@ -289,8 +298,17 @@ class Recorder(Callback):
             with_valid: whether to draw the validation loss.
             ax: draws the loss alone, here; the result is this Axes.
             fig: an empty Figure or SubFigure.
+
+        Raises:
+            HookError: its Learner is gone.
         """
         from hookkit.plotting import plot_loss
+
+        if self.learn is None:
+            raise HookError(
+                "plot_loss draws the losses of a Learner, and this Recorder has none (any more). "
+                "Keep the Learner, or draw what it gives: learn.run_record()."
+            )
 
         return plot_loss(self.learn.run_record(), skip_start, with_valid, ax=ax, fig=fig)
 

@@ -33,7 +33,7 @@ def run_of(learn: Any) -> Run:
         valid=[] if recorder is None else _epochs(recorder, learn.n_steps),
         grad_norms=None if norms is None else norms(learn.n_steps),
         incidents=tuple(i for cb in _all(learn) for i in vars(cb).get("incidents", ())),
-        info=_info(learn),
+        info=info_of(learn),
     )
 
 
@@ -76,7 +76,13 @@ def _tell_left_out(kind: str, others: list[Any], taken: Any) -> None:
     )
 
 
-def _info(learn: Any) -> dict[str, Any]:
+def info_of(learn: Any) -> dict[str, Any]:
+    """What is known of the model, its loss and its optimizer: the facts of a `Run`.
+
+    Of a watched loop that was copied or loaded they are those of the original.
+    """
+    if (kept := vars(learn).get("kept_info")) is not None:
+        return dict(kept)
     opt = learn.opts[0] if learn.opts else None
     scores = getattr(learn._cb_named("recorder") or learn, "scores", None)
     groups = [] if opt is None else opt.param_groups

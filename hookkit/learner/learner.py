@@ -275,7 +275,7 @@ class Learner(Predicting, ReadOut):
     @block
     def no_logging(self) -> Iterator[Learner]:
         """The Learner without its log, until the end of the `with`."""
-        kept, self.logger = self.logger, lambda row: None
+        kept, self.logger = self.logger, _no_log
         try:
             yield self
         finally:
@@ -298,3 +298,7 @@ class Learner(Predicting, ReadOut):
             MissingExtraError: accelerate is not installed.
         """
         return distributed(self, accelerator, options)
+
+
+def _no_log(row: list[Any]) -> None:
+    """Takes a row, shows nothing; a function of the module's, so that a Learner can be pickled."""

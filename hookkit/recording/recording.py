@@ -231,7 +231,7 @@ class HookCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # a pickle needs neither hooks nor activations
-        return {**vars(self), "hooks": None, "_hooked": None, "_parts": None}
+        return {**super().__getstate__(), "hooks": None, "_hooked": None, "_parts": None}
 
     def _hook_all(self, model: nn.Module) -> None:
         """Finds the modules and hooks them; all of them, or it raises."""

@@ -308,9 +308,9 @@ class FlightRecorder(HookCallback):
         return not fine
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_tape", "learn", "hooks", "_hooked", "_parts", "_known"))
+        gone = dict.fromkeys(("_tape", "hooks", "_hooked", "_parts", "_known"))
         kept: dict[str, Any] = {"_handles": {}, "_grads": GradTape(), "_flags": []}
-        return {**self.__dict__, **gone, **kept, "recording": False}
+        return {**super().__getstate__(), **gone, **kept, "recording": False}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"

@@ -238,8 +238,8 @@ class StatsCallback(HookCallback):
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
-        gone = dict.fromkeys(("hooks", "learn", "_hooked", "_parts"))
-        return {**self.__dict__, **gone, "_handles": {}, "recording": False}
+        gone = dict.fromkeys(("hooks", "_hooked", "_parts"))
+        return {**super().__getstate__(), **gone, "_handles": {}, "recording": False}
 
 
 def unscale_of(driver: Any) -> Tensor | None:

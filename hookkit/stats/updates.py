@@ -302,10 +302,10 @@ class ParamStats(Exports, Callback):
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
-        gone: dict[str, Any] = {"learn": None, "_before": {}, "_live": {}, "_copies": None}
+        gone: dict[str, Any] = {"_before": {}, "_live": {}, "_copies": None}
         gone["_known"], gone["_compared"] = None, []
         gone["_parts"] = {}
-        return {**self.__dict__, **gone, "_constant": constant}
+        return {**super().__getstate__(), **gone, "_constant": constant}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"

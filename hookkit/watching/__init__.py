@@ -11,8 +11,6 @@ losses      The losses of a loop that is not ours: found in what a model returns
 turns       Which optimizers make a step together, in a loop that has several.
 asides      Forwards that are not for training, in a loop that is not ours: validation, and
             rollouts.
-past        What a callback sees as `self.learn` when a watched loop is over: the loop, not kept
-            alive.
 readout     What was recorded of a watched loop, read: as a `Run`, a diagnosis, a page.
 """
 

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from hookkit.callbacks.listening import Callback
 from hookkit.callbacks.outputs import Scores, loss_by_graph
+from hookkit.callbacks.runs import info_of
 from hookkit.events import CancelBatchException
 from hookkit.watching.losses import LossTape, loss_in
-from hookkit.watching.past import Past
 from hookkit.watching.stepping import Stepping
 from hookkit.watching.turns import Turns
 
@@ -62,7 +62,7 @@ class FollowedLoop(Stepping):
         model: nn.Module,
         opts: Iterable[Optimizer] = (),
         each_forward: bool = False,
-        unseen: Callable[[], None] = lambda: None,
+        unseen: Callable[[], Callable[[], None] | None] = lambda: None,
         finds_opts: bool = False,
     ) -> None:
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
@@ -105,6 +105,15 @@ class FollowedLoop(Stepping):
             return cb
         raise AttributeError(f"a watched loop has no {name!r}", name=name, obj=self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was recorded; the model, the optimizers and what is open belong to the original."""
+        names = ("cbs", "_past", "n_steps", "epoch", "elsewhere", "losses", "spans", "n_left_out")
+        return {**{name: getattr(self, name) for name in names}, "kept_info": info_of(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None)  # type: ignore[misc]
+        super().__setstate__(state)
+
     def _where(self) -> str:
         return f", epoch {self.epoch}, batch {self.train_iter} (watched loop)"
 
@@ -133,13 +142,7 @@ class FollowedLoop(Stepping):
         """Whatever happened: nothing is being followed, and every callback cleans up."""
         self.fitting = self.training = False
         self.step_scaler = None
-        try:
-            self._clean_up()
-        finally:
-            past = Past(self)
-            for cb in self.cbs:
-                if cb.learn is self:
-                    cb.learn = past
+        self._clean_up()
 
     def mark_epoch(self) -> None:
         """Batches after this belong to a new epoch; nothing happens if there was none in this."""

@@ -129,6 +129,10 @@ class LossTape:
         with np.errstate(invalid="ignore"):
             return np.asarray(totals / np.where(added, 1, counts))
 
+    def __getstate__(self) -> dict[str, Any]:
+        now = None if self._now is None else self._now.cpu()  # a pickle loads on any machine
+        return {**vars(self), "_now": now, "_device": None}
+
 
 class Criterion:
     """The user's loss function, if it is a module: what it gives is told as the batch's loss.

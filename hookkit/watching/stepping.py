@@ -118,7 +118,8 @@ class Stepping(Asides):
     def _expect_batch(self) -> None:
         self._due = False
         if not self.training:  # its forward was not seen
-            self._unseen()
+            if (unseen := self._unseen()) is not None:
+                unseen()
             self._begin_batch()
 
     def _before_step(self, too_early: bool = False) -> None:

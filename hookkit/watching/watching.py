@@ -10,9 +10,11 @@ forward and step (loss, backward) has no event here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -101,7 +103,8 @@ class Watcher(ReadOut):
 
     Callbacks are found by name: `w.activation_stats`; of several of one name the others are
     `w.activation_stats_2`, … in the order they were given. `start()` and `stop()` do what entering
-    and leaving do, for places without a `with`.
+    and leaving do, for places without a `with`. A copy or a pickle holds what was
+    recorded, and reads the same; model, optimizer and hooks stay with the original.
 
     Attributes:
         model: as given.
@@ -124,7 +127,8 @@ class Watcher(ReadOut):
     ) -> None:
         self.model, self.loss_func = model, loss_func
         finds = not (opts or by_hand)
-        self.loop = FollowedLoop(unwrap(model), opts, each_forward, self._on_unseen, finds)
+        unseen = WeakMethod(self._on_unseen)  # so that all is freed with the last reference to it
+        self.loop = FollowedLoop(unwrap(model), opts, each_forward, unseen, finds)
         self.loop.loss_func = loss_func
         check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
@@ -145,6 +149,7 @@ class Watcher(ReadOut):
         Raises:
             HookError: it follows already, or one of its callbacks records another run just now.
         """
+        self._check_whole()
         if self.loop.fitting:
             raise HookError(
                 "watch was started again while it is running. Stop it first, or use a second "
@@ -210,6 +215,7 @@ class Watcher(ReadOut):
 
     def follow(self, opt: Any) -> None:
         """Another optimizer from the next start on: libraries make one for each training."""
+        self._check_whole()
         opts = optimizers(opt)
         self.boundaries.opts, self.loop.opts = opts, list(opts)
 
@@ -301,18 +307,30 @@ class Watcher(ReadOut):
         loop = vars(self).get("loop")
         return [*super().__dir__(), *(loop._named() if loop is not None else ())]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise HookError(
-            "a Watcher was to be pickled or copied; it holds hooks and a loop under way. "
-            "Pickle what it recorded: w.run()."
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what was recorded, not what runs."""
+        kept = {"loop": copy.copy(self.loop), "info": dict(self.info)}
+        return {**kept, "_told": True, "_told_loss": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, model=None, loss_func=None, boundaries=None, criterion=None)
+
+    def _check_whole(self) -> None:
+        if self.model is None:
+            raise HookError(
+                "watch was to go on with a Watcher that was copied or loaded: it holds what was "
+                "recorded, and neither model nor optimizer. Make a new one around them: "
+                "watch(model, opt, *w.cbs)."
+            )
 
     def __repr__(self) -> str:
         loop = self.loop
         names = ", ".join(loop._named()) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
         steps, epochs = _count(self.n_steps, "step"), _count(len(loop.spans), "epoch")
-        return f"Watcher({type(loop.model).__name__}: {steps} in {epochs}; {names}; {state})"
+        kept = vars(loop).get("kept_info")
+        model = type(loop.model).__name__ if kept is None else kept["model"]
+        return f"Watcher({model}: {steps} in {epochs}; {names}; {state})"
 
     # --- what is told
 
