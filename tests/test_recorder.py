@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks import Callback, GradientAccumulation, Recorder
+from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
 from hookkit.callbacks.metrics import Mean
 from hookkit.callbacks.recorder import Scalars, format_time
 from hookkit.errors import ArgumentError, OptionError
@@ -141,12 +141,176 @@ def test_an_object_or_class_with_update_and_compute_is_a_metric(metric: Any) -> 
     assert learn.validate()[1] == 32  # reset in between
 
 
+def test_an_object_is_a_column_by_its_class_or_its_name() -> None:
+    class Named(Counting):
+        name = "how_many"
+
+    learn = quiet(metrics=[Counting(), Named, mae])
+
+    learn.fit(2)
+
+    names = ["counting", "how_many", "mae"]
+    assert learn.recorder.metric_names[3:-1] == names
+    assert [row["how_many"] for row in learn.recorder.rows()] == [32, 32]
+
+
+class Collection(nn.Module):
+    """Several metrics in torchmetrics' form, computed together."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def keys(self) -> tuple[str, ...]:
+        return self.names
+
+    def reset(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def update(self, pred: Tensor, y: Tensor) -> None:
+        self.seen.append((pred - y).flatten())
+
+    def compute(self) -> dict[str, Tensor]:
+        errors = torch.cat(self.seen)
+        found = {"mae": errors.abs().mean(), "worst": errors.abs().max()}
+        return {name: found[name] for name in reversed(self.keys())}
+
+    def forward(self, pred: Tensor, y: Tensor) -> None:
+        raise AssertionError("a metric with update is not called")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_collection_has_a_column_for_each_of_its_metrics(train: bool) -> None:
+    both = Collection("worst", "mae")
+    cbs = [TrainEvalCallback, Recorder(train_metrics=train)]
+    learn = quiet(metrics=[both, mae], cbs=cbs, default_cbs=False)
+
+    learn.fit(1)
+
+    (row,) = learn.recorder.rows()
+    parts = ("train_", "valid_") if train else ("",)
+    for part in parts:
+        assert row[f"{part}worst"] > row[f"{part}mae"] > 0
+    assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 7 + 3 * train
+
+
+def test_a_collection_that_computes_others_than_it_lists_is_named() -> None:
+    class Other(Collection):
+        def compute(self) -> dict[str, Tensor]:
+            return {"mse": torch.zeros(())}
+
+    learn = quiet(metrics=Other("mae"))
+
+    with pytest.raises(ArgumentError, match=r"other was to compute mae; it gave mse\. Give its"):
+        learn.validate()
+
+
+def test_a_metric_that_computes_a_dict_is_one_column() -> None:
+    class Rouge(Counting):
+        def compute(self) -> Any:
+            return {"n": torch.tensor(self.n), "rows": 4}
+
+    assert quiet(metrics=Rouge()).validate()[1] == {"n": 32, "rows": 4}
+
+
+class Accumulates:
+    """A metric in fastai's form."""
+
+    def reset(self) -> None:
+        self.preds, self.targets = [], []
+
+    def accumulate(self, learn: Any) -> None:
+        assert learn.model is not None
+        self.preds.append(learn.to_detach(learn.pred))
+        self.targets.append(learn.to_detach(learn.y, cpu=False))
+
+    @property
+    def value(self) -> float | None:
+        if not self.preds:
+            return None
+        return (torch.cat(self.preds) - torch.cat(self.targets)).square().mean().sqrt().item()
+
+    @property
+    def name(self) -> str:
+        return "rmse"
+
+    def __call__(self, pred: Tensor, y: Tensor) -> float:
+        raise AssertionError("a metric over all samples is no mean over batches")
+
+
+@pytest.mark.parametrize("metric", [Accumulates, Accumulates()])
+def test_a_metric_of_fastais_form_is_over_all_samples(metric: Any) -> None:
+    learn = quiet(metrics=metric)
+
+    loss, rmse = learn.validate()
+
+    assert learn.recorder.metric_names == []
+    assert rmse == pytest.approx(loss**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("lacks", ["reset", "update", "compute"])
+def test_what_a_metric_lacks_is_named(lacks: str) -> None:
+    class Partly:
+        """All but one of them; and it can be called."""
+
+        def __call__(self, pred: Tensor, y: Tensor) -> float:
+            return 0.0
+
+    for verb in {"reset", "update", "compute"} - {lacks}:
+        setattr(Partly, verb, lambda self, *args: None)
+
+    with pytest.raises(ArgumentError, match=rf"which has .* and lacks {lacks}\. .* add {lacks}"):
+        quiet(metrics=Partly())
+
+
+def test_a_class_that_needs_arguments_is_no_metric_yet() -> None:
+    class Needs(Counting):
+        def __init__(self, n_classes: int) -> None:
+            super().__init__()
+
+    with pytest.raises(ArgumentError, match=r"metrics=Needs .*n_classes.* metrics=Needs\(…\)"):
+        quiet(metrics=Needs)
+
+
+def test_torchmetrics_are_metrics() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    one = torchmetrics.MeanAbsoluteError()
+    several = {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
+    both = torchmetrics.MetricCollection(several, prefix="my_")
+    learn = quiet(
+        metrics=[one, both, torchmetrics.MeanSquaredError, mae],
+        cbs=[TrainEvalCallback, Recorder(train_metrics=True)],
+        default_cbs=False,
+    )
+
+    learn.fit(2)
+
+    row = learn.recorder.rows()[-1]
+    for part in ("train_", "valid_"):
+        maes = row[f"{part}meanabsoluteerror"], row[f"{part}my_mae"], row[f"{part}mae"]
+        assert maes == pytest.approx([row[f"{part}mae"]] * 3)
+        assert row[f"{part}my_mse"] == pytest.approx(row[f"{part}meansquarederror"])
+    assert row["valid_loss"] == pytest.approx(row["valid_my_mse"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fastais_metrics_are_metrics() -> None:
+    metrics = pytest.importorskip("fastai.metrics")
+    learn = quiet(metrics=[metrics.AvgMetric(mae), metrics.R2Score(), metrics.rmse, mae])
+
+    learn.fit(1)
+
+    assert learn.recorder.metric_names[3:-1] == ["mae", "r2_score", "_rmse", "mae"]
+    _, valid, averaged, r2, rmse, mean = learn.recorder.values[0]
+    assert averaged == pytest.approx(mean)
+    assert rmse == pytest.approx(valid**0.5)
+    assert r2 < 1
+
+
 def test_train_metrics_are_columns_of_their_own() -> None:
     learn = quiet(
         default_cbs=False, metrics=[mae], cbs=[Recorder(train_metrics=True, add_time=False)]
     )
-    from hookkit.callbacks import TrainEvalCallback
-
     learn.add_cb(TrainEvalCallback)
 
     learn.fit(1)

@@ -1,11 +1,12 @@
 """Metrics: functions averaged over samples, or objects that update and compute; read late.
 
-What a batch gives is added up on its own device; the host reads when the part is over.
+What a batch gives is added up on its own device; the host reads when the part is over. Whatever a
+user gives, the `Recorder` meets as a `Column`, `Mean`, `Stateful` or `Accumulated`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,9 +17,35 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.data import batch_size
 from hookkit.errors import ArgumentError
+from hookkit.nested import tmap
 
 
-class Mean:
+class Column:
+    """One metric, or several that are computed together, as the `Recorder` uses them.
+
+    Attributes:
+        names: of what `results` gives, in order.
+    """
+
+    names: list[str]
+
+    def reset(self) -> None:
+        """Starts again."""
+        raise NotImplementedError
+
+    def take(self, learn: Any) -> None:
+        """Adds the batch that the Learner has just been through."""
+        raise NotImplementedError
+
+    def results(self, across: bool = False) -> list[Any]:
+        """A value for each name; None where there was no batch."""
+        raise NotImplementedError
+
+    def to(self, device: Any) -> None:
+        """Moves what it keeps to where the batches are."""
+
+
+class Mean(Column):
     """A mean over samples of what a function gives per batch.
 
     Args:
@@ -35,7 +62,16 @@ class Mean:
     def __init__(self, f: Callable[..., Any] | None = None) -> None:
         self.f = f
         self.name = metric_name(f)
+        self.names = [self.name]
         self.reset()
+
+    def take(self, learn: Any) -> None:
+        """Adds the batch that the Learner has just been through."""
+        self.update(learn.pred, *learn.yb)
+
+    def results(self, across: bool = False) -> list[Any]:
+        """`compute`, in a list."""
+        return [self.compute(across)]
 
     def reset(self) -> None:
         """Starts again."""
@@ -80,28 +116,138 @@ def metric_name(metric: Any) -> str:
     return name if isinstance(name, str) else type(metric).__name__.lower()
 
 
-def as_metric(metric: Any) -> Any:
-    """What a user gives, as an object with `reset`, `update(pred, *targets)` and `compute`.
+class Stateful(Column):
+    """An object with `reset`, `update` and `compute`, as torchmetrics' and torcheval's are.
 
-    A function of `(pred, *targets)` is averaged over samples. An object with the three methods, as
-    torchmetrics' are, is used as it is; a class is made into one.
+    Args:
+        metric: the object. If it has `keys` (a MetricCollection), it is several, called by them.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self.metric, self._n = metric, 0
+        keys = getattr(metric, "keys", None)
+        self._several = callable(keys)
+        self.names = [str(key) for key in keys()] if callable(keys) else [metric_name(metric)]
+
+    def reset(self) -> None:
+        """Starts again."""
+        self.metric.reset()
+        self._n = 0
+
+    def take(self, learn: Any) -> None:
+        """Adds the batch that the Learner has just been through."""
+        self.metric.update(learn.pred, *learn.yb)
+        self._n += 1
+
+    def results(self, across: bool = False) -> list[Any]:
+        """What it computes; over all ranks if it does that itself, as torchmetrics' do."""
+        if not self._n:
+            return [None] * len(self.names)
+        value = self.metric.compute()
+        if not self._several:
+            return [item(value)]
+        found = {str(key): item(one) for key, one in value.items()}
+        if found.keys() != set(self.names):
+            raise ArgumentError(
+                f"{metric_name(self.metric)} was to compute {', '.join(self.names)}; it gave "
+                f"{', '.join(found)}. Give its metrics by themselves: metrics=[…]."
+            )
+        return [found[name] for name in self.names]
+
+    def to(self, device: Any) -> None:
+        """Moves what it keeps to where the batches are."""
+        if hasattr(self.metric, "to"):
+            self.metric.to(device)
+
+
+class Accumulated(Column):
+    """An object with `reset`, `accumulate(learn)` and `value`, as fastai's metrics are."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric, self.names = metric, [metric_name(metric)]
+
+    def reset(self) -> None:
+        """Starts again."""
+        self.metric.reset()
+
+    def take(self, learn: Any) -> None:
+        """Adds the batch that the Learner has just been through."""
+        self.metric.accumulate(_ForFastai(learn))
+
+    def results(self, across: bool = False) -> list[Any]:
+        """Its value."""
+        return [item(self.metric.value)]
+
+
+class _ForFastai:
+    """A Learner with the one method of fastai's that its metrics call."""
+
+    def __init__(self, learn: Any) -> None:
+        self._learn = learn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learn, name)
+
+    def to_detach(self, x: Any, cpu: bool = True, gather: bool = True) -> Any:
+        """`x` with its tensors detached, on the CPU or where they are."""
+        return tmap(lambda t: t.detach().cpu() if cpu else t.detach(), x)
+
+
+def as_metric(metric: Any) -> Column:
+    """What a user gives, as the `Recorder` uses it.
+
+    A function of `(pred, *targets)` is averaged over samples. An object with `reset`, `update` and
+    `compute` (torchmetrics) or with `reset`, `accumulate` and `value` (fastai) is used as it is; a
+    class is made into one.
 
     Raises:
         ArgumentError: it is neither.
     """
-    made = metric() if isinstance(metric, type) else metric
-    if all(hasattr(made, verb) for verb in ("reset", "update", "compute")):
-        return made
+    made = _made(metric) if isinstance(metric, type) else metric
+    for kind, verbs in _KINDS:
+        has = [verb for verb in verbs if _has(made, verb)]
+        if len(has) == len(verbs):
+            return kind(made)
+        if len(has) == len(verbs) - 1:
+            (lacks,) = set(verbs) - set(has)
+            raise ArgumentError(
+                f"metrics={metric!r} was given, which has {' and '.join(has)} and lacks {lacks}. "
+                f"A metric is a function of (pred, target), or an object with {_LISTED}: add "
+                f"{lacks} to it."
+            )
     if not callable(made):
         raise ArgumentError(
             f"metrics={metric!r} was asked for, {type(metric).__name__} cannot be called. Give a "
-            f"function of (pred, target), or an object with reset, update and compute."
+            f"function of (pred, target), or an object with {_LISTED}."
         )
     return Mean(made)
 
 
+_KINDS: list[tuple[Callable[[Any], Column], tuple[str, ...]]] = [
+    (Stateful, ("reset", "update", "compute")),
+    (Accumulated, ("reset", "accumulate", "value")),
+]
+_LISTED = "reset, update and compute"
+
+
+def _has(metric: Any, verb: str) -> bool:
+    return hasattr(type(metric), verb) or hasattr(metric, verb)  # a property is not read
+
+
+def _made(cls: type) -> Any:
+    try:
+        return cls()
+    except TypeError as error:
+        raise ArgumentError(
+            f"metrics={cls.__name__} was given, a class that cannot be made without arguments "
+            f"({error}). Give an object of it: metrics={cls.__name__}(…)."
+        ) from None
+
+
 def item(value: Any) -> Any:
-    """A tensor as a float, or as an array if it has several; anything else as it is."""
+    """A tensor as a float, or as an array if it has several; a dict of them; else as it is."""
+    if isinstance(value, Mapping):
+        return {key: item(one) for key, one in value.items()}
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.numel() == 1 else value.cpu().numpy()

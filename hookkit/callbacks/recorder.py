@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hookkit.callbacks.listening import Callback
-from hookkit.callbacks.metrics import Mean, as_metric, item
+from hookkit.callbacks.metrics import Column, Mean, as_metric
 from hookkit.callbacks.outputs import Scores
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
@@ -136,7 +136,7 @@ class Recorder(Callback):
         self._smooth, self._average = array("d"), 0.0
         self._valid_loss, self._cancelled = Mean(), False
         self.scores: Scores | None = None
-        self._metrics: dict[bool, list[Any]] = {True: [], False: []}
+        self._metrics: dict[bool, list[Column]] = {True: [], False: []}
         self._train_part: list[Any] = []
         self._valid_part: list[Any] = []
 
@@ -146,8 +146,7 @@ class Recorder(Callback):
         """Names the columns; a fit starts a new smoothing."""
         metrics = [as_metric(m) for m in self.learn.metrics]
         for metric in metrics:
-            if hasattr(metric, "to"):
-                metric.to(self.learn.device)
+            metric.to(self.learn.device)
         self._metrics[False] = metrics if self.valid_metrics else []
         self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
         if not self.learn.fitting:
@@ -159,8 +158,9 @@ class Recorder(Callback):
 
     def _columns(self) -> list[str]:
         both = self.train_metrics and self.valid_metrics
-        train = ["train_loss"] + [("train_" if both else "") + m.name for m in self._metrics[True]]
-        valid = ["valid_loss"] + [("valid_" if both else "") + m.name for m in self._metrics[False]]
+        named = {part: [n for m in ms for n in m.names] for part, ms in self._metrics.items()}
+        train = ["train_loss"] + [("train_" if both else "") + name for name in named[True]]
+        valid = ["valid_loss"] + [("valid_" if both else "") + name for name in named[False]]
         return train + (valid if self.learn.dls.valid is not None else [])
 
     def before_epoch(self) -> None:
@@ -202,7 +202,7 @@ class Recorder(Callback):
         else:
             self._valid_loss.add(learn.loss.mean(), batch_size(learn.yb or learn.xb))
         for metric in self._metrics[learn.training]:
-            metric.update(learn.pred, *learn.yb)
+            metric.take(learn)
 
     def after_train(self) -> None:
         """Notes the smoothed loss and the training metrics."""
@@ -235,10 +235,7 @@ class Recorder(Callback):
 
     def _computed(self, training: bool) -> list[Any]:
         across = self.learn.accelerator is not None
-        return [
-            metric.compute(across) if isinstance(metric, Mean) else item(metric.compute())
-            for metric in self._metrics[training]
-        ]
+        return [value for metric in self._metrics[training] for value in metric.results(across)]
 
     # --- reading
 

@@ -98,8 +98,7 @@ def checked_metrics(metrics: Any) -> L:
     """`metrics` as a list, each of a kind that can work; else an ArgumentError."""
     listed = L([metrics] if callable(metrics) or hasattr(metrics, "update") else metrics)
     for metric in listed:
-        if not isinstance(metric, type):  # a class is made into an object by the fit
-            as_metric(metric)
+        as_metric(metric)
     return listed
 
 

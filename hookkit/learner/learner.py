@@ -61,7 +61,8 @@ class Learner(Predicting, ReadOut):
         cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`, and of
             several of one name as `activation_stats`, `activation_stats_2`, …
         metrics: functions `f(pred, *targets)` averaged over samples, or objects with `reset`,
-            `update` and `compute`; instances or classes.
+            `update` and `compute` (torchmetrics, its MetricCollection) or `reset`, `accumulate` and
+            `value` (fastai); instances or classes.
         path: folder of `model_dir`; None for the current one.
         model_dir: where `save` writes.
         wd: weight decay; None leaves the optimizer's own.
