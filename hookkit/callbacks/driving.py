@@ -60,7 +60,7 @@ class Driver:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        for cb in (*self.cbs, *self._past.values()):
+        for cb in (*self.cbs, *self._past):
             if cb.learn is None:  # in a deep copy or a pickle; a shallow copy shares the callbacks
                 cb.learn = self
 
