@@ -24,7 +24,7 @@ from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.dispatching import Attached, attach, check_hookable, is_exporting
-from hookkit.hooks.gradients import tap
+from hookkit.hooks.taps import tap
 from hookkit.interrupts import Undo
 from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select

@@ -140,6 +140,30 @@ def test_attached_buffers_are_written_in_a_full_graph(net: nn.Sequential, x: Ten
     assert counter.frame_count == 1
 
 
+@pytest.mark.traces_gradients
+@pytest.mark.parametrize("short", [nn.Identity(), nn.Flatten(0)], ids=str)
+def test_a_graph_with_a_gradient_hook_computes_what_it_computes_without(
+    short: nn.Module, x: Tensor
+) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.short, self.act = short, nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            r = self.short(x)
+            return self.act(x) * 2 + r.view(x.shape)  # type: ignore[no-any-return]
+
+    net = nn.Sequential(nn.Linear(5, 10), Residual())
+    want = net(x)
+    handle = attach_grad(short, lambda m, i, g: None)
+
+    got = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+
+    handle.remove()
+    torch.testing.assert_close(got, want)
+
+
 @pytest.fixture
 def older(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a torch that cannot trace a hook on a tensor."""

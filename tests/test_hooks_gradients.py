@@ -209,15 +209,71 @@ def test_an_in_place_module_still_changes_its_caller_s_tensor() -> None:
     assert x.grad.tolist() == h.stored[0].tolist() == [0.0, 4.0]
 
 
-def test_one_tensor_passed_three_times_stays_one_tensor() -> None:
-    seen = []
-    m = Calls(lambda q, k, v: seen.append(q is k is v) or q + k + v)
+# One tensor in several places: a module that gives each place its own weight.
+SLOTS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "positions": (lambda a, b: a * 2 + b * 3, lambda m, x: m(x, x)),
+    "keywords": (lambda a, b=None: a * 2 + b * 3, lambda m, x: m(x, b=x)),
+    "one list": (lambda a: a[0] * 2 + a[1] * 3, lambda m, x: m([x, x])),
+}
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("name", SLOTS)
+def test_one_tensor_in_two_places_has_a_gradient_for_each(name: str, leaf: bool) -> None:
+    f, use = SLOTS[name]
+    x = torch.ones(2, requires_grad=True)
+    m = Calls(f)
+
+    with hook_input(m, grad=True) as h:
+        use(m, x if leaf else x * 1).sum().backward()
+
+    assert [g.tolist() for g in h.stored] == [[2.0, 2.0], [3.0, 3.0]]
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]
+
+
+def test_the_three_inputs_of_self_attention_have_a_gradient_each() -> None:
+    torch.manual_seed(0)
+    m = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    slots = [x.detach().clone().requires_grad_() for _ in range(3)]
+    m(*slots)[0].pow(2).sum().backward()
+
+    with hook_input(m, grad=True) as h:
+        m(x, x, x)[0].pow(2).sum().backward()
+
+    torch.testing.assert_close(h.stored, tuple(s.grad for s in slots))
+
+
+def test_one_tensor_in_two_places_one_of_them_written_runs_as_without_the_hook() -> None:
+    m = Calls(lambda a, b: a.mul_(2) + b * 3)
+    want = torch.ones(2, requires_grad=True)
+    (c := want * 1, m(c, c).sum().backward())
 
     with hook_input(m, grad=True):
-        x = torch.ones(2, requires_grad=True)
-        m(x, x, x).sum().backward()
+        got = torch.ones(2, requires_grad=True)
+        y = m(d := got * 1, d)
+        y.sum().backward()
 
-    assert seen == [True]
+    assert y.tolist() == [8.0, 8.0]  # both places are one memory
+    assert d.tolist() == [2.0, 2.0]
+    assert got.grad is not None
+    assert want.grad is not None
+    assert got.grad.tolist() == want.grad.tolist()
+
+
+def test_two_hooks_on_the_inputs_of_an_in_place_layer_agree() -> None:
+    relu = nn.ReLU(inplace=True)
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    a = x * 1
+
+    with hook_input(relu, grad=True) as g, hook_input(relu, grad=True) as h:
+        early = a * 5
+        b = relu(a)
+        (early + b * 3).sum().backward()
+
+    assert a.tolist() == [0.0, 2.0]
+    assert g.stored[0].tolist() == h.stored[0].tolist() == [0.0, 3.0]
 
 
 def test_stored_gradients_are_not_rewritten_by_the_optimizer() -> None:
@@ -250,6 +306,18 @@ def test_gradients_of_a_removed_hook_are_not_recorded() -> None:
     y.backward()
 
     assert h.stored is None
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_attach_grad_that_is_removed_before_the_backward_is_not_called(inputs: bool) -> None:
+    m, seen = nn.Linear(2, 2), list[int]()
+    handle = attach_grad(m, lambda m, i, g: seen.append(i), inputs=inputs)
+    loss = m(torch.ones(1, 2, requires_grad=True)).sum()
+    handle.remove()
+
+    loss.backward()
+
+    assert seen == []
 
 
 def test_all_gradients_at_once_for_a_model_in_training() -> None:

@@ -22,7 +22,7 @@ from hookkit.hooks import hook_outputs
 
 TESTS = Path(__file__).parent
 
-CORE = ["test_hooks.py", "test_hooks_gradients.py"]
+CORE = ["test_hooks.py", "test_hooks_gradients.py", "test_hooks_taps.py"]
 
 NAMES = [
     "torch._lazy_clone",
@@ -32,6 +32,7 @@ NAMES = [
     "torch._C._are_functorch_transforms_active",
     "torch._C._is_tracing",
     "torch._C._set_tracing_state",
+    "torch.autograd._unsafe_preserve_version_counter",
 ]
 # Without functorch's names what it wraps cannot be taken out of its wrapper.
 NEEDS_FUNCTORCH = "vmap or transform or per_sample"

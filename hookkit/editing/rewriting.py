@@ -23,8 +23,9 @@ from hookkit.hooks.dispatching import (
     is_tracing,
     recomputing,
 )
-from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
+from hookkit.hooks.gradients import GradState, grad_dispatchers
 from hookkit.hooks.observing import check_same, positional
+from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, paths_of, pick, put
 
 Kind = Literal["output", "input", "grad"]
@@ -55,8 +56,8 @@ class Edit:
         elif self.kind == "input":
             self.handle = attach(module, self.on_input, pre=True, edit=True)
         else:
-            state = GradState(self.on_forward, self.leaf, lambda m: self.label())
-            self.handle = Attached(module, *grad_dispatchers(state, inputs=False)).put_on()
+            state = GradState(self.on_forward, self.leaf)
+            self.handle = Attached(module, *grad_dispatchers(state, False, module)).put_on()
 
     def remove(self) -> None:
         """Takes it off; nothing if it is off."""

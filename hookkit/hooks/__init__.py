@@ -11,7 +11,8 @@ references   Objects that hold tensors and are no container: stored as reference
 dispatching  The callable that a module holds for us, and the low-level way to put one there.
 gradients    Gradients of what modules return and take, by tensor hooks that are set while the
              forward runs.
-parting      Tells when a tap and the tensor that it was made of have parted.
+taps         How a hook gets the gradient of one use of a tensor, and the run stays as it is.
+views        The gradient of one tensor, also where its memory is written in place later.
 compiling    What torch.compile does to hooks, and how a capture is right all the same.
 compiled_functions
              Which modules the functions run that torch.compile has compiled.
@@ -25,11 +26,12 @@ everywhere   Hooks that are not on chosen modules: on one tensor, on every modul
 
 from hookkit.hooks.dispatching import attach, recomputing
 from hookkit.hooks.everywhere import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
-from hookkit.hooks.gradients import attach_grad, on_grad
+from hookkit.hooks.gradients import attach_grad
 from hookkit.hooks.hooking import Hook
 from hookkit.hooks.hooks import Hooks
 from hookkit.hooks.making import hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.hooks.silence import StopForward
+from hookkit.hooks.taps import on_grad
 from hookkit.nested import Inputs
 
 __all__ = [

@@ -119,6 +119,8 @@ class Dispatcher:
 
     is_pre = False
     with_kwargs = True
+    # Whether it may keep the output in its graph, and give it to a loss: see `gradients.First`.
+    keeps_live: Any = True
 
     def __init__(self, target: Any = None, key: Any = None) -> None:
         self.target, self.key = target, key

@@ -7,6 +7,7 @@ while they are on: a tool for looking, not for leaving in.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from threading import Lock, get_ident, local
 from typing import Any, TextIO, TypeVar
@@ -21,7 +22,7 @@ from torch.nn.modules.module import (
 
 from hookkit import ranks
 from hookkit.checks import check_flag, check_function, check_module, kind_of
-from hookkit.errors import ArgumentError, HookError
+from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
 from hookkit.hooks.capturing import Kept, Options, Storer
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.dispatching import (
@@ -32,6 +33,7 @@ from hookkit.hooks.dispatching import (
     recomputing,
     untraced,
 )
+from hookkit.hooks.views import ViewGradient, listen
 from hookkit.interrupts import Scope, block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
@@ -61,20 +63,34 @@ class TensorHook(Scope):
     def __init__(self, t: Tensor, options: Options) -> None:
         self._options, self._kept = options, None
         self.shape = t.shape
-        self._handle = t.register_hook(_weakly(ref(self)))  # type: ignore[no-untyped-call]
+        self._handle = listen(t, _weakly(ref(self)))
 
     _kept: Kept | None
 
     @property
     def stored(self) -> Tensor | None:
-        """The gradient of the last backward pass, detached; None if none has come."""
+        """The gradient of the last backward pass, detached; None if none has come.
+
+        Warns if none could come, since the tensor has another place in the graph by now.
+        """
         kept = self._kept
+        if kept is None and isinstance(self._handle, ViewGradient) and self._handle.lost:
+            self._warn_lost()
         gradient: Tensor | None = None if kept is None else kept.read("hook_tensor", self)
         if self._options.gather and (kept is None or not kept.whole):
             gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
             if kept is not None:
                 kept.value, kept.whole = gradient, True
         return gradient
+
+    def _warn_lost(self) -> None:
+        warnings.warn(
+            f"hook_tensor: nothing is stored of {self.label}. It is a view of a leaf (a parameter "
+            "or an input) that was written in place after the hook was set, and autograd has made "
+            "the view anew. Set the hook after that operation, or hook the leaf.",
+            OverwrittenWarning,
+            stacklevel=3,
+        )
 
     @property
     def label(self) -> str:
@@ -108,7 +124,9 @@ def hook_tensor(
     """The gradient of any intermediate tensor, which PyTorch does not keep: in `.stored`.
 
     Set before the backward pass; each pass replaces what the last one stored. Options as for
-    `hook_output`. Also a context manager, which removes the hook at its end.
+    `hook_output`. Also a context manager, which removes the hook at its end. It is the gradient of
+    what the tensor is now: an in-place operation afterwards is one of its uses. If it is a view
+    and its memory is written, uses of the tensor that it is a view of count too.
 
     Raises:
         ArgumentError: `t` is no tensor.

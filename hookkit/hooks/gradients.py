@@ -1,19 +1,23 @@
 """Gradients of what modules return and take, by tensor hooks that are set while the forward runs.
 
 PyTorch's module backward hooks fail, stay silent or are wrong on in-place operations, dicts,
-nested tuples and partial graphs; a hook on the tensor itself is right on all of them, as long as
-the tensor is only what the module returned. Where it is more than that (an input passed through,
-a leaf, a view, one of several outputs), the hook needs a tensor of its own: the *tap*, a copy that
-is handed on in its place (copy-on-write on the CPU; a view would lose its hook to the next
-in-place operation). Closures in the graph hold nothing strongly, so graphs are freed as ever.
+nested tuples and partial graphs; a hook on the tensor itself is right on all of them.
 
-The price of a tap: an in-place operation on one of the two is not seen by the other, as it would
-be without the hook. Where the other is still in use, that is told (`parting`).
+The gradient of an output is the sum of what its uses send back, whoever makes them: the caller, or
+a hook that keeps the tensor. Uses inside the module by another of its outputs do not count, since
+that output has a gradient of its own. Nor do other uses of the same memory: of the module's
+input where it returns that, of a parameter, of the same tensor at another place in the output.
+`taps` and `views` have the means. The values of the run and its gradients are those without the
+hook. Closures in the graph hold nothing strongly, so graphs are freed as ever.
+
+Once the memory of an output that is a view (or the module's input) is written in place, all that
+share it are one tensor to autograd, and the gradient of each is that of its part of it. In a graph
+of torch.compile there is none then (hook the layer before or after it), and uses by hooks that ran
+earlier do not count.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,112 +27,27 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.capturing import is_transformed, lazy_clone
-from hookkit.hooks.dispatching import Attached, Dispatcher, brief, check_hookable, is_compiling
-from hookkit.hooks.parting import watch
-from hookkit.nested import Inputs, leaves, pick, put, tmap
-
-Receive = Callable[[int, Tensor], Any]
-
-
-def on_grad(
-    output: Any,
-    receive: Receive,
-    versions: dict[int, int] | None = None,
-    watched: Callable[[Tensor, Tensor], None] | None = None,
-) -> Any:
-    """Has `receive(i, grad)` called in each backward pass for leaf `i` of `output`.
-
-    Args:
-        output: what the module returned. Leaves that need no gradient are passed over.
-        receive: gets the leaf's number in `leaves(output)` and its gradient, to be read, not
-            written. What it returns, unless None, replaces the gradient. The graph holds it.
-        versions: `{id: version}` of the module's inputs before it ran (see `versions_of`).
-        watched: called with a leaf and its tap, where something else has the leaf's memory too.
-
-    Returns:
-        What the forward has to hand on: `output` itself, or, where a leaf needed a tap, the same
-        structure with that leaf replaced.
-    """
-    if not torch.is_grad_enabled():
-        return output  # a tap made here would have no gradient to be hooked for
-    found = leaves(output)
-    numbers = iter(range(len(found)))
-    # One output may go into another inside the module (an LSTMCell's c into its h).
-    several = sum(t.requires_grad for t in found) > 1
-    memories = Counter(map(_memory, found)) if several and not is_compiling() else Counter()
-
-    def one(t: Tensor) -> Tensor:
-        i = next(numbers)
-        if not t.requires_grad:
-            return t
-        shared = memories[_memory(t)] > 1 or (not is_compiling() and _needs_tap(t, versions))
-        handed = tap(t) if several or shared or is_compiling() else t
-        listen(handed, partial(receive, i))
-        if shared and watched is not None:
-            watched(t, handed)
-        return handed
-
-    return tmap(one, output)
-
-
-def listen(t: Tensor, f: Callable[[Tensor], Any]) -> None:
-    """Has `f(grad)` called in each backward pass; the graph holds it."""
-    t.register_hook(f)  # type: ignore[no-untyped-call]
-
-
-def versions_of(*inputs: Any) -> dict[int, int]:
-    """`{id: version}` of the tensors in `inputs`: tells a returned input from a changed one."""
-    return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
-
-
-def _needs_tap(t: Tensor, versions: dict[int, int] | None) -> bool:
-    if t.is_leaf or t._is_view():
-        return True
-    return versions is not None and versions.get(id(t)) == t._version
-
-
-def _memory(t: Tensor) -> int:
-    """The same number for tensors that autograd knows to share their memory."""
-    return 0 if is_compiling() else id(t if t._base is None else t._base)
-
-
-def tap(t: Tensor) -> Tensor:
-    """A tensor of its own with the values and the gradient of `t`; not a view of it.
-
-    A lazy clone where that can be (see `snapshot`): not of what the user made, nor of quantized
-    tensors, which torch 2.13 cannot read then.
-    """
-    root = t if is_compiling() or t._base is None else t._base
-    plain = t.is_cpu and not t.is_quantized and not (root.is_leaf and root.requires_grad)
-    if plain and not is_compiling() and not is_transformed(t):  # vmap has no lazy clone
-        try:
-            return lazy_clone(t)
-        except RuntimeError:
-            pass
-    return t.clone()
+from hookkit.hooks.dispatching import Attached, Dispatcher, check_hookable, is_compiling, put_first
+from hookkit.hooks.taps import Receive, alias, on_grad, versions_of, with_aliases
+from hookkit.hooks.views import ViewGradient, listen
+from hookkit.nested import Inputs, leaves, tmap
 
 
 class GradState:
-    """What the two dispatchers of one gradient hook share.
+    """What the dispatchers of one gradient hook share.
 
     `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
     that receives its gradients, or None to leave this call alone. `leaf` is the path of the part
-    of the output that is meant, `label` the module in words.
+    of the output that is meant.
     """
 
-    __slots__ = ("__weakref__", "begin", "label", "leaf", "taps", "told", "versions")
+    __slots__ = ("__weakref__", "aliased", "begin", "inputs", "leaf", "versions")
 
-    def __init__(
-        self,
-        begin: Callable[[nn.Module, Any], Receive | None],
-        leaf: str = "",
-        label: Callable[[nn.Module], str] = brief,
-    ) -> None:
-        self.begin, self.leaf, self.label, self.told = begin, leaf, label, False
-        # Never emptied per call, for modules that call themselves: a stale entry costs one tap.
+    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None], leaf: str = "") -> None:
+        self.begin, self.leaf, self.aliased = begin, leaf, False
+        # Never emptied per call, for modules that call themselves: a stale entry costs one alias.
         self.versions: dict[int, int] = {}
-        self.taps: dict[int, tuple[Any, Any, int]] = {}
+        self.inputs: dict[int, tuple[Any, Any, ViewGradient]] = {}
 
 
 _MOST = 256
@@ -164,11 +83,14 @@ class _Sets(Dispatcher):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        state = self.target
+        if state is None:
+            return None
         if _outside is not None and is_compiling():
-            return _outside(self.run, module, *seen)
-        return self.run(module, *seen)
+            return _outside(self.run, state, module, *seen)
+        return self.run(state, module, *seen)
 
-    def run(self, module: nn.Module, *seen: Any) -> Any:
+    def run(self, state: GradState, module: nn.Module, *seen: Any) -> Any:
         raise NotImplementedError
 
 
@@ -178,105 +100,142 @@ class _Before(Dispatcher):
     __slots__ = ()
 
     is_pre = True
+    keeps_live = False
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if (state := self.target) is not None and not is_compiling():
             if len(state.versions) > _MOST:
                 state.versions.clear()
             state.versions.update(versions_of(args, kwargs))
 
 
-class _After(_Sets):
-    """Forward hook: hooks the output's tensors, handing on taps where they are needed."""
+class First(_Sets):
+    """Forward hook before all others: what they keep of the output are the aliases."""
 
     __slots__ = ()
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        state = self.target
-        receive = None if state is None else state.begin(module, output)
+    keeps_live = False
+
+    def put_on(self, module: nn.Module) -> None:
+        """Makes this the first of the module's hooks."""
+        super().put_on(module)
+        put_first(module._forward_hooks, self.key)
+
+    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the forward."""
+        if is_compiling():
+            return None
+        try:
+            new = with_aliases(output, _versions(state, args, kwargs), state.leaf)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return None  # there is no such leaf: the hook itself says so
+        state.aliased = True
+        return None if new is output else new
+
+
+class _After(_Sets):
+    """Forward hook: hooks the output's tensors, handing on aliases where they are needed."""
+
+    __slots__ = ()
+
+    keeps_live = False
+
+    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        receive = state.begin(module, output)
         if receive is None:
             return None
-        part = pick(output, state.leaf)
-        tapped = on_grad(part, receive, state.versions, partial(_watched, state, module))
-        return None if tapped is part else put(output, state.leaf, tapped)
+        given = args, kwargs
+        versions = None if is_compiling() else _versions(state, *given)
+        new = on_grad(output, receive, versions, state.leaf, state.aliased, given)
+        return None if new is output else new
 
 
-def _watched(state: GradState, module: nn.Module, original: Tensor, tapped: Tensor) -> None:
-    """Has it told, once for each hook, if a tap parts from its original."""
-    weak_state, weak = ref(state), ref(module)  # the graph will hold them
-
-    def told() -> str:
-        s, m = weak_state(), weak()
-        if s is None or m is None or s.told:
-            return ""
-        s.told = True
-        return s.label(m)
-
-    watch(original, tapped, told)
+def _versions(state: GradState, args: Any, kwargs: Any) -> dict[int, int]:
+    """The versions that `_Before` noted; of now where it was added during this very call."""
+    return state.versions or versions_of(args, kwargs)
 
 
 class _BeforeInputs(_Sets):
-    """Forward-pre hook: the module gets taps of its inputs, and their gradients are received.
+    """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked.
 
-    One tensor passed twice stays one tensor (attention asks `query is key`).
+    One for each place: of a tensor that is passed twice, each gets its own gradient.
     """
 
     __slots__ = ()
 
     is_pre = True
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        state, inputs = self.target, Inputs(args, kwargs)
-        receive = None if state is None else state.begin(module, inputs)
+    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = Inputs(args, kwargs)
+        receive = state.begin(module, inputs)
         if receive is None or not torch.is_grad_enabled():
             return None
-        memo: dict[int, Tensor] = {}
         numbers = iter(range(len(leaves(inputs))))
+        if len(state.inputs) > _MOST:  # of forwards that raised
+            state.inputs.clear()
 
         def one(t: Tensor) -> Tensor:
             i = next(numbers)
             if not t.requires_grad:
                 return t
-            tapped = memo[id(t)] if id(t) in memo else memo.setdefault(id(t), tap(t))
-            listen(tapped, partial(receive, i))
-            if not is_compiling():
-                state.taps[id(tapped)] = ref(t), ref(tapped), tapped._version
-            return tapped
+            view = alias(t)
+            watch = listen(view, partial(receive, i))
+            if isinstance(watch, ViewGradient) and view._base is not None:
+                watch.mark(view._base)
+                state.inputs[id(view)] = ref(t), ref(view._base), watch
+            return view
 
         new = tmap(one, inputs)
         return None if new is inputs else (tuple(new), new.kwargs)
 
 
 class _AfterInputs(Dispatcher):
-    """Forward hook: what the module wrote into a tap is written into the tensor it stands for."""
+    """Forward hook before all others: sees which inputs the module has written.
+
+    Where it returns one of them, the caller's own tensor is handed on, which is the same by then.
+    """
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    keeps_live = False
+
+    def put_on(self, module: nn.Module) -> None:
+        """Makes this the first of the module's hooks."""
+        super().put_on(module)
+        put_first(module._forward_hooks, self.key)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> Any:
         state = self.target
         if state is None or is_compiling():
             return None
+        given = leaves(Inputs(args, kwargs))
+        bases = {id(t._base) for t in given if t._base is not None}
         written: dict[int, Tensor] = {}
-        for t in leaves(Inputs(args, kwargs)):
-            original, tapped, version = state.taps.pop(id(t), (None, None, 0))
-            if tapped is None or tapped() is not t or (o := original()) is None:
-                continue
-            if t._version != version:
-                written[id(t)] = o.copy_(t)
-            elif any(y is t or y._base is t for y in leaves(output)):
-                _watched(state, module, o, t)
-        if len(state.taps) > _MOST:
-            state.taps.clear()
+        # by the base: another hook may have made an alias of the alias, and given that
+        for key, (original, base, watch) in list(state.inputs.items()):
+            if (root := base()) is None or id(root) in bases:
+                del state.inputs[key]
+            if root is not None and id(root) in bases and watch.written:
+                watch.follow(root)
+                if (own := original()) is not None:
+                    written[key] = own
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
         return None if new is output else new
 
 
-def grad_dispatchers(state: GradState, inputs: bool) -> tuple[Dispatcher, Dispatcher]:
-    """The forward-pre and the forward hook that together receive gradients for `state`."""
+def grad_dispatchers(state: GradState, inputs: bool, module: nn.Module) -> tuple[Dispatcher, ...]:
+    """The hooks of `module` that together receive gradients for `state`."""
     _prepare()
     if inputs:
         return _BeforeInputs(state), _AfterInputs(state)
+    if keeps_output(module):
+        return _Before(state), First(state), _After(state)
     return _Before(state), _After(state)
+
+
+def keeps_output(module: nn.Module) -> bool:
+    """Whether a hook of `module` may keep what it returns, in its graph."""
+    return any(getattr(hook, "keeps_live", True) for hook in module._forward_hooks.values())
 
 
 def attach_grad(
@@ -316,9 +275,13 @@ def attach_grad(
 
         def receive(i: int, grad: Tensor) -> Tensor | None:
             m = weak()
-            new = None if m is None else fn(m, i, grad)
+            if m is None or on_module() is None:
+                return None
+            new = fn(m, i, grad)
             return new if edit else None
 
         return receive
 
-    return Attached(module, *grad_dispatchers(GradState(begin), inputs)).put_on()
+    state = GradState(begin)
+    on_module = ref(state)  # what is on the module holds it, until it is removed
+    return Attached(module, *grad_dispatchers(state, inputs, module)).put_on()

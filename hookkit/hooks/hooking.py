@@ -134,7 +134,7 @@ class Hook:
                 f"{self._options.who}: the module of this hook is gone. Make a new hook."
             )
         self._block.compiled = None  # a model may have been compiled since
-        calls = self._dispatchers()
+        calls = self._dispatchers(module)
         try:
             self._placed, self.removed = [ref(call) for call in calls], False
             for call in calls:
@@ -143,7 +143,7 @@ class Hook:
             self._take_off()
             raise
 
-    def _dispatchers(self) -> tuple[Dispatcher, ...]:
+    def _dispatchers(self, module: nn.Module) -> tuple[Dispatcher, ...]:
         kind = self._options.kind
         if kind == "forward":
             return (Forward(self),)
@@ -151,10 +151,10 @@ class Hook:
             return (Pre(self),)
         if kind == "backward":
             return BackwardCheck(self), Backward(self)
-        return grad_dispatchers(self._grad_state(), kind == "pre_grad")
+        return grad_dispatchers(self._grad_state(), kind == "pre_grad", module)
 
     def _grad_state(self) -> GradState:
-        return GradState(lambda m, x: begin(self, m, x), self.leaf, lambda m: self.label)
+        return GradState(lambda m, x: begin(self, m, x), self.leaf)
 
     @uninterrupted
     def remove(self) -> None:

@@ -67,7 +67,9 @@ def hook_output(
     reference; reading it warns if it was changed since, or is not as the options ask.
 
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
-    arrived), filled in by the backward pass.
+    arrived), filled in by the backward pass: what every use of that tensor sends back, also by
+    another hook that keeps it. Uses inside the module by its other outputs do not count, nor,
+    where the module returns its input, those of the input.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_output(m) as h:
@@ -123,7 +125,10 @@ def hook_input(
     """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
 
     With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
-    positional inputs and then the keyword inputs, None where none arrived.
+    positional inputs and then the keyword inputs, None where none arrived. Each place has its own
+    gradient, so a tensor that is passed twice comes to the module as two views of it, as with
+    PyTorch's full backward hook. `MultiheadAttention`, which asks `query is key`, then computes
+    its projections one by one, and the last digits can differ.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_input(m) as h:

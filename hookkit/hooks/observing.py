@@ -27,7 +27,7 @@ from hookkit.hooks.dispatching import (
     is_tracing,
     untraced,
 )
-from hookkit.hooks.gradients import Receive
+from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
 
 if TYPE_CHECKING:
@@ -39,7 +39,13 @@ class Forward(Dispatcher):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    @property
+    def keeps_live(self) -> bool:
+        """Whether `hook_func`, or the user who reads what is stored, has the output's graph."""
+        hook = self.target
+        return hook is not None and (hook._options.edit or not hook._options.detach)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> Any:
         """After the forward."""
         hook = self.target
         if hook is None:
@@ -74,7 +80,7 @@ class Pre(Dispatcher):
 
     is_pre = True
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Before the forward."""
         hook = self.target
         if hook is None:
@@ -153,7 +159,11 @@ class BackwardCheck(Dispatcher):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    keeps_live = False
+
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None
+    ) -> None:
         """After the forward."""
         hook = self.target
         if hook is None or _flat(output) or not any(t.requires_grad for t in leaves(output)):

@@ -47,6 +47,7 @@ class Plain(Dispatcher):
     __slots__ = ("_block", "_count", "_last", "_missed", "_traced", "_version")
 
     with_kwargs = False
+    keeps_live = False
     _all = None
     _version: int  # of what is stored live
 
@@ -126,6 +127,8 @@ class Live(Plain):
 
     __slots__ = ()
 
+    keeps_live = True
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward."""
         block = self.target
@@ -192,7 +195,7 @@ class PlainHook(Hook):
         super()._take_off()
         self._plain._settle()
 
-    def _dispatchers(self) -> tuple[Dispatcher, ...]:
+    def _dispatchers(self, module: nn.Module) -> tuple[Dispatcher, ...]:
         self._plain.target = self._plain._block = self._block
         return (self._plain,)
 

@@ -27,7 +27,8 @@ from hookkit.hooks.dispatching import (
     in_thread,
     is_compiling,
 )
-from hookkit.hooks.gradients import GradState, Receive, grad_dispatchers
+from hookkit.hooks.gradients import GradState, grad_dispatchers
+from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves, pick
 from hookkit.selecting import Selection
 
@@ -70,7 +71,7 @@ class BackwardHook:
         me = ref(self)
         inputs = GradState(lambda m, x: _begin_inputs(me(), m, x))
         outputs = GradState(lambda m, x: _begin_outputs(me(), m, x), leaf)
-        calls = (*grad_dispatchers(inputs, True), *grad_dispatchers(outputs, False))
+        calls = (*grad_dispatchers(inputs, True, m), *grad_dispatchers(outputs, False, m))
         self._handle = Attached(m, *calls).put_on()
 
     @property

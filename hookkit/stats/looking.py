@@ -23,7 +23,8 @@ from hookkit.hooks.dispatching import (
     is_compiling,
     is_tracing,
 )
-from hookkit.hooks.gradients import GradState, grad_dispatchers, listen, note_version
+from hookkit.hooks.gradients import First, GradState, grad_dispatchers, note_version
+from hookkit.hooks.views import listen
 from hookkit.moments.tallies import Tally
 from hookkit.nested import Inputs, describe, named_leaves, pick, tmap
 from hookkit.recording.backward import BackwardHook
@@ -54,6 +55,8 @@ class WhenOn(Dispatcher):
 
     __slots__ = ()
 
+    keeps_live = False
+
     def __call__(self, *seen: Any) -> Any:
         """What the hook returns, None while the eye is off."""
         target = self.target
@@ -78,6 +81,7 @@ class Look(Dispatcher):
     __slots__ = ()
 
     with_kwargs = False
+    keeps_live = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward."""
@@ -145,7 +149,7 @@ class BeforeGradients(PreWhenOn):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Before the forward."""
         target = self.target
         if target is None or not target[0].on or not _answers(target[0], module):
@@ -157,6 +161,12 @@ class BeforeGradients(PreWhenOn):
         return None
 
 
+class FirstGradients(WhenOn, First):
+    """The same before the other forward hooks."""
+
+    __slots__ = ()
+
+
 class AfterGradients(WhenOn):
     """Has `receive(grad)` called for the tensor that a module gives: the usual case in few calls.
 
@@ -165,7 +175,7 @@ class AfterGradients(WhenOn):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> Any:
         """After the forward."""
         target = self.target
         if target is None or not target[0].on or not _answers(target[0], module):
@@ -187,7 +197,7 @@ class AfterGradients(WhenOn):
 
 
 def _is_as_before(general: Dispatcher, t: Tensor) -> bool:
-    return bool(general.target.versions.get(id(t)) == t._version)
+    return bool(general.target.versions.get(id(t), t._version) == t._version)
 
 
 def _own_base(module: nn.Module, given: Tensor, output: Tensor) -> Tensor | None:
@@ -217,9 +227,10 @@ def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attach
         eye.tally.see(row, 0, "", grad)
 
     check_hookable(module, "GradientStats")
-    before, after = grad_dispatchers(GradState(begin, leaf), inputs=False)
+    before, *first, after = grad_dispatchers(GradState(begin, leaf), False, module)
     usual = AfterGradients((eye, after, None if leaf else received))
-    return Attached(module, BeforeGradients((eye, before)), usual).put_on()
+    firsts = [FirstGradients((eye, call)) for call in first]
+    return Attached(module, BeforeGradients((eye, before)), *firsts, usual).put_on()
 
 
 def leaf_of(modules: Mapping[str, nn.Module], name: str) -> str:
