@@ -129,16 +129,21 @@ class Dispatcher:
         """Makes this one of the module's hooks, after those that are there."""
         key = self.key = new_key()
         me = cast("Callable[..., Any]", self)
-        if self.is_pre:
-            module._forward_pre_hooks[key] = me
+        if self.is_pre:  # the flag first: another thread may be calling the module's hooks
             module._forward_pre_hooks_with_kwargs[key] = True
+            module._forward_pre_hooks[key] = me
         else:
-            module._forward_hooks[key] = me
             if self.with_kwargs:
                 module._forward_hooks_with_kwargs[key] = True
+            module._forward_hooks[key] = me
 
     def take_off(self, module: nn.Module | None) -> None:
-        """Takes it out again, if nobody else has, and makes it inert for a call under way."""
+        """Takes it out again, if nobody else has, and makes it inert for a call under way.
+
+        PyTorch calls a hook that was removed during the same call once more, without the keyword
+        inputs, since it looks up at each hook whether they are wanted. So every `__call__` has
+        defaults for its last arguments, and looks at its target first.
+        """
         self.target = None
         if module is None:
             return
@@ -247,7 +252,9 @@ class _Observe(Dispatcher):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None
+    ) -> None:
         fn = self.target
         if fn is not None:
             try:
@@ -280,7 +287,7 @@ class _PreObserve(Dispatcher):
 
     is_pre = True
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.target is not None:
             called(self.target, module, args, kwargs)
 
