@@ -220,3 +220,15 @@ def test_a_stop_that_is_left_ends_no_other_forward_pass() -> None:
     assert torch.equal(NET(X), Y)
     with pytest.warns(NeverFiredWarning, match="swallowed the stop"):
         h.__exit__(None, None, None)
+
+
+def test_a_watch_that_is_interrupted_restores_the_grad_mode() -> None:
+    def body() -> None:
+        with watch(NET, torch.optim.SGD(NET.parameters(), lr=0.0), ParamStats):
+            torch.set_grad_enabled(False)  # as a Ctrl-C in the exit of torch's `no_grad` does
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+
+    assert torch.is_grad_enabled()

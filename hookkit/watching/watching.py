@@ -11,11 +11,13 @@ forward and step (loss, backward) has no event here.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -136,7 +138,7 @@ class Watcher(ReadOut):
         self.info: dict[str, Any] = {}
         self.criterion = Criterion(self.loop, loss_func)
         self._told = self._told_loss = False
-        self._guard = Guard()
+        self._guard, self._with_grad = Guard(), True
         for opt in opts:
             if not self.boundaries.owns(opt):
                 tell_foreign(opt, self.loop.model)
@@ -156,6 +158,7 @@ class Watcher(ReadOut):
                 "watch(…) with other callbacks."
             )
         check_free(self.cbs)
+        self._with_grad = torch.is_grad_enabled()
         try:
             self._guard.begin()
             self.loop.begin()
@@ -192,6 +195,8 @@ class Watcher(ReadOut):
 
     @uninterrupted
     def _take_down(self) -> None:
+        if isinstance(sys.exception(), KeyboardInterrupt):  # it leaves torch's own `no_grad` on
+            torch.set_grad_enabled(self._with_grad)
         try:
             self.boundaries.detach()
             self.criterion.remove()
