@@ -533,6 +533,70 @@ def test_dead_units_are_those_that_never_rise_above_zero() -> None:
     np.testing.assert_allclose(stats.record().value("dead", "1"), 2 / 32)
 
 
+class Before(nn.Module):
+    """A Linear whose first two units are below 0, and whose third gives 0, before `act`."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.act, self.head = nn.Linear(8, 6), act, nn.Linear(6, 2)
+        with torch.no_grad():
+            self.fc.weight[:3] = 0
+            self.fc.bias.copy_(torch.tensor([-1.0, -2.0, 0.0, 4.0, 4.0, 4.0]))
+            self.head.weight.fill_(0.0)
+            self.head.bias.copy_(torch.tensor([-1.0, 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.fc(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("act", "dead"),
+    [
+        (nn.functional.relu, [0, 1, 2]),
+        (lambda x: nn.functional.dropout(nn.functional.relu6(x), 0.1), [0, 1, 2]),
+        (nn.functional.gelu, [2]),
+        (torch.tanh, [2]),
+        (lambda x: x, [2]),
+    ],
+)
+@pytest.mark.usefixtures("reader")
+def test_below_0_is_dead_where_a_relu_reads_it(act: Any, dead: list[int]) -> None:
+    model, stats = Before(act), ActivationStats(units=True)
+
+    train(model, batches(3), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
+
+    assert stats.dead_units("fc") == dead
+    np.testing.assert_allclose(stats.record().value("dead", "fc"), len(dead) / 6)
+    np.testing.assert_allclose(stats.record().value("never_positive", "fc"), 3 / 6)
+    assert stats.dead_units("head") == []  # the last layer's scores may all be low
+    assert (stats.record().value("dead", "head") == 0).all()
+
+
+def test_below_0_is_not_dead_in_validation_either() -> None:
+    model = Before(torch.tanh)
+    stats, data = ActivationStats(units=True, on_valid=True), batches(2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    with watch(model, opt, stats) as w:
+        train_step = lambda x: loss_of(model(x)).backward() or opt.step()  # noqa: E731
+        [train_step(x) for x in data]
+        model.eval()
+        with torch.no_grad():
+            model(data[0])
+        w.epoch()
+
+    np.testing.assert_allclose(stats.record(valid=True).value("dead", "fc"), 1 / 6)
+
+
+def test_what_a_hook_gives_is_dead_where_it_is_0() -> None:
+    given = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
+    stats = ActivationStats(units=True, hook=lambda m, i, o: given)
+
+    train(net(), batches(3), stats)
+
+    assert stats.dead_units(0) == [1]
+
+
 def test_a_unit_is_judged_over_the_window() -> None:
     stats = ActivationStats(modules=nn.ReLU, units=True, window=4)
     one = iter([1.0, *[0.0] * 9])

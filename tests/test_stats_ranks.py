@@ -42,6 +42,34 @@ def record(ranks: list[int]) -> ActivationStats:
     return stats
 
 
+def units(ranks: list[int], window: int, limit: int = 0, n: int = 13) -> ActivationStats:
+    """Units that are dead, dormant or saturated by what one rank or the other sees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6, bias=False), nn.ReLU(), nn.Linear(6, 3), nn.Tanh())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, 0], [2, 0], [0, -1]]))
+        model[2].weight.mul_(8.0)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    stats = ActivationStats(units=True, include_paramless=True, window=window)
+    with watch(model, opt, stats):
+        for step in range(n):
+            model(torch.cat([unlike(rank, step) for rank in ranks])).sum().backward()
+            opt.step()
+            if limit:
+                stats.tally.axis.limit = limit
+    return stats
+
+
+def unlike(rank: int, step: int) -> Tensor:
+    """Rank 0 sees positive first inputs, rank 1 negative ones; the second wakes up later."""
+    x = torch.full((4, 2), 1.0 - 2 * rank)
+    x[:, 1] = 0.01 if step < 5 else 3.0 * (rank == 1)
+    return x
+
+
+UNITS = [(2, 0), (4, 0), (50, 0), (4, 4)]  # window, limit of the history
+
+
 def watched(stats: Any, n: int, net: nn.Module | None = None) -> Any:
     """What `stats` has seen of `n` steps of a small net."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) if net is None else net
@@ -87,6 +115,12 @@ def work(rank: int, folder: str) -> None:
     stats = record([rank])
     seen: dict[str, Any] = {"whole": stats.record(), "local": stats.record(local=True)}
     seen["errors"] = refused(rank)
+    for window, limit in UNITS:
+        stats = units([rank], window, limit)
+        whole = stats.record()
+        lists = [stats.dead_units(i) for i in range(4)], [stats.dormant_units(i) for i in range(4)]
+        again = pickle.loads(pickle.dumps(stats)).record()
+        seen[f"units {window} {limit}"] = whole, lists, again
     Path(folder, f"seen{rank}").write_bytes(pickle.dumps(seen))
     leave(rank, folder)
 
@@ -111,6 +145,27 @@ def test_ranks_are_merged_exactly_when_read(seen: list[dict[str, Any]]) -> None:
         np.testing.assert_array_equal(got.hist, want.hist)
     assert seen[0]["local"].value("count", "model.0").tolist() == [16] * 3
     assert np.isnan(seen[0]["local"].value("mean", "side")).all()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("window", "limit"), UNITS)
+def test_units_are_judged_by_what_all_ranks_have_seen(
+    seen: list[dict[str, Any]], window: int, limit: int
+) -> None:
+    one = units([0, 1], window, limit)
+
+    for rank in seen:
+        record, (dead, dormant), again = rank[f"units {window} {limit}"]
+        for name in ("dead", "dormant", "saturated", "never_positive"):
+            for got in (record, again):
+                assert np.array_equal(np.isnan(got.value(name)), np.isnan(one.record().value(name)))
+                if not limit:  # a column of several records is judged as one
+                    np.testing.assert_allclose(
+                        got.value(name), one.record().value(name), err_msg=name
+                    )
+        np.testing.assert_allclose(record.value("dead")[:, -1], one.record().value("dead")[:, -1])
+        assert dead == [one.dead_units(i) for i in range(4)]
+        assert dormant == [one.dormant_units(i) for i in range(4)]
 
 
 @pytest.mark.ranks

@@ -410,7 +410,7 @@ def test_dead_is_exact_where_sizes_are_of_a_part() -> None:
     for step in range(8):
         now = x if step == 0 else x.clamp(max=0)  # never again above zero
         take(units, now, "Linear")
-        units.commit(step, False, 1, 64)
+        units.commit(step, 1, 64)
         dead.append([i for i, flag in enumerate((units.now(0) or [torch.ones(0)])[0]) if flag])
 
     assert dead == 7 * [[*range(200, 250), *range(251, 256)]] + [[*range(256)]]
@@ -424,7 +424,7 @@ def test_dormant_is_judged_by_parts_of_a_large_tensor_in_turn() -> None:
 
     for step in range(40):
         take(units, x, "Linear")
-        units.commit(step, False, 1, 64)
+        units.commit(step, 1, 64)
         _, dormant, _ = units.now(0) or (0, torch.ones(0), 0)
         assert dormant.nonzero().flatten().tolist() == [*range(10, 14)], step
         n.append(int(units.newer[2, 0]))
@@ -490,14 +490,14 @@ def test_units_by_arrays_judge_as_units_do() -> None:
             if step == 4:
                 units.drop()
             if step == 6:
-                units.fold()
+                units.fold(1)
                 units.take(0, torch.ones(2, 8), "Linear")
-            units.commit(step, False, 3, 64)
+            units.commit(step, 3, 64)
 
     torch.testing.assert_close(fast.read(20, 3), slow.read(20, 3))
-    assert slow.read(20, 3)[..., :3].sum() > 1
+    assert slow.read(20, 3)[..., :4].sum() > 1
     for a, b in zip(fast.now(0) or (), slow.now(0) or (), strict=True):
         assert torch.equal(a, b)
     again = pickle.loads(pickle.dumps(fast))
-    again.commit(20, False, 3, 64)
+    again.commit(20, 3, 64)
     assert again.read(21, 3)[:20].equal(fast.read(20, 3))

@@ -131,7 +131,8 @@ def _dead(record: Record, row: int) -> Floats:
         whole = read.table(record, "zero")[row] >= 1
     else:
         whole = read.table(record, "max")[row] <= 0
-    units = record.values.get("dead")  # over a window that reaches back
+    # over a window that reaches back; `dead` in older records
+    units = record.values.get("never_positive", record.values.get("dead"))
     return np.asarray(whole if units is None else np.fmax(units[row], whole), np.float64)
 
 

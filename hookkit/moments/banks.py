@@ -2,6 +2,10 @@
 
 Everything is allocated before it is needed and stays on the data's device; nothing here reads a
 value of a tensor that could still be on its way. `waiting.py` has the tables of the CPU.
+
+`fold` and `commit` can be done twice: they get the number of the batch or record, what was done
+before is passed over, and the batch's own tables are emptied last. So after an interrupt the
+`Tally` does them again.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 from hookkit.moments import kernels
 from hookkit.moments.histograms import ABSENT, Bins, sample_of
 from hookkit.moments.moments import N_FIELDS, empty_rows, flat, merge, moments
-from hookkit.moments.rings import Ring
+from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.units import Units
 
 
@@ -55,6 +59,7 @@ class Bank:
     Attributes:
         live: (rows, 9) moments of the batch at hand (where a kernel adds them up, in `sums`).
         kept: the same of earlier batches of this optimizer step (gradient accumulation), or None.
+        turn: the number of the record that is being made.
         samples: (rows, sample) float32 of the last call of each row in this batch.
         counts: (rows, width) int64 of earlier calls, and of everything with `exact_hist`.
     """
@@ -69,8 +74,8 @@ class Bank:
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self.fused = kernels.serves(device)
         self.turn = self.rows = 0
-        self.kept: Tensor | None = None
-        self.kept_counts: Tensor | None = None
+        # the number of the last batch that was kept, and what is kept: moments and counts
+        self._kept: tuple[int, Tensor | None, Tensor | None] = -1, None, None
         self.sampled: dict[int, int] = {}
         self.counted = False  # whether `counts` has anything
         self.hist: Ring | None = None
@@ -82,37 +87,55 @@ class Bank:
                 dtype = torch.int64 if options.exact_hist else torch.int32
                 self.hist = Ring(self.rows, options.bins.width - 1, dtype, device, counts=True)
 
+    @property
+    def kept(self) -> Tensor | None:
+        """Moments of earlier batches of this step."""
+        return self._kept[1]
+
     def _new_units(self) -> Units:
         return Units(self.options.window, self.device)
 
     def _grow(self, rows: int) -> None:
-        """Room for `rows`, keeping what is there."""
-        old, self.rows = self.rows, rows
-        self._grow_moments(old)
+        """Room for `rows`, keeping what is there; known by `self.rows` when all of it is."""
+        old = self.rows
+        self._grow_moments(old, rows)
         if self.options.bins:
             width = self.options.bins.width
-            samples = self._blank_samples()
             counts = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
             if old:
-                samples[:old], counts[:old] = self.samples, self.counts
-            self.samples, self.counts = samples, counts
+                counts[:old] = self.counts[:old]
+            self.counts = counts
+            self._grow_samples(old, rows)
+        self.rows = rows
 
-    def _grow_moments(self, old: int) -> None:
-        live = empty_rows(self.rows, self.device, self.dtype)
-        self.fresh = live.clone()
+    def _grow_moments(self, old: int, rows: int) -> None:
+        live = empty_rows(rows, self.device, self.dtype)
+        fresh = live.clone()
         if old:
-            live[:old] = self.live
-        self.live = live
+            live[:old] = self.live[:old]
         if self.fused:
-            sums = kernels.blank(self.rows, self.device)
+            sums = kernels.blank(rows, self.device)
             if old:
-                sums[:old] = self.sums
+                sums[:old] = self.sums[:old]
             self.sums = sums
+        self.live, self.fresh = live, fresh
 
-    def _blank_samples(self) -> Tensor:
-        shape = self.rows, self.options.sample
+    def _grow_samples(self, old: int, rows: int) -> None:
+        samples = self._no_samples(rows)
+        if old:
+            samples[:old] = self.samples[:old]
+        self.samples = samples
+
+    def _no_samples(self, *shape: int) -> Tensor:
+        shape = *shape, self.options.sample
         blank = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
         return blank.view(torch.float32)
+
+    def begin_at(self, record: int) -> None:
+        """Number the records from here on."""
+        self.turn = record
+        if self.units is not None:
+            self.units.begin_at(record)
 
     def _room_for(self, row: int) -> None:
         if row >= self.rows:
@@ -181,8 +204,9 @@ class Bank:
         counts = self.counts.clone()
         if not self.options.exact_hist:
             counts += self.options.bins.count(self.samples)
-        if self.kept_counts is not None:
-            counts[: len(self.kept_counts)] += self.kept_counts
+        kept = self._kept[2]
+        if kept is not None:
+            counts[: len(kept)] += kept
         return counts
 
     def drop(self) -> None:
@@ -206,8 +230,15 @@ class Bank:
         self.counted = False
         self.sampled.clear()
 
-    def fold(self, finite_only: bool = False) -> None:
+    def fold(self, batch: int, finite_only: bool = False) -> None:
         """Keep the batch at hand (if it is finite throughout) for the step it belongs to."""
+        if self._kept[0] < batch:
+            self._keep(batch, finite_only)
+        if self.units is not None:
+            self.units.fold(batch)
+        self.drop()
+
+    def _keep(self, batch: int, finite_only: bool) -> None:
         live = self._live()
         if finite_only:
             fine = live[:, -1].sum() == 0
@@ -216,54 +247,52 @@ class Bank:
                 self.counts *= fine
                 bits = self.samples.view(torch.int32)
                 bits.copy_(torch.where(fine, bits, ABSENT))
-        self.kept = self._with_kept(live)
-        if self.options.bins:
-            self.kept_counts = self._counts()
-        if self.units is not None:
-            self.units.fold()
-        self.drop()
+        self._kept = batch, self._with_kept(live), self._counts() if self.options.bins else None
 
     def keep_of(self, other: Bank) -> None:
         """Keep what `other`, of the same rows, has folded for this step, in place of its own."""
-        if other.kept is not None:
-            self._room_for(len(other.kept) - 1)
-        self.kept, self.kept_counts = other.kept, other.kept_counts
+        _, rows, counts = other._kept
+        if rows is not None:
+            self._room_for(len(rows) - 1)
+        self._kept = self._kept[0], rows, counts
 
     def forget(self) -> None:
         """Forget the batch at hand and those kept for this step."""
-        self.kept = self.kept_counts = None
+        self._kept = self._kept[0], None, None
         if self.units is not None:
             self.units.forget()
         self.drop()
 
     def _with_kept(self, rows: Tensor) -> Tensor:
         """`rows` merged with what earlier batches of this step gave."""
-        if self.kept is not None:
-            n = len(self.kept)
-            rows[:n] = merge(self.kept, rows[:n])
+        kept = self._kept[1]
+        if kept is not None:
+            rows[: len(kept)] = merge(kept, rows[: len(kept)])
         return rows
 
-    def commit(self, column: int, into: bool, most: int) -> None:
-        """Put everything seen since the last commit into the ring, of `most` columns in the end."""
-        self.ring.put(column, self._with_kept(self._live()), into, most)
-        if self.hist is not None:
-            self.hist.put(column, self._counts()[:, :-1], into, most)
-        if self.units is not None:
-            self.units.commit(column, into, self.rows, most)
+    def commit(self, record: int, axis: Axis) -> None:
+        """Put everything seen since the last commit into the ring, as this record of `axis`."""
+        if self.turn <= record:
+            self.catch_up(axis.stride)
+            self.ring.put(record, self._with_kept(self._live())[None], axis.limit)
+            if self.hist is not None:
+                self.hist.put(record, self._counts()[None, :, :-1], axis.limit)
+            if self.units is not None:
+                self.units.commit(record, self.rows, axis.limit)
+            self.turn = record + 1
         self.forget()
 
     def flush(self) -> None:
         """Bring the ring up to the last commit."""
 
-    def halve(self, n: int) -> None:
-        """Halve the resolution of the first `n` columns."""
-        self.flush()
+    def catch_up(self, stride: int) -> None:
+        """Halve the resolution until each column takes `stride` records."""
         for ring in self._rings():
-            ring.halve(n)
+            ring.catch_up(stride)
 
     def _rings(self) -> list[Ring]:
-        units = None if self.units is None else self.units.ring
-        return [ring for ring in (self.ring, self.hist, units) if ring is not None]
+        units = [] if self.units is None else [self.units.ring, self.units.past]
+        return [ring for ring in (self.ring, self.hist, *units) if ring is not None]
 
     def _tables(self) -> list[Tensor]:
         tables = [self.live, self.fresh]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from hookkit.moments.moments import (
 )
 from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.unitarrays import UnitsByArrays
-from hookkit.moments.units import Units, shares
+from hookkit.moments.units import CLAMPING, Units, judged, shares
 from hookkit.moments.waiting import WaitingBank
 from hookkit.records import Record
 
@@ -64,19 +64,23 @@ class Tally:
     def __init__(self, kind: str, options: Options | None = None) -> None:
         self.kind, self.options = kind, options or Options()
         self.axis = Axis()
-        self.names: list[str] = []
-        self.types: list[str] = []
+        # names, types, and the row of each name: one tuple, so that they never differ in length
+        self._layers: tuple[list[str], list[str], dict[str, int]] = [], [], {}
+        # what is being done to all banks; done again after an interrupt
+        self._pending: Callable[[Bank], None] | None = None
+        self._place: tuple[int, int, int, int] | None = None
         self.banks: dict[torch.device, Bank] = {}
         self.unscale: Tensor | None = None
         self.skipped: dict[str, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self.unscaled = False
-        self.feeds: dict[str, str | None] = {}
+        self.feeds: dict[str, str | None] | None = None
         self.unregistered: list[str] = []
-        self.n_commits = 0
-        self._by_name: dict[str, int] = {}
+        self._n_folds = 0
         self._leaves: dict[tuple[int, str], int] = {}
         self._cache: tuple[int, bool, Record] | None = None
+        self._merged: Units | None = None  # of all ranks, at the last `record()`
+        self._merged_names: list[str] = []
         self.thread: int | None = None
         self._enlist()
 
@@ -85,15 +89,33 @@ class Tally:
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
         """The row of each name; known ones are continued, others added."""
-        found = []
-        for name, kind in zip(names, types, strict=True):
-            if name not in self._by_name:
-                self._by_name[name] = len(self.names)
-                self.names.append(name)
-                self.types.append(kind)
-            found.append(self._by_name[name])
-            self.types[found[-1]] = kind
-        return found
+        known, kinds, row_of = self._layers
+        pairs = list(zip(names, types, strict=True))
+        if any(name not in row_of or kinds[row_of[name]] != kind for name, kind in pairs):
+            known, kinds, row_of = [*known], [*kinds], {**row_of}
+            for name, kind in pairs:
+                if name not in row_of:
+                    row_of[name] = len(known)
+                    known.append(name)
+                    kinds.append(kind)
+                kinds[row_of[name]] = kind
+            self._layers = known, kinds, row_of
+        return [row_of[name] for name in names]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the rows."""
+        return self._layers[0]
+
+    @property
+    def types(self) -> list[str]:
+        """Class names of the rows' modules."""
+        return self._layers[1]
+
+    @property
+    def n_commits(self) -> int:
+        """How many records were closed."""
+        return self.axis.n
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Record `t`, leaf number `leaf` (called `path`) of what module `row` gave.
@@ -105,6 +127,8 @@ class Tally:
             if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
+        if self._pending is not None:
+            self._finish()
         if self.unscale is None and not leaf and (array := floats_of(t)) is not None:
             self.dtypes[row] = t.dtype
             self._bank(_CPU).take_array(row, array, t, self.types[row])
@@ -137,47 +161,67 @@ class Tally:
     def _bank(self, device: torch.device) -> Bank:
         bank = self.banks.get(device)
         if bank is None:
-            bank = self.banks[device] = bank_of(self.options, device, len(self.names))
-            bank.turn = self.n_commits
+            bank = bank_of(self.options, device, len(self.names))
+            bank.begin_at(self.axis.n)
+            self.banks[device] = bank
         return bank
+
+    # An interrupt may come between any two lines. What is done to all banks is therefore kept in
+    # `_pending` until all of it is done; each bank passes over what it did before; and whatever is
+    # called next, finishes it first. The place in time comes last: no record shows before it is
+    # whole.
+
+    def _do(self, what: Callable[[Bank], None], place: Any = None) -> None:
+        self._finish()
+        self._place = place
+        self._pending = what
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        place = self._place
+        adds = place is not None and place[0] == self.axis.n
+        if adds:
+            self.axis.make_room()
+        for bank in self.banks.values():
+            self._pending(bank)
+        if adds and place is not None:
+            self.axis.add(*place[1:])
+        self._pending = None
 
     def drop(self) -> None:
         """Forget what was seen since the last `fold` or `commit` (a cancelled batch)."""
-        for bank in self.banks.values():
-            bank.drop()
+        self._do(lambda bank: bank.drop())
 
     def fold(self, *, finite_only: bool = False) -> None:
         """Count what was seen towards the record of a step that is still to come.
 
         With `finite_only` nothing is kept if any of it was not finite.
         """
-        for bank in self.banks.values():
-            bank.fold(finite_only)
+        self._finish()
+        self._n_folds += 1
+        batch = self._n_folds
+        self._do(lambda bank: bank.fold(batch, finite_only))
 
     def forget(self) -> None:
         """Forget everything since the last `commit`."""
-        for bank in self.banks.values():
-            bank.forget()
+        self._do(lambda bank: bank.forget())
 
     def commit(self, step: int, epoch: int, iteration: int) -> None:
         """Close the record of one step: everything seen since the last commit."""
-        if not self.axis.steps:
+        self._finish()
+        axis, record = self.axis, self.axis.n
+        if not record:
             self._fit_axis()
-        while self.axis.full:
-            for bank in self.banks.values():
-                bank.halve(len(self.axis))
-            self.axis.halve()
-        into = self.axis.add(step, epoch, iteration)
-        self.n_commits += 1
-        for bank in self.banks.values():
-            bank.commit(len(self.axis) - 1, into, self.axis.limit)
-            bank.turn = self.n_commits
+        self._do(lambda bank: bank.commit(record, axis), (record, step, epoch, iteration))
 
     def _fit_axis(self) -> None:
         bins = self.options.bins
         hist = (8 if self.options.exact_hist else 4) * (bins.width - 1) if bins else 0
         units = 4 * len(Units.FIELDS) if self.options.window else 0
-        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist + units))
+        of_units = sum(bank.units.n_bytes for bank in self.banks.values() if bank.units is not None)
+        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist + units) + of_units)
 
     @property
     def n_bytes(self) -> int:
@@ -193,6 +237,7 @@ class Tally:
         Raises:
             HookError: on every rank, if they recorded different steps, or with other options.
         """
+        self._finish()
         if self._cache is None or self._cache[:2] != (self.n_commits, local):
             self._cache = self.n_commits, local, self._read(local)
         return self._cache[2]
@@ -200,11 +245,12 @@ class Tally:
     def _read(self, local: bool) -> Record:
         names, types = self.names, self.types
         table, counts, units = self._tables(len(self.axis), len(names))
+        self._merged = None
         if not local and ranks.is_distributed():
             names, types, table, counts, units = self._over_ranks(table, counts, units)
         values = statistics(table.transpose(0, 1).numpy())
         if self.options.window:
-            values |= shares(units.transpose(0, 1).numpy())
+            values |= self._shares(units.transpose(0, 1).numpy(), names, types)
         hist = self._hist(counts, values) if self.options.bins else None
         axis = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
         steps, epochs, iters, spans = (np.array(column, dtype=np.int64) for column in axis)
@@ -221,6 +267,46 @@ class Tally:
             self.options.bins.edges if self.options.bins else None,
             self._meta(names),
         )
+
+    def _shares(self, units: Any, names: Sequence[str], types: Sequence[str]) -> dict[str, Any]:
+        """Shares of units by statistic.
+
+        `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads. Of others that
+        says nothing: they are dead where they give nothing but 0. Who reads a layer is in `feeds`;
+        None if nobody asked, as in a tally of one's own.
+        """
+        values = shares(units)
+        zero = values.pop("only_zero")
+        if self.feeds is not None:
+            clamped = [self.is_clamped(*layer) for layer in zip(names, types, strict=True)]
+            low = values["never_positive"]
+            values["dead"] = np.where(np.array(clamped, bool)[:, None], low, zero)
+        return values
+
+    def is_clamped(self, name: str, kind: str) -> bool:
+        """Whether 0 is all that comes of a value below 0 in this layer's output."""
+        return kind in CLAMPING or (self.feeds or {}).get(name) in CLAMPING
+
+    def units_now(self, name: str, which: str) -> Tensor | None:
+        """Which units of a layer are `"dead"` or `"dormant"` at the last record; None if unseen.
+
+        (units,) bool, of what `record()` has read last: of all ranks or of this one.
+        """
+        self._finish()
+        found = [(self._merged, self._merged_names)] if self._merged is not None else []
+        found += [(b.units, self.names) for b in self.banks.values() if b.units is not None]
+        for units, names in found:
+            row = names.index(name) if name in names else -1
+            seen = units.now(row)
+            if seen is not None and which == "dormant":
+                return seen[1]
+            if seen is not None:
+                clamped = self.feeds is None or self.is_clamped(name, self._type_of(name))
+                return seen[0] if clamped else units.zero(row)
+        return None
+
+    def _type_of(self, name: str) -> str:
+        return self.types[self.names.index(name)] if name in self.names else ""
 
     def _hist(self, counts: Tensor, values: dict[str, Any]) -> Any:
         """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
@@ -239,6 +325,7 @@ class Tally:
         units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64, device=_CPU)
         for bank in self.banks.values():
             bank.flush()
+            bank.catch_up(self.axis.stride)
             mine = bank.ring.read(n).double()[:, :rows]
             here = slice(mine.shape[1])
             table[:, here] = merge(table[:, here], mine)
@@ -257,16 +344,39 @@ class Tally:
         for names, kinds in ranks.gather_object((self.names, self.types)):
             types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
         order = [list(types).index(name) for name in self.names]
-        n, width = len(table), counts.shape[2]
+        n = len(table)
         whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
-        sums = units.new_zeros(n, len(types), width + units.shape[2])
-        whole[:, order], sums[:, order] = table, torch.cat([counts.double(), units], -1)
+        sums = counts.new_zeros(n, len(types), counts.shape[2])
+        whole[:, order], sums[:, order] = table, counts
         merged, *rest = ranks.stacked(whole)
         for part in rest:
             merged = merge(merged, part)
-        sums = ranks.all_reduce(sums)
-        kinds = list(types.values())
-        return list(types), kinds, merged, sums[..., :width].long(), sums[..., width:]
+        if self.options.window:
+            units = self._units_over_ranks(types)
+        return list(types), list(types.values()), merged, ranks.all_reduce(sums), units
+
+    def _units_over_ranks(self, types: dict[str, str]) -> Tensor:
+        """(n, rows, 6) shares of units: what all ranks counted is added up, and then judged."""
+        mine: dict[str, Tensor] = {}
+        for bank in self.banks.values():
+            if bank.units is not None:
+                found = bank.units.counts(len(self.axis))
+                mine |= {self.names[row]: table for row, table in found.items()}
+        widths = {name: table.shape[1] for name, table in mine.items()}
+        most: dict[str, int] = {}
+        for theirs in ranks.gather_object(widths):
+            most |= {name: max(n, most.get(name, 0)) for name, n in theirs.items()}
+        n, names = len(self.axis), [name for name in types if name in most]
+        tables = [torch.zeros(n, most[name], 4, device=_CPU) for name in names]
+        for name, table in zip(names, tables, strict=True):
+            if name in mine:
+                table[:, : widths[name]] = mine[name]
+        blank = torch.zeros(n, 0, 4, device=_CPU)
+        whole = ranks.all_reduce(torch.cat([blank, *tables], 1))
+        layers = [(list(types).index(name), types[name], most[name]) for name in names]
+        self._merged = judged(whole, layers, self.options.window, self.axis)
+        self._merged_names = list(types)
+        return self._merged.read(n, len(types))
 
     def _meta(self, names: Sequence[str]) -> dict[str, Any]:
         o = self.options
@@ -274,8 +384,9 @@ class Tally:
         meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(self.skipped)}
         meta["dtype"] = [dtypes.get(name, "") for name in names]
         meta["unscaled"] = self.unscaled
-        if self.feeds:
-            meta["feeds"] = [self.feeds.get(name) for name in names]
+        feeds = self.feeds or {}
+        if feeds:
+            meta["feeds"] = [feeds.get(name) for name in names]
         if self.unregistered:
             meta["unregistered"] = list(self.unregistered)
         if o.window:
@@ -288,16 +399,18 @@ class Tally:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
+        self._finish()
         one = WaitingBank(self.options, len(self.names))
-        one.ring.data, counts, units = self._tables(len(self.axis), len(self.names))
+        table, counts, units = self._tables(len(self.axis), len(self.names))
+        one.ring = Ring.of(table, self.axis, counts=False)
         if one.hist is not None:
-            one.hist.data = counts.to(one.hist.data.dtype)
+            counts = counts.to(one.hist.data.dtype)
+            one.hist = Ring.of(counts, self.axis, counts=True)
         if one.units is not None:
             seen = [bank.units for bank in self.banks.values() if bank.units is not None]
             one.units = UnitsByArrays.of(seen[0]) if seen else one.units
-            one.units.ring = Ring(1, units.shape[2], torch.float32, one.device, counts=True)
-            one.units.ring.data = units.float()
-        one.turn = self.n_commits
+            one.units.ring = Ring.of(units.float(), self.axis, counts=True)
+        one.begin_at(self.axis.n)
         gone = dict.fromkeys(("token", "unscale", "thread"))
         return {**self.__dict__, **gone, "banks": {one.device: one}}
 

@@ -9,8 +9,8 @@ each record another one. Records wait, and are judged many at a time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookkit.moments.sweeps import scratch
 from hookkit.moments.unitplans import Plan, plan_of
-from hookkit.moments.units import TAU, Units
+from hookkit.moments.units import TAU, Tables, Units
 
 MOST_LATE = 32
 LATE_VALUES = 1 << 18
@@ -30,27 +30,41 @@ _LARGE = 1e25
 
 @dataclass(slots=True)
 class _Closed:
-    """A record that is not judged yet; its table is in `_late`."""
+    """A record that is not judged yet; its table is in `late_tables`."""
 
-    column: int
-    into: bool
+    record: int
+    rows: int
     most: int
 
 
-class UnitsByArrays(Units):
-    """`Units` of a CPU.
+@dataclass(slots=True)
+class _Views:
+    """The tables as arrays, and what else holds for them alone."""
 
-    Attributes:
-        late: records that wait for others before they are judged.
-    """
+    places: dict[int, tuple[int, int]]
+    live: Any
+    kept: Any
+    older: Any
+    newer: Any
+    row_of: Any
+    bounded: Any
+    late_tables: Any
+    """(slots, 4, units) of the records that wait."""
+
+    late: list[_Closed] = field(default_factory=list)
+    """Records that wait for others before they are judged."""
+
+    plans: dict[int, Plan] = field(default_factory=dict)
+    stretches: Any = None
+    risen: Any = ()
+    """By row: have all units risen above 0 in `newer`?"""
+
+
+class UnitsByArrays(Units):
+    """`Units` of a CPU."""
 
     def __init__(self, window: int) -> None:
         super().__init__(window, torch.device("cpu"))
-        self.late: list[_Closed] = []
-        self._late: Any = np.empty((0, 4, 0), np.float32)
-        self._plans: dict[int, Plan] = {}
-        self._rows, self._folded = 0, False
-        self._moved()
 
     @classmethod
     def of(cls, units: Units) -> UnitsByArrays:
@@ -59,25 +73,42 @@ class UnitsByArrays(Units):
         new.__setstate__({**new.__getstate__(), **units.__getstate__()})
         return new
 
-    def _moved(self) -> None:
-        self._arrays, self._kept = self.live.numpy(), self.kept.numpy()
-        self._older, self._newer = self.older.numpy(), self.newer.numpy()
-        self._row_of, self._bounded = self.row_of.numpy(), self.bounded.numpy()
-        n, late, waiting = self.live.shape[1], self._late, len(self.late)
-        slots = max(min(MOST_LATE, LATE_VALUES // (4 * n + 1)), waiting + 1)
-        self._late = np.zeros((slots, 4, n), np.float32)
-        self._late[:, 0] = -math.inf
-        if waiting:  # then nobody has left, and others have only come
-            self._late[:waiting, :, : late.shape[2]] = late[:waiting]
-        self._risen: Any = ()  # by row: have all units risen in `newer`?
-        self._stretched: Any = None
-        self._plans.clear()
+    def _views_of(self, tables: Tables) -> _Views:
+        live, kept, older, newer = (t.numpy() for t in tables.four)
+        old = self._state[1]
+        if old is not None and old.places is tables.places:  # the same units
+            return replace(cast(_Views, old), live=live, kept=kept, older=older, newer=newer)
+        n, late = tables.live.shape[1], [] if old is None else list(old.late)
+        slots = max(min(MOST_LATE, LATE_VALUES // (4 * n + 1)), len(late) + 1)
+        late_tables = np.zeros((slots, 4, n), np.float32)
+        late_tables[:, 0] = -math.inf
+        if late:  # then nobody has left, and others have only come
+            before = old.late_tables[: len(late)]
+            late_tables[: len(late), :, : before.shape[2]] = before
+        row_of, bounded = tables.row_of.numpy(), tables.bounded.numpy()
+        places = tables.places
+        return _Views(places, live, kept, older, newer, row_of, bounded, late_tables, late)
+
+    @property
+    def _views(self) -> _Views:
+        return cast(_Views, self._state[1])
+
+    @property
+    def turn(self) -> int:
+        """The number of the record that is being made."""
+        late = self._views.late
+        return late[-1].record + 1 if late else self.tables.n
+
+    @property
+    def late(self) -> list[_Closed]:
+        """Records that wait for others before they are judged."""
+        return self._views.late
 
     # --- the batch at hand
 
     def plan(self, row: int, shape: torch.Size, kind: str) -> Plan | None:
         """How to read what `row` gives; None if it has to be `planned` first."""
-        plan = self._plans.get(row)
+        plan = self._views.plans.get(row)
         return None if plan is None or plan.shape != shape or plan.kind != kind else plan
 
     def planned(self, row: int, shape: torch.Size, kind: str) -> Plan:
@@ -85,17 +116,18 @@ class UnitsByArrays(Units):
         plan = plan_of(shape, kind)
         if plan.width:
             self._place(row, plan.n, False)
-        self._plans[row] = plan
+        self._views.plans[row] = plan
         return plan
 
-    def _leave(self, row: int) -> None:
-        self.flush()
-        super()._leave(row)
+    def _place(self, row: int, n: int, bounded: bool) -> int:
+        if self.places.get(row, (0, n))[1] != n:
+            self.flush()
+        return super()._place(row, n, bounded)
 
     def take_array(self, row: int, values: Any, plan: Plan, top: float) -> None:
         """Add flat float32 `values`, none larger than `top`."""
-        start, n = self.places[row]
-        tops, sums, counts = self._arrays[:3, start : start + n]
+        views, (start, n) = self._views, self.places[row]
+        tops, sums, counts = views.live[:3, start : start + n]
         table = values.reshape(-1, plan.width)
         if top < _LARGE:
             some = plan.add_sizes(table, self.turn, sums)
@@ -103,143 +135,147 @@ class UnitsByArrays(Units):
             with np.errstate(all="ignore"):
                 some = plan.add_sizes(table, self.turn, sums)
         np.add(counts, some, out=counts)
-        if row >= len(self._risen) or not self._risen[row]:
+        if row >= len(views.risen) or not views.risen[row]:
             plan.raise_to(tops, table)
+
+    def take_first(self, row: int, values: Any, plan: Plan, top: float) -> None:
+        """The same, as the only values of `row` in this batch: done twice, it is done once."""
+        start, n = self.places[row]
+        _wipe(self._views.live[:, start : start + n])
+        self.take_array(row, values, plan, top)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
-        _wipe(self._arrays)
-
-    def fold(self) -> None:
-        """Keep the batch at hand for the step it belongs to."""
-        self._folded = True
-        _add(self._kept, self._arrays)
-        _wipe(self._arrays)
+        _wipe(self._views.live)
 
     def forget(self) -> None:
         """Forget everything since the last commit."""
-        _wipe(self._arrays)
-        if self._folded:
-            _wipe(self._kept)
-            self._folded = False
+        views = self._views
+        _wipe(views.live)
+        if self.tables.folded >= 0:
+            _wipe(views.kept)
 
     # --- records
 
     @property
     def full(self) -> bool:
         """Whether the records that wait have to be judged before there is another."""
-        return len(self.late) >= len(self._late) or self.turn % self._half == 0
+        views = self._views
+        return len(views.late) >= len(views.late_tables) or self.turn % self._half == 0
 
-    @property
-    def _half(self) -> int:
-        return max(self.window // 2, 1)
-
-    def commit(self, column: int, into: bool, rows: int, most: int) -> None:
-        """Close a record: it waits for `flush`, and then (rows, 5) shares go into the ring."""
-        if self.full:
-            self.flush()
-        table = self._late[len(self.late)]
-        table[:] = self._arrays
-        if self._folded:
-            with np.errstate(all="ignore"):
-                _add(table, self._kept)
-        self.late.append(_Closed(column, into, most))
-        self._rows, self.turn = rows, self.turn + 1
+    def commit(self, record: int, rows: int, most: int) -> None:
+        """Close a record: it waits for `flush`, and then (rows, 6) shares go into the ring."""
+        if self.turn <= record:
+            if self.full:
+                self.flush()
+            views = self._views
+            table = views.late_tables[len(views.late)]
+            table[:] = views.live
+            if self.tables.folded >= 0:
+                with np.errstate(all="ignore"):
+                    _add(table, views.kept)
+            views.late.append(_Closed(record, rows, most))
         self.forget()
 
     def take_late(self, row: int, slots: list[int], table: Any, plan: Plan) -> None:
-        """Add the values that a small layer gave in the waiting records `slots`, (slots, n)."""
+        """The values that a small layer gave in the waiting records `slots`, (slots, n)."""
         parts = table.reshape(len(slots), -1, plan.width)
         room = scratch.sizes[: table.size].reshape(parts.shape)
         start, n = self.places[row]
-        here = slice(start, start + n)
+        here, tables = slice(start, start + n), self._views.late_tables
         with np.errstate(all="ignore"):
             sizes = plan.by_unit(np.add.reduce(np.abs(parts, out=room), axis=1), np.add.reduce)
             tops = plan.by_unit(np.maximum.reduce(parts, axis=1), np.maximum.reduce)
-            self._late[slots, 0, here] = np.maximum(self._late[slots, 0, here], tops)
-            self._late[slots, 1, here] += sizes
-        self._late[slots, 2, here] += table.shape[1] // n
+        tables[slots, 0, here] = tops  # not added: its only values there
+        tables[slots, 1, here] = sizes
+        tables[slots, 2, here] = table.shape[1] // n
 
     def flush(self) -> None:
         """Judges the records that wait."""
-        late = self.late
+        views = self._views
+        late = views.late
         if not late:
             return
+        tables = views.late_tables[: len(late)]
         with np.errstate(all="ignore"):
-            table, newer = self._judged(self._late[: len(late)])
-        shares = torch.from_numpy(table)
-        if any(record.into for record in late):
-            for record, share in zip(late, shares, strict=True):
-                self.ring.put(record.column, share, record.into, record.most)
-        else:
-            self.ring.put_all(late[0].column, shares, late[-1].most)
-        self.late, self._newer[:] = [], newer
-        if self.turn % self._half == 0:
-            self.older, self.newer = self.newer, self.older
-            self._older, self._newer = self._newer, self._older
-            _wipe(self._newer)
-            self._risen = ()
+            shares, newer, risen = self._judged(tables)
+        self.ring.put(late[0].record, torch.from_numpy(shares), late[-1].most)
+        self._put_past(late[0].record, torch.from_numpy(tables), late[-1].most)
+        moved = self._moved_on(torch.from_numpy(newer), late[-1].record + 1)
+        new = replace(self._views_of(moved), late=[], risen=risen if moved.n % self._half else ())
+        self._state = moved, new
 
-    def _judged(self, tables: Any) -> tuple[Any, Any]:
-        """(n, rows, 5) shares of the units that ran in n records; and `newer` after them.
+    def _judged(self, tables: Any) -> tuple[Any, Any, Any]:
+        """(n, rows, 6) shares of the units that ran in n records; `newer` and `risen` after them.
 
         `tables` are those of the records, (n, 4, units). By stretches of the units of one row.
         """
-        rows, n = self._rows, len(tables)
-        shares = np.zeros((n, rows + 1, 5), dtype=np.float32)
-        if not len(self._row_of):
-            return shares[:, :rows], self._newer
-        starts, sizes, of = self._stretches()
+        views, rows, n = self._views, self._views.late[-1].rows, len(tables)
+        shares = np.zeros((n, rows + 1, len(self.FIELDS)), dtype=np.float32)
+        if not len(views.row_of):
+            return shares[:, :rows], views.newer, ()
+        starts, sizes, of = self._stretches(rows)
         ran = tables[:, 2] > 0
         seen = np.empty_like(tables)
         np.maximum.accumulate(tables[:, 0], axis=0, out=seen[:, 0])
         np.add.accumulate(tables[:, 1:], axis=0, out=seen[:, 1:])
-        np.maximum(seen[:, 0], self._newer[0], out=seen[:, 0])
-        seen[:, 1:] += self._newer[1:]
+        np.maximum(seen[:, 0], views.newer[0], out=seen[:, 0])
+        seen[:, 1:] += views.newer[1:]
         newer = seen[-1].copy()
-        self._risen = np.zeros(rows + 1, dtype=bool)
-        self._risen[of] = np.minimum.reduceat(newer[0], starts) > 0
+        risen = np.zeros(rows + 1, dtype=bool)
+        risen[of] = np.minimum.reduceat(newer[0], starts) > 0
 
-        np.maximum(seen[:, 0], self._older[0], out=seen[:, 0])
-        seen[:, 1:] += self._older[1:]
+        np.maximum(seen[:, 0], views.older[0], out=seen[:, 0])
+        seen[:, 1:] += views.older[1:]
         tops, sums, counts, full = seen.transpose(1, 0, 2)
         ever, size = counts > 0, sums / np.maximum(counts, 1)
         mean = np.add.reduceat(size, starts, axis=1, dtype=np.float64) / sizes
-        flags = np.empty((5, *ran.shape), dtype=np.float32)
-        flags[0], flags[1] = (tops <= 0) & ever, (size <= np.repeat(TAU * mean, sizes, 1)) & ever
-        flags[2], flags[3], flags[4] = full > 0.5 * counts, ran, ran & self._bounded
+        flags = np.empty((len(self.FIELDS), *ran.shape), dtype=np.float32)
+        flags[0] = (tops <= 0) & ever
+        flags[1] = (tops <= 0) & ever & (sums == 0)
+        flags[2] = (size <= np.repeat(TAU * mean, sizes, 1)) & ever
+        flags[3], flags[4], flags[5] = full > 0.5 * counts, ran, ran & views.bounded
         found = np.add.reduceat(flags, starts, axis=2)
-        shares[:, of] = np.where(found[3] > 0, found / sizes, 0).transpose(1, 2, 0)
-        return shares[:, :rows], newer
+        shares[:, of] = np.where(found[4] > 0, found / sizes, 0).transpose(1, 2, 0)
+        return shares[:, :rows], newer, risen
 
-    def _stretches(self) -> tuple[Any, Any, Any]:
+    def _stretches(self, rows: int) -> tuple[Any, Any, Any]:
         """Where in the tables the units of a row begin, how many they are, and of which row."""
-        if self._stretched is None:
-            starts = np.flatnonzero(np.diff(self._row_of, prepend=-1))
-            sizes = np.diff(starts, append=len(self._row_of))
-            self._stretched = starts, sizes, self._row_of[starts]
-        starts, sizes, of = self._stretched
-        return starts, sizes, np.minimum(of, self._rows)  # nobody's come last
+        views = self._views
+        if views.stretches is None:
+            starts = np.flatnonzero(np.diff(views.row_of, prepend=-1))
+            sizes = np.diff(starts, append=len(views.row_of))
+            views.stretches = starts, sizes, views.row_of[starts]
+        starts, sizes, of = views.stretches
+        return starts, sizes, np.minimum(of, rows)  # nobody's come last
 
     def now(self, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Which units are dead, dormant, saturated over the window: (units,) bool; None unseen."""
+        """Which units are never above 0, dormant, saturated over the window: (units,) bool each."""
         self.flush()
         return super().now(row)
 
+    def zero(self, row: int) -> Tensor | None:
+        """Which units have given nothing but 0 over the window: (units,) bool; None if not seen."""
+        self.flush()
+        return super().zero(row)
+
+    def counts(self, n: int) -> dict[int, Tensor]:
+        """By row the (n, units, 4) counts of each record, on the CPU, for the ranks."""
+        self.flush()
+        return super().counts(n)
+
     def read(self, n: int, rows: int) -> Tensor:
-        """(n, rows, 5) on the CPU: sums of shares and how many records they are of."""
+        """(n, rows, 6) on the CPU: sums of shares and how many records they are of."""
         self.flush()
         return super().read(n, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        views = ("_arrays", "_kept", "_older", "_newer", "_row_of", "_bounded", "_stretched")
-        blank = np.empty((0, 4, 0), np.float32)
-        return {**super().__getstate__(), **dict.fromkeys(views), "_plans": {}, "_late": blank}
+        return super().__getstate__()
 
 
 def _add(a: Any, b: Any) -> None:
-    """`_join`, by numpy."""
+    """Puts greatest values and sums of `b` into `a`."""
     np.maximum(a[0], b[0], out=a[0])
     a[1:] += b[1:]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookkit.moments.banks import Bank, Options, narrow
 from hookkit.moments.histograms import ABSENT, sample_of
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
-from hookkit.moments.rings import Ring
+from hookkit.moments.rings import Axis
 from hookkit.moments.sweeps import CHUNK, cpu_row, rows_of, stacked
 from hookkit.moments.unitarrays import LATE_VALUES, MOST_LATE, UnitsByArrays
 from hookkit.moments.unitplans import Plan
@@ -32,14 +32,14 @@ Unread = tuple[Any, int, "Plan | None"]
 
 @dataclass(slots=True)
 class Late:
-    """A record that is not in the ring yet: its column, and what is known or yet to be read."""
+    """A record that is not in the ring yet: its number, and what is known or yet to be read."""
 
-    column: int
-    into: bool
+    record: int
     most: int
-    turn: int
     seen: dict[int, tuple[float, ...]]
     unread: dict[int, Unread]
+    n_late: int
+    """Values that are copied and not read: of this record and those before it that wait."""
 
 
 class WaitingBank(Bank):
@@ -56,35 +56,54 @@ class WaitingBank(Bank):
     def __init__(self, options: Options, rows: int) -> None:
         self.seen: dict[int, tuple[float, ...]] = {}
         self.unread: dict[int, Unread] = {}
-        self.late: list[Late] = []
-        self.n_unread = self.n_late = 0  # values that wait: of the batch at hand, of records
+        # the records that wait, and the samples of each and then of the batch at hand: one tuple
+        self._waits: tuple[list[Late], Tensor, Any] = [], torch.empty(0, device="cpu"), None
+        self.n_unread = 0  # values of the batch at hand that wait
         super().__init__(options, torch.device("cpu"), rows)
 
     def _new_units(self) -> UnitsByArrays:
         return UnitsByArrays(self.options.window)
 
+    @property
+    def n_late(self) -> int:
+        """Values of records that wait."""
+        return self.late[-1].n_late if self.late else 0
+
     def _grow(self, rows: int) -> None:
         self.flush()
         super()._grow(rows)
 
-    def _grow_moments(self, old: int) -> None:
+    def _grow_moments(self, old: int, rows: int) -> None:
         """Nothing: they are kept by row."""
 
-    def _blank_samples(self) -> Tensor:
-        """Those of the batch at hand, after as many more as records may wait."""
-        assert self.options.bins is not None
-        size = self.rows * self.options.sample
-        self.slots = max(min(LATE_VALUES // size, MOST_LATE), 1)
-        shape = self.slots, self.rows, self.options.sample
-        self.staged = torch.full(shape, ABSENT, dtype=torch.int32, device="cpu").view(torch.float32)
-        self.staged_arrays: Any = self.staged.numpy()
-        self.sample_arrays: Any = self.staged_arrays[0]
-        return self.staged[0]
+    def _grow_samples(self, old: int, rows: int) -> None:
+        self._waits = self._nothing_waits(rows, old)
 
-    def _use_slot(self, slot: int) -> None:
-        """Has the samples of the batch at hand go to `slot`."""
-        if self.options.bins:
-            self.samples, self.sample_arrays = self.staged[slot], self.staged_arrays[slot]
+    def _nothing_waits(self, rows: int, old: int) -> tuple[list[Late], Tensor, Any]:
+        """No record waits; the samples of the batch at hand, of `old` rows so far, lie first."""
+        if not self.options.bins:
+            return [], torch.empty(0, device="cpu"), None
+        slots = max(min(LATE_VALUES // (rows * self.options.sample), MOST_LATE), 1)
+        staged = self._no_samples(slots, rows)
+        if self.sampled:
+            staged[0, :old] = self.samples[:old]
+        return [], staged, staged.numpy()
+
+    @property
+    def late(self) -> list[Late]:
+        """Records that wait for others before they go into the ring."""
+        return self._waits[0]
+
+    @property
+    def slots(self) -> int:
+        """How many records may wait."""
+        return len(self._waits[1]) if self.options.bins else MOST_LATE
+
+    @property
+    def samples(self) -> Tensor:  # type: ignore[override]
+        """(rows, sample) of the batch at hand."""
+        late, staged, _ = self._waits
+        return staged[len(late)]
 
     # --- the batch at hand
 
@@ -142,33 +161,36 @@ class WaitingBank(Bank):
         *_, lo, hi, _, _, bad = self.seen[row]
         return math.inf if bad else max(-lo, hi)
 
-    def _read(self, slot: int | None = None) -> None:
-        """Look at what was only copied of the batch at hand, or of the record in `slot`."""
+    def _read(self) -> None:
+        """Look at what was only copied of the batch at hand."""
         for row, (array, times, plan) in list(self.unread.items()):
             if row not in self.seen:  # an interrupt loses nothing, nor counts it twice
+                self.sampled.pop(row, None)
                 self._take_row(row, array, times)
             if self.units is not None and plan is not None:
-                if slot is None:
-                    self.units.take_array(row, array, plan, self._top(row))
-                else:
-                    self.units.take_late(row, [slot], array[None], plan)
+                self.units.take_first(row, array, plan, self._top(row))
             del self.unread[row]
         self.n_unread = 0
 
     def _take_row(self, row: int, x: Any, times: int) -> None:
+        new = self._row(x, times)
+        calls, *old = self.seen.get(row, (0.0,))
+        if self.options.bins and not self.options.exact_hist:
+            self._sample(row, x)
+        self.seen[row] = (calls + 1, *(merge_row(old, new) if calls else new))
+
+    def _row(self, x: Any, times: int) -> Any:
         new: Any = cpu_row(x, self.options.eps)
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
-        calls, *old = self.seen.get(row, (0.0,))
-        self.seen[row] = (calls + 1, *(merge_row(old, new) if calls else new))
-        if self.options.bins and not self.options.exact_hist:
-            self._sample(row, x)
+        return new
 
     def _sample(self, row: int, x: Any) -> None:
         part, k = self._part(row, len(x))
         if isinstance(x, np.ndarray) and x.dtype == np.float32:
-            self.sample_arrays[row, :k] = x[part]  # as below, in a third of the time
+            late, _, arrays = self._waits
+            arrays[len(late), row, :k] = x[part]  # as below, in a third of the time
         else:
             some = x[part] if isinstance(x, Tensor) else torch.from_numpy(x[part])
             self.samples[row, :k].copy_(narrow(some))
@@ -183,9 +205,7 @@ class WaitingBank(Bank):
         return torch.from_numpy(np.array([[one.get(row, EMPTY) for row in rows] for one in seen]))
 
     def _drop_moments(self) -> None:
-        self.seen.clear()
-        self.unread.clear()
-        self.n_unread = 0
+        self.seen, self.unread, self.n_unread = {}, {}, 0
 
     def _drop_counts(self) -> None:
         if self.counted:
@@ -193,33 +213,39 @@ class WaitingBank(Bank):
             self.counted = False
         if self.sampled:
             self.samples.view(torch.int32).fill_(ABSENT)
-            self.sampled.clear()
+            self.sampled = {}
 
     # --- records
 
-    def commit(self, column: int, into: bool, most: int) -> None:
+    def commit(self, record: int, axis: Axis) -> None:
         """Close the record; it goes into the ring when there are others, or somebody reads."""
-        if self.kept is not None or self.counted:
+        if self.turn > record:  # closed before an interrupt
+            self.forget()
+        elif self.kept is not None or self.counted:
             self._read()
             self.flush()
-            super().commit(column, into, most)
-            if self.units is not None:
+            super().commit(record, axis)
+        else:
+            self.catch_up(axis.stride)
+            self._wait(record, axis.limit)
+            self.turn = record + 1
+        if self.units is not None and not self.late:
+            self.units.flush()
+
+    def _wait(self, record: int, most: int) -> None:
+        if self.units is not None and self.units.turn <= record:
+            if self.units.full or len(self.units.late) != len(self.late):
+                self.flush()
                 self.units.flush()
-            return
-        if self.units is not None and self.units.full:
-            self.flush()  # an interrupt may have left it half done
-        self.late.append(Late(column, into, most, self.turn, self.seen, self.unread))
-        self.n_late += self.n_unread
+            self.units.commit(record, self.rows, most)
+        if self.ring.n <= record and not (self.late and self.late[-1].record == record):
+            n = self.n_late + self.n_unread
+            self.late.append(Late(record, most, self.seen, self.unread, n))
         self.seen, self.unread, self.n_unread = {}, {}, 0
-        if self.units is not None:
-            self.units.commit(column, into, self.rows, most)
-        self.sampled.clear()
-        slots = self.slots if self.options.bins else MOST_LATE
-        full = len(self.late) >= slots or self.n_late > LATE_VALUES
+        self.sampled = {}
+        full = len(self.late) >= self.slots or self.n_late > LATE_VALUES
         if full or (self.units is not None and self.units.full):
             self.flush()
-        else:
-            self._use_slot(len(self.late))
 
     def flush(self) -> None:
         """Bring the ring up to the last commit."""
@@ -230,44 +256,34 @@ class WaitingBank(Bank):
         tables = self._table([record.seen for record in late])
         counts: Any = None
         if self.hist is not None and self.options.bins is not None:
-            staged = self.staged[: len(late)]
+            staged = self._waits[1][: len(late)]
             found = self.options.bins.count(staged.view(-1, self.options.sample))
             counts = found.view(len(late), self.rows, -1)[..., :-1]
         if self.units is not None:
             self.units.flush()
-        self._put(self.ring, late, tables)
+        first, most = late[0].record, late[-1].most
+        self.ring.put(first, tables, most)
         if self.hist is not None:
-            self._put(self.hist, late, counts)
-        if self.hist is not None:
-            if self.sampled:  # the batch at hand goes on in the first slot
-                staged[0] = self.samples
-                self.samples.view(torch.int32).fill_(ABSENT)
-                staged = staged[1:]
-            staged.view(torch.int32).fill_(ABSENT)
-            self._use_slot(0)
-        self.late, self.n_late = [], 0  # last: an interrupt loses nothing
-
-    def _put(self, ring: Ring, late: list[Late], tables: Tensor) -> None:
-        if any(record.into for record in late):
-            for record, table in zip(late, tables, strict=True):
-                ring.put(record.column, table, record.into, record.most)
-        else:  # new columns, one after the other
-            ring.put_all(late[0].column, tables, late[-1].most)
+            self.hist.put(first, counts, most)
+        self._waits = self._nothing_waits(self.rows, self.rows)  # last: an interrupt loses nothing
 
     def _read_late(self, late: list[Late]) -> None:
-        """Look at what was only copied of records that wait; the batch at hand is kept apart."""
+        """Look at what was only copied of records that wait."""
         self._read_alike(late)
-        apart = self.seen, self.unread, self.n_unread, self.sampled, self.turn
-        try:
-            for slot, record in enumerate(late):
-                self.seen, self.unread, self.sampled = record.seen, record.unread, {}
-                self.turn = record.turn
-                self._use_slot(slot)
-                self._read(slot)
-        finally:
-            self.seen, self.unread, self.n_unread, self.sampled, self.turn = apart
-            if len(late) < (self.slots if self.options.bins else MOST_LATE):
-                self._use_slot(len(late))
+        for slot, record in enumerate(late):
+            for row, (array, times, plan) in list(record.unread.items()):
+                if self.units is not None and plan is not None:
+                    self.units.take_late(row, [slot], array[None], plan)
+                self._sample_late(slot, row, array, record.record)
+                record.seen[row] = (1.0, *self._row(array, times))
+                del record.unread[row]
+
+    def _sample_late(self, slot: int, row: int, values: Any, turn: int) -> None:
+        if self.options.bins:
+            part = values[sample_of(len(values), self.options.sample, turn)]
+            if part.dtype != np.float32:
+                part = narrow(torch.from_numpy(part)).float().numpy()
+            self._waits[2][slot, row, : len(part)] = part
 
     def _read_alike(self, late: list[Late]) -> None:
         """Look at what a layer gave in many records at once, where it is alike in size."""
@@ -286,18 +302,16 @@ class WaitingBank(Bank):
         plan = late[slots[0]].unread[row][2]
         table = stacked([late[slot].unread[row][0] for slot in slots])
         rows = rows_of(table, self.options.eps)
-        for slot, values, found in zip(slots, table, rows, strict=True):
-            record = late[slot]
-            record.seen[row] = (1.0, *(found or cpu_row(values, self.options.eps)))
-            if self.options.bins:
-                part = values[sample_of(len(values), self.options.sample, record.turn)]
-                self.staged_arrays[slot, row, : len(part)] = part
-            del record.unread[row]
         if self.units is not None and plan is not None:
             self.units.take_late(row, slots, table, plan)
+        for slot, values, found in zip(slots, table, rows, strict=True):
+            record = late[slot]
+            self._sample_late(slot, row, values, record.record)
+            record.seen[row] = (1.0, *(found or cpu_row(values, self.options.eps)))
+            del record.unread[row]
 
     def _tables(self) -> list[Tensor]:
-        return [self.staged, self.counts] if self.options.bins else []
+        return [self._waits[1], self.counts] if self.options.bins else []
 
     @property
     def n_bytes(self) -> int:

@@ -16,8 +16,13 @@ KINDS = ("activation", "gradient", "param")
 STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
 """Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
 
-UNIT_STATISTICS = ("dead", "dormant", "saturated")
-"""Fractions of a layer's units, recorded with `units=True`."""
+UNIT_STATISTICS = ("dead", "dormant", "saturated", "never_positive")
+"""Fractions of a layer's units, recorded with `units=True`, over a window of records.
+
+`dead`: nothing but 0 comes of them: they are never above 0 in a ReLU, or in a layer that a ReLU
+alone reads, or give exactly 0 in any other layer. `never_positive`: they are never above 0,
+whatever reads them.
+"""
 
 PARAM_STATISTICS = (
     "weight_norm",

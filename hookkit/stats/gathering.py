@@ -48,6 +48,8 @@ class StatsCallback(HookCallback):
         super().__init__(on_valid=on_valid, **hooking)
         self.options = options
         self.tally, self.valid_tally = self._new_tally(), Tally(self.kind, options)
+        if self.kind == "activation":  # known from the graph of the first batches, see `_ask`
+            self.tally.feeds = self.valid_tally.feeds = {}
         self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
         self._handles: dict[Any, Any] = {}
         self._clear_fit()
@@ -57,7 +59,7 @@ class StatsCallback(HookCallback):
 
     def _clear_fit(self) -> None:
         self._n_taken, self._iter = 0, 0
-        self._tried = self._cancelled = self._through = False
+        self._tried = self._cancelled = self._through = self._begun = False
         self._n_asked = 0
 
     # --- hooks
@@ -152,6 +154,9 @@ class StatsCallback(HookCallback):
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
         self._tried = self._cancelled = self._through = False
+        if self._begun:  # it never ended
+            self.tally.drop()
+            self.valid_tally.drop()
         if self.learn.training:
             self._iter = self.learn.train_iter
             on = self.on_train and self._n_taken % (self.every or 1) == 0
@@ -159,6 +164,7 @@ class StatsCallback(HookCallback):
             on = self.on_valid and not self.learn.aside
         if on:
             self._follow()
+        self._begun = on
         self._record(on)
 
     def before_step(self) -> None:
@@ -182,6 +188,10 @@ class StatsCallback(HookCallback):
         """Closes the record of the step, or keeps this batch for it."""
         on, training = self.recording, self.learn.training
         self._record(False)
+        self._close_batch(on, training)
+        self._begun = False
+
+    def _close_batch(self, on: bool, training: bool) -> None:
         if not training:
             if on:
                 (self.valid_tally.drop if self._cancelled else self.valid_tally.fold)()

@@ -211,32 +211,34 @@ class LayerStats(Exports, UnscaledStats):
         return torch.from_numpy(np.stack(both)).float()
 
     def dead_units(self, layer: int | str) -> list[int]:
-        """Indices of the units of one layer that gave nothing above zero over the window.
+        """Indices of the units of one layer that are dead over the window.
+
+        Of a ReLU, and of a layer that a ReLU alone reads: those that were never above 0. Of
+        others: those that gave nothing but 0.
 
         Raises:
             OptionError: units were not recorded.
         """
-        return self._units(layer, 0)
+        return self._units(layer, "dead")
 
     def dormant_units(self, layer: int | str) -> list[int]:
         """Indices of the units whose mean |x| is at most 0.025 of the layer's, over the window."""
-        return self._units(layer, 1)
+        return self._units(layer, "dormant")
 
-    def _units(self, layer: int | str, which: int) -> list[int]:
+    def _units(self, layer: int | str, which: str) -> list[int]:
         if not self.options.window:
             who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
             raise OptionError(
                 f"units were asked for, {type(self).__name__} did not look at them. "
                 f"Make it with {who}(units=True)."
             )
-        row = self._row(layer)
-        for bank in self.tally.banks.values():
-            seen = None if bank.units is None else bank.units.now(row)
-            if seen is not None:
-                return seen[which].nonzero().flatten().tolist()  # sync: one per read-out
+        name = self.record().names[self._row(layer)]
+        found = self.tally.units_now(name, which)
+        if found is not None:
+            return found.nonzero().flatten().tolist()  # sync: one per read-out
         warnings.warn(
-            f'units of "{self.record().names[row]}" were asked for; it gave nothing to judge them '
-            f"by: it did not run, or gives single numbers. None is listed.",
+            f'{which} units of "{name}" cannot be listed: it gave nothing to judge them by. It did '
+            f"not run, or gives single numbers. Look at another layer: `.names` lists all.",
             HookkitWarning,
             stacklevel=3,
         )

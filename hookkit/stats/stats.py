@@ -53,7 +53,8 @@ class ActivationStats(LayerStats):
         on_valid: records each validation as one record, apart: `record(valid=True)`.
         units: counts dead, dormant and saturated units (channels) over the last `window` records,
             at least half of it; dead from all values, dormant on a CPU from about 32,768 of a layer
-            and record, others each time.
+            and record, others each time. Dead units give nothing but 0; of a layer that a ReLU
+            alone reads (as the graph of the first batch shows) those that are never above 0.
         eps: a value of at most this size is near zero.
         bins: of the histogram: `(low, high)`, `(low, high, n)`, edges, or `log_bins(…)`; None:
             signed logarithmic, two per octave from 2**-12 to 2**12.
@@ -126,7 +127,8 @@ class ActivationStats(LayerStats):
     def _ask(self, learn: Any) -> None:
         """Has the graph of two batches tell of the model, once a fit: it may have changed."""
         if not (self._n_asked or self._function):
-            self.tally.feeds |= readers(learn.model, learn.pred)
+            feeds = self.tally.feeds = readers(learn.model, learn.pred)
+            self.valid_tally.feeds = feeds
         if self._n_asked and learn.n_steps:  # by now those that step are known
             self.tally.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)

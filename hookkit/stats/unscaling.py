@@ -51,9 +51,13 @@ class ScaledTally(Tally):
     def _twin(self) -> Tally:
         """An empty tally of the same rows, also of those that are still to come."""
         twin = Tally(self.kind, self.options)
-        twin.n_commits = self.n_commits  # it samples the same values
-        for shared in ("names", "types", "_by_name", "_leaves", "dtypes", "skipped"):
+        for shared in ("_leaves", "dtypes", "skipped"):
             setattr(twin, shared, getattr(self, shared))
+        return self._alike(twin)
+
+    def _alike(self, twin: Tally) -> Tally:
+        """`twin` with the rows and the place in time that this has now: it samples the same."""
+        twin._layers, twin.axis = self._layers, self.axis
         return twin
 
     def settle(self, scaler: Any) -> bool:
@@ -82,7 +86,7 @@ class ScaledTally(Tally):
         super().see(row, leaf, path, t)
         if not torch.compiler.is_compiling():  # else this is called again as the graph runs
             for twin in self._twins:
-                twin.see(row, leaf, path, t)
+                self._alike(twin).see(row, leaf, path, t)
 
     def drop(self) -> None:
         """Forget what was seen since the last `fold` or `commit` (a cancelled batch)."""

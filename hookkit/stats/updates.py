@@ -68,9 +68,10 @@ class ParamStats(Exports, Callback):
             every = check_number("ParamStats", "every", every, 1, whole=True)
         self.every = every
         self.axis = Axis()
-        self.names: list[str] = []
-        self.types: list[str] = []
-        self._facts: dict[str, dict[str, Any]] = {}
+        # names, types and facts by name: one tuple, so that they never differ in length
+        self._layers: tuple[list[str], list[str], dict[str, dict[str, Any]]] = [], [], {}
+        # a step's place and tables, until they are in the rings: done again after an interrupt
+        self._pending: tuple[tuple[int, int, int, int], dict[torch.device, Tensor]] | None = None
         self._rings: dict[torch.device, Ring] = {}
         self._before: dict[str, Tensor] = {}
         self._live: dict[str, nn.Parameter] = {}
@@ -78,12 +79,26 @@ class ParamStats(Exports, Callback):
         self._copies: list[Any] | None = None  # `_before` as arrays, where numpy reads it
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._n_taken, self._snapped, self._iter = 0, False, 0
-        self._n_records, self._n_opts = 0, -1
+        self._n_opts = -1
         self._constant: dict[str, Any] = {}
         self._known: Parameters | None = None
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
         self._bits, self._compared = Bits(), list[Named]()
         self._cache: tuple[int, bool, Record] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return self._layers[0]
+
+    @property
+    def types(self) -> list[str]:
+        """Class names of the modules that own them."""
+        return self._layers[1]
+
+    @property
+    def _n_records(self) -> int:
+        return self.axis.n
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
@@ -151,12 +166,12 @@ class ParamStats(Exports, Callback):
 
     def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
         owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
-        self._n_opts = len(self.learn.opts)
+        names, types, facts = [*self.names], [*self.types], {**self._layers[2]}
         for name, kind, p in parameters:
-            if name not in self._facts:
-                self.names.append(name)
-                self.types.append(kind)
-            self._facts[name] = {
+            if name not in facts:
+                names.append(name)
+                types.append(kind)
+            facts[name] = {
                 "shape": tuple(p.shape),
                 "ndim": p.ndim,
                 "numel": p.numel(),
@@ -165,6 +180,8 @@ class ParamStats(Exports, Callback):
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
+        self._layers = names, types, facts
+        self._n_opts = len(self.learn.opts)
 
     def after_step(self) -> None:
         """Measures the step."""
@@ -182,20 +199,28 @@ class ParamStats(Exports, Callback):
             self._parts |= grad_norms_by_id(owned)
 
     def _measure(self) -> None:
-        step = self.learn.n_steps - 1
-        if not self._n_records:
-            self.axis.fit(8 * len(FIELDS) * len(self.names))
-        while self.axis.full:
-            for ring in self._rings.values():
-                ring.halve(len(self.axis))
-            self.axis.halve()
-        into = self.axis.add(step, self.learn.epoch, self._iter)
-        self._n_records += 1
-        for device, table in self._tables().items():
-            if device not in self._rings:
-                shape = len(self.names), len(FIELDS)
-                self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
-            self._rings[device].put(len(self.axis) - 1, table, into, self.axis.limit)
+        self._finish()
+        place = self.axis.n, self.learn.n_steps - 1, self.learn.epoch, self._iter
+        self._pending = place, self._tables()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Puts a step's record into the rings; again, where that was interrupted."""
+        if self._pending is None:
+            return
+        (record, *place), tables = self._pending
+        if record == self.axis.n:
+            if not record:
+                self.axis.fit(8 * len(FIELDS) * len(self.names))
+            self.axis.make_room()
+            for device, table in tables.items():
+                if device not in self._rings:
+                    shape = len(self.names), len(FIELDS)
+                    self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
+                self._rings[device].catch_up(self.axis.stride)
+                self._rings[device].put(record, table[None], self.axis.limit)
+            self.axis.add(*place)
+        self._pending = None
 
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
@@ -233,6 +258,7 @@ class ParamStats(Exports, Callback):
         Raises:
             HookError: on every rank, if they recorded different steps or parameters.
         """
+        self._finish()
         if self._cache is None or self._cache[:2] != (self._n_records, local):
             self._cache = self._n_records, local, self._read(local)
         return self._cache[2]
@@ -242,6 +268,7 @@ class ParamStats(Exports, Callback):
         n, rows = len(self.axis), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
         for ring in self._rings.values():
+            ring.catch_up(self.axis.stride)
             mine = ring.read(n)
             table[:, : mine.shape[1]] += mine
         moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
@@ -249,7 +276,8 @@ class ParamStats(Exports, Callback):
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
             moved = ranks.all_reduce(moved, "max")
-        facts = {key: [self._facts[name][key] for name in self.names] for key in _FACTS}
+        known = self._layers[2]
+        facts = {key: [known[name][key] for name in self.names] for key in _FACTS}
         held, never = facts["in_optimizer"], self._never or ()
         facts["in_optimizer"] = [
             x and n not in never for x, n in zip(held, self.names, strict=True)
@@ -269,8 +297,9 @@ class ParamStats(Exports, Callback):
 
     def _over_ranks(self, table: Tensor) -> Tensor:
         """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
-        shards = [bool(self._facts[n].get("sharded")) for n in self.names]
-        shapes = [(n, self._facts[n]["shape"], self._facts[n]["dtype"]) for n in self.names]
+        facts = self._layers[2]
+        shards = [bool(facts[n].get("sharded")) for n in self.names]
+        shapes = [(n, facts[n]["shape"], facts[n]["dtype"]) for n in self.names]
         self.axis.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
@@ -295,10 +324,11 @@ class ParamStats(Exports, Callback):
         """Gives back the copy of the weights, and sees which of them have moved."""
         trained = self._present()
         self._before, self._live, self._copies, self._known = {}, {}, None, None
-        self._snapped, self._compared = False, []
+        self._snapped, self._compared, self._cache = False, [], None
         self._bits.again(trained)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._finish()
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}

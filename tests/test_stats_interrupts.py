@@ -1,0 +1,283 @@
+"""What is recorded is never half done: Ctrl-C at any line of the recorders, one line at a time.
+
+A trace raises KeyboardInterrupt at the n-th line that runs in `hookkit/moments` and in
+`hookkit/stats`; what was recorded before has to be right, all of it readable, and what follows
+recorded as ever.
+"""
+
+import copy
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookkit
+from hookkit.health import diagnose
+from hookkit.moments import rings, tallies
+from hookkit.moments.banks import Bank, Options
+from hookkit.moments.histograms import log_bins
+from hookkit.moments.rings import Axis, Ring
+from hookkit.moments.tallies import Tally
+from hookkit.moments.unitarrays import UnitsByArrays
+from hookkit.moments.units import Units
+from hookkit.moments.waiting import WaitingBank
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.watching import watch
+
+ROOMS = tuple(str(Path(hookkit.__file__).parent / room) for room in ("moments", "stats"))
+
+
+class Lines:
+    """Counts how often each line of `ROOMS` runs; interrupts `line` when it runs for the nth time.
+
+    Lines are called `"banks.py:99 Bank.commit"`.
+    """
+
+    def __init__(self, line: str = "", nth: int = 0) -> None:
+        self.line, self.nth, self.times = line, nth, Counter[str]()
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(ROOMS):
+            return None
+        if event == "line":
+            here = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
+            self.times[here] += 1
+            if here == self.line and self.times[here] == self.nth:
+                raise KeyboardInterrupt
+        return self
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def at_every_line(run: Callable[[Lines], Any], every: int = 1, nths: int = 1) -> Any:
+    """What `run` gives if it is interrupted at one line, by line; the same at each of its lines.
+
+    Args:
+        every: takes one line in so many.
+        nths: at how many of the times that it runs, evenly spread, the middle one first.
+    """
+    count = Lines()
+    run(count)
+    assert len(count.times) > 5
+    for line, n in list(count.times.items())[::every]:
+        for nth in {1 + (2 * i + 1) * n // (2 * nths) for i in range(min(nths, n))}:
+            try:
+                yield f"{line}, time {nth} of {n}", run(Lines(line, min(nth, n)))
+            except Exception as e:
+                what = f"{type(e).__name__}: {e}"
+                raise AssertionError(f"interrupted at {line}, time {nth} of {n}: {what}") from e
+
+
+# axes and rings
+
+
+def test_an_axis_is_whole_after_an_interrupt_at_any_line() -> None:
+    def run(lines: Lines) -> Axis:
+        axis = Axis(limit=4)
+        for step in range(13):
+            while axis.n <= step:
+                try:
+                    with lines.counted():
+                        axis.make_room()
+                        axis.add(step, step // 5, step)
+                except KeyboardInterrupt:
+                    pass
+        return axis
+
+    want = run(Lines())
+
+    for where, axis in at_every_line(run, nths=6):
+        columns = axis.steps, axis.epochs, axis.iters, axis.spans
+        assert columns == (want.steps, want.epochs, want.iters, want.spans), where
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_ring_is_whole_after_an_interrupt_at_any_line(counts: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    tables = torch.rand(30, 3, 9, generator=g, dtype=torch.float64)
+
+    def run(lines: Lines) -> Tensor:
+        ring, record = Ring(1, 9, torch.float64, "cpu", counts), 0
+        while record < 30:
+            n, rows = (1, 2) if record < 5 else (3, 3)
+            try:
+                with lines.counted():
+                    ring.catch_up(2 ** (record // 10))
+                    ring.put(record, tables[record : record + n, :rows])
+                    ring.read(4)
+            except KeyboardInterrupt:
+                continue
+            record += n
+        return ring.read(8).clone()
+
+    want = run(Lines())
+
+    for where, got in at_every_line(run, nths=6):
+        assert torch.equal(got, want), where
+
+
+# tallies
+
+
+def filled(lines: Lines) -> Tally:
+    """A tally of 12 steps, of two batches each at times; interrupted steps are closed again."""
+    tally = Tally("activation", Options(bins=log_bins(), sample=16, window=4))
+    tally.axis.limit = 4
+    g = torch.Generator().manual_seed(0)
+    for step in range(12):
+        for batch in range(1 + (step == 3)):
+            if batch:
+                again(lines, tally.fold)
+            for row in range(1 + step // 5):
+                width = 6 if row or step < 8 else 5
+                x = torch.randn(4, width, generator=g)
+                x[:, :2] = -x[:, :2].abs()
+                again(lines, lambda row=row: tally.rows([f"fc{row}"], ["ReLU"]))
+                tally.see(row, 0, "", x.double() if row == 1 else x)
+        wanted = tally.n_commits + 1
+        again(lines, lambda step=step: tally.commit(step, 0, step), tally, wanted)
+        tally.axis.limit = 4
+        if step == 5:
+            again(lines, tally.record)
+    return tally
+
+
+def again(lines: Lines, call: Callable[[], Any], tally: Any = None, n: int = 0) -> None:
+    """`call()`; after an interrupt what the next call finds: the step closed, or to be closed."""
+    try:
+        with lines.counted():
+            call()
+    except KeyboardInterrupt:
+        if tally is not None:
+            tally._finish()
+        if tally is None or tally.n_commits < n:
+            call()
+
+
+def on_any_device(options: Options, device: torch.device, rows: int) -> Bank:
+    """Tables as they are on a GPU, by tensor operations alone."""
+    return Bank(options, device, rows)
+
+
+def same(got: Any, want: Any, where: str) -> None:
+    assert (got.names, got.types, got.steps.tolist()) == (
+        want.names,
+        want.types,
+        want.steps.tolist(),
+    ), where
+    np.testing.assert_array_equal(got.spans, want.spans, err_msg=where)
+    # a step in whose gradients the interrupt fell has fewer of them
+    whole = np.full(want.steps.shape, True)
+    if want.kind == "gradient":
+        whole = (got.values["count"] == want.values["count"]).all(0)
+        assert whole.sum() >= len(want) - 1, where
+    for name, table in want.values.items():
+        mine = got.values[name][:, whole]
+        np.testing.assert_allclose(
+            mine, table[:, whole], rtol=1e-6, atol=1e-9, err_msg=f"{where}: {name}"
+        )
+    if want.hist is not None:
+        np.testing.assert_array_equal(got.hist, want.hist, err_msg=where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bank", [WaitingBank, on_any_device])
+def test_nothing_is_lost_or_counted_twice_wherever_a_tally_is_interrupted(
+    bank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bank is on_any_device:
+        monkeypatch.setattr(tallies, "bank_of", bank)
+    want = filled(Lines()).record()
+
+    for where, tally in at_every_line(filled, every=5):
+        same(tally.record(), want, where)
+
+
+@pytest.mark.parametrize("kind", [Units, UnitsByArrays])
+def test_a_place_is_kept_only_with_its_table(kind: Any) -> None:
+    def run(lines: Lines) -> Any:
+        units = kind(4) if kind is UnitsByArrays else kind(4, torch.device("cpu"))
+        for step, width in enumerate([3, 4, 2000, 3, 5]):
+            x = torch.ones(2, width)
+            try:
+                with lines.counted():
+                    units._place(0, width, False)
+            except KeyboardInterrupt:
+                pass
+            units.take(0, x, "Linear")  # the next forward
+            units.take(1, x[:, :2], "Linear")
+            units.commit(step, 2, 64)
+        return units.read(5, 2).clone()
+
+    want = run(Lines())
+
+    for where, got in at_every_line(run):
+        assert torch.equal(got, want), where
+
+
+# recorders in a training
+
+
+def trained(lines: Lines) -> list[Any]:
+    """Recorders of 10 steps in a loop that goes on after Ctrl-C in the optimizer's step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    opt = torch.optim.SGD(net.parameters(), lr=0.0)
+    x = torch.randn(10, 5, 4)
+    cbs = [
+        ActivationStats(with_hist=True, units=True, window=4, include_paramless=True),
+        GradientStats(of="both"),
+        ParamStats(),
+    ]
+    with watch(net, opt, *cbs) as w:
+        for i in range(10):
+            opt.zero_grad()
+            loss = net(x[i]).pow(2).mean()
+            loss.backward()
+            try:
+                with lines.counted():
+                    opt.step()
+            except KeyboardInterrupt:
+                pass
+            w.loss(loss)
+        copied = pickle.loads(pickle.dumps([copy.copy(cb) for cb in cbs]))
+    diagnose(w.run())
+    return [*cbs, *copied]
+
+
+@pytest.fixture
+def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_COLUMNS", "MIN_COLUMNS"):
+        monkeypatch.setattr(rings, name, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_history")
+def test_a_training_goes_on_after_an_interrupt_in_a_recorder() -> None:
+    want = [recorder.record() for recorder in trained(Lines())]
+
+    for where, recorders in at_every_line(trained, every=11):
+        for recorder, whole in zip(recorders, want, strict=True):
+            record = recorder.record()
+            n = int(record.spans.sum())
+            assert n in (9, 10), where
+            assert record.names == whole.names, where
+            if n == 10:  # a step that an interrupt has prevented is merged into the next
+                same(record, whole, where)
