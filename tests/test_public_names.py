@@ -1,0 +1,62 @@
+"""The public names and how they are called, as one golden file: a change of it is a decision."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import hookkit
+
+ROOMS = ("hookkit", "hookkit.plotting", "hookkit.testing", "hookkit.bridges", "hookkit.exports")
+
+
+def signature(f: Any) -> str:
+    try:
+        text = str(inspect.signature(f))
+    except (TypeError, ValueError):
+        return "(…)"
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", text).replace("'", "")
+
+
+def members(kind: type) -> Iterator[str]:
+    for name, value in sorted(vars(kind).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, (classmethod, staticmethod)):
+            yield f"    {name}{signature(getattr(kind, name))}"
+        elif inspect.isfunction(value):
+            yield f"    {name}{signature(value)}"
+        elif isinstance(value, property) or not callable(value):
+            yield f"    {name}"
+
+
+def public(module: ModuleType) -> list[str]:
+    """What `__all__` says, else what is defined there."""
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    names = getattr(module, "__all__", [n for n in own if not n.startswith("_")])
+    return sorted(names, key=str.lower)
+
+
+def lines() -> Iterator[str]:
+    for room in ROOMS:
+        module = import_module(room)
+        yield f"{room}"
+        for name in public(module):
+            thing = getattr(module, name)
+            is_error = isinstance(thing, type) and issubclass(thing, BaseException)
+            if name.startswith("__") or is_error or not callable(thing):
+                yield f"  {name}"
+            else:
+                yield f"  {name}{signature(thing)}"
+                yield from ("  " + line for line in members(thing) if isinstance(thing, type))
+
+
+def test_public_names_and_signatures(golden: Callable[[str, str], None]) -> None:
+    golden("public_names.txt", "\n".join(lines()))
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(set(hookkit.__all__)) == sorted(hookkit.__all__)
+    assert [name for name in hookkit.__all__ if not hasattr(hookkit, name)] == []
