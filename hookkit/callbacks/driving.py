@@ -37,6 +37,7 @@ class Driver:
         in_closure: whether the step at hand has a closure: until it is made, every batch is one
             evaluation of it.
         step_scaler: the GradScaler that made the last optimizer step, None if none did.
+        finds_opts: the optimizers become known as they step.
         n_steps: optimizer steps so far, on the axis of its recorders: one that has recorded
             elsewhere is carried on, so that no step comes twice in what it holds.
     """
@@ -49,6 +50,7 @@ class Driver:
     training: bool = False
     in_closure: bool = False
     step_scaler: Any = None
+    finds_opts: bool = False
     n_steps: int = 0
     _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: list[Callback]  # added for a fit that is over

@@ -55,6 +55,8 @@ def plain(t: Tensor) -> Tensor | None:
 @cache
 def has_numbers(dtype: torch.dtype) -> bool:
     """Whether PyTorch can turn values of `dtype` into numbers."""
+    if dtype.is_complex:
+        return True
     try:
         torch.empty(1, dtype=dtype, device="cpu").to(torch.float64)
     except (NotImplementedError, RuntimeError):

@@ -40,13 +40,19 @@ def _is_empty(p: nn.Parameter) -> bool:
     return not (p.is_quantized or has_numbers(p.dtype))  # packed into a dtype of their own
 
 
-def idle_parameters(learn: Any) -> set[int]:
-    """Ids of the parameters whose optimizers made no part of the last step.
+def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
+    """Ids of those of `parameters` whose optimizers made no part of the last step.
 
     What stands in their `.grad` is of another step, or of another loss (a GAN's other player).
+    Where optimizers are found as they step, also of those whose has not been found yet.
     """
-    idle = [opt for opt in learn.opts if all(opt is not one for one in learn.stepped_opts)]
-    return _held(idle) - _held(learn.stepped_opts) if idle else set()
+    made_it = learn.stepped_opts
+    if not made_it:
+        return set()  # steps are not seen
+    if learn.finds_opts:
+        return {id(p) for p in parameters} - _held(made_it)
+    idle = [opt for opt in learn.opts if all(opt is not one for one in made_it)]
+    return _held(idle) - _held(made_it) if idle else set()
 
 
 def _held(opts: Iterable[Any]) -> set[int]:

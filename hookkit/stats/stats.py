@@ -219,8 +219,8 @@ class GradientStats(LayerStats):
         """Reads the gradients of the parameters, as the step used them."""
         if not (self.recording and self.learn.stepped) or self.of == "outputs":
             return
-        idle = idle_parameters(self.learn)
-        named = named_parameters(self.learn.model)
+        named = list(named_parameters(self.learn.model))
+        idle = idle_parameters(self.learn, (p for _, _, p in named))
         self._see_gradients(one for one in named if id(one[2]) not in idle)
         self._names, self._seen = {}, set()
 

@@ -41,7 +41,7 @@ class ParamStats(Exports, Callback):
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
-    where the parameter's optimizer made no part of it (two that take turns).
+    where the parameter's optimizer made no part of it (two that take turns; one not seen yet).
     One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
 
     Costs a copy of the weights, and about three reads of them in each recorded step.
@@ -225,7 +225,7 @@ class ParamStats(Exports, Callback):
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
         live, noted, self._live, self._parts = self._live, self._parts, {}, {}
-        idle = idle_parameters(self.learn)
+        idle = idle_parameters(self.learn, live.values())
         rest = {name for name, p in live.items() if id(p) in idle} if idle else set()
         self._never = rest if self._never is None else self._never & rest
         grads_of = {n: None if n in rest else noted.get(id(p), p.grad) for n, p in live.items()}
