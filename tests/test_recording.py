@@ -770,7 +770,7 @@ def test_an_empty_list_of_modules_hooks_none(is_forward: bool) -> None:
     assert (cb.names, len(cb.hooks)) == ([], 0)
 
 
-@pytest.mark.parametrize("word", ["modulez", "evry"])
+@pytest.mark.parametrize("word", ["remove_it", "modulez"])
 def test_an_unknown_keyword_gets_the_names_that_there_are(word: str) -> None:
     with pytest.raises(ArgumentError, match=rf"HookCallback\({word}=…\).*It takes modules, every"):
         HookCallback(**{word: []})

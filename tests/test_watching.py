@@ -1236,7 +1236,7 @@ def test_batches_left_over_at_the_end_are_not_told(each: int, n: int, given: boo
 
 def test_callbacks_are_completed_and_each_has_a_name_of_its_own() -> None:
     model = net()
-    first, second = ActivationStats("0"), ActivationStats("1")
+    first, second = ActivationStats(modules="0"), ActivationStats(modules="2")
 
     with watch(model, sgd(model), first, second, ParamStats) as w:
         pass
