@@ -16,7 +16,7 @@ from torch import nn
 
 from hookkit import ActivationStats, ParamStats, watch
 from hookkit.health import Diagnosis, diagnose
-from hookkit.records import Run
+from hookkit.records import Record, Run
 
 EVEN = np.arange(N) % 2 == 0
 CE = {"n_classes": 10, "loss_func": "CrossEntropyLoss"}
@@ -389,6 +389,26 @@ def test_layers_that_gave_nothing_are_no_healthy_ones() -> None:
     assert quiet.headline == "2 layers, 5 steps: healthy (2 never gave a value: a, b.0)"
     none = Diagnosis((), 0, 5, silent=("a", "b"))
     assert none.headline == "5 steps: no layer gave a value, no verdict on them"
+
+
+@pytest.mark.parametrize("value", [1e308, 5e-324, 0.0, -3.0, np.inf, np.nan])
+@pytest.mark.parametrize("n_layers", [1, 3, 450])
+def test_numbers_at_the_ends_of_a_float_and_very_deep_nets_are_judged(
+    n_layers: int, value: float
+) -> None:
+    run = made.run([(f"{i}", "Linear") for i in range(n_layers)], n=24)
+
+    def filled(r: Record) -> Record:
+        same = {"count", "near_zero", "zero"}
+        bad = 64.0 * (not np.isfinite(value))
+        full = {k: np.full_like(v, bad if k == "nonfinite" else value) for k, v in r.values.items()}
+        return dataclasses.replace(r, values={**full, **{k: r.values[k] for k in same & set(full)}})
+
+    kinds = ("activations", "gradients", "params")
+    broken = dataclasses.replace(run, **{kind: filled(getattr(run, kind)) for kind in kinds})
+
+    assert diagnose(broken).n_layers >= 0
+    assert str(diagnose(dataclasses.replace(run, params=broken.params)))
 
 
 def test_a_finding_names_the_types_of_its_layers() -> None:

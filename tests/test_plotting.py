@@ -142,6 +142,8 @@ RUNS: dict[str, Callable[[], Run]] = {
     "one layer, broken": lambda: blown_up(made.run([("0", "Linear")], 5), -np.inf),
     "infinite, not counted": lambda: blown_up(made.run(n=9), np.inf, counted=False),
     "largest numbers": lambda: blown_up(made.run(n=9), 1e308),
+    "largest at the end": lambda: blown_up(made.run(n=24), 1e308, slice(-1, None)),
+    "largest in one layer": lambda: blown_up(made.run([("0", "Linear")], 24), 1e308),
     "smallest numbers": lambda: blown_up(made.run(n=9), 5e-324),
     "negative": lambda: blown_up(made.run(n=9), -3.0),
 }
@@ -254,7 +256,11 @@ def test_plot_run_has_a_panel_and_a_bar_for_each_record_and_steps_in_optimizer_s
     assert len([ax for ax in figure.axes if ax.get_ylabel().startswith("log10")]) == 3
     assert panels[-1].get_xlabel() == "optimizer step"
     assert panels[0].get_xlim() == (0, 300)
-    assert [t.get_text() for t in panels[0].get_yticklabels()] == ["fc1", "act", "fc2"]
+    assert [t.get_text() for t in panels[0].get_yticklabels()] == [
+        "fc1 Linear",
+        "act ReLU",
+        "fc2 Linear",
+    ]
     assert panels[0].yaxis_inverted()  # the input on top
 
 
@@ -356,7 +362,7 @@ def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
         assert np.array_equal(shown.value("mean", name), record.value("mean", name))
         assert np.array_equal(shown.hist[shown.layer(name)], record.hist[record.layer(name)])
     ticks = plotting.plot_depth(record).axes[0].get_xticklabels()
-    assert [tick.get_text() for tick in ticks] == list(shown.names)
+    assert [tick.get_text() for tick in ticks] == list(shown.labels)
     assert "lstm[1][0]" in plotting.color_dim(record, 2).get_title(loc="left")  # as recorded
     assert "lstm[1][0]" in plotting.plot_layer_stats(record, 2).get_suptitle()
 

@@ -146,7 +146,7 @@ def _log_hist(writer: Any, record: Record, row: int, after: int) -> None:
             max=stats["max"],
             num=total,
             sum=stats["mean"] * total,
-            sum_squares=stats["rms"] ** 2 * total,
+            sum_squares=min(stats["rms"], 1e150) ** 2 * total,  # or Python's ** raises
             bucket_limits=limits.tolist(),
             bucket_counts=counts[first:last].tolist(),
             global_step=int(step),

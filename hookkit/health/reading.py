@@ -212,7 +212,7 @@ def _explains(run: Run, loss: float, window: slice) -> bool:
     if record.types[-1] != "Linear" or last not in params.names or "std" not in record.values:
         return False
     one = meta(params, "numel", 0)[params.names.index(last)] == 1
-    return bool(one and float(median(record.values["std"][-1, window])) ** 2 > 2 * loss)
+    return bool(one and np.square(median(record.values["std"][-1, window])) > 2 * loss)
 
 
 def creeps(run: Run) -> bool:

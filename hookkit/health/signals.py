@@ -125,11 +125,11 @@ def bad_init(run: Run) -> Iterator[Finding]:
     body = range(len(std))
     if not (std > 0).all():
         return
-    ratio = float(std.max() / std.min()) ** 2
+    ratio = float(np.square(std.max() / std.min()))  # Inf, where Python's ** would raise
     order = _order(np.log(std)) if ratio > 1 else 0.0
     grows = order > 0
     line = 10.0 * len(which)
-    by_default = 6.0 ** len(body) if order < 0 else 0.0
+    by_default = float(np.float64(6.0) ** len(body)) if order < 0 else 0.0
     if ratio > line and abs(order) > 0.8:
         fails = aims.learns(run) is False and ratio > min(by_default, 1e6)
         yield Finding(
@@ -247,11 +247,11 @@ def input_scale(run: Run) -> Iterator[Finding]:
 
 def _without_bias(run: Run, record: Record, row: int) -> float:
     """The spread of a layer's first output, less what its bias makes where that is known."""
-    rms, std = (float(read.table(record, s)[row, 0]) for s in ("rms", "std"))
+    rms, std = (read.table(record, s)[row, 0] for s in ("rms", "std"))
     name = f"{record.names[row]}.bias"
     if run.params is None or name not in run.params.names:
-        return std
+        return float(std)
     at = run.params.names.index(name)
     n = read.meta(run.params, "numel", 0)[at]
-    bias = float(run.params.value("weight_norm", at)[0]) ** 2 / n if n else 0.0
-    return min(std, float(np.sqrt(max(rms**2 - bias, 0.0))))
+    bias = np.square(run.params.value("weight_norm", at)[0]) / n if n else 0.0
+    return float(min(std, np.sqrt(max(np.square(rms) - bias, 0.0))))

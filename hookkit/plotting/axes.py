@@ -182,9 +182,9 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
         if size.size and size.max() > 1e300:  # the margin that matplotlib adds would overflow
             ax.set_ylim(-1e300, 1e300)
         return
-    ax.set_yscale("symlog", linthresh=usual)
-    if size.max() > 1e200:  # as above
+    if size.max() > 1e200:  # as above, and before there is a scale to overflow
         ax.set_ylim(*np.clip((-size.max(), size.max()), -1e200, 1e200))
+    ax.set_yscale("symlog", linthresh=usual)
     marks = _signed_ticks(values[np.isfinite(values)], usual)
     ax.set_yticks(marks, [_number(mark) for mark in marks])
     ax.minorticks_off()
