@@ -83,7 +83,7 @@ class HookCallback(Callback):
     recording: bool = False
     _parts: Parts | None = None
     _hooked: list[ref[nn.Module]] | None = None  # since `before_fit`
-    _asked: list[Any] | None  # the selectors
+    _selectors: list[Any] | None  # the selectors
     _given: Any  # the same, as they were given
 
     def __init__(
@@ -149,9 +149,9 @@ class HookCallback(Callback):
 
     @modules.setter
     def modules(self, given: Any) -> None:
-        self._asked = _checked_modules(type(self).__name__, given)
+        self._selectors = _checked_modules(type(self).__name__, given)
         # a generator can be read only once
-        self._given = self._asked if isinstance(given, Iterator) else given
+        self._given = self._selectors if isinstance(given, Iterator) else given
         self._hooked = None
 
     @property
@@ -222,8 +222,8 @@ class HookCallback(Callback):
 
     def _select(self, model: nn.Module) -> Any:
         """The modules to hook, by name."""
-        if self._asked is not None:
-            return select(model, *self._asked) if self._asked else {}  # [] is none, not all
+        if self._selectors is not None:
+            return select(model, *self._selectors) if self._selectors else {}  # [] is none, not all
         found = leaf_modules(model)
         if self.include_paramless:
             return found

@@ -80,8 +80,8 @@ class FlightRecorder(HookCallback):
         check_choice("FlightRecorder", "on_nonfinite", on_nonfinite, ACTIONS)
         keep = check_number("FlightRecorder", "keep", keep, 2, whole=True, what="in batches")
         super().__init__(modules, include_paramless=True, on_valid=False)
-        if self._asked is not None:
-            _check_some(self._asked, modules)
+        if self._selectors is not None:
+            _check_some(self._selectors, modules)
         self.on_nonfinite, self.keep = on_nonfinite, keep
         self.incidents: tuple[Incident, ...] = ()
         self._tape: NormTape | None = None
@@ -100,8 +100,8 @@ class FlightRecorder(HookCallback):
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
-        if self._asked is not None:
-            _check_some(found, self._asked)
+        if self._selectors is not None:
+            _check_some(found, self._selectors)
             return found
         found = found or {"": unwrap(model)}
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}

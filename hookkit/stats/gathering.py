@@ -112,7 +112,7 @@ class StatsCallback(HookCallback):
 
     def _select(self, model: nn.Module) -> Any:
         found = super()._select(model)
-        if self._asked is not None:
+        if self._selectors is not None:
             return found
         found = found or leaf_modules(model) or {"": model}
         # what runs no Python hooks is passed over, unless it was asked for by name
