@@ -18,15 +18,20 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "nbs").glob("*.ipynb"))
 
 def text_of(cell: Any) -> str:
     """What a cell shows as plain text: streams and results, pictures and objects' HTML left out."""
-    shown = []
+    shown: list[str] = []
+    before = None
     for out in cell.outputs:
         if out.output_type == "stream" and out.name == "stdout":
-            shown.append(out.text)
+            if before is not None and before.output_type == "stream":
+                shown[-1] += out.text  # a kernel may send one line in two parts
+            else:
+                shown.append(out.text)
         elif out.output_type in ("execute_result", "display_data"):
             plain = out.data.get("text/plain", "")
             shown.append("" if plain.startswith("<Figure") else plain)
         elif out.output_type == "error":
             shown.append(f"{out.ename}: {out.evalue}")
+        before = out if shown else None
     lines = "\n".join(s.rstrip() for s in shown if s.strip()).splitlines()
     return "\n".join(line.rstrip() for line in lines)
 

@@ -63,7 +63,7 @@ def check_optimizer(model: nn.Module, opt: Any) -> Any:
             f"Learner: opt_func returned {kind_of(opt)}, which is no optimizer. Return one from "
             f"opt_func(groups, lr=…), or give a class, such as torch.optim.Adam."
         )
-    if not _holds_some(model, opt):
+    if any(p.requires_grad for p in model.parameters()) and not _holds_some(model, opt):
         raise ArgumentError(
             f"Learner: splitter(model) gave no parameter of {type(model).__name__}, so nothing of "
             f"it would be trained. Return parameters of the model that it is called with."
