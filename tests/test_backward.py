@@ -57,6 +57,25 @@ class TwoOut(nn.Module):
         return {"a": x * 2, "b": x * 3}
 
 
+class Adds(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        assert a is b  # as attention asks of its query and key
+        return a.mul_(2) + b * 3
+
+
+def test_an_input_passed_twice_stays_one_tensor_and_has_the_sum_in_both_places() -> None:
+    net = Adds()
+    hooks = BackwardHooks({"": net}, both)
+    x = torch.ones(1, requires_grad=True)
+    a = x * 1
+
+    (net(a, a).sum() + a.detach().sum()).backward()
+
+    assert [g.item() for g in hooks[0].stored[0]] == [8.0, 8.0]
+    assert x.grad is not None
+    assert x.grad.item() == 8.0
+
+
 def test_outputs_that_are_not_used_have_none_and_the_function_runs_at_the_end() -> None:
     net = TwoOut()
     hooks = BackwardHooks({"two": net}, both)

@@ -58,14 +58,13 @@ def input_gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
     def before(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             slots: list[Any] = []
-            made: dict[int, Tensor] = {}
 
             def one(t: Tensor) -> Tensor:
                 i = len(slots)
                 slots.append(None)
                 if not t.requires_grad:
                     return t
-                twin = made.setdefault(id(t), t.clone())
+                twin = t.clone()  # for each place
                 twin.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
                 return twin
 
@@ -89,7 +88,10 @@ def test_gradients_of_every_input_are_those_of_a_model_called_with_clones(entry:
     with hook_inputs(modules, grad=True, keep="all") as h:
         got = backward(entry, model)
 
-    assert agree(got, plain)
+    if any(isinstance(m, nn.MultiheadAttention) for m in model.modules()):
+        torch.testing.assert_close(got, plain)  # its three inputs are three tensors now
+    else:
+        assert agree(got, plain)
     assert is_bare(model)
     if entry.tags & {"mutates_input", "inplace"}:
         return  # a module that writes into a clone does not do what it does

@@ -38,16 +38,22 @@ class GradState:
 
     `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
     that receives its gradients, or None to leave this call alone. `leaf` is the path of the part
-    of the output that is meant.
+    of the output that is meant. `each_place`: an input that is passed twice has a gradient for
+    each place, and comes as two tensors; else it stays one tensor, and each place has the sum.
     """
 
-    __slots__ = ("__weakref__", "aliased", "begin", "inputs", "leaf", "versions")
+    __slots__ = ("__weakref__", "aliased", "begin", "each_place", "inputs", "leaf", "versions")
 
-    def __init__(self, begin: Callable[[nn.Module, Any], Receive | None], leaf: str = "") -> None:
-        self.begin, self.leaf, self.aliased = begin, leaf, False
+    def __init__(
+        self,
+        begin: Callable[[nn.Module, Any], Receive | None],
+        leaf: str = "",
+        each_place: bool = True,
+    ) -> None:
+        self.begin, self.leaf, self.aliased, self.each_place = begin, leaf, False, each_place
         # Never emptied per call, for modules that call themselves: a stale entry costs one alias.
         self.versions: dict[int, int] = {}
-        self.inputs: dict[int, tuple[Any, Any, ViewGradient]] = {}
+        self.inputs: list[tuple[int, Any, Any, ViewGradient]] = []
 
 
 _MOST = 256
@@ -156,10 +162,7 @@ def _versions(state: GradState, args: Any, kwargs: Any) -> dict[int, int]:
 
 
 class _BeforeInputs(_Sets):
-    """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked.
-
-    One for each place: of a tensor that is passed twice, each gets its own gradient.
-    """
+    """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked."""
 
     __slots__ = ()
 
@@ -171,18 +174,21 @@ class _BeforeInputs(_Sets):
         if receive is None or not torch.is_grad_enabled():
             return None
         numbers = iter(range(len(leaves(inputs))))
-        if len(state.inputs) > _MOST:  # of forwards that raised
-            state.inputs.clear()
+        made: dict[int, Tensor] = {}
+        del state.inputs[:-_MOST]
 
         def one(t: Tensor) -> Tensor:
             i = next(numbers)
             if not t.requires_grad:
                 return t
-            view = alias(t)
+            if state.each_place or is_compiling():
+                view = alias(t)
+            else:
+                view = made[id(t)] if id(t) in made else made.setdefault(id(t), alias(t))
             watch = listen(view, partial(receive, i))
             if isinstance(watch, ViewGradient) and view._base is not None:
                 watch.mark(view._base)
-                state.inputs[id(view)] = ref(t), ref(view._base), watch
+                state.inputs.append((id(view), ref(t), ref(view._base), watch))
             return view
 
         new = tmap(one, inputs)
@@ -212,13 +218,19 @@ class _AfterInputs(Dispatcher):
         bases = {id(t._base) for t in given if t._base is not None}
         written: dict[int, Tensor] = {}
         # by the base: another hook may have made an alias of the alias, and given that
-        for key, (original, base, watch) in list(state.inputs.items()):
-            if (root := base()) is None or id(root) in bases:
-                del state.inputs[key]
-            if root is not None and id(root) in bases and watch.written:
+        others = []
+        for entry in state.inputs:
+            key, original, base, watch = entry
+            root = base()
+            if root is None:  # of a forward that raised
+                continue
+            if id(root) not in bases:
+                others.append(entry)
+            elif watch.written:
                 watch.follow(root)
                 if (own := original()) is not None:
                     written[key] = own
+        state.inputs = others
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
         return None if new is output else new
 

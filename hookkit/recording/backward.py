@@ -69,7 +69,8 @@ class BackwardHook:
         self._last: Any = None
         self._open: list[_Call] = []  # calls under way: a module may call itself
         me = ref(self)
-        inputs = GradState(lambda m, x: _begin_inputs(me(), m, x))
+        # A layer that asks `query is key` must see that: a training stays as it is, bit by bit.
+        inputs = GradState(lambda m, x: _begin_inputs(me(), m, x), each_place=False)
         outputs = GradState(lambda m, x: _begin_outputs(me(), m, x), leaf)
         calls = (*grad_dispatchers(inputs, True, m), *grad_dispatchers(outputs, False, m))
         self._handle = Attached(m, *calls).put_on()
@@ -158,7 +159,8 @@ class BackwardHooks:
     """`func(m, grad_inputs, grad_outputs)` for many modules: all of them registered, or none.
 
     Both gradients are tuples with an entry for each tensor among the inputs (positional, then
-    keyword) and in the output; None where no gradient came.
+    keyword) and in the output; None where no gradient came. An input that is passed twice has the
+    sum in both places (`hook_input(m, grad=True)` tells them apart).
 
     Args:
         modules: by name.
