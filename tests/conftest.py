@@ -1,6 +1,6 @@
 """Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -44,11 +44,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return check
 
 
-@pytest.fixture(autouse=True)
-def _by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors are read by numpy: numba is not loaded."""
-    monkeypatch.setattr(machine, "found", None)
-    monkeypatch.setattr(machine, "load", lambda: None)
+@pytest.fixture(autouse=True, scope="session")
+def _by_numpy() -> Iterator[None]:
+    """CPU tensors are read by numpy: numba is not loaded, also by fixtures of a whole file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "found", None)
+        patch.setattr(machine, "load", lambda: None)
+        yield
 
 
 @pytest.fixture(params=["numpy", "numba"])

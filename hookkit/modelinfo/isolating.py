@@ -151,6 +151,10 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
+# Looked up once: a Ctrl-C inside `getLogger` can leave the lock of all logging held (Python 3.11).
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 @block
 def undisturbed() -> Iterator[None]:
     """Keeps what a run of a copy might change outside of it, for this thread, also after an error.
@@ -159,13 +163,13 @@ def undisturbed() -> Iterator[None]:
     of the fused transformer path, off inside, and the log of fake tensors, which prints what we
     handle.
     """
-    log, quiet = logging.getLogger("torch._subclasses.fake_tensor"), _Quiet()
+    quiet = _Quiet()
     with Undo() as stack:
         stack.enter_context(stand_in_runs())
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
-        stack.callback(log.removeFilter, quiet)
-        log.addFilter(quiet)
+        stack.callback(_LOG.removeFilter, quiet)
+        _LOG.addFilter(quiet)
         yield
 
 

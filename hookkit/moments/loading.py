@@ -61,10 +61,13 @@ class Machine:
             self._problems.append(f"numba does not work here ({problem}), so numpy reads instead.")
 
 
+_LOG = logging.getLogger("numba")
+
+
 @block
 def _quiet() -> Iterator[None]:
     """Where everything is logged, numba would log its compiling in 20,000 lines."""
-    log = logging.getLogger("numba")
+    log = _LOG
     if log.level != logging.NOTSET:  # somebody wants to know
         yield
         return
