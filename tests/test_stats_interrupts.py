@@ -64,6 +64,9 @@ class Lines:
             yield
         finally:
             sys.settrace(before)
+            # a trace can interrupt the last line of `with torch.no_grad()`, before it is left;
+            # there Python does not look for signals
+            torch.set_grad_enabled(True)
 
 
 def at_every_line(run: Callable[[Lines], Any], every: int = 1, nths: int = 1) -> Any:
