@@ -64,7 +64,7 @@ def check_same(mine: Any, *, asked: str, found: str, cure: str) -> None:
 
     Args:
         mine: names, shapes, dtypes, steps: any picklable object, compared by `==`.
-        asked: what was asked for and is wrong; begins the message.
+        asked: the operation and what is wrong; begins the message.
         found: `mine` in a few words, which the message shows for each rank.
         cure: what to do; ends the message.
 

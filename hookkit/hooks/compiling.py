@@ -108,7 +108,7 @@ def _restore(frames: Any, before: Any) -> None:
 
 
 def _restore_publicly(mine: Any) -> None:
-    now = torch.compiler.set_stance("default")  # tells what was set before
+    now = torch.compiler.set_stance("default")  # its `prev` is what was set before
     now.__exit__(None, None, None)
     if now.prev is mine.stance:
         mine.__exit__(None, None, None)

@@ -124,7 +124,7 @@ class _Needs:
 
 
 def versions_of(*inputs: Any) -> dict[int, int]:
-    """`{id: version}` of the tensors in `inputs`: tells a returned input from a changed one."""
+    """`{id: version}` of the tensors in `inputs`: a returned input has it still."""
     return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
 
 

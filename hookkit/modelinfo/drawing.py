@@ -2,7 +2,7 @@
 
 PyTorch, Python and NumPy have one generator each for all threads. To save its state and put it back
 is therefore to repeat the numbers that another thread drew meanwhile. A run on fake tensors draws
-nothing from PyTorch's generators, so they are left alone; they are put back only where this run is
+nothing from PyTorch's generators, so they are left alone; they are restored only where this run is
 known to have moved them.
 """
 

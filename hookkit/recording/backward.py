@@ -160,7 +160,7 @@ class BackwardHooks:
 
     Both gradients are tuples with an entry for each tensor among the inputs (positional, then
     keyword) and in the output; None where no gradient came. An input that is passed twice has the
-    sum in both places (`hook_input(m, grad=True)` tells them apart).
+    sum in both places (`hook_input(m, grad=True)` gives each its own).
 
     Args:
         modules: by name.

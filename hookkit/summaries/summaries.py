@@ -56,7 +56,7 @@ def summary(
     more than once, and on fake tensors if they can. What a hook writes on the model, it writes on
     the copy; what it counts or prints is its own affair. Captures see nothing of the run. A real
     run that draws random numbers puts PyTorch's generators back, also for threads that draw from
-    them meanwhile; Python's and NumPy's are put back unless another thread is alive.
+    them meanwhile; Python's and NumPy's are restored unless another thread is alive.
 
     Args:
         model: any module.

@@ -114,7 +114,7 @@ class Boundaries:
     `compiled` and `compiled_step` become True when the model, or the step, ran inside a graph
     that `torch.compile` made of something around it: there Python cannot be told. `in_eval` says
     that the last forward was in eval mode with gradients on. `elsewhere` says that another
-    thread has made training forwards, which are not told.
+    thread has made training forwards, which are not recorded.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, listener: Listener):
