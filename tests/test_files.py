@@ -38,7 +38,7 @@ def picture(path: Path) -> None:
 
 
 def page(path: Path) -> None:
-    report.report(Run(activations=record()), path)
+    report(Run(activations=record()), path)
 
 
 WRITERS: dict[str, Write] = {

@@ -172,7 +172,7 @@ class ParamStats(Exports, Callback):
                 names.append(name)
                 types.append(kind)
             facts[name] = {
-                "shape": tuple(p.shape),
+                "shape": _shape(p),
                 "ndim": p.ndim,
                 "numel": p.numel(),
                 "requires_grad": p.requires_grad,
@@ -357,6 +357,11 @@ def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
 
 _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
+
+
+def _shape(p: nn.Parameter) -> tuple[int, ...]:
+    """The parameter's shape; what is known of one that has none (strided nested tensors)."""
+    return (p.numel(),) if p.is_nested else tuple(p.shape)
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol
@@ -167,6 +167,8 @@ class Boundaries:
         after = _Tell(self._after)
         post = module.register_forward_hook(after, with_kwargs=True, always_call=True)
         self._undo.append(post.remove)
+        # PyTorch may call it once more in this very call, and then without keyword inputs
+        self._undo.append(partial(setattr, after, "target", None))
         if (compiled := module._compiled_call_impl) is not None:
             self._undo.append(self._around_compiled(module, compiled))
 
