@@ -6,8 +6,11 @@ VENV          ?= .venv
 #   make demo HOOKKIT_TORCH="torch==2.13.0 --index-url <the index of your CUDA version>"
 HOOKKIT_TORCH ?= torch==2.13.0
 ARGS          ?=
+# Processes that run the tests, each file in one of them.
+WORKERS       ?= 2
 
 BIN   := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
 
@@ -35,10 +38,10 @@ demo: $(STAMP)  ## train on real digits, print and draw what every layer did (AR
 	$(BIN)/python -m hookkit.demo $(ARGS)
 
 test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models
-	$(BIN)/python -m pytest -q -m "not slow and not zoo" $(ARGS)
+	$(PYTEST) -m "not slow and not zoo" $(ARGS)
 
 test-gpu: $(STAMP)  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
