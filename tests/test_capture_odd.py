@@ -94,7 +94,7 @@ WRONG = [None, 3, "fc", b"x", object(), [None], ["fc"], nn.Linear, {"a": 3}, {"a
         lambda ms: Hook(ms, print),
     ],
 )
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda x: repr(x).partition(" at 0x")[0])
 def test_what_is_no_module_is_an_error_of_ours_in_each_function(make: Any, wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r": expected .*found "):
         make(wrong)
