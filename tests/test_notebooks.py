@@ -96,9 +96,10 @@ plotting.plot_depth(run)
 PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
-def test_a_notebook_shows_a_picture_once() -> None:
+def test_a_notebook_shows_a_picture_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("matplotlib", "matplotlib_inline"):
         pytest.importorskip(library)
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # a notebook's own backend is the inline one
     book = nbformat.v4.new_notebook()
     code = DRAWN.format(tests=str(Path(__file__).parent))
     book.cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("---")]

@@ -42,6 +42,7 @@ def test_every_block_runs_and_prints_what_is_shown(
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", os.environ.get("MPLBACKEND", "Agg"))
+    monkeypatch.delenv("COLUMNS", raising=False)  # the width that a terminal, or pytest, has set
 
     pairs = run(README.read_text())
 
