@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.moments.loading import machine
+from hookkit.moments.numba_loader import machine
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch

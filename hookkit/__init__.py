@@ -14,13 +14,13 @@ names them.
 
     errors · interrupts                          what goes wrong; Ctrl-C
     checks                                       one check for each kind of argument
-    events · files · nested · layout · walking   events; whole files; structures; widths; names
+    events · files · nested · texts · modules    events; whole files; structures; widths; names
     selecting · ranks · data                     which modules; which process; which batches
     hooks · moments · records · callbacks        capture; statistics; what was recorded; Callback
     editing · swapping · features · modelinfo    change; wrap; extract; count
     recording                                    HookCallback: where hooks meet a loop
     summaries · stats                            a model at a glance; its layers over time
-    health · plotting · exports · summarize      diagnosis; pictures; tables and files; the shell
+    health · plotting                            diagnosis; pictures
     pages                                        report: one page of a run
     learner · watching                           our loop; anybody's
     bridges · testing · demo                     other loops; small nets; a real run

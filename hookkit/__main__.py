@@ -1,6 +1,6 @@
-"""`python -m hookkit module:factory --input 1,3,224,224`: see `hookkit.summarize`."""
+"""`python -m hookkit module:factory --input 1,3,224,224`: see `hookkit.summaries.cli`."""
 
-from hookkit.summarize import main
+from hookkit.summaries.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main(prog="python -m hookkit"))

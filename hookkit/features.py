@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag
 from hookkit.errors import HookError, NeverFiredWarning
-from hookkit.hooks.capturing import lent, owned, snapshot
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.dispatching import Attached, attach, check_hookable, is_exporting
+from hookkit.hooks.entries import Attached, attach, check_hookable, is_exporting
+from hookkit.hooks.snapshot import lent, owned, snapshot
 from hookkit.hooks.taps import tap
 from hookkit.interrupts import Undo
+from hookkit.modules import can_run, find
 from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select
 from hookkit.selecting.resolving import Selector
 from hookkit.swapping.wrapping import Wrapper
-from hookkit.walking import can_run, find
 
 
 def feature_extractor(

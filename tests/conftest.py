@@ -8,7 +8,7 @@ import pytest
 import torch
 from zoo_base import Entry
 
-from hookkit.moments.loading import machine
+from hookkit.moments.numba_loader import machine
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -58,4 +58,4 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """CPU tensors are read by numpy, then by compiled loops."""
     if request.param == "numba":
         pytest.importorskip("numba")
-        monkeypatch.setattr(machine, "found", import_module("hookkit.moments.loops"))
+        monkeypatch.setattr(machine, "found", import_module("hookkit.moments.numba_kernels"))

@@ -31,7 +31,7 @@ from torch.optim import optimizer as optimizers_of_torch
 
 import hookkit
 from hookkit import interrupts
-from hookkit.hooks import everywhere
+from hookkit.hooks import global_hooks
 
 PACKAGE = str(Path(hookkit.__file__).parent)
 ENTERS = ("BEFORE_WITH", "LOAD_SPECIAL")
@@ -162,7 +162,7 @@ def left_behind(*models: nn.Module) -> str:
     if not torch.backends.mha.get_fastpath_enabled():
         found.append("the fused path is off")
         torch.backends.mha.set_fastpath_enabled(True)
-        everywhere._global.clear()
+        global_hooks._global.clear()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         found.append("the grad mode")
         torch.set_grad_enabled(True)

@@ -18,10 +18,10 @@ from zoo import ZOO, Entry
 
 from hookkit.editing import edit_grads, edit_inputs, edit_outputs
 from hookkit.hooks import hook_all, hook_inputs, hook_output, hook_outputs, print_sizes
+from hookkit.modules import can_run, walk
 from hookkit.nested import Inputs, tmap
 from hookkit.selecting import leaf_modules, select, unwrap
 from hookkit.swapping import Catcher, swap
-from hookkit.walking import can_run, walk
 
 
 @pytest.fixture(autouse=True)

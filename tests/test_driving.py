@@ -14,7 +14,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks import Callback, Recorder, TrainEvalCallback
-from hookkit.callbacks.driving import Driver
+from hookkit.callbacks.runner import Driver
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
 from hookkit.testing import EventLog, synth_learner

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
-from hookkit.exports import compare, load, log_to, save, to_csv, to_df
 from hookkit.moments.histograms import log_bins
-from hookkit.records import Incident, Record, Run
+from hookkit.records import Incident, Record, Run, compare, load, log_to, save, to_csv, to_df
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch
 

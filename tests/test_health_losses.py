@@ -7,7 +7,7 @@ import pytest
 from test_health import FLAT, N, acts, alarms, falling, found, weights
 from test_health_causes import EVEN
 
-from hookkit.health import aims, diagnose
+from hookkit.health import diagnose, loss_expectations
 from hookkit.records import Run
 
 CE = {"n_classes": 10, "loss_func": "CrossEntropyLoss"}
@@ -232,7 +232,7 @@ def test_an_eps_that_holds_adam_back_is_named():
 
 def test_the_excuse_is_looked_for_once(monkeypatch):
     seen = []
-    monkeypatch.setattr(aims, "_has_both_signs", lambda run: bool(seen.append(run)))
+    monkeypatch.setattr(loss_expectations, "_has_both_signs", lambda run: bool(seen.append(run)))
 
     diagnose(Run(SHRINKS, params=weights(5), losses=FLAT))
 

@@ -323,7 +323,7 @@ def test_all_hooks_are_looked_up_at_once(
     net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
-    monkeypatch.setattr("hookkit.hooks.silence.compiled_modules", lambda: looked.append(1) or {})
+    monkeypatch.setattr("hookkit.hooks.block.compiled_modules", lambda: looked.append(1) or {})
     h = hook_outputs(net)
 
     _ = h.stored, h.stored, h[0].n_calls

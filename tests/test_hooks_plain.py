@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import OverwrittenWarning
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
+from hookkit.hooks.block import Block
 from hookkit.hooks.plain import Plain, Plains
-from hookkit.hooks.silence import Block
 from hookkit.selecting import select
 
 

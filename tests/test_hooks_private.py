@@ -57,7 +57,7 @@ def test_capture_is_right_without_any_of_torchs_private_names() -> None:
 
 def test_the_plugin_does_take_a_name_away() -> None:
     code = (
-        "import without_private, torch; from hookkit.hooks.capturing import lazy_clone; "
+        "import without_private, torch; from hookkit.hooks.snapshot import lazy_clone; "
         "print(lazy_clone is torch.Tensor.clone, hasattr(torch, '_lazy_clone'))"
     )
 

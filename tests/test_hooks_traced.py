@@ -11,7 +11,7 @@ from hookkit.editing import edit_grads, edit_inputs, edit_outputs, scale
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hooks, hook_all, hook_inputs, hook_output, hook_outputs, print_sizes
-from hookkit.hooks.dispatching import is_tracing, untraced
+from hookkit.hooks.entries import is_tracing, untraced
 from hookkit.selecting import select
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.swapping import Catcher, GramWrapper, swap

@@ -14,12 +14,12 @@ PACKAGE = Path(hookkit.__file__).parent
 ROWS = [
     {"errors", "interrupts"},
     {"checks"},
-    {"events", "files", "nested", "layout", "walking"},
+    {"events", "files", "nested", "texts", "modules"},
     {"selecting", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},
     {"editing", "swapping", "features", "modelinfo", "recording"},
     {"summaries", "stats"},
-    {"health", "plotting", "exports", "summarize"},
+    {"health", "plotting"},
     {"pages"},
     {"learner", "watching"},
     {"bridges", "testing", "demo", "__main__"},
@@ -28,7 +28,7 @@ ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
 # A method such as `stats.color_dim`, `run.diagnose`, `run.plot` or `run.report` opens these rooms
 # when it is called, not when it is imported.
-OPENED_LATER = {"plotting", "exports", "health", "pages", "summaries"}
+OPENED_LATER = {"plotting", "health", "pages", "summaries"}
 
 ONE_DOOR = {"matplotlib": {"plotting"}, "torch.distributed": {"ranks"}}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hookkit.moments.cpu import cpu_row, rows_of
 from hookkit.moments.moments import (
     EMPTY,
     FIELDS,
@@ -20,7 +21,6 @@ from hookkit.moments.moments import (
     statistics,
     working_dtype,
 )
-from hookkit.moments.sweeps import cpu_row, rows_of
 
 pytestmark = pytest.mark.usefixtures("reader")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import hookkit
 
-ROOMS = ("hookkit", "hookkit.plotting", "hookkit.testing", "hookkit.bridges", "hookkit.exports")
+ROOMS = ("hookkit", "hookkit.plotting", "hookkit.testing", "hookkit.bridges", "hookkit.records")
 
 
 def signature(f: Any) -> str:

@@ -14,10 +14,10 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
 )
-from hookkit.exports import load
+from hookkit.moments.cpu import cpu_row, norms
 from hookkit.moments.moments import merge, moments
-from hookkit.moments.sweeps import cpu_row, norms
-from hookkit.stats import ActivationStats, GradientStats, ParamStats, updates
+from hookkit.records import load
+from hookkit.stats import ActivationStats, GradientStats, ParamStats, params
 from hookkit.stats.flight import FlightRecorder
 from hookkit.stats.norms import norms_of
 from hookkit.testing import synth_learner
@@ -230,7 +230,7 @@ def test_the_ways_to_a_norm_agree(scale):
 
 def test_small_and_large_models_have_the_same_norms(monkeypatch):
     def run(few):
-        monkeypatch.setattr(updates, "FEW", few)
+        monkeypatch.setattr(params, "FEW", few)
         torch.manual_seed(0)
         stats = ParamStats()
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))

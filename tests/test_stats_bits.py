@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit.health import diagnose
-from hookkit.moments.loading import machine
+from hookkit.moments.numba_loader import machine
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.stats.bits import checksum
 from hookkit.watching import watch
@@ -107,7 +107,7 @@ def test_findings_are_the_same_by_numpy_and_by_compiled_loops(case):
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_the_same_where_the_reader_changes_meanwhile(case, monkeypatch):
     pytest.importorskip("numba")
-    loops = import_module("hookkit.moments.loops")
+    loops = import_module("hookkit.moments.numba_kernels")
 
     changed = run(case, lambda: monkeypatch.setattr(machine, "found", loops))
 

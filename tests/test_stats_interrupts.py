@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import hookkit
 from hookkit.health import diagnose
-from hookkit.moments import rings, tallies
+from hookkit.moments import accumulator, history
+from hookkit.moments.accumulator import Tally
 from hookkit.moments.banks import Bank, Options
 from hookkit.moments.histograms import log_bins
-from hookkit.moments.rings import Axis, Ring
-from hookkit.moments.tallies import Tally
+from hookkit.moments.history import Axis, Ring
 from hookkit.moments.unitarrays import UnitsByArrays
 from hookkit.moments.units import Units
 from hookkit.moments.waiting import WaitingBank
@@ -206,7 +206,7 @@ def test_nothing_is_lost_or_counted_twice_wherever_a_tally_is_interrupted(
     bank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bank is on_any_device:
-        monkeypatch.setattr(tallies, "bank_of", bank)
+        monkeypatch.setattr(accumulator, "bank_of", bank)
     want = filled(Lines()).record()
 
     for where, tally in at_every_line(filled, every=5):
@@ -268,7 +268,7 @@ def trained(lines: Lines) -> list[Any]:
 @pytest.fixture
 def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_COLUMNS", "MIN_COLUMNS"):
-        monkeypatch.setattr(rings, name, 4)
+        monkeypatch.setattr(history, name, 4)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookkit import ActivationStats, ParamStats, diagnose, watch
 from hookkit.callbacks.outputs import Scores
-from hookkit.stats.readers import readers
+from hookkit.stats.graph import readers
 
 
 def read_by(net, x):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.layout import width
-from hookkit.modelinfo import faking
+from hookkit.modelinfo import fake_kernels
 from hookkit.summaries import Summary, summary
+from hookkit.texts import width
 
 
 class Block(nn.Module):
@@ -603,7 +603,7 @@ def drawn(name: str) -> Summary:
     build, args, options = GOLDEN[name]
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:  # the workspace of an LSTM depends on the machine
-        patch.setattr(faking, "workspace_bytes", lambda *_: 0)
+        patch.setattr(fake_kernels, "workspace_bytes", lambda *_: 0)
         return summary(build(), *args(), **options)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.modelinfo import faking
+from hookkit.modelinfo import fake_kernels
 from hookkit.summaries import Summary, summary
 
 
@@ -103,12 +103,12 @@ def test_an_lstm_keeps_the_workspace_of_its_kernel(options: dict[str, Any]) -> N
 
 def test_the_workspace_of_a_long_sequence_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.LSTM(16, 64), torch.randn(100, 16, 16)
-    monkeypatch.setattr(faking, "_DEAR", 0)
-    faking.workspace_bytes.cache_clear()
+    monkeypatch.setattr(fake_kernels, "_DEAR", 0)
+    fake_kernels.workspace_bytes.cache_clear()
 
     seen = summary(model, x)
 
-    faking.workspace_bytes.cache_clear()
+    fake_kernels.workspace_bytes.cache_clear()
     assert seen.kept_bytes == pytest.approx(kept_by(model, x), rel=0.05)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.layout import clip, csv_cell, harmless, width
 from hookkit.summaries import layer_info, module_summary, summary
+from hookkit.texts import clip, csv_cell, harmless, width
 
 NASTY = [
     "a\x1b[31mred",

@@ -14,7 +14,7 @@ from hookkit.modelinfo import total_params
 from hookkit.nested import leaves
 from hookkit.summaries import Summary, summary
 from hookkit.summaries.folding import lines
-from hookkit.summaries.outline import NUMBERS
+from hookkit.summaries.result import NUMBERS
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 

@@ -19,9 +19,9 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
 )
+from hookkit.modules import can_run, edges, walk
 from hookkit.nested import leaves
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
-from hookkit.walking import can_run, edges, walk
 
 
 class Doubled(Wrapper):

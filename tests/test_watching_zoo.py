@@ -10,9 +10,9 @@ from torch import nn
 from zoo import ZOO, Entry
 
 from hookkit.errors import HookError
+from hookkit.modules import can_run
 from hookkit.nested import leaves
 from hookkit.stats import ActivationStats, ParamStats
-from hookkit.walking import can_run
 from hookkit.watching import watch
 
 # what cannot be trained here (of a cyclic one, train() itself does not end)

@@ -28,7 +28,7 @@ from typing import Any
 from ..callbacks import Callback
 from ..errors import ArgumentError, HookError, MissingExtraError
 from ..watching import Watcher, watch
-from ..watching.admitting import OWN
+from ..watching.checks import OWN
 
 __all__ = ["Bridge", "base", "needs"]
 

@@ -1,8 +1,8 @@
 """The ready-made callbacks: what every run needs, and a few that people expect.
 
-callbacks  The smaller of them: modes, accumulation, clipping, schedules.
-listening  `Callback`: something to do at some of the events of training.
-driving    `Driver`: whatever owns callbacks and tells them what happens.
+builtin    The smaller of them: modes, accumulation, clipping, schedules.
+callback   `Callback`: something to do at some of the events of training.
+runner     `Driver`: whatever owns callbacks and tells them what happens.
 recorder   `Recorder`: losses, learning rates and metrics of a run, read from the device only
            when asked.
 outputs    What a classifier's scores look like: how many classes, and whether they are
@@ -14,14 +14,14 @@ keywords   Keyword arguments that a class does not take: an error with the names
 runs       From a Learner to a `Run`: what its recorders hold, gathered as plain values.
 """
 
-from hookkit.callbacks.callbacks import (
+from hookkit.callbacks.builtin import (
     DEFAULT_CALLBACKS,
     GradientAccumulation,
     GradientClip,
     SchedulerCallback,
     TrainEvalCallback,
 )
-from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.hooks.capturing import is_transforming
+from hookkit.hooks.snapshot import is_transforming
 
 
 def loss_name(loss_func: Any) -> str | None:

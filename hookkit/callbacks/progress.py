@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.callback import Callback
 from hookkit.data import n_batches
 from hookkit.errors import missing_extra
 

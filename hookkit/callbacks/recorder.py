@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.metrics import Column, Mean, as_metric
 from hookkit.callbacks.outputs import Scores
 from hookkit.checks import check_flag, check_number

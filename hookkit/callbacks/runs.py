@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hookkit.callbacks.listening import Callback
+from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.outputs import loss_name
 from hookkit.errors import HookkitWarning
 from hookkit.records import Exports, Record, Run

@@ -6,7 +6,7 @@ rewriting  One edit on one module: calls the user's function, checks what it giv
            place.
 """
 
-from hookkit.editing.editing import (
+from hookkit.editing.edits import (
     Edits,
     add,
     edit_grad,

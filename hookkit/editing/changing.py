@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks
-from hookkit.hooks.dispatching import brief, recomputing
+from hookkit.hooks.entries import brief, recomputing
 from hookkit.hooks.taps import tap
 from hookkit.nested import describe, leaves, named_leaves, pick, tmap
 

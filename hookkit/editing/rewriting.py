@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookkit.editing.changing import Change, Where
 from hookkit.errors import HookError
-from hookkit.hooks.dispatching import (
+from hookkit.hooks.entries import (
     Attached,
     attach,
     called,

@@ -1,18 +1,18 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
 
-    findings.py   Finding, Diagnosis: text and HTML
-    reading.py    windows, rows by type, robust averages
-    signals.py    rules on activations
-    units.py      rules on units: dead, dormant, saturated
-    attention.py  the rule on attention's logits
-    precision.py  rules on float16
-    noise.py      rules on layers that act otherwise in training: dropout, batch norm
-    updates.py    rules on learning rate, weight decay and the depth of gradients
-    still.py      rules on parameters that stay put, or begin all the same
-    slips.py      rules on mistakes in the loop: ascent, zero_grad forgotten, softmax twice
-    curves.py     rules on the loss
-    aims.py       losses that need not fall
-    reach.py      how far the steps can have moved a loss
+    diagnosis.py         Finding, Diagnosis: text and HTML
+    reading.py           windows, rows by type, robust averages
+    activations.py       rules on activations
+    units.py             rules on units: dead, dormant, saturated
+    attention.py         the rule on attention's logits
+    precision.py         rules on float16
+    train_only_layers.py rules on layers that act otherwise in training: dropout, batch norm
+    updates.py           rules on learning rate, weight decay and the depth of gradients
+    unmoved.py           rules on parameters that stay put, or begin all the same
+    loop_bugs.py         rules on mistakes in the loop: ascent, zero_grad forgotten, softmax twice
+    loss.py              rules on the loss
+    loss_expectations.py losses that need not fall
+    loss_bound.py        how far the steps can have moved a loss
 
 A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
 Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
@@ -30,18 +30,18 @@ from typing import Any
 import numpy as np
 
 from hookkit.health import (
-    aims,
+    activations,
     attention,
-    curves,
-    noise,
+    loop_bugs,
+    loss,
+    loss_expectations,
     precision,
-    signals,
-    slips,
-    still,
+    train_only_layers,
     units,
+    unmoved,
     updates,
 )
-from hookkit.health.findings import SEVERITIES, Diagnosis, Finding
+from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
 from hookkit.records import Record, Run, as_run
 
@@ -51,37 +51,37 @@ Rule = Callable[[Run], Iterator[Finding]]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
-    slips.probabilities,
-    slips.ascent,
+    loop_bugs.probabilities,
+    loop_bugs.ascent,
     precision.fp16_underflow,
-    still.unmoved,
-    still.unregistered,
-    still.zero_init,
-    still.constant_init,
-    slips.grads_pile_up,
-    signals.input_scale,
-    curves.target_scale,
-    signals.bad_init,
+    unmoved.unmoved,
+    unmoved.unregistered,
+    unmoved.zero_init,
+    unmoved.constant_init,
+    loop_bugs.grads_pile_up,
+    activations.input_scale,
+    loss.target_scale,
+    activations.bad_init,
     updates.momentum,
     updates.weight_decay,
     updates.lr_too_high,
     updates.lr_too_low,
-    noise.dropout,
-    noise.small_batch,
+    train_only_layers.dropout,
+    train_only_layers.small_batch,
     units.dead,
     units.saturated,
-    still.zero_gradient,
+    unmoved.zero_gradient,
     updates.vanishing,
     updates.exploding,
-    signals.non_finite,
+    activations.non_finite,
     attention.attention_logits,
     precision.fp16_range,
-    curves.below_zero,
-    curves.initial_loss,
-    curves.not_learning,
-    curves.spikes,
+    loss.below_zero,
+    loss.initial_loss,
+    loss.not_learning,
+    loss.spikes,
     units.dormant,
-    curves.overfit,
+    loss.overfit,
 )
 
 
@@ -113,7 +113,7 @@ def diagnose(run: Any) -> Diagnosis:
     """
     run = as_run(run)
     with np.errstate(all="ignore"):
-        run = aims.with_excuse(aims.without_columns(run))
+        run = loss_expectations.with_excuse(loss_expectations.without_columns(run))
     findings: list[Finding] = []
     unjudged: list[tuple[str, str]] = []
     for rule in RULES:

@@ -11,9 +11,9 @@ from itertools import chain
 
 import numpy as np
 
-from hookkit.health import aims
+from hookkit.health import loss_expectations
 from hookkit.health import reading as read
-from hookkit.health.findings import Finding
+from hookkit.health.diagnosis import Finding
 from hookkit.records import Ints, Record, Run
 
 LARGEST, SMALLEST, NORMAL = 65504.0, 2.0**-24, 2.0**-14
@@ -64,7 +64,7 @@ def fp16_underflow(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "fp16_underflow",
-        "warn" if hit is early or aims.learns(run) is False else "info",
+        "warn" if hit is early or loss_expectations.learns(run) is False else "info",
         tuple(name for name, _ in hit),
         (0, max(run.n_steps - 1, 0)),
         f"the gradients of {len(hit)} of {len(small)} layers in float16 have RMS "
@@ -106,7 +106,7 @@ def _zero_outputs(run: Run) -> Finding | None:
     if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return None
     broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
-    if broken or aims.learns(run) is not False:
+    if broken or loss_expectations.learns(run) is not False:
         return None
     rows = _half_rows(run, record)
     rms = read.table(record, "rms")[rows]
@@ -126,7 +126,12 @@ def _zero_weights(run: Run) -> Finding | None:
     sizes = read.median(read.table(record, "grad_rms"), axis=1)
     which = np.array([i for i in read.matrices(record) if np.isfinite(sizes[i])], np.int64)
     tiny, none = sizes[which] < NORMAL, sizes[which] == 0
-    if len(which) < 2 or not tiny.all() or not none.any() or aims.learns(run) is not False:
+    if (
+        len(which) < 2
+        or not tiny.all()
+        or not none.any()
+        or loss_expectations.learns(run) is not False
+    ):
         return None
     few = f"all {len(which)} matrices are exactly 0, or below 6.1e-5 (RMS), also of"
     return _nothing_left(record, which, few)

@@ -19,10 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from hookkit.health import aims
+from hookkit.health import loss_expectations
 from hookkit.health import reading as read
-from hookkit.health.findings import UNITS_UNSEEN, Finding
-from hookkit.health.signals import SAGEMAKER
+from hookkit.health.activations import SAGEMAKER
+from hookkit.health.diagnosis import UNITS_UNSEEN, Finding
 from hookkit.records import Floats, Record, Run
 
 
@@ -35,7 +35,7 @@ def dead(run: Run) -> Iterator[Finding]:
     shares |= {i: 0.0 for i in shares if i not in relus and _weight_tells(run, record, i)}
     proved = [i for i in maybe if _stopped(run, record.names[i], shares[i])]
     given = "a ReLU layer's units" if relus else "the units that a ReLU is given"
-    falls = aims.learns(run) is True
+    falls = loss_expectations.learns(run) is True
     found = [*_shut(record, {i: shares[i] for i in sure}, given, falls)]
     found += _shut(record, {i: shares[i] for i in proved}, _BY_GRADIENTS, falls)
     doubtful = [i for i in maybe if i not in proved and shares[i] > 0.5]
@@ -81,7 +81,7 @@ def _shut(record: Record, shares: dict[int, float], units: str, falls: bool) -> 
 def _below(run: Run, record: Record, hit: dict[int, float]) -> Iterator[Finding]:
     """Layers that give hardly anything above 0, where nobody knows what reads them."""
     if hit:
-        stuck = max(hit.values()) > 0.9 and aims.learns(run) is False
+        stuck = max(hit.values()) > 0.9 and loss_expectations.learns(run) is False
         yield Finding(
             "dead",
             "warn" if stuck else "info",
@@ -212,7 +212,7 @@ def dormant(run: Run) -> Iterator[Finding]:
 def saturated(run: Run) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = read.activations(run)
-    last, learns = len(record.names) - 1, aims.learns(run)
+    last, learns = len(record.names) - 1, loss_expectations.learns(run)
     which = read.rows(record, ("Tanh", "Sigmoid"))
     which = [i for i in which if i != last or learns is False]
     if not which:

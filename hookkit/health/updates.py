@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from hookkit.health import aims
+from hookkit.health import loss_expectations
 from hookkit.health import reading as read
-from hookkit.health.findings import Finding
+from hookkit.health.diagnosis import Finding
 from hookkit.records import Floats, Record, Run
 
 CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker (arXiv 2204.00694)"
@@ -22,7 +22,7 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
     record, which, ratio = _ratios(run)
     early = _early(record, ratio)
     peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
-    learns = aims.learns(run)
+    learns = loss_expectations.learns(run)
     lost = (peak > 1) & (len(which) > 1)  # one step larger than the weights: nothing is left
     fast = (early > 0.1) | (peak > 0.5)
     if learns:  # something is learnt: only what cannot be meant is an alarm
@@ -58,7 +58,7 @@ def momentum(run: Run) -> Iterator[Finding]:
     if "momentum" not in run.info:
         raise read.Missing("momentum unknown")
     most = max(run.info["momentum"], default=0.0)
-    if not 0.99 < most < 1 or aims.learns(run) is not False:
+    if not 0.99 < most < 1 or loss_expectations.learns(run) is not False:
         return
     yield Finding(
         "momentum",
@@ -81,7 +81,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     whole = read.median(ratio, axis=1)
     slow = (whole < 1e-4) & (not read.in_turns(run))
     early = _early(record, ratio)  # what leapt at first is not slow: it broke
-    learns = aims.learns(run)
+    learns = loss_expectations.learns(run)
     if learns or (early > 1e-2).mean() > 0.5 or fades(record):
         return
     if learns is False and (share := _share_of_rate(run, record, which)) < 0.03:
@@ -205,15 +205,15 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
     if hit and read.input_size(record, first.rpartition(".")[0]) < read.FAINT_INPUT:
         return  # the errors arrive, and what they are multiplied by is small: `input_scale`
     if not vanish:
-        hit = ratio > 70 and order < -0.6 and aims.learns(run) is not True
-    excused = read.improved(run) is False and aims.learns(run) is None
+        hit = ratio > 70 and order < -0.6 and loss_expectations.learns(run) is not True
+    excused = read.improved(run) is False and loss_expectations.learns(run) is None
     several = vanish and excused  # actor and critic, both players: no depth of one net
     severity = {True: "warn", False: "sick", None: "info" if several or not vanish else "warn"}
     if not hit:
         return
     yield Finding(
         "vanishing" if vanish else "exploding",
-        severity[aims.learns(run)],
+        severity[loss_expectations.learns(run)],
         (first, last),
         read.span(record, slice(0, grads.shape[1])),
         f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
@@ -241,7 +241,7 @@ def weight_decay(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "weight_decay",
-        "warn" if aims.learns(run) else "sick",
+        "warn" if loss_expectations.learns(run) else "sick",
         layers,
         (0, max(run.n_steps - 1, 0)),
         evidence,
@@ -267,7 +267,7 @@ def _shrunk(run: Run, record: Record) -> tuple[str | None, tuple[str, ...]]:
     with np.errstate(all="ignore"):
         left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
     hit = left < 0.1
-    if not which or hit.mean() <= 0.5 or aims.learns(run):
+    if not which or hit.mean() <= 0.5 or loss_expectations.learns(run):
         return None, ()
     layers = read.names(record, [i for i, h in zip(which, hit, strict=True) if h])
     kept = float(read.median(left[hit]))

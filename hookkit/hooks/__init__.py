@@ -1,14 +1,14 @@
 """Hooks that remember: `Hook` for one module, `Hooks` for many, and the functions that make them.
 
 making       `hook_output(s)` and `hook_input(s)`, which make hooks that store.
-hooks        `Hooks`: many hooks as one, registered all or none.
-hooking      `Hook`: one module, one function, and what it stored.
+collection   `Hooks`: many hooks as one, registered all or none.
+hook         `Hook`: one module, one function, and what it stored.
 plain        The fast path: hooks that store nothing but a snapshot of the last output.
-capturing    What is stored of what a module returned: detached, copied, moved, and read back
+snapshot     What is stored of what a module returned: detached, copied, moved, and read back
              safely.
 references   Objects that hold tensors and are no container: stored as references, and watched for
              changes.
-dispatching  The callable that a module holds for us, and the low-level way to put one there.
+entries      The callable that a module holds for us, and the low-level way to put one there.
 gradients    Gradients of what modules return and take, by tensor hooks that are set while the
              forward runs.
 taps         How a hook gets the gradient of one use of a tensor, and the run stays as it is.
@@ -18,19 +18,19 @@ compiled_functions
              Which modules the functions run that torch.compile has compiled.
 observing    What happens at a call of a hooked module: the dispatchers of `Hook`, one for each
              of its kinds.
-silence      What is said when a block ends: stops, hooks that never fired and why, hints for
+block        What is said when a block ends: stops, hooks that never fired and why, hints for
              errors.
-everywhere   Hooks that are not on chosen modules: on one tensor, on every module there is, on a
+global_hooks  Hooks that are not on chosen modules: on one tensor, on every module there is, on a
              whole model.
 """
 
-from hookkit.hooks.dispatching import attach, recomputing
-from hookkit.hooks.everywhere import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
+from hookkit.hooks.block import StopForward
+from hookkit.hooks.collection import Hooks
+from hookkit.hooks.entries import attach, recomputing
+from hookkit.hooks.global_hooks import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
 from hookkit.hooks.gradients import attach_grad
-from hookkit.hooks.hooking import Hook
-from hookkit.hooks.hooks import Hooks
+from hookkit.hooks.hook import Hook
 from hookkit.hooks.making import hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.hooks.silence import StopForward
 from hookkit.hooks.taps import on_grad
 from hookkit.nested import Inputs
 

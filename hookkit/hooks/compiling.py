@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hookkit.hooks.compiled_functions import run_by_functions
-from hookkit.walking import unwrap
+from hookkit.modules import unwrap
 
 FRAMES = "torch._dynamo.eval_frame"
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.dispatching import Attached, Dispatcher, check_hookable, is_compiling, put_first
+from hookkit.hooks.entries import Attached, Dispatcher, check_hookable, is_compiling, put_first
 from hookkit.hooks.taps import Receive, alias, on_grad, versions_of, with_aliases
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.nested import Inputs, leaves, tmap

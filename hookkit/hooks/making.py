@@ -10,12 +10,12 @@ from torch import nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import ArgumentError
-from hookkit.hooks.capturing import BY_NAME, Kind, Options
-from hookkit.hooks.dispatching import check_hookable
-from hookkit.hooks.hooking import Hook
-from hookkit.hooks.hooks import Hooks, Modules
+from hookkit.hooks.block import Block
+from hookkit.hooks.collection import Hooks, Modules
+from hookkit.hooks.entries import check_hookable
+from hookkit.hooks.hook import Hook
 from hookkit.hooks.plain import Plains
-from hookkit.hooks.silence import Block
+from hookkit.hooks.snapshot import BY_NAME, Kind, Options
 
 # Options are values; making the same ones for each `with` block would cost 2 µs.
 _known_options = lru_cache(maxsize=64)(Options)

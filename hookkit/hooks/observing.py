@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks.capturing import Kept, Storer, lent, owned
-from hookkit.hooks.dispatching import (
+from hookkit.hooks.entries import (
     Dispatcher,
     called,
     graph_task,
@@ -27,11 +26,12 @@ from hookkit.hooks.dispatching import (
     is_tracing,
     untraced,
 )
+from hookkit.hooks.snapshot import Kept, Storer, lent, owned
 from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
 
 if TYPE_CHECKING:
-    from hookkit.hooks.hooking import Hook
+    from hookkit.hooks.hook import Hook
 
 
 class Forward(Dispatcher):

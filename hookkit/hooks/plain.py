@@ -17,7 +17,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from hookkit.hooks.capturing import (
+from hookkit.hooks.block import Block
+from hookkit.hooks.entries import Dispatcher, graph_task, is_tracing, new_key
+from hookkit.hooks.hook import Hook
+from hookkit.hooks.observing import observe, same
+from hookkit.hooks.snapshot import (
     Kept,
     Options,
     Storer,
@@ -26,10 +30,6 @@ from hookkit.hooks.capturing import (
     owned,
     snapshot,
 )
-from hookkit.hooks.dispatching import Dispatcher, graph_task, is_tracing, new_key
-from hookkit.hooks.hooking import Hook
-from hookkit.hooks.observing import observe, same
-from hookkit.hooks.silence import Block
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
 is_grad_enabled = torch.is_grad_enabled

@@ -28,7 +28,7 @@ from hookkit import ranks
 from hookkit.nested.containers import PLAIN, is_container, parts_of
 
 if TYPE_CHECKING:
-    from hookkit.hooks.capturing import Options
+    from hookkit.hooks.snapshot import Options
 
 # These lead to tensors that are not part of a value: a module's parameters, a function's globals,
 # what a generator is busy with.

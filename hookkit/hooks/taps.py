@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.hooks.capturing import is_transformed, lazy_clone
-from hookkit.hooks.dispatching import is_compiling
+from hookkit.hooks.entries import is_compiling
+from hookkit.hooks.snapshot import is_transformed, lazy_clone
 from hookkit.hooks.views import is_plain, listen
 from hookkit.nested import leaves, pick, put, tmap
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.hooks.capturing import is_transformed
-from hookkit.hooks.dispatching import graph_task, is_compiling
+from hookkit.hooks.entries import graph_task, is_compiling
+from hookkit.hooks.snapshot import is_transformed
 
 
 def listen(t: Tensor, receive: Callable[[Tensor], Any]) -> ViewGradient | RemovableHandle:

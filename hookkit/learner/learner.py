@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
-from hookkit.callbacks.driving import listed
 from hookkit.callbacks.keywords import InitSignature, check_keywords
+from hookkit.callbacks.runner import listed
 from hookkit.checks import check_flag, check_path
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
-from hookkit.learner.distributing import distributed
-from hookkit.learner.doors import (
+from hookkit.learner.checks import (
     as_loaders,
     check_decay,
     check_epochs,
@@ -31,6 +30,7 @@ from hookkit.learner.doors import (
     checked_metrics,
     checked_model,
 )
+from hookkit.learner.distributing import distributed
 from hookkit.learner.groups import (
     freeze_groups,
     make_optimizer,

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.driving import Driver
 from hookkit.callbacks.outputs import loss_name
+from hookkit.callbacks.runner import Driver
 from hookkit.callbacks.scaling import stepping_scaler
 from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
@@ -32,7 +32,7 @@ from hookkit.events import (
     stray_cancel,
 )
 from hookkit.interrupts import Guard, block, interruptible, uninterrupted
-from hookkit.learner.doors import no_loss
+from hookkit.learner.checks import no_loss
 from hookkit.learner.groups import plain_optimizer
 from hookkit.nested import describe
 

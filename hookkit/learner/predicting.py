@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hookkit.callbacks import Callback
-from hookkit.callbacks.driving import listed
+from hookkit.callbacks.runner import listed
 from hookkit.data import DataLoaders
 from hookkit.errors import ModelRunError
 from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
 from hookkit.interrupts import block
-from hookkit.learner.doors import as_loaders
+from hookkit.learner.checks import as_loaders
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
 

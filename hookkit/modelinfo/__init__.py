@@ -2,19 +2,19 @@
 
 dummies    The input of a model, read off its first layer: how many channels, how many
            dimensions.
-isolating  Copies of a model to run in its place, and a world that is put back afterwards.
+sandbox    Copies of a model to run in its place, and a world that is put back afterwards.
 hooked     The hooks of a model, put on its copy: the user's run, hookkit's captures do not.
-drawing    Random states, kept where a run would move them.
-expelling  Fake tensors that a forward put outside of the model are taken out again.
-faking     Where fake tensors know less than real ones: types, indices, the workspace of an LSTM.
+random_draws  Random states, kept where a run would move them.
+purge_fake  Fake tensors that a forward put outside of the model are taken out again.
+fake_kernels  Where fake tensors know less than real ones: types, indices, the workspace of an LSTM.
 tracing    One run of a model, seen by module: calls in order, shapes, multiply-accumulates,
            bytes kept.
-keeping    What autograd keeps for the backward pass: memory by storage, and which parameters it
+saved_tensors  What autograd keeps for the backward pass: memory by storage, and which parameters it
            reaches.
 flops      Multiply-accumulates of the operations that PyTorch really runs, below `torch.nn`.
 """
 
-from hookkit.modelinfo.modelinfo import (
+from hookkit.modelinfo.info import (
     ParameterModule,
     Partly,
     dummy_eval,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, OptionError, is_whole
-from hookkit.walking import submodules, unwrap, walk
+from hookkit.modules import submodules, unwrap, walk
 
 _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookkit.hooks.dispatching import Dispatcher
-from hookkit.walking import inner_key, submodules
+from hookkit.hooks.entries import Dispatcher
+from hookkit.modules import inner_key, submodules
 
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _CALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")

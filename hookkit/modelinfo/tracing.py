@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.interrupts import Undo, uninterrupted
-from hookkit.modelinfo import drawing, expelling, faking, hooked, isolating
+from hookkit.modelinfo import fake_kernels, hooked, purge_fake, random_draws, sandbox
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
-from hookkit.modelinfo.keeping import Saved, made_last, storage_of, unused
+from hookkit.modelinfo.saved_tensors import Saved, made_last, storage_of, unused
+from hookkit.modules import can_run, unwrap, walk
 from hookkit.nested import Inputs, describe, leaves
-from hookkit.walking import can_run, unwrap, walk
 
 _MAX_SHAPES = 64  # a cell called in a loop would keep thousands
 
@@ -107,10 +107,10 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts
         fake = self.tracer.trace.how == "fake"
         if fake:
-            faking.check(func, args, self.tracer.real)
+            fake_kernels.check(func, args, self.tracer.real)
         else:
             self.tracer.trace.drew |= _may_draw(func)
-        out = faking.call(func, args, kwargs) if fake else func(*args, **kwargs)
+        out = fake_kernels.call(func, args, kwargs) if fake else func(*args, **kwargs)
         self.tracer.book(func, args, kwargs, out, self.free)
         return self._watched(out)
 
@@ -204,7 +204,7 @@ class Tracer:
             self.trace.uncounted[name_of(func)] += 1
         elif macs:
             self.trace.macs[self.here()] += macs
-        elif not faking.looks_at(name_of(func)):
+        elif not fake_kernels.looks_at(name_of(func)):
             free.add(func)
 
     def pack(self, t: Tensor) -> Saved:
@@ -239,10 +239,10 @@ def trace(
     that were running then, outermost first. `training=False` runs the copy in evaluation mode.
     """
     model = unwrap(model)
-    with isolating.undisturbed():
-        with drawing.kept(lambda: False):  # nothing is drawn; a forward may seed
+    with sandbox.undisturbed():
+        with random_draws.kept(lambda: False):  # nothing is drawn; a forward may seed
             done = _fake(model, args, kwargs, training)
-        sharded = done is not None and any(map(isolating.is_sharded, model.modules()))
+        sharded = done is not None and any(map(sandbox.is_sharded, model.modules()))
         if done is None or (done.error is not None and not sharded):  # a real run needs all ranks
             why = _reason(done, model, Inputs(args, kwargs))
             done = _real_kept(model, args, kwargs, training)
@@ -253,7 +253,7 @@ def trace(
 
 def _reason(done: Trace | None, model: nn.Module, given: Inputs) -> str:
     if done is None:
-        return "sparse tensors" if isolating.has_sparse(model, given) else ""
+        return "sparse tensors" if sandbox.has_sparse(model, given) else ""
     error = done.error
     where = f" in {done.failed[-1] or 'the model itself'}" if done.failed else ""
     return f"{type(error).__name__}{where}"
@@ -266,24 +266,24 @@ def _reason(done: Trace | None, model: nn.Module, given: Inputs) -> str:
 def _fake(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
 ) -> Trace | None:
-    mode = isolating.new_fake_mode()
-    if mode is None or isolating.has_sparse(model, Inputs(args, kwargs)):
+    mode = sandbox.new_fake_mode()
+    if mode is None or sandbox.has_sparse(model, Inputs(args, kwargs)):
         return None
     try:
         home = next((t.device for t in leaves((args, kwargs)) if not t.is_meta), None)
-        stand_in = isolating.fake_copy(model, mode, home)
-        given = isolating.fake_inputs(Inputs(args, kwargs), mode)
+        stand_in = sandbox.fake_copy(model, mode, home)
+        given = sandbox.fake_inputs(Inputs(args, kwargs), mode)
         _set_mode(stand_in, training)
     except Exception:  # whatever refuses to be copied without values is run for real
         return None
-    held = expelling.remember(model)
+    held = purge_fake.remember(model)
     pairs = zip(leaves(given), leaves(Inputs(args, kwargs)), strict=True)
     done = _run(stand_in, given, "fake", mode, {id(fake): t for fake, t in pairs})
     done.made += [weakref.ref(t) for t in leaves(given)]
     del given, pairs
     if done.error is not None:
         done.error = done.error.with_traceback(None)  # its frames hold what the run made
-    expelling.expel(done.made, stand_in, held)
+    purge_fake.expel(done.made, stand_in, held)
     return done
 
 
@@ -291,7 +291,7 @@ def _real_kept(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
 ) -> Trace:
     done: Trace | None = None
-    with drawing.kept(lambda: done is None or done.drew):
+    with random_draws.kept(lambda: done is None or done.drew):
         done = _real(model, args, kwargs, training)
     return done
 
@@ -300,14 +300,14 @@ def _real(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None
 ) -> Trace:
     try:
-        stand_in = isolating.real_copy(model)
+        stand_in = sandbox.real_copy(model)
         _set_mode(stand_in, training)
     except Exception:  # it holds a lock, a file, a process group: run it in place
-        with isolating.put_back(model):
+        with sandbox.put_back(model):
             hooked.silence(model)
             _set_mode(model, training)
-            return _run(model, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
-    return _run(stand_in, isolating.real_inputs(Inputs(args, kwargs)), "real", None)
+            return _run(model, sandbox.real_inputs(Inputs(args, kwargs)), "real", None)
+    return _run(stand_in, sandbox.real_inputs(Inputs(args, kwargs)), "real", None)
 
 
 def _set_mode(model: nn.Module, training: bool | None) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.moments import kernels
+from hookkit.moments import triton_kernels
 from hookkit.moments.histograms import ABSENT, Bins, sample_of
+from hookkit.moments.history import Axis, Ring
 from hookkit.moments.moments import N_FIELDS, empty_rows, flat, merge, moments
-from hookkit.moments.rings import Axis, Ring
 from hookkit.moments.units import Units
 
 
@@ -72,7 +72,7 @@ class Bank:
     def __init__(self, options: Options, device: torch.device, rows: int) -> None:
         self.options, self.device = options, device
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.fused = kernels.serves(device)
+        self.fused = triton_kernels.serves(device)
         self.turn = self.rows = 0
         # the number of the last batch that was kept, and what is kept: moments and counts
         self._kept: tuple[int, Tensor | None, Tensor | None] = -1, None, None
@@ -114,7 +114,7 @@ class Bank:
         if old:
             live[:old] = self.live[:old]
         if self.fused:
-            sums = kernels.blank(rows, self.device)
+            sums = triton_kernels.blank(rows, self.device)
             if old:
                 sums[:old] = self.sums[:old]
             self.sums = sums
@@ -159,7 +159,7 @@ class Bank:
     def _take(self, row: int, x: Tensor, times: int) -> None:
         """Add the flat `x`, each of whose values counts so many times, to the moments."""
         if self.fused:
-            kernels.add(x, self.sums[row], self.options.eps, times)
+            triton_kernels.add(x, self.sums[row], self.options.eps, times)
             return
         new = moments(x, self.options.eps, self.dtype)
         if times > 1:
@@ -196,7 +196,7 @@ class Bank:
 
     def _live(self) -> Tensor:
         """(rows, 9) moments of the batch at hand."""
-        return kernels.collapse(self.sums) if self.fused else self.live.clone()
+        return triton_kernels.collapse(self.sums) if self.fused else self.live.clone()
 
     def _counts(self) -> Tensor:
         """(rows, width) int64 of everything seen for this step."""
@@ -219,7 +219,7 @@ class Bank:
 
     def _drop_moments(self) -> None:
         if self.fused:
-            kernels.clear(self.sums)
+            triton_kernels.clear(self.sums)
         else:
             self.live.copy_(self.fresh)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hookkit.errors import OptionError
-from hookkit.moments.loading import machine
+from hookkit.moments.numba_loader import machine
 
 ABSENT = 0x7FA5C35A
 """Bits of the float32 that marks an unused place in a sample: a signalling NaN, which no arithmetic

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.moments.sweeps import scratch
+from hookkit.moments.cpu import scratch
 from hookkit.moments.unitplans import Plan, plan_of
 from hookkit.moments.units import TAU, Tables, Units
 

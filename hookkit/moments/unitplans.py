@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hookkit.moments.loading import machine
-from hookkit.moments.sweeps import CHUNK, scratch
+from hookkit.moments.cpu import CHUNK, scratch
+from hookkit.moments.numba_loader import machine
 from hookkit.moments.units import ONE_SIDED, TWO_SIDED, channel_dim
 
 PART = 1 << 15

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.moments.rings import Axis, Ring
-from hookkit.moments.sweeps import CHUNK
+from hookkit.moments.cpu import CHUNK
+from hookkit.moments.history import Axis, Ring
 
 TAU = 0.025
 """A unit whose mean |x| is at most this share of its layer's mean is dormant.

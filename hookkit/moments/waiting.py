@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hookkit.moments.banks import Bank, Options, narrow
+from hookkit.moments.cpu import CHUNK, cpu_row, rows_of, stacked
 from hookkit.moments.histograms import ABSENT, sample_of
+from hookkit.moments.history import Axis
 from hookkit.moments.moments import EMPTY, array_of, flat, merge_row
-from hookkit.moments.rings import Axis
-from hookkit.moments.sweeps import CHUNK, cpu_row, rows_of, stacked
 from hookkit.moments.unitarrays import LATE_VALUES, MOST_LATE, UnitsByArrays
 from hookkit.moments.unitplans import Plan
 

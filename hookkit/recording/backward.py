@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookkit.errors import SelectionError, nearest
-from hookkit.hooks.capturing import Options, Storer
-from hookkit.hooks.dispatching import (
+from hookkit.hooks.entries import (
     Attached,
     called,
     check_hookable,
@@ -28,6 +27,7 @@ from hookkit.hooks.dispatching import (
     is_compiling,
 )
 from hookkit.hooks.gradients import GradState, grad_dispatchers
+from hookkit.hooks.snapshot import Options, Storer
 from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves, pick
 from hookkit.selecting import Selection

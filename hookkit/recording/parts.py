@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import nn
 
-from hookkit.walking import held_by
+from hookkit.modules import held_by
 
 
 class Parts:

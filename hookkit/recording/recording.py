@@ -16,12 +16,12 @@ from weakref import ref
 
 from torch import nn
 
-from hookkit.callbacks.listening import Callback, calls
+from hookkit.callbacks.callback import Callback, calls
 from hookkit.checks import check_flag, check_function, check_number, shown
 from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
-from hookkit.hooks.capturing import FUNCTION_OF
 from hookkit.hooks.compiling import forget_graphs
+from hookkit.hooks.snapshot import FUNCTION_OF
 from hookkit.interrupts import uninterrupted
 from hookkit.recording.backward import BackwardHooks
 from hookkit.recording.parts import Parts

@@ -5,7 +5,7 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
 
     values    equality, array types, the ways out: to_df, save, …; and diagnose, plot, report
     record    Record
-    runs      Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
+    run       Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
 """
 
 from hookkit.records.record import (
@@ -16,10 +16,11 @@ from hookkit.records.record import (
     Record,
     label,
 )
-from hookkit.records.runs import Incident, Run, as_record, as_run, by_module, in_order
+from hookkit.records.run import Incident, Run, as_record, as_run, by_module, in_order
 from hookkit.records.values import Exports, Floats, Ints, Tables, Views
 
 __all__ = [
+    "COLUMNS",
     "KINDS",
     "PARAM_STATISTICS",
     "STATISTICS",
@@ -35,6 +36,14 @@ __all__ = [
     "as_record",
     "as_run",
     "by_module",
+    "compare",
     "in_order",
     "label",
+    "load",
+    "load_run",
+    "log_to",
+    "records_of",
+    "save",
+    "to_csv",
+    "to_df",
 ]

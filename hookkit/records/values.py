@@ -64,34 +64,34 @@ class Views:
 
 
 class Tables:
-    """What can be read as records goes to other tools: see `hookkit.exports`."""
+    """What can be read as records goes to other tools: see `hookkit.records`."""
 
     def to_df(self) -> Any:
         """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
-        from hookkit import exports
+        from hookkit.records import frames
 
-        return exports.to_df(self)
+        return frames.to_df(self)
 
     def to_csv(self, path: str | Path) -> Path:
         """Writes the tidy table as CSV; the path."""
-        from hookkit import exports
+        from hookkit.records import frames
 
-        return exports.to_csv(self, path)
+        return frames.to_csv(self, path)
 
     def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
         """Sends scalars and histograms to a TensorBoard `SummaryWriter`: what it has not got yet.
 
-        So it can be called after each epoch; see `exports.log_to`.
+        So it can be called after each epoch; see `records.log_to`.
         """
-        from hookkit import exports
+        from hookkit.records import loggers
 
-        exports.log_to(writer, self, statistics=statistics)
+        loggers.log_to(writer, self, statistics=statistics)
 
     def compare(self, other: Any, statistic: str = "rms") -> Any:
-        """This run and another side by side, a DataFrame by layer: see `exports.compare`."""
-        from hookkit import exports
+        """This run and another side by side, a DataFrame by layer: see `records.compare`."""
+        from hookkit.records import frames
 
-        return exports.compare(self, other, statistic)
+        return frames.compare(self, other, statistic)
 
 
 class Exports(Tables):
@@ -99,6 +99,6 @@ class Exports(Tables):
 
     def save(self, path: str | Path) -> Path:
         """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
-        from hookkit import exports
+        from hookkit.records import files
 
-        return exports.save(self, path)
+        return files.save(self, path)

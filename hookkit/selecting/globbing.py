@@ -13,7 +13,7 @@ from fnmatch import translate
 
 from torch import nn
 
-from hookkit.walking import is_parametrization, join, submodules, unwrap
+from hookkit.modules import is_parametrization, join, submodules, unwrap
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PARTS = re.compile(r"(?:\[[^\]]*\]|[^.\[]|\[)+")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_function
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.modules import can_run, children, find, unwrap, walk
 from hookkit.selecting.globbing import expand, glob, is_glob, parts
-from hookkit.walking import can_run, children, find, unwrap, walk
 
 Selector = (
     str

@@ -15,8 +15,8 @@ from weakref import ref
 from torch import nn
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.modules import all_names, is_leaf, is_observer, opens, unwrap, walk
 from hookkit.selecting.resolving import Asked, Pick, Selector
-from hookkit.walking import all_names, is_leaf, is_observer, opens, unwrap, walk
 
 __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 

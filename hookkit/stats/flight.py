@@ -24,15 +24,15 @@ from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
-from hookkit.hooks.dispatching import graph_task
+from hookkit.hooks.entries import graph_task
 from hookkit.interrupts import uninterrupted
+from hookkit.modules import unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.stats.gathering import unscale_of
 from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
+from hookkit.stats.norm_history import GradTape, NormTape, input_hook, norm_hook
 from hookkit.stats.parameters import Named, Parameters
-from hookkit.stats.tapes import GradTape, NormTape, input_hook, norm_hook
-from hookkit.walking import unwrap
 
 ACTIONS = ("raise", "skip", "report")
 _MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import OptionError
-from hookkit.hooks.dispatching import Attached, check_hookable
+from hookkit.hooks.entries import Attached, check_hookable
 from hookkit.interrupts import uninterrupted
+from hookkit.moments.accumulator import Tally
 from hookkit.moments.banks import Options
-from hookkit.moments.loading import machine
-from hookkit.moments.tallies import Tally
+from hookkit.moments.numba_loader import machine
 from hookkit.recording import HookCallback
 from hookkit.recording.backward import BackwardHook
 from hookkit.records import Record

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.records import Incident
+from hookkit.stats.norm_history import NormTape
 from hookkit.stats.norms import local_values
-from hookkit.stats.tapes import NormTape
 
 LOSS, INPUT, FIRST = 0, 1, 2
 """Rows of the tape: the loss, the model's input, the first layer."""

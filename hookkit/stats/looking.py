@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks.capturing import Options
-from hookkit.hooks.dispatching import (
+from hookkit.hooks.entries import (
     Attached,
     Dispatcher,
     called,
@@ -24,8 +23,9 @@ from hookkit.hooks.dispatching import (
     is_tracing,
 )
 from hookkit.hooks.gradients import First, GradState, grad_dispatchers, note_version
+from hookkit.hooks.snapshot import Options
 from hookkit.hooks.views import listen
-from hookkit.moments.tallies import Tally
+from hookkit.moments.accumulator import Tally
 from hookkit.nested import Inputs, describe, named_leaves, pick, tmap
 from hookkit.recording.backward import BackwardHook
 from hookkit.selecting import Selection

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.moments.cpu import norms
 from hookkit.moments.moments import floats_of, plain, working_dtype
-from hookkit.moments.sweeps import norms
 
 FEW = 1 << 23
 """Values up to which numpy's one read of each is faster than torch's several, on many threads."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from hookkit.modules import is_parametrization, join, submodules, walk
 from hookkit.moments.moments import has_numbers
 from hookkit.recording.parts import Parts
-from hookkit.walking import is_parametrization, join, submodules, walk
 
 Named = tuple[str, str, nn.Parameter]
 

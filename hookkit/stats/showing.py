@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from hookkit.layout import clip, pad, width
+from hookkit.texts import clip, pad, width
 
 MOST_ROWS = 12
 """Layers shown; of more, the first and the last half of these."""

@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 
 from hookkit.checks import check_choice, check_flag
-from hookkit.hooks.dispatching import graph_task
+from hookkit.hooks.entries import graph_task
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
+from hookkit.stats.graph import readers, unregistered
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.parameters import idle_parameters, named_parameters
-from hookkit.stats.readers import readers, unregistered
-from hookkit.stats.updates import ParamStats
+from hookkit.stats.params import ParamStats
 
 __all__ = ["ActivationStats", "GradientStats", "LayerStats", "ParamStats", "StatsList"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hookkit.callbacks.scaling import live_scalers, unscaling
 from hookkit.errors import HookkitWarning
+from hookkit.moments.accumulator import Tally
 from hookkit.moments.banks import Options
-from hookkit.moments.tallies import Tally
 from hookkit.stats.gathering import StatsCallback, inverse_scale
 
 

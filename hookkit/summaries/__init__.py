@@ -1,24 +1,24 @@
 """A model at a glance: `summary(model, *inputs)`, and the same in fastai's layout for a Learner.
 
-building     From a run to a `Summary`: rows, totals, what is told of the optimizer, and the
+build        From a run to a `Summary`: rows, totals, what is told of the optimizer, and the
              warnings.
-inventory    The rows of a summary: what each module owns, in the order of execution, counted
+rows         The rows of a summary: what each module owns, in the order of execution, counted
              once.
-outline      A summary as a value: rows of plain numbers and text, with totals, and no reference
+result       A summary as a value: rows of plain numbers and text, with totals, and no reference
              to the model.
 folding      The lines of a drawn summary: rows as a tree, equal siblings as one line, cut at a
              depth.
-texttable    A summary as text that fits the terminal.
-htmltable    A summary as HTML that folds, for notebooks: no script, no outside file, light and
+text         A summary as text that fits the terminal.
+html         A summary as HTML that folds, for notebooks: no script, no outside file, light and
              dark.
-comparing    What differs between two summaries, by qualified name: rows, numbers, totals.
-learnerview  fastai's layout of a summary, drawn from the same value as the rich one, and a
+diff         What differs between two summaries, by qualified name: rows, numbers, totals.
+fastai_layout  fastai's layout of a summary, drawn from the same value as the rich one, and a
              Learner's own.
-optimizing   What an optimizer holds of a model: its groups, the bytes of its state, and what is
+optimizer_info  What an optimizer holds of a model: its groups, the bytes of its state, and what is
              amiss.
 """
 
-from hookkit.summaries.summaries import (
+from hookkit.summaries.making import (
     Row,
     Summary,
     layer_info,

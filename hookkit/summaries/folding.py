@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hookkit.summaries.outline import NUMBERS, Row, Totals
+from hookkit.summaries.result import NUMBERS, Row, Totals
 
 
 @dataclass

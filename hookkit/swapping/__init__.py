@@ -3,7 +3,7 @@
 wrapping  Modules that stand in the place of another and pass for it: put in by `swap`.
 """
 
-from hookkit.swapping.swapping import (
+from hookkit.swapping.swapped import (
     Catcher,
     GramWrapper,
     Wrapper,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.errors import OptionError
-from hookkit.hooks.capturing import owned, rehoused, snapshot, unwrapped
-from hookkit.hooks.dispatching import recomputing, untraced
+from hookkit.hooks.entries import recomputing, untraced
+from hookkit.hooks.snapshot import owned, rehoused, snapshot, unwrapped
+from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, tmap
-from hookkit.walking import unwrap
 
 
 class Wrapper(nn.Module):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from hookkit.callbacks.outputs import Scores
 from hookkit.callbacks.recorder import Scalars
 from hookkit.errors import ArgumentError
-from hookkit.hooks.dispatching import attach, in_thread
+from hookkit.hooks.entries import attach, in_thread
 from hookkit.nested import named_leaves
 from hookkit.records import Floats
-from hookkit.watching.admitting import tell_no_loss, tell_twice
+from hookkit.watching.checks import tell_no_loss, tell_twice
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, bool]:

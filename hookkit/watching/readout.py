@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookkit.callbacks.runs import run_of
 from hookkit.records import Exports, Floats, Run, Views
-from hookkit.watching.following import FollowedLoop
+from hookkit.watching.external_loop import FollowedLoop
 
 
 class ReadOut(Exports, Views):

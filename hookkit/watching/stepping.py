@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from hookkit.callbacks.scaling import stepping_scaler
 from hookkit.errors import HookError
 from hookkit.events import CancelStepException
-from hookkit.hooks.dispatching import graph_task
-from hookkit.watching.asides import Asides
-from hookkit.watching.turns import Turns
+from hookkit.hooks.entries import graph_task
+from hookkit.watching.eval_passes import Asides
+from hookkit.watching.optimizer_groups import Turns
 
 
 class Stepping(Asides):

@@ -1,0 +1,306 @@
+"""`Driver`: whatever owns callbacks and tells them what happens.
+
+Two drivers stand on this: the `Learner`, which runs its own loop, and the `Watcher`, which follows
+anybody's. The idea that makes it cheap: for each event a driver finds once which callbacks have a
+method of that name, in order, and keeps that list until a callback is added, removed or reordered.
+An event nobody listens to costs one dict lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
+from typing import Any, TypeVar
+
+from fastcore.foundation import L
+
+from hookkit.callbacks.callback import Callback, heard_by, in_phase
+from hookkit.errors import ArgumentError, HookError, OptionError
+from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
+from hookkit.interrupts import Undo, block, uninterrupted
+
+__all__ = ["Callback", "Driver", "listed"]
+
+D = TypeVar("D", bound="Driver")
+
+
+class Driver:
+    """Owns callbacks, calls them by event, and finds them by name. `Learner` and `Watcher` are two.
+
+    Of several callbacks of one name the first has it; the others are `name_2`, `name_3`, … in the
+    order they were added.
+
+    Attributes:
+        cbs: the callbacks, as they were added.
+        fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
+        training: whether the batch at hand is one to learn from.
+        in_closure: whether the step at hand has a closure: until it is made, every batch is one
+            evaluation of it.
+        step_scaler: the GradScaler that made the last optimizer step, None if none did.
+        finds_opts: the optimizers become known as they step.
+        n_steps: optimizer steps so far, on the axis of its recorders: one that has recorded
+            elsewhere is carried on, so that no step comes twice in what it holds.
+    """
+
+    holds_callbacks = True  # which therefore hold it weakly
+
+    cbs: L
+    fitting: bool = False
+    _broken: bool = False  # whether the fit that is cleaned up after ended by an exception
+    training: bool = False
+    in_closure: bool = False
+    step_scaler: Any = None
+    finds_opts: bool = False
+    n_steps: int = 0
+    _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
+    _past: list[Callback]  # added for a fit that is over
+
+    def _own(self, cbs: Any) -> None:
+        """Starts with `cbs` as the callbacks."""
+        self.cbs, self._listeners, self._past = L(), {}, []
+        self.add_cbs(cbs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for cb in (*self.cbs, *self._past):
+            if cb.learn is None:  # in a deep copy or a pickle; a shallow copy shares the callbacks
+                cb.learn = self
+
+    # --- adding and removing
+
+    def add_cb(self: D, cb: Callback | type[Callback]) -> D:
+        """Adds a callback, an instance or a class to be made into one; the driver itself.
+
+        One added while a fit is under way gets its `before_fit` at once.
+
+        Raises:
+            ArgumentError, HookError: as `add_cbs`.
+        """
+        return self.add_cbs([cb])
+
+    def add_cbs(self: D, cbs: Any) -> D:
+        """Adds one callback, several, or None: all of them, or it raises.
+
+        Raises:
+            ArgumentError: one of them is not a callback.
+            HookError: one of them is at work in a fit of another driver.
+        """
+        made = _made(cbs)
+        self._check_free(made)
+        for cb in made:
+            if not self._owns(cb):
+                self._add(cb)
+        return self
+
+    def _add(self, cb: Callback) -> None:
+        cb.learn = self
+        self.cbs.append(cb)
+        self._past = [past for past in self._past if past.name != cb.name]
+        self._forget_order()
+        if self.fitting:
+            self._carry_on(cb)
+            cb("before_fit")
+
+    def remove_cb(self: D, cb: Callback | type[Callback]) -> D:
+        """Removes a callback, or all callbacks of a class; the driver itself.
+
+        One removed while a fit is under way is cleaned up after at once.
+
+        Raises:
+            ArgumentError: `cb` is neither a callback nor a class of them.
+        """
+        return self.remove_cbs([cb])
+
+    def remove_cbs(self: D, cbs: Any) -> D:
+        """Removes what `add_cbs` takes."""
+        for cb in self._meant(cbs):
+            self._drop(cb)
+            cb.learn = None
+        return self
+
+    def _meant(self, cbs: Any) -> list[Callback]:
+        """The callbacks here that `cbs` stands for: themselves, or the instances of a class."""
+        found: list[Callback] = []
+        for cb in listed(cbs):
+            if isinstance(cb, type) and issubclass(cb, Callback):
+                found += self._grab_cbs(cb)
+            elif isinstance(cb, Callback):
+                found += [cb] * self._owns(cb)
+            else:
+                raise ArgumentError(
+                    f"{cb!r} was to be removed as a callback, its type is {type(cb).__name__}. "
+                    f"Give the callback, or its class; there are {list(self.cbs)}."
+                )
+        return list({id(cb): cb for cb in found}.values())
+
+    def _owns(self, cb: Callback) -> bool:
+        return any(cb is mine for mine in self.cbs)
+
+    def _drop(self, cb: Callback) -> None:
+        if self.fitting:
+            self._let_go(cb)
+        self.cbs = L(c for c in self.cbs if c is not cb)
+        self._forget_order()
+
+    @block
+    def added_cbs(self: D, cbs: Any) -> Iterator[D]:
+        """The driver with `cbs` added, until the end of the `with`.
+
+        Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
+        """
+        mine = [cb for cb in _made(cbs) if not self._owns(cb)]
+        try:
+            yield self.add_cbs(mine)
+        finally:
+            for cb in self._meant(mine):
+                self._drop(cb)
+                self._past.append(cb)
+
+    @block
+    def removed_cbs(self: D, cbs: Any) -> Iterator[D]:
+        """The driver without `cbs` (instances, classes), until the end of the `with`."""
+        gone, before = self._meant(cbs), list(self.cbs)
+        self.remove_cbs(gone)
+        try:
+            yield self
+        finally:
+            self.add_cbs(gone)
+            place = {id(cb): i for i, cb in enumerate(before)}  # equal orders run as they stood
+            self.cbs = L(sorted(self.cbs, key=lambda cb: place.get(id(cb), len(place))))
+            self._forget_order()
+
+    # --- finding
+
+    def _grab_cbs(self, cls: type[Callback]) -> L:
+        """The callbacks that are instances of `cls`."""
+        return L(cb for cb in self.cbs if isinstance(cb, cls))
+
+    def _named(self) -> dict[str, Callback]:
+        """The callbacks by name, and those of a past fit, each with a name of its own."""
+        found: dict[str, Callback] = {}
+        for cb in [*self.cbs, *self._past]:
+            name = base = cb.name
+            n = 1
+            while name in found:
+                n += 1
+                name = f"{base}_{n}"
+            found[name] = cb
+        return found
+
+    def _cb_named(self, name: str) -> Callback | None:
+        """The callback of that name; None if there is none."""
+        return self._named().get(name)
+
+    def ordered_cbs(self, event: str) -> L:
+        """The callbacks that have a method for `event`, in the order they run.
+
+        Raises:
+            OptionError: there is no such event.
+        """
+        return L(cb for cb, _ in self._listening(event))
+
+    def _listening(self, event: str) -> list[tuple[Callback, Callable[[], object]]]:
+        if event not in self._listeners:
+            if event not in EVENTS:
+                raise OptionError(f"An event was to be fired: {not_an_event(event)}")
+            found = [(cb, heard_by(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)]
+            self._listeners[event] = [(cb, f) for cb, f in found if f is not None]
+        return self._listeners[event]
+
+    def _forget_order(self) -> None:
+        # a new dict: an event that is just being fired goes on with its own list
+        self._listeners = {}
+
+    # --- firing
+
+    def __call__(self, *events: str) -> None:
+        """Fires events, in turn, at the callbacks that have a method for them."""
+        for event in events:
+            listening = self._listeners.get(event)
+            if listening is None:
+                listening = self._listening(event)
+            if listening:
+                self._fire(event, listening)
+
+    def _fire(self, event: str, listening: list[tuple[Callback, Callable[[], object]]]) -> None:
+        try:
+            for cb, f in listening:
+                if cb.run and cb.learn is self and in_phase(cb, event, self.training):
+                    f()
+        except CANCEL_EXCEPTIONS:
+            raise
+        except Exception as error:
+            error.add_note(f"in callback {cb!r}, event {event}{self._where()}")
+            raise
+
+    def _where(self) -> str:
+        """Where the run stands, for a note: `, epoch 0, batch 3 (training)`."""
+        return ""
+
+    def _claim(self) -> None:
+        """Makes every callback answer to this driver: another one may have had it since."""
+        self._check_free(self.cbs)
+        for cb in self.cbs:
+            cb.learn = self
+            self._carry_on(cb)
+        self._forget_order()
+
+    def _check_free(self, cbs: Iterable[Callback]) -> None:
+        for cb in cbs:
+            if cb.learn is not self and getattr(cb.learn, "fitting", False):
+                raise HookError(
+                    f"{cb!r} was given to a second {type(self).__name__} while it is at work in a "
+                    f"fit. Give each its own: {type(cb).__name__}(…)."
+                )
+
+    def _carry_on(self, cb: Callback) -> None:
+        """Counts on from the step that `cb` has come to, here or elsewhere."""
+        self.n_steps = max(self.n_steps, cb._came_to)
+
+    def _part_from(self, cb: Callback) -> None:
+        """Has a recorder know which step it has come to."""
+        if hasattr(type(cb), "record") or "incidents" in vars(cb):
+            cb._came_to = self.n_steps
+
+    @uninterrupted
+    def _clean_up(self) -> None:
+        """Calls every callback's `cleanup_fit`, also when one of them fails."""
+        with Undo() as stack:
+            for cb in self.cbs:
+                cb.run = True
+                stack.callback(self._let_go, cb)
+
+    def _let_go(self, cb: Callback) -> None:
+        self._part_from(cb)
+        try:
+            cb.cleanup_fit()
+        except Exception as error:
+            error.add_note(f"in callback {cb!r}, cleanup_fit{self._where()}")
+            raise
+
+
+def listed(cbs: Any) -> list[Any]:
+    """One callback (instance or class), several or None, as a list."""
+    if cbs is None:
+        return []
+    if isinstance(cbs, (Callback, type, str)) or not isinstance(cbs, Iterable):
+        return [cbs]
+    return list(cbs)
+
+
+def _made(cbs: Any) -> list[Callback]:
+    """`listed` callbacks, of each class an instance."""
+    made = []
+    for cb in listed(cbs):
+        made.append(cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb)
+        if not isinstance(made[-1], Callback):
+            raise ArgumentError(
+                f"{cb!r} was to be added as a callback, its type is {type(cb).__name__}. Give a "
+                f"Callback, a Callback class, or Callback(after_fit=f) around a function."
+            )
+        if not isinstance(made[-1].order, Real):
+            raise ArgumentError(
+                f"{cb!r} was to be added with order={made[-1].order!r}: callbacks run by ascending "
+                f"order. Make it a number, such as 0."
+            )
+    return made

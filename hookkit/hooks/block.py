@@ -1,0 +1,223 @@
+"""What is said when a block ends: stops, hooks that never fired and why, hints for errors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
+from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
+from hookkit.hooks.references import warning_of
+from hookkit.interrupts import Guard
+
+if TYPE_CHECKING:
+    from hookkit.hooks.hook import Hook
+    from hookkit.hooks.references import Reference
+    from hookkit.hooks.snapshot import Options
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_BACKWARD = "no backward pass came by it inside the block"
+_MISSED = {
+    "thread": "called only from another thread; enter the block in the thread that runs the model",
+    "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
+    "the DataParallel module itself, or use DistributedDataParallel",
+    "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
+    "traced": "called only by torch.jit.trace, whose graph has no hooks on gradients; run the "
+    "model itself in the block",
+    "frozen": "nothing that it returns requires a gradient (its parameters and inputs are frozen)",
+    "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
+}
+
+
+class StopForward(BaseException):
+    """Ends a forward pass once every hook of a `with … stop=True` block has fired.
+
+    No `Exception`, so a model's own `except Exception` lets it through; the block swallows it.
+    """
+
+    def __init__(self, owner: Stop) -> None:
+        super().__init__(
+            "stop=True: the last wanted layer has fired. Run the model inside the `with` block "
+            "of the hooks, which ends here."
+        )
+        self.owner = owner
+
+
+class Stop:
+    """Which hooks a stop still waits for."""
+
+    def __init__(self, hooks: Iterable[Hook]) -> None:
+        self.waiting = {id(h): h for h in hooks}
+        self.done = False
+
+    def fired(self, hook: Hook) -> None:
+        """Notes that `hook` has fired, and ends the forward pass if it was the last.
+
+        Once: whatever goes wrong with the block, the forward passes after it are whole.
+        """
+        self.waiting.pop(id(hook), None)
+        if not (self.waiting or self.done):
+            self.done = True
+            raise StopForward(self)
+
+
+class Block:
+    """What the hooks of one `with` block share: options, thread, stop, guard, depth."""
+
+    __slots__ = ("compiled", "depth", "guard", "options", "owner", "stop", "thread", "warned")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
+        self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
+        self.stop: Stop | None = None
+        self.compiled: dict[int, str] | None = None  # what `compiled_modules` found, once asked
+        self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
+        self.guard = Guard()
+        self.depth = 0  # of the same hooks entered again inside their own block
+
+    def enter(self, hooks: Sequence[Hook]) -> None:
+        """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.guard.begin()
+        self.thread = get_ident()
+        if hooks and self.options.stop:
+            self.stop = Stop(hooks)
+        if FRAMES in sys.modules:
+            enter_eager(self)
+
+    def inner(self) -> bool:
+        """Leaves one level; True while there is another around it, which goes on."""
+        self.depth -= 1
+        return self.depth > 0
+
+    def undo(self) -> None:
+        """Undoes `enter`, also half of it; can be repeated."""
+        self.thread, self.stop, self.depth = None, None, 0
+        leave_eager(self)
+        self.guard.end()
+
+    def leave(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
+        """Undoes `enter` and reports; True swallows `e`, which was the block's own stop."""
+        stop = self.stop
+        self.undo()
+        if e is None:
+            if hooks:
+                _report(hooks, stop)
+        elif isinstance(e, StopForward):
+            return e.owner is stop
+        elif isinstance(e, (RuntimeError, ValueError)):
+            _hint(hooks, e)
+        return False
+
+
+# What PyTorch says where a full backward hook is in the way, and what that means.
+_IN_THE_WAY = {
+    "BackwardHookFunction": "the input or output of a layer with a full backward hook ({}) was "
+    "changed in place. Use hook_output(module, grad=True), which allows that.",
+    "have backward hooks assigned": "torch.jit.trace takes no model with full backward hooks ({}). "
+    "Trace it outside of the block, or use hook_output(module, grad=True).",
+}
+
+
+def _hint(hooks: Sequence[Hook], e: BaseException) -> None:
+    names = ", ".join(h.label for h in hooks if h._options.kind == "backward")
+    for said, hint in _IN_THE_WAY.items():
+        if names and said in str(e):
+            e.add_note("hookkit: " + hint.format(names))
+
+
+def reasons(hooks: Iterable[Hook]) -> dict[str, str]:
+    """The hooks that have nothing, by label, each with the reason as far as it can be known.
+
+    Where two have the same label (modules without names), their place tells them apart.
+    """
+    silent = [(i, h) for i, h in enumerate(hooks) if h._last is None and _is_silent(h)]
+    times = Counter(h.label for _, h in silent)
+    return {
+        h.label if times[h.label] == 1 else f"{h.label} at [{i}]": _reason(h) for i, h in silent
+    }
+
+
+def _is_silent(h: Hook) -> bool:
+    return not h._traced and (not h._count or h._options.kind in ("grad", "pre_grad"))
+
+
+def _reason(h: Hook) -> str:
+    module = h.module
+    if module is None:
+        return "the module is gone"
+    if isinstance(module, _CONTAINERS):
+        return f"a {type(module).__name__} is never called itself; hook what it holds"
+    if h._missed == "frozen" and h._options.kind == "pre_grad":
+        return "none of its inputs requires a gradient"
+    if h._missed in _MISSED:
+        return _MISSED[h._missed]
+    if h._count:
+        return _NO_BACKWARD
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "MultiheadAttention uses its weights without calling it; hook the attention"
+    return "not called (module.forward(x) runs no hooks, module(x) does)"
+
+
+def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
+    """Warns of a stop that was not reached and of hooks that never fired."""
+    silent = reasons(hooks)
+    if not silent and stop is None:
+        return
+    who = hooks[0]._options.who
+    texts = [f"{label}: {why}" for label, why in silent.items()]
+    few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
+    if stop is None:
+        run = "loss.backward()" if _NO_BACKWARD in silent.values() else "the model"
+        text = (
+            f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
+            f"What they store is None: run {run} inside the block, or leave them out."
+        )
+    elif stop.waiting:
+        text = (
+            f"{who}: stop=True was never reached, so the whole forward ran. Never fired: {few}. "
+            "Leave them out, or run the model inside the block."
+        )
+    else:
+        text = (
+            f"{who}: the model swallowed the stop (a bare `except:` or `except BaseException`), "
+            "and the forward ran on. What was stored is right; let StopForward through."
+        )
+    warnings.warn(text, NeverFiredWarning, stacklevel=5)
+
+
+def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
+    """Warns of what is stored by reference, and is not what a copy would be."""
+    text = warning_of(h._options.who, h.label, h._options.kind, h._options, stored)
+    if text:
+        h._block.warned += ("reference",)
+        warnings.warn(text, OverwrittenWarning, stacklevel=5)
+
+
+def warn_if_compiled(h: Hook) -> None:
+    """Warns of a hook left in place that compiled code ignores, once it is seen to be empty."""
+    module, block = h.module, h._block
+    if h.removed or h._count or h._traced or block.thread is not None or module is None:
+        return
+    if block.compiled is None:  # code compiled after the hooks were put on has them in it
+        block.compiled = compiled_modules()
+    what = block.compiled.get(id(module))
+    if what is not None and "compiled" not in block.warned:
+        block.warned += ("compiled",)
+        warnings.warn(
+            f"{h._options.who}: the hook on {h.label} has seen no call, and the module is {what}: "
+            "torch.compile ignores hooks that are added after its first call, of this model or of "
+            "another of its class. Add the hook before that call, use it in a `with` block, or "
+            "call torch.compiler.reset().",
+            CompiledWarning,
+            stacklevel=5,
+        )

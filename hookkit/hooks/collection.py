@@ -1,0 +1,272 @@
+"""`Hooks`: many hooks as one, registered all or none.
+
+They are registered when they are made and removed by `remove()` or at the end of a `with` block,
+whatever happens in it; entering them again registers them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from types import TracebackType
+from typing import Any, Self, overload
+
+import torch
+from fastcore.foundation import L
+from torch import nn
+from torch.jit import ScriptModule
+
+from hookkit.errors import ArgumentError, SelectionError, nearest
+from hookkit.hooks.block import Block, reasons
+from hookkit.hooks.entries import check_hookable
+from hookkit.hooks.hook import Hook, kind_of, read
+from hookkit.hooks.plain import Plains
+from hookkit.hooks.snapshot import Options
+from hookkit.interrupts import uninterrupted
+from hookkit.modules import unwrap
+
+Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
+
+
+class Hooks(Collection[Hook], Iterator[Hook]):
+    """Many `Hook`s as one: registered all or none, entered, left and removed together.
+
+    A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
+    (`h["fc"]`) where names are known. A `with` block records the calls of its thread: of asyncio
+    tasks that take turns in one, all.
+    """
+
+    _plains: Plains | None = None
+    _hooks: list[Hook] | None = None  # of plain hooks, made when somebody asks for them
+    _next: Iterator[Hook] | None = None
+    _select: Any = None
+
+    def __init__(
+        self,
+        ms: Iterable[nn.Module] | Mapping[str, nn.Module],
+        hook_func: Callable[..., Any] | None,
+        is_forward: bool = True,
+        detach: bool = True,
+        cpu: bool = False,
+        gather: bool = False,
+        *,
+        pre: bool = False,
+        edit: bool = False,
+        keep: str = "last",
+        clone: bool | None = None,
+        dtype: torch.dtype | None = None,
+        stop: bool = False,
+    ) -> None:
+        kind = kind_of("Hooks", is_forward, pre)
+        o = Options("Hooks", kind, hook_func, detach, cpu, gather, edit, keep, clone, dtype, stop)
+        self._set_up(ms, o)
+
+    @classmethod
+    def of(cls, ms: Iterable[nn.Module] | Mapping[str, nn.Module], options: Options) -> Hooks:
+        """Registered hooks with these `options`."""
+        hooks = cls.__new__(cls)
+        hooks._set_up(ms, options)
+        return hooks
+
+    def _set_up(self, ms: Any, options: Options) -> None:
+        self._options, self._block = options, Block(options)
+        names: Sequence[str | None] | None = None
+        leaves: Sequence[str] = ()
+        if type(ms) is not list or not all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
+            self._select = ms if hasattr(ms, "aliases") else None
+            found = named_modules_of(ms, options.who)
+            names, ms, leaves = zip(*found, strict=True) if found else ((), (), ())
+        for m in ms:  # isinstance(m, ScriptModule) is ten times as slow: it has a metaclass
+            if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
+                check_hookable(m, options.who)
+        if options.plain and not any(leaves):
+            self._plains = Plains(names, self._block)
+            self._plains.put_on(ms)
+        else:
+            self._make(ms, names, leaves)
+
+    def _make(self, ms: Any, names: Any, leaves: Any) -> None:
+        self._hooks = []
+        try:
+            for m, name, leaf in zip(ms, names or repeat(None), leaves or repeat(""), strict=False):
+                self._hooks.append(Hook.made(m, self._options, self._block, name, leaf))
+        except BaseException:
+            self._take_off()
+            raise
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks, in order; those of plain options are made when somebody asks for them."""
+        if self._hooks is None:
+            self._hooks = self._plains.hooks() if self._plains is not None else []
+        return self._hooks
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules' names, or their positions as text where no names are known."""
+        return tuple(str(i) if h.name is None else h.name for i, h in enumerate(self.hooks))
+
+    @property
+    def stored(self) -> L:
+        """What each hook stored in its last call, in order; None where it was not called."""
+        if self._plains is None and self._options.gather:
+            return L(read([h._stored() for h in self.hooks], True))
+        if self._plains is None:
+            return L(h.stored for h in self.hooks)
+        bare = self._plains.bare
+        return as_L([h.stored for h in self.hooks] if bare is None else bare)
+
+    @property
+    def silent(self) -> dict[str, str]:
+        """The hooks that have nothing so far, each with the reason as far as it can be known."""
+        return reasons(self.hooks)
+
+    @property
+    def removed(self) -> bool:
+        """True when no hook is registered."""
+        if self._hooks is None and self._plains is not None:
+            return not self._plains.on
+        return all(h.removed for h in self.hooks)
+
+    def register(self) -> None:
+        """Puts all hooks on their modules again, or none."""
+        try:
+            for h in self.hooks:
+                h.register()
+        except BaseException:
+            self._take_off()
+            raise
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Takes all hooks off their modules; what was stored stays."""
+        self._take_off()
+
+    def _take_off(self) -> bool:
+        """`remove`; whether each is known to have stored something."""
+        fired = self._plains is not None and self._plains.take_off()
+        for h in self._hooks or ():
+            h._take_off()
+        return fired
+
+    def __enter__(self) -> Self:
+        depth = self._block.depth
+        try:
+            if self.removed:
+                for h in self.hooks:
+                    h._clear()
+                self.register()
+            self._block.enter(self._hooks or ())
+        except BaseException:
+            if not depth:
+                self._take_off()
+                self._block.undo()
+            raise
+        return self
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        if self._block.inner():
+            return False
+        fired = False
+        try:
+            fired = self._take_off()
+        finally:
+            swallowed = self._block.leave(() if fired else self.hooks, e)
+        return swallowed
+
+    def __len__(self) -> int:
+        return len(self.hooks if self._plains is None else self._plains.calls)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)
+
+    def __next__(self) -> Hook:
+        if self._next is None:
+            self._next = iter(self.hooks)
+        return next(self._next)
+
+    def __contains__(self, x: object) -> bool:
+        if isinstance(x, str):
+            return self._named(x) is not None
+        return any(h is x or h.module is x for h in self.hooks)
+
+    @overload
+    def __getitem__(self, i: int | str) -> Hook: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Hook]: ...
+    def __getitem__(self, i: int | str | slice) -> Hook | list[Hook]:
+        return self._by_name(i) if isinstance(i, str) else self.hooks[i]
+
+    def _named(self, name: str) -> Hook | None:
+        """The hook of that name, or on a module of which that is another name."""
+        for h in self.hooks:
+            if h.name == name:
+                return h
+        if self._select is not None:
+            for h in self.hooks:
+                if h.name is not None and name in self._select.aliases(h.name):
+                    return h
+        return None
+
+    def _by_name(self, name: str) -> Hook:
+        if (found := self._named(name)) is not None:
+            return found
+        near = nearest(name, self.names) or list(self.names)[:3]
+        raise SelectionError(
+            f'{self._options.who}: no hook is called "{name}". Nearest: '
+            f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
+        )
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What IPython and Jupyter offer after `h["`: the names."""
+        return [h.name for h in self.hooks if h.name is not None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the hooks one by one, which know how to be copied.
+
+        Of removed ones no selection, which holds the modules.
+        """
+        hooks, chosen = self.hooks, None if self.removed else self._select
+        return {**self.__dict__, "_hooks": hooks, "_plains": None, "_next": None, "_select": chosen}
+
+    def __repr__(self) -> str:
+        few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
+        few += ", removed" if self.hooks and self.removed else ""
+        pairs = zip(self.names, self.hooks, strict=True)
+        held = [f"{name} {text}" for name, h in pairs if (text := h._held())]
+        shown = f": {', '.join(held[:4])}{', …' if held[4:] else ''}" if held else ""
+        return f"Hooks({few}{shown})"
+
+
+def as_L(items: list[Any]) -> L:
+    """An `L` of this very list. `L(items)` looks at it from all sides first, for 20 µs."""
+    new = L.__new__(L)
+    new.items = items
+    return new
+
+
+def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str]]:
+    """What `ms` holds, as (name, module, leaf path); names are None where there are none."""
+    if isinstance(ms, nn.Module):
+        ms = unwrap(ms)
+    if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return [(name, m, "") for name, m in ms._modules.items() if m is not None]
+    if isinstance(ms, Mapping):
+        leaf = getattr(ms, "leaf", lambda name: "")
+        return [(name, m, leaf(name)) for name, m in ms.items()]
+    if isinstance(ms, (str, nn.Module)) or not isinstance(ms, Iterable):
+        what = f'the string "{ms}"' if isinstance(ms, str) else type(ms).__name__
+        one = "Hook" if who == "Hooks" else who.removesuffix("s")
+        raise ArgumentError(
+            f"{who}: expected several modules, found {what}. Pass select(model, ...), a list of "
+            f"modules, or model.children(); {one} takes a single module."
+        )
+    return [_named(m) for m in ms]
+
+
+def _named(m: Any) -> tuple[str | None, nn.Module, str]:
+    named = isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)
+    return (m[0], m[1], "") if named else (None, m, "")

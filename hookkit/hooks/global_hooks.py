@@ -1,0 +1,380 @@
+"""Hooks that are not on chosen modules: on one tensor, on every module there is, on a whole model.
+
+`hook_all` uses PyTorch's global hooks, which cost every module of the process about 1 µs a call
+while they are on: a tool for looking, not for leaving in.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from threading import Lock, get_ident, local
+from typing import Any, TextIO, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from hookkit import ranks
+from hookkit.checks import check_flag, check_function, check_module, kind_of
+from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.entries import (
+    Attached,
+    attach,
+    called,
+    is_compiling,
+    recomputing,
+    untraced,
+)
+from hookkit.hooks.snapshot import Kept, Options, Storer
+from hookkit.hooks.views import ViewGradient, listen
+from hookkit.interrupts import Scope, block, uninterrupted
+from hookkit.nested import Inputs, describe, tmap
+from hookkit.selecting import select, unwrap
+
+# PyTorch's own removal leaves its entry here, and torch.compile then warns of a global hook.
+_with_kwargs: dict[int, bool] = getattr(
+    torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
+)
+
+
+R = TypeVar("R", "GlobalHook", "_Printed")
+
+
+def _registered(hook: R) -> R:
+    """`hook`, which exists before it is registered: no interrupt can part them."""
+    try:
+        hook.register()
+    except BaseException:
+        hook.remove()
+        raise
+    return hook
+
+
+class TensorHook(Scope):
+    """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
+
+    def __init__(self, t: Tensor, options: Options) -> None:
+        self._options, self._kept = options, None
+        self.shape = t.shape
+        self._handle = listen(t, _weakly(ref(self)))
+
+    _kept: Kept | None
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The gradient of the last backward pass, detached; None if none has come.
+
+        Warns if none could come, since the tensor has another place in the graph by now.
+        """
+        kept = self._kept
+        if kept is None and isinstance(self._handle, ViewGradient) and self._handle.lost:
+            self._warn_lost()
+        gradient: Tensor | None = None if kept is None else kept.read("hook_tensor", self)
+        if self._options.gather and (kept is None or not kept.whole):
+            gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
+            if kept is not None:
+                kept.value, kept.whole = gradient, True
+        return gradient
+
+    def _warn_lost(self) -> None:
+        warnings.warn(
+            f"hook_tensor: nothing is stored of {self.label}. It is a view of a leaf (a parameter "
+            "or an input) that was written in place after the hook was set, and autograd has made "
+            "the view anew. Set the hook after that operation, or hook the leaf.",
+            OverwrittenWarning,
+            stacklevel=3,
+        )
+
+    @property
+    def label(self) -> str:
+        """The tensor in words."""
+        return f"the gradient of a {'×'.join(map(str, self.shape)) or 'scalar'} tensor"
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Takes the hook off; what is stored stays."""
+        self._handle.remove()
+
+    _undo = remove
+
+    def __repr__(self) -> str:
+        return f"TensorHook({self.label}, {'empty' if self._kept is None else 'stored'})"
+
+
+def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
+    """The graph holds this, and must not hold what has been stored."""
+
+    def receive(grad: Tensor) -> None:
+        if (h := hook()) is not None:
+            h._kept = Storer(h._options).keep(grad)
+
+    return receive
+
+
+def hook_tensor(
+    t: Tensor, detach: bool = True, cpu: bool = False, gather: bool = False
+) -> TensorHook:
+    """The gradient of any intermediate tensor, which PyTorch does not keep: in `.stored`.
+
+    Set before the backward pass; each pass replaces what the last one stored. Options as for
+    `hook_output`. Also a context manager, which removes the hook at its end. It is the gradient of
+    what the tensor is now: an in-place operation afterwards is one of its uses. If it is a view
+    and its memory is written, uses of the tensor that it is a view of count too.
+
+    Raises:
+        ArgumentError: `t` is no tensor.
+        HookError: `t` requires no gradient, so none will come.
+
+    >>> x = torch.ones(2, 2, requires_grad=True)
+    >>> y = x + 2
+    >>> h = hook_tensor(y)
+    >>> (y**2).mean().backward()
+    >>> h.stored
+    tensor([[1.5000, 1.5000],
+            [1.5000, 1.5000]])
+    """
+    if not isinstance(t, Tensor):
+        raise ArgumentError(
+            f"hook_tensor: expected a tensor, found {type(t).__name__}. For what a module returns "
+            "use hook_output(module, grad=True)."
+        )
+    if not t.requires_grad:
+        raise HookError(
+            f"hook_tensor: this {describe(t)} tensor requires no gradient, so none will come. "
+            "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
+        )
+    return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
+
+
+# The fused TransformerEncoder path looks for hooks on its modules, not for global ones, so it is
+# off while there are any; several need not be removed in the reverse order of their making.
+_lock = Lock()
+_global: set[int] = set()  # the ids of the global hooks that are on
+_fast_path = True
+
+
+def _switch(hook: object, on: bool) -> None:
+    """The first global hook switches the fused path off, the last one restores it."""
+    global _fast_path
+    with _lock:
+        if on and not _global:
+            _fast_path = torch.backends.mha.get_fastpath_enabled()
+        if on:
+            _global.add(id(hook))
+        elif id(hook) in _global:
+            _global.discard(id(hook))
+        else:
+            return
+        torch.backends.mha.set_fastpath_enabled(_fast_path and not _global)
+
+
+_stand_in = local()  # `now`: this thread runs a copy of a model, which global hooks do not see
+
+
+@block
+def stand_in_runs() -> Iterator[None]:
+    """For the run of a copy: this thread's calls are not seen by `hook_all`, nor fused by PyTorch.
+
+    The fused path does not call the layers of a TransformerEncoder.
+    """
+    before = getattr(_stand_in, "now", False)
+    token = object()
+    try:
+        _switch(token, True)
+        _stand_in.now = True
+        yield
+    finally:
+        _stand_in.now = before
+        _switch(token, False)
+
+
+class GlobalHook(Scope):
+    """A function called at each call of every module of the process. See `hook_all`."""
+
+    def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
+        self._func, self._types, self._pre = func, types, pre
+        self._thread: int | None = None
+        self._busy, self.removed = local(), True
+        self.n_calls = 0
+
+    @uninterrupted
+    def register(self) -> None:
+        """Puts the hook in PyTorch's global dicts; nothing if it is there."""
+        if not self.removed:
+            return
+        if self._pre:
+            self._handle = register_module_forward_pre_hook(self._before)
+        else:
+            self._handle = register_module_forward_hook(self._after, with_kwargs=True)
+        self.removed = False
+        _switch(self, True)
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Takes the hook off all modules. Nothing if it is off."""
+        if not self.removed:
+            self._handle.remove()
+            _with_kwargs.pop(self._handle.id, None)
+            _switch(self, False)
+            self.removed = True
+
+    def _begin(self) -> None:
+        self._thread = get_ident()
+        self.register()
+        enter_eager(self)
+
+    def _undo(self) -> None:
+        leave_eager(self)
+        self._thread = None
+        self.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._call(module, args, {})
+
+    def _after(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        # Without kwargs: another thread is just removing this, between two looks of PyTorch's.
+        if len(kwargs_and_output) == 2:
+            self._call(module, args, *kwargs_and_output)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if is_compiling() or self.removed or recomputing() or not isinstance(module, self._types):
+            return
+        if getattr(self._busy, "now", False):  # hook_func calls a module itself
+            return
+        if getattr(_stand_in, "now", False):
+            return
+        if self._thread is not None and self._thread != get_ident():
+            return
+        self._busy.now = True
+        try:
+            self.n_calls += 1
+            with untraced():
+                seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
+                called(self._func, module, *seen)
+        finally:
+            self._busy.now = False
+
+    def __repr__(self) -> str:
+        return f"GlobalHook({self.n_calls} calls{', removed' if self.removed else ''})"
+
+
+def hook_all(
+    hook_func: Callable[..., Any],
+    types: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    pre: bool = False,
+) -> GlobalHook:
+    """Calls `hook_func(module, input, output)` at each call of every module of the process.
+
+    Also of modules made later, of losses, of models nobody holds. Use it in a `with` block, which
+    records its own thread only, or `remove()` it. Tensors come detached; what the function returns
+    is ignored, and modules that it calls are not seen. TorchScript runs no hooks.
+
+    Args:
+        hook_func: `f(module, input, output)` or `f(output)`; `input` is an `Inputs`, a tuple that
+            has keyword inputs by name.
+        types: only modules of these classes.
+        pre: before the forward: `hook_func(module, input)`, of which PyTorch's global hooks give
+            positional inputs only.
+
+    Raises:
+        ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
+            nor False.
+
+    >>> seen = []
+    >>> with hook_all(lambda m, i, o: seen.append(tuple(o.shape)), nn.Linear):
+    ...     y = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))(torch.randn(4, 5))
+    >>> seen
+    [(4, 10), (4, 3)]
+    """
+    several = (tuple, list, set, frozenset)
+    wanted = tuple(types) if isinstance(types, several) else (types,)
+    wanted = (nn.Module,) if types is None else wanted
+    if isinstance(hook_func, nn.Module):
+        raise ArgumentError(
+            f"hook_all: hook_func must be a function, found {kind_of(hook_func)}. hook_all sees "
+            "every model; for one use Hooks(model.modules(), f) or print_sizes(model)."
+        )
+    pre = check_flag("hook_all", "pre", pre)
+    seen = ("module", "input") if pre else ("module", "input", "output")
+    func = check_function("hook_all", hook_func, *seen)
+    if not wanted or not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
+        raise ArgumentError(
+            f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
+        )
+    return _registered(GlobalHook(func, wanted, pre))
+
+
+class _Printed(Scope):
+    """The hooks of `print_sizes`."""
+
+    def __init__(self, model: nn.Module, file: TextIO | None) -> None:
+        self._model, self._file = ref(model), file
+        self._handles: list[Attached] = []
+
+    def register(self) -> None:
+        """Prints again, where `remove` or the end of a block has ended that."""
+        model = self._model()
+        if self._handles or model is None:
+            return
+        try:
+            for name, module in {"": unwrap(model), **select(model)}.items():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._handles.append(attach(module, self._printer(name, self._file)))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
+        def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if is_compiling() or recomputing():
+                return
+            alone = len(args) == 1 and not kwargs
+            with untraced():  # while tracing, sizes are tensors
+                given = describe(args[0] if alone else Inputs(args, kwargs))
+                made = describe(output)
+            line = f"{given} → {made}  {name or '(model)'} ({type(module).__name__})"
+            (file or sys.stdout).write(line + "\n")
+
+        return write
+
+    def _begin(self) -> None:
+        self.register()
+        enter_eager(self)
+
+    def _undo(self) -> None:
+        leave_eager(self)
+        self.remove()
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Prints no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
+    """Prints `input shape → output shape`, name and class of each module of `model` as it runs.
+
+    From inside to outside, as the calls end. Use it in a `with` block, or `remove()` it.
+
+    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
+    >>> with print_sizes(net):
+    ...     y = net(torch.randn(4, 5))
+    4×5 → 4×10  0 (Linear)
+    4×10 → 4×10  1 (ReLU)
+    4×5 → 4×10  (model) (Sequential)
+    """
+    if file is not None and not callable(getattr(file, "write", None)):
+        raise ArgumentError(
+            f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
+            'open("sizes.txt", "w"), or nothing to print.'
+        )
+    return _registered(_Printed(check_module("print_sizes", model), file))

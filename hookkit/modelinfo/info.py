@@ -1,0 +1,303 @@
+"""What a model has and what comes out of its layers, without a Learner and without a trace left.
+
+fastai's helpers by name (`fastai.callback.hook`, `fastai.layers`), on any `nn.Module`: Linear,
+convolutions of any dimension, grouped and transposed, recurrent nets, embeddings. Shapes come from
+a run on fake tensors, so mode, random state and buffers stay as they are and nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import ModelRunError, OptionError
+from hookkit.modelinfo import random_draws, sandbox
+from hookkit.modelinfo.dummies import (
+    checked_module,
+    checked_sides,
+    dummy_input,
+    first_layer,
+    in_channels,
+    input_dims,
+)
+from hookkit.modelinfo.tracing import Trace, trace
+from hookkit.modules import children, unwrap
+from hookkit.nested import Inputs, describe, leaves
+
+__all__ = [
+    "ParameterModule",
+    "Partly",
+    "dummy_eval",
+    "dummy_input",
+    "flatten_model",
+    "has_params",
+    "in_channels",
+    "model_sizes",
+    "num_features_model",
+    "total_params",
+]
+
+_SMALLEST = 64  # pixels a side of the first try
+_TOO_SMALL = (
+    "size is too small",
+    "Kernel size can't be greater",
+    "should be at least",
+    "must be >=",
+)
+_LARGEST = 512
+
+
+class Partly(float):
+    """A share of trainable parameters between none and all: true, and shown as such.
+
+    >>> Partly(0.25), bool(Partly(0.25)), f"{Partly(0.25):.2f}"
+    (partly (25%), True, '0.25')
+    """
+
+    def __repr__(self) -> str:
+        return f"partly ({100 * self:.0f}%)"
+
+    __str__ = __repr__
+
+
+class ParameterModule(nn.Module):
+    """A bare parameter in the clothes of a module, as `flatten_model` lists it; never called."""
+
+    def __init__(self, p: nn.Parameter) -> None:
+        super().__init__()
+        self.val = p
+
+    def forward(self, x: Any) -> Any:
+        """Returns `x` as it is."""
+        return x
+
+
+def numel(p: Tensor) -> int:
+    """Elements of `p`; 0 for a lazy parameter, which has no shape yet."""
+    return 0 if nn.parameter.is_lazy(p) else int(p.numel())
+
+
+def has_params(m: nn.Module) -> bool:
+    """True if `m` or any module inside it has a parameter.
+
+    >>> has_params(nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), has_params(nn.ReLU())
+    (True, False)
+    """
+    return next(iter(checked_module(m, "has_params").parameters()), None) is not None
+
+
+def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
+    """The number of distinct parameters in `m`, each counted once, and whether they are trainable.
+
+    Returns:
+        `(n, trainable)`: True if all are, False if none is (or there is none), a `Partly` with the
+        trainable share if some are; it is true in an `if`, like True.
+
+    >>> total_params(nn.Linear(10, 32))
+    (352, True)
+    >>> net = nn.Linear(10, 30)
+    >>> net.weight.requires_grad_(False).requires_grad, total_params(net)
+    (False, (330, partly (9%)))
+    """
+    params = {id(p): p for p in checked_module(m, "total_params").parameters()}.values()
+    n = sum(numel(p) for p in params)
+    return n, share(n, sum(numel(p) for p in params if p.requires_grad))
+
+
+def share(n: int, n_trainable: int) -> bool | Partly:
+    """How much of `n` parameters is trainable, in the terms of `total_params`."""
+    return n_trainable > 0 if n_trainable in (0, n) else Partly(n_trainable / n)
+
+
+def flatten_model(m: nn.Module) -> list[nn.Module]:
+    """The innermost modules of `m` in the order of definition, each once.
+
+    A parameter that a module holds beside its children is listed after them as a `ParameterModule`.
+
+    >>> [type(l).__name__ for l in flatten_model(nn.MultiheadAttention(4, 2))]
+    ['NonDynamicallyQuantizableLinear', 'ParameterModule', 'ParameterModule']
+    """
+    return list(_flat(unwrap(checked_module(m, "flatten_model")), set()))
+
+
+def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    stack: list[nn.Module] = [m]
+    while stack:
+        at = stack.pop()
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        inner, own = [child for _, child in children(at)], list(at.parameters(recurse=False))
+        closed = own and all(id(child) in seen for child in inner)  # it holds its own parents
+        if isinstance(at, ParameterModule) or not inner or closed:
+            yield at
+            continue
+        bare = [ParameterModule(p) for p in own]
+        stack += [*inner, *bare][::-1]
+
+
+def _sorted_out(size: Any, x: Any) -> tuple[Any, Any]:
+    """`size` and `x`, also when an example input was given in the place of the size."""
+    return (None, size) if x is None and leaves(size) else (size, x)
+
+
+def _asked(m: nn.Module, size: Any, x: Any) -> Inputs:
+    if x is not None and size is not None:
+        raise OptionError("got both size= and x=: give the size of a made-up input or an example")
+    x = dummy_input(m, size) if x is None else x
+    return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,))
+
+
+def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None) -> Any:
+    """What `m` returns in evaluation mode, without gradients, for a made-up or an example input.
+
+    Hooks on `m` fire. Everything else stays as it was: modes, random state, buffers. Cost: one
+    forward and one copy of parameters and buffers.
+
+    Args:
+        size: of the made-up input beside batch and channels, (64, 64) for images by default.
+        x: an example input instead; a tuple is several inputs.
+
+    >>> dummy_eval(nn.Conv2d(3, 8, 3), (32, 32)).shape
+    torch.Size([1, 8, 30, 30])
+
+    Raises:
+        ModelRunError: the model cannot take the made-up input; its own error is the cause.
+    """
+    checked_module(m, "dummy_eval")
+    size, x = _sorted_out(size, x)
+    given = _asked(m, size, x)
+    with sandbox.undisturbed(), random_draws.kept(), sandbox.put_back(m), torch.no_grad():
+        for module in m.modules():
+            module.training = False
+        try:
+            return m(*given, **given.kwargs)
+        except Exception as e:
+            if x is not None:
+                raise
+            raise _cannot(m, given, "", e) from e
+
+
+def _cannot(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
+    place = f' in "{where}"' if where else ""
+    why = str(error).rstrip(". ")
+    return ModelRunError(
+        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(given[0])}: {why}"
+        f"{place}. Give its size (size=...) or an example input (x=...)"
+    )
+
+
+def _shapes(m: nn.Module, size: Any, x: Any) -> Trace:
+    size, x = _sorted_out(size, x)
+    given = _asked(m, size, x)
+    done = trace(m, tuple(given), given.kwargs, training=False)
+    if done.error is not None:
+        if x is not None:
+            raise done.error
+        where = done.failed[-1] if done.failed else ""
+        raise _cannot(m, given, where, done.error) from done.error
+    return done
+
+
+def model_sizes(
+    m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None
+) -> list[Any]:
+    """The output size of each direct child of `m`, in the order of definition.
+
+    A `torch.Size`; for a child that returns a structure, the same structure of sizes; None for a
+    child that does not run. A layer without children gives its own output's size. Runs on fake
+    tensors where possible. Arguments as for `dummy_eval`.
+
+    >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
+    [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
+    """
+    done = _shapes(checked_module(m, "model_sizes"), size, x)
+    first: dict[int, str] = {}
+    place: dict[str, int] = {}
+    sizes: list[Any] = []
+    for key, child in children(unwrap(m)):
+        name = first.setdefault(id(child), key)
+        shapes = done.calls[name].shapes if name in done.calls else []
+        i = place[name] = place.get(name, -1) + 1  # its second place shows its second call
+        sizes.append(_sized(shapes[min(i, len(shapes) - 1)]) if shapes else None)
+    return sizes if first or "" not in done.calls else [_sized(s) for s in done.calls[""].shapes]
+
+
+def _sized(shape: Any) -> Any:
+    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
+        return torch.Size(shape)
+    if isinstance(shape, dict):
+        return {k: _sized(v) for k, v in shape.items()}
+    return type(shape)(_sized(s) for s in shape) if isinstance(shape, list | tuple) else shape
+
+
+def num_features_model(
+    m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None
+) -> int:
+    """The number of channels (or features) that `m` gives out.
+
+    The dimension beside the batch that does not grow with the input: channels of a conv net, the
+    last dimension of a vision transformer or of a channels-last net. Where the input size cannot
+    change, dimension 1 of an image and the last one of anything else.
+
+    >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
+    24
+    """
+    checked_module(m, "num_features_model")
+    size, x = _sorted_out(size, x)
+    if x is not None:
+        return _channels(_out(_shapes(m, size, x)), None)
+    if size is not None:
+        return _at_size(m, size)
+    dims, side = input_dims(first_layer(m)[1])[0], _SMALLEST
+    while True:
+        try:
+            small = _out(_shapes(m, (side,) * dims, None))
+            break
+        except ModelRunError as e:
+            if side >= _LARGEST or not any(text in str(e) for text in _TOO_SMALL):
+                raise  # no size would help
+            side *= 2
+    return _channels(small, _larger(m, (side,) * dims))
+
+
+def _at_size(m: nn.Module, size: int | Iterable[int]) -> int:
+    sides = checked_sides(size, input_dims(first_layer(m)[1])[0])
+    return _channels(_out(_shapes(m, sides, None)), _larger(m, sides))
+
+
+def _larger(m: nn.Module, sides: tuple[int, ...]) -> list[int] | None:
+    """The shape that comes out of an input twice the size; None if `m` takes one size only."""
+    try:
+        return _out(_shapes(m, tuple(2 * side for side in sides), None)) if sides else None
+    except ModelRunError:
+        return None
+
+
+def _out(done: Trace) -> list[int]:
+    """The shape of the first tensor that the model returned."""
+    found = list(_plain(done.calls[""].shapes[0])) if done.calls else []
+    if not found:
+        raise ModelRunError("asked for the features of a model that returns no tensor")
+    return found[0]
+
+
+def _plain(shape: Any) -> Iterator[list[int]]:
+    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
+        yield shape
+    elif isinstance(shape, dict | list | tuple):
+        for part in shape.values() if isinstance(shape, dict) else shape:
+            yield from _plain(part)
+
+
+def _channels(small: list[int], large: list[int] | None) -> int:
+    if len(small) < 2:
+        return small[-1] if small else 1
+    if large is not None and len(large) == len(small):
+        same = [i for i in range(1, len(small)) if small[i] == large[i]]
+        if same:
+            return small[same[0]]
+    return small[1] if len(small) >= 4 else small[-1]

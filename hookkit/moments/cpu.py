@@ -1,0 +1,309 @@
+"""Moments of a CPU tensor in one read: in chunks that stay in the cache.
+
+By numpy, on one thread. The model has just driven all code out of the cache: the first call of
+anything costs 30 to 100 µs here, so few different things are called. Where numba is installed
+(the `fast` extra), its machine code reads instead, from the first watch or fit on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit.moments.moments import EMPTY, Row, merge_row, moments, working_dtype
+from hookkit.moments.numba_loader import machine
+
+CHUNK = 1 << 17
+# 512 KiB of float32 stay in a core's L2 (or near it) while sums, min, max and the counts read them:
+# 0.4 ns a value for all of them, against 1.3 ns over a whole tensor from memory and 5 ns for
+# torch.var_mean alone, which is not vectorized on the CPU.
+
+_ILL = 0.1
+# One pass of sums loses log10(mean²/var) of fp32's 7 digits; below this ratio we shift and redo.
+
+_TINY = 1e-15
+# Squares of differences between values of at most this size leave float32 below.
+
+_PIECE = 8192
+# OpenBLAS dots start threads above 10,000 values.
+
+_SMALL = 1e-30
+# A smaller sum of float32 squares has lost some of them.
+
+_ONES = {kind: np.ones((_PIECE, 1), kind) for kind in (np.float32, np.float64)}
+
+_LARGE = {np.float32: 1e17, np.float64: 1e150}
+# The squares of a piece of smaller values do not overflow.
+
+
+_FLAGS_LIE = sys.platform == "darwin"
+# Accelerate's products set the error flags of the processor at random.
+
+
+class _Scratch(threading.local):
+    """Work space of one thread: allocated once, so that a hook allocates nothing."""
+
+    def __init__(self) -> None:
+        both = torch.float32, torch.float64
+        self.values = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in both}
+        self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
+        self.floats, self.sizes = np.empty((2, CHUNK), dtype=np.float32)
+        self.row = np.empty(8)
+
+    def room(self, n: int, dtype: torch.dtype) -> Tensor:
+        """(n,) uninitialised values, valid until the next call for the same dtype."""
+        if self.values[dtype].numel() < n:
+            with torch.inference_mode(False):
+                self.values[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
+        return self.values[dtype][:n]
+
+
+scratch = _Scratch()
+
+
+def cpu_row(x: Any, eps: float) -> Row:
+    """The row (without `calls`) of flat values on the CPU, read once in chunks that fit the cache.
+
+    By numpy fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks.
+    Reads results through numpy's view of them: memory that is already here, no tensor read-out.
+
+    Args:
+        x: (n,) array of float32 or float64 without gaps, or a tensor of any dtype and stride.
+    """
+    n = len(x)
+    if n == 0:
+        return EMPTY[1:]
+    is_array = isinstance(x, np.ndarray)
+    loops = machine.found
+    quick = None if loops is None or not is_array else _looped(loops, x, eps)
+    if quick is None and is_array and not _FLAGS_LIE:
+        quick = _swept(x, eps)
+    if quick is not None:
+        return quick
+
+    total: Row | None = None
+    for start in range(0, n, CHUNK):
+        chunk = x[start : start + CHUNK]
+        if not is_array:
+            chunk = scratch.room(len(chunk), working_dtype(x)).copy_(chunk).numpy()
+        row = None if loops is None else _looped(loops, chunk, eps)
+        row = row or _chunk(chunk, eps)
+        total = row if total is None else merge_row(total, row)
+    assert total is not None
+    return total
+
+
+def _looped(loops: Any, x: Any, eps: float) -> Row | None:
+    """The row of an array by machine code; None if that has none for such arrays."""
+    if x.dtype != np.float32:
+        return None
+    row = scratch.row
+    try:
+        loops.row(x, eps, loops.TINY, row)
+    except TypeError:  # its memory is not aligned
+        return None
+    return cast(Row, tuple(row.tolist()))
+
+
+def _swept(x: Any, eps: float) -> Row | None:
+    """The row of an ordinary array: what every layer gives at every step, in as little code as can
+    be. None where sums of squares will not do, or where they would warn.
+    """
+    n, large, eps = len(x), _LARGE[x.dtype.type], _rounded(eps, x.dtype.type)
+    lo, hi, first, second, near, zero = math.inf, -math.inf, 0.0, 0.0, 0, 0
+    for start in range(0, n, CHUNK):
+        values = x[start : start + CHUNK]
+        least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
+        if not (-large < least and most < large):
+            return None
+        try:
+            one, two = _sums(values)
+        except FloatingPointError:  # the user has asked numpy for them
+            return None
+        first, second = first + one, second + two
+        if least <= eps and most >= -eps:
+            some, none = _counts(values, least, most, eps)
+            near, zero = near + some, zero + none
+        lo, hi = min(lo, least), max(hi, most)
+    mean = first / n
+    m2 = second - first * mean
+    if lo == hi:
+        mean, m2 = lo, 0.0
+    elif not m2 >= _ILL * mean * mean * n or max(-lo, hi) < _TINY:
+        return None
+    return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
+
+
+def rows_of(table: Any, eps: float) -> list[Row | None]:
+    """The rows of each of the (k, n) float32 values, in few calls.
+
+    At most `CHUNK` values. None for those that only `cpu_row` is right about.
+    """
+    n, loops = table.shape[1], machine.found
+    if loops is not None:
+        found = np.empty((len(table), 8))
+        loops.rows(table, eps, loops.TINY, found)
+        return [cast(Row, tuple(row)) for row in found.tolist()]
+    eps = _rounded(eps, np.float32)
+    with np.errstate(all="ignore"):
+        lo, hi = np.minimum.reduce(table, axis=1), np.maximum.reduce(table, axis=1)
+        first, second = np.zeros((2, len(table)))
+        for start in range(0, n, _PIECE):
+            piece = table[:, start : start + _PIECE]
+            ones = _ONES[np.float32][: piece.shape[1]]
+            first += np.matmul(piece[:, None], ones)[:, 0, 0]
+            second += np.matmul(piece[:, None], piece[:, :, None])[:, 0, 0]
+        same, size = lo == hi, np.maximum(-lo, hi)
+        mean = np.where(same, lo, first / n)
+        m2 = np.where(same, 0, second - first * mean)
+        right = same | ((m2 >= _ILL * mean * mean * n) & (size >= _TINY))
+        right &= size < _LARGE[np.float32]
+        flags, room = (x[: table.size].reshape(table.shape) for x in (scratch.flags, scratch.sizes))
+        near = _per_row(np.less_equal(np.abs(table, out=room), eps, out=flags))
+        zero = _per_row(np.equal(table, 0, out=flags))
+    rows = zip(*(c.tolist() for c in (right, mean, m2, lo, hi)), near, zero, strict=True)
+    return [(float(n), *row, 0.0) if ok else None for ok, *row in rows]
+
+
+def stacked(arrays: list[Any]) -> Any:
+    """Float32 arrays of one size as a (k, n) table, in scratch memory: at most `CHUNK` values."""
+    room = scratch.floats[: len(arrays) * len(arrays[0])]
+    return np.stack(arrays, out=room.reshape(len(arrays), -1))
+
+
+def _per_row(flags: Any) -> list[float]:
+    return [float(np.count_nonzero(row)) for row in flags]
+
+
+@lru_cache(64)
+def _rounded(eps: float, dtype: Any) -> float:
+    """`eps` as values of this type are compared with it; Inf if it leaves the type."""
+    with np.errstate(all="ignore"):
+        return float(dtype(eps))
+
+
+def _chunk(values: Any, eps: float) -> Row:
+    n, dtype = len(values), values.dtype.type
+    eps = _rounded(eps, dtype)
+    with np.errstate(all="ignore"):
+        lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
+        mean, m2 = (lo, 0.0) if lo == hi else _mean_m2(values)
+        if not math.isfinite(lo + m2):
+            return _with_nonfinite(values, eps)
+        if lo < hi and dtype is np.float32 and max(-lo, hi) < _TINY:
+            return tuple(moments(torch.from_numpy(values).double(), eps)[1:].tolist())
+        near, zero = _counts(values, lo, hi, eps)
+        # last: it may overwrite the room that the values lie in
+        if lo < hi and m2 < _ILL * mean * mean * n:
+            near_mean = dtype(mean)
+            room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
+            rest, m2 = _mean_m2(np.subtract(values, near_mean, out=room))
+            mean = float(near_mean) + rest
+    return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
+
+
+def _mean_m2(values: Any) -> tuple[float, float]:
+    """Mean and sum of squared deviations; not finite where a value or a square is not."""
+    n, (first, second) = len(values), _sums(values)
+    mean = first / n
+    m2 = second - first * mean
+    return mean, m2 if m2 > 0 or m2 != m2 else 0.0
+
+
+def _sums(values: Any) -> tuple[float, float]:
+    """Of the values and of their squares: BLAS dots of pieces, added up as Python floats."""
+    ones = _ONES[values.dtype.type]
+    whole = len(values) - len(values) % _PIECE
+    total, rest = 0.0, values[whole:]
+    if whole:
+        pieces = values[:whole].reshape(-1, 1, _PIECE)
+        total = sum(np.matmul(pieces, ones).ravel().tolist())
+    return total + float(np.dot(rest, ones[: len(rest), 0])), _squares(values)
+
+
+def _squares(values: Any) -> float:
+    """Their sum, likewise."""
+    whole = len(values) - len(values) % _PIECE
+    total, rest = 0.0, values[whole:]
+    if whole:
+        pieces = values[:whole].reshape(-1, 1, _PIECE)
+        total = sum(np.matmul(pieces, pieces.reshape(-1, _PIECE, 1)).ravel().tolist())
+    return total + float(np.dot(rest, rest))
+
+
+def _counts(values: Any, lo: float, hi: float, eps: float) -> tuple[int, int]:
+    """How many of the `values` between `lo` and `hi` are near zero, and how many are zero."""
+    n = len(values)
+    if lo > eps or hi < -eps:
+        return 0, 0
+    flags, near = scratch.flags[:n], n
+    if lo < -eps or hi > eps:
+        np.less_equal(values, eps, out=flags)
+        if lo < -eps:
+            np.not_equal(flags, np.less(values, -eps, out=scratch.others[:n]), out=flags)
+        near = int(np.count_nonzero(flags))
+    if not near or lo > 0 or hi < 0:
+        return near, 0
+    return near, int(np.count_nonzero(np.equal(values, 0, out=flags)))
+
+
+def _with_nonfinite(values: Any, eps: float) -> Row:
+    """NaN or Inf are in `values`, or their squares overflow: the finite part, in float64."""
+    finite = values[np.isfinite(values)].astype(np.float64)
+    bad = float(len(values) - len(finite))
+    if not len(finite):
+        return (*EMPTY[1:-1], bad)
+    row = moments(torch.from_numpy(finite), eps).numpy().tolist()
+    return (*row[1:-1], bad)
+
+
+def norms(
+    arrays: list[Any], copies: list[Any] | None = None, minus: list[Any] | None = None
+) -> list[float]:
+    """The 2-norms of flat float32 arrays, or of them less those of `minus`, each read once.
+
+    Args:
+        copies: arrays that they are copied into on the way.
+    """
+    nothing = [None] * len(arrays)
+    loops = machine.found
+    if loops is not None:
+        pairs = zip(arrays, copies or nothing, minus or nothing, strict=True)
+        return [_looped_norm(loops, *pair) for pair in pairs]
+    with np.errstate(all="ignore"):
+        return [
+            _norm(*one) for one in zip(arrays, copies or nothing, minus or nothing, strict=True)
+        ]
+
+
+def _looped_norm(loops: Any, x: Any, copy: Any, minus: Any) -> float:
+    if copy is not None:
+        return math.sqrt(loops.copied_squares(x, copy))
+    if minus is not None:
+        return math.sqrt(loops.squared_distance(x, minus))
+    return math.sqrt(loops.squares(x))
+
+
+def _norm(x: Any, copy: Any, minus: Any) -> float:
+    total = 0.0
+    for start in range(0, len(x), CHUNK):
+        chunk = x if len(x) <= CHUNK else x[start : start + CHUNK]
+        end = start + len(chunk)
+        if copy is not None:
+            copy[start:end] = chunk
+        if minus is not None:
+            chunk = np.subtract(chunk, minus[start:end], out=scratch.floats[: len(chunk)])
+        total += float(np.dot(chunk, chunk)) if len(chunk) <= _PIECE else _squares(chunk)
+    if _SMALL < total < math.inf:
+        return math.sqrt(total)
+    if not x.any() if minus is None else np.array_equal(x, minus):
+        return 0.0
+    wide = x.astype(np.float64) if minus is None else np.subtract(x, minus, dtype=np.float64)
+    return float(np.linalg.norm(wide))

@@ -1,0 +1,147 @@
+"""Records as a tidy table: a DataFrame, a CSV file, and two runs side by side.
+
+pandas is optional: it is imported where a frame is asked for.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hookkit.checks import check_path
+from hookkit.errors import OptionError, missing_extra
+from hookkit.files import write_aside
+from hookkit.records import Record, as_run
+from hookkit.texts import csv_cell
+
+COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
+
+
+def records_of(source: Any) -> list[Record]:
+    """The records in a `Record`, a `Run`, a recording callback, a Watcher or Learner, or a list.
+
+    Raises:
+        ArgumentError: there is no record in it.
+    """
+    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
+        return [record for item in source for record in records_of(item)]
+    return list(as_run(source).records)
+
+
+def to_df(source: Any) -> Any:
+    """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value; one value per row.
+
+    Args:
+        source: a Record, a Run, a recording callback, a Learner, a Watcher, or a list of these.
+
+    Raises:
+        MissingExtraError: pandas is not installed.
+    """
+    pd = _pandas()
+    frames = []
+    for r in records_of(source):
+        for statistic, table in r.values.items():
+            rows, n = table.shape
+            columns = {
+                "step": np.tile(r.steps, rows),
+                "epoch": np.tile(r.epochs, rows),
+                "layer": np.repeat(np.array(r.names, dtype=object), n),
+                "kind": r.kind,
+                "statistic": statistic,
+                "value": table.ravel(),
+            }
+            frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(COLUMNS))
+
+
+def _pandas() -> Any:
+    """pandas, imported late: it is optional."""
+    try:
+        import pandas as pd
+    except ImportError:
+        raise missing_extra("pandas", "pandas", "make a DataFrame") from None
+    return pd
+
+
+def to_csv(source: Any, path: str | Path) -> Path:
+    """Writes the tidy table as CSV (numbers to full precision, nothing for NaN); the path.
+
+    Missing parent folders are made. A name that a spreadsheet would take for a formula gets a
+    quote before it (`'=x`), and control characters in names are escaped.
+    """
+    path, records = (
+        check_path("to_csv", path),
+        records_of(source),
+    )  # first: a mistake must not leave a file
+    with write_aside(path, text=True) as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for record in records:
+            for *place, value in record.rows():
+                safe = (csv_cell(x) if isinstance(x, str) else x for x in place)
+                writer.writerow([*safe, "" if np.isnan(value) else repr(value)])
+    return path
+
+
+def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
+    """Two runs side by side: per layer of both, the median of `statistic` in each and their ratio.
+
+    Args:
+        a: a Record or what has one; of several kinds, those that recorded the statistic.
+        b: likewise.
+        statistic: any that both recorded, such as `"update_ratio"`.
+
+    Returns:
+        A pandas DataFrame with the columns kind, layer, type, a, b, ratio: the largest change
+        first, and last those that did not run in one of them (NaN); medians over the steps that
+        both cover.
+
+    Raises:
+        OptionError: they have no layer with that statistic in common.
+        MissingExtraError: pandas is not installed.
+    """
+    rows, mine, others = [], records_of(a), records_of(b)
+    for x in mine:
+        for y in others:
+            if x.kind == y.kind and statistic in x.values and statistic in y.values:
+                rows += _compared(x, y, statistic)
+    if not rows:
+        raise OptionError(
+            f'"{statistic}" of two runs was to be compared; they have no layer with it in common. '
+            f"Both recorded {_common(mine, others)}."
+        )
+    rows.sort(key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
+    return _pandas().DataFrame(rows)
+
+
+def _common(a: list[Record], b: list[Record]) -> str:
+    """The statistics that both have of layers that both have, in words."""
+    pairs = [(x, y) for x in a for y in b if x.kind == y.kind and {*x.names} & {*y.names}]
+    found = [f'"{name}"' for x, y in pairs for name in x.values if name in y.values]
+    return ", ".join(dict.fromkeys(found)) or "no layer of the same kind and name"
+
+
+def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:
+    last = min(x.steps[-1], y.steps[-1]) if len(x) and len(y) else -1
+    found = []
+    for name, kind in zip(x.names, x.types, strict=True):
+        if name in y.names:
+            u, v = (_median(r.value(statistic, name)[r.steps <= last]) for r in (x, y))
+            ratio = v / u if u else (1.0 if u == v else np.inf)
+            place = {"kind": x.kind, "layer": name, "type": kind}
+            found.append({**place, "a": u, "b": v, "ratio": ratio})
+    return found
+
+
+def _median(values: Any) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else float("nan")
+
+
+def _log(ratio: float) -> float:
+    return float(np.log(ratio)) if ratio > 0 and np.isfinite(ratio) else 1e9

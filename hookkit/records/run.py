@@ -1,0 +1,184 @@
+"""`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from inspect import getattr_static
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.records.record import Record
+from hookkit.records.values import Exports, Floats, Ints, Plain, Views
+
+
+@dataclass(frozen=True, eq=False)
+class Incident(Plain):
+    """The first NaN or Inf of a run: where it began, when, and what the steps before looked like.
+
+    Args:
+        kind: `"activation"`, `"gradient"`, `"parameter"` or `"loss"`, what was not finite.
+        name: the first module in execution order that made it (`""`: only the loss itself).
+        type: that module's class name.
+        step: optimizer step, 0-based.
+        epoch: 0-based.
+        iter: index of the training batch.
+        others: further modules that were not finite in the same step, in execution order.
+        steps: (k,) int64, the optimizer steps before it, oldest first.
+        history: module name → (k,) float64 RMS of its outputs (gradients) in those steps.
+        note: one line in words.
+    """
+
+    kind: str
+    name: str
+    type: str = ""
+    step: int = 0
+    epoch: int = 0
+    iter: int = 0
+    others: tuple[str, ...] = ()
+    steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    history: dict[str, Floats] = field(default_factory=dict, repr=False)
+    note: str = ""
+
+    def __str__(self) -> str:
+        where = f" of {self.name} ({self.type})" if self.name else ""
+        head = f"step {self.step} (epoch {self.epoch}): first non-finite {self.kind}{where}"
+        past = self.history.get(self.name)
+        lines = [head]
+        if past is not None and len(past):
+            shown = " ".join(f"{v:.3g}" for v in past[-6:])
+            lines.append(f"  its RMS in the steps before: {shown}")
+        if self.others:
+            more = f" and {len(self.others) - 4} more" if len(self.others) > 4 else ""
+            lines.append(f"  then: {', '.join(self.others[:4])}{more}")
+        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Run(Plain, Exports, Views):
+    """Everything known of one training run: what a diagnosis, a picture or a report reads.
+
+    Args:
+        activations: of module outputs.
+        gradients: of module outputs' gradients.
+        params: of weights, their gradients and updates.
+        losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
+        valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
+            its last step where that is known, `train_loss`, and what was told of it.
+        grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown.
+        incidents: from the flight recorder.
+        info: model name, number of classes, optimizer, learning rates, versions, output facts, …
+    """
+
+    activations: Record | None = None
+    gradients: Record | None = None
+    params: Record | None = None
+    losses: Floats | None = None
+    valid: Sequence[dict[str, Any]] = ()
+    grad_norms: Floats | None = None
+    incidents: tuple[Incident, ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        """The run that `save` wrote: see `records.load_run`."""
+        from hookkit.records import files
+
+        return files.load_run(path)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records that are there: activations, gradients, params, in this order."""
+        return tuple(r for r in (self.activations, self.gradients, self.params) if r is not None)
+
+    @property
+    def n_steps(self) -> int:
+        """Optimizer steps covered: by the losses where they are known, else by the records."""
+        ends = [int(r.steps[-1]) + 1 for r in self.records if len(r)]
+        return max([0 if self.losses is None else len(self.losses), *ends])
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
+        return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'})"
+
+
+_SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+_RECORDERS = {"activation": "ActivationStats", "gradient": "GradientStats", "param": "ParamStats"}
+
+
+def as_run(source: Any) -> Run:
+    """The `Run` of a Run, Records (one of a kind), a recorder, a Watcher or a Learner.
+
+    Raises:
+        ArgumentError: nothing of this kind can be read from `source`.
+    """
+    if isinstance(source, Run):
+        return source
+    if isinstance(source, Record):
+        return as_run([source])
+    if isinstance(source, (list, tuple)) and source:
+        by_kind = {_SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
+        if len(by_kind) == len(source):
+            return Run(**by_kind)  # type: ignore[arg-type]
+    for name in () if isinstance(source, type) else ("run_record", "run", "record"):
+        # its own: a callback also shows what its learner has, whose run is that of all
+        if callable(getattr_static(source, name, None)):
+            return as_run(getattr(source, name)())
+    raise ArgumentError(
+        f"a run was asked for, {_kind(source)} was given. "
+        "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
+        "ActivationStats; a saved one is read by Run.load(path)."
+    )
+
+
+def _kind(source: Any) -> str:
+    return f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+
+
+def by_module(record: Record) -> Record:
+    """`record` with each further output of a module (`lstm[1][0]`) next to its first.
+
+    As recorded they come last, as they were found when the modules ran.
+    """
+    owners = [name.partition("[")[0] for name in record.names]
+    first = {owner: i for i, owner in reversed([*enumerate(owners)])}
+    order = sorted(range(len(owners)), key=lambda i: first[owners[i]])
+    if record.kind == "param" or order == sorted(order):
+        return record
+    by_row = {k: v for k, v in record.meta.items() if isinstance(v, list) and len(v) == len(order)}
+    return replace(
+        record,
+        names=tuple(record.names[i] for i in order),
+        types=tuple(record.types[i] for i in order),
+        values={key: table[order] for key, table in record.values.items()},
+        hist=None if record.hist is None else record.hist[order],
+        meta={**record.meta, **{k: [v[i] for i in order] for k, v in by_row.items()}},
+    )
+
+
+def in_order(run: Run) -> Run:
+    """`run` with the layers of each record as they follow each other in the model."""
+    activations = None if run.activations is None else by_module(run.activations)
+    gradients = None if run.gradients is None else by_module(run.gradients)
+    return replace(run, activations=activations, gradients=gradients)
+
+
+def as_record(source: Any, *kinds: str) -> Record:
+    """The first Record of one of `kinds` (default: any) in a Record, Run, recorder or driver.
+
+    Raises:
+        ArgumentError: `source` is none of these.
+        OptionError: it holds no record of these kinds.
+    """
+    run = as_run(source)
+    for kind in kinds or _SLOTS:
+        if (record := getattr(run, _SLOTS[kind])) is not None:
+            return record  # type: ignore[no-any-return]
+    found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(_SLOTS)
+    raise OptionError(
+        f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
+        f"Train with {' or '.join(f'{_RECORDERS[k]}()' for k in wanted)}."
+    )

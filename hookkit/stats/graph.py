@@ -1,0 +1,129 @@
+"""What the autograd graph tells of a model: who reads each layer, and which weights it has hidden.
+
+A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
+does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hookkit.modules import join, walk
+from hookkit.nested import named_leaves
+
+_SHAPES = {"View", "UnsafeView", "ReshapeAlias", "Alias", "T", "Transpose", "Permute", "Expand"}
+_PARTS = {"Squeeze", "Unsqueeze", "Slice", "Select", "Split", "Chunk", "Unbind", "Clone", "ToCopy"}
+_POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
+_PASSES_ON = _SHAPES | _PARTS | _POOLS
+"""Operations behind which a unit that is never above 0 stays so."""
+
+
+def readers(model: nn.Module, output: Any) -> dict[str, str | None]:
+    """Name of each module with a weight → class of the one activation that reads its output.
+
+    `"ReLU"` or `"ReLU6"`; `""` where something else reads it, or several do; None where the graph
+    does not show it (frozen, compiled, checkpointed, not run).
+
+    Cost: one walk through the graph, on the host alone; nothing is kept.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> readers(net, net(torch.ones(4, 2)))
+    {'0': 'ReLU', '2': ''}
+    """
+    users, leaves = _graph(output)
+    places = [(name, _weight(m)) for name, m, first in walk(model) if first]
+    names = {id(weight): name for name, weight in places if weight is not None}
+    found: dict[str, str | None] = dict.fromkeys(names.values())
+    for leaf in leaves:
+        name = names.get(id(leaf.variable))
+        if name is not None:
+            kinds = {_kind(end) for op in _ends(users, leaf) for end in _ends(users, op)}
+            found[name] = kinds.pop() if len(kinds) == 1 else ""
+    return found
+
+
+def unregistered(model: nn.Module, opts: Iterable[Optimizer], output: Any) -> list[str]:
+    """Weights that made `output`, in plain lists and dicts of `model` and in no optimizer: by name.
+
+    PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3))
+    >>> net.extra = [nn.Linear(3, 1, bias=False)]
+    >>> unregistered(net, [], net.extra[0](net(torch.ones(4, 2))))
+    ['extra[0].weight']
+    """
+    known = {id(p) for p in model.parameters()}
+    known |= {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+    hidden = [(name, p) for name, p in _hidden(model) if id(p) not in known]
+    used = {id(leaf.variable) for leaf in _graph(output)[1]} if hidden else set()
+    return [name for name, p in hidden if id(p) in used]
+
+
+def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for place, module, first in walk(model):
+        for key, held in vars(module).items() if first else ():
+            if key.startswith("_") or not isinstance(held, (list, tuple, dict)):
+                continue
+            for i, x in held.items() if isinstance(held, dict) else enumerate(held):
+                name = join(place, f"{key}[{i!r}]")
+                if isinstance(x, nn.Module):
+                    yield from ((f"{name}.{n}", p) for n, p in x.named_parameters())
+                elif isinstance(x, nn.Parameter):
+                    yield name, x
+
+
+def _weight(m: nn.Module) -> nn.Parameter | None:
+    return dict(m.named_parameters(recurse=False)).get("weight")
+
+
+def _graph(output: Any) -> tuple[dict[Any, list[Any]], list[Any]]:
+    """Each node's users, and the nodes that stand for parameters."""
+    todo = [t.grad_fn for _, t in named_leaves(output) if t.grad_fn is not None]
+    users: dict[Any, list[Any]] = {node: [] for node in todo}
+    leaves = []
+    while todo:
+        node = todo.pop()
+        for before, _ in node.next_functions:
+            if before is None:
+                continue
+            if before not in users:
+                users[before] = []
+                todo.append(before)
+                if hasattr(before, "variable"):
+                    leaves.append(before)
+            users[before].append(node)
+    return users, leaves
+
+
+def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
+    """Who uses `node`, through operations that pass values on; `node` itself if nobody does."""
+    ends, todo, seen = [], [node], {node}
+    while todo:
+        for user in users[todo.pop()]:
+            if user in seen:
+                continue
+            seen.add(user)
+            if _name(user) in _PASSES_ON:
+                todo.append(user)
+            else:
+                ends.append(user)
+    return ends or [node]
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _kind(node: Any) -> str | None:
+    name = _name(node)
+    if name == "Hardtanh" and getattr(node, "_saved_min_val", None) == 0:
+        return "ReLU6"
+    if name == "CopySlices":  # a view was written in place: by whom, it does not say
+        return None
+    return "ReLU" if name == "Relu" else ""

@@ -1,0 +1,223 @@
+"""`python -m hookkit.summaries.cli module:factory --input 1,3,224,224`: a summary from the shell.
+
+`python -m hookkit` is the same.
+Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the arguments are bad,
+130 it was interrupted. Whatever goes wrong is one line, after the table so far if the model failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from html import escape
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+from torch import nn
+
+from hookkit.errors import HookkitError, ModelRunError, nearest
+from hookkit.files import write_aside
+from hookkit.summaries import Summary, summary
+from hookkit.summaries.text import COLUMNS
+from hookkit.texts import harmless, nbytes
+
+
+class _Parser(argparse.ArgumentParser):
+    """One clear line and exit code 2, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        _write(sys.stderr, f"{self.prog}: {harmless(message, 1000)}\n")
+        self.exit(2)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    p = _Parser(prog=prog, description="What a model is made of and does.")
+    p.add_argument("model", help="module:factory, a function that makes the model, or the model")
+    shape = "shape of an input, with :int64 for ids; again for a second input"
+    p.add_argument("--input", action="append", default=[], type=_input, metavar="N,...", help=shape)
+    p.add_argument("--depth", type=_whole, help="show modules down to this depth")
+    p.add_argument("--columns", type=_columns, help=f"out of {', '.join(COLUMNS)}")
+    p.add_argument("--no-fold", action="store_true", help="show equal siblings one by one")
+    p.add_argument("--width", type=_width, help="columns of text (default: the terminal's)")
+    p.add_argument("--eval", action="store_true", help="in evaluation mode")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--html", type=Path, metavar="FILE", help="write HTML to a new file")
+    return p
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _width(text: str) -> int:
+    n = _whole(text)
+    if not n:
+        raise argparse.ArgumentTypeError("0 columns hold no text")
+    return n
+
+
+def _input(text: str) -> torch.Tensor:
+    """A tensor of the shape and type that `text` asks for: `1,128:int64`."""
+    sizes, _, kind = text.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{kind!r} is not a dtype, such as float32 or int64")
+    if not all(part.strip().isdecimal() and int(part) for part in sizes.split(",")):
+        raise argparse.ArgumentTypeError(f"{sizes!r} is not a shape, such as 1,3,224,224")
+    shape = [int(part) for part in sizes.split(",")]
+    needed, there = prod(shape) * max(4, dtype.itemsize), _memory()
+    if needed > there:
+        raise argparse.ArgumentTypeError(
+            f"{sizes!r} takes {nbytes(needed)} of memory, and there are {nbytes(there)}: "
+            "give a smaller shape, such as a batch of 1"
+        )
+    try:
+        return _filled(shape, dtype)
+    except (RuntimeError, MemoryError, OverflowError) as e:
+        why = _one_line(e).partition(". ")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be made: {why}") from None
+
+
+def _filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        mine = torch.Generator("cpu").manual_seed(0)
+        return torch.randn(shape, generator=mine, device="cpu").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")  # ids that every vocabulary has
+
+
+def _memory() -> int:
+    """Bytes of memory in this machine; where nobody says so, more than any has.
+
+    Asking for more than that is not always refused: the system ends the process as it is filled.
+    """
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 2**62
+
+
+def _one_line(e: BaseException) -> str:
+    """The words of an error without its line ends; its class if it has none."""
+    return harmless(" ".join(str(e).split()), 1000) or type(e).__name__
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    wrong = [name for name in names if name not in COLUMNS]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"no column {wrong[0]!r}: there are {', '.join(COLUMNS)}")
+    return names
+
+
+def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
+    """The model that `module:factory` names; the folder one stands in is looked in first."""
+    where, _, name = spec.partition(":")
+    if not all(where.split(".")) or not all(name.split(".")):
+        parser.error(f"argument model: {spec!r} is not of the form module:factory")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        home = _within(f"importing {where}", importlib.import_module, where)
+    except ModuleNotFoundError as e:
+        if e.name is None or not (where + ".").startswith(e.name + "."):
+            raise  # the module is there and lacks something itself
+        hint = ": name a module, as in Python's import" if "/" in where else ""
+        parser.error(f"argument model: no module {where!r} here or among the installed ones{hint}")
+    made: Any = home
+    for part in name.split("."):
+        if not hasattr(made, part):
+            near = nearest(part, dir(made), n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            parser.error(f"argument model: {where!r} has no {part!r}{hint}")
+        made = getattr(made, part)
+    if not isinstance(made, nn.Module) and callable(made):
+        made = _within(f"calling {name}", made)
+    if not isinstance(made, nn.Module):
+        parser.error(f"argument model: {spec!r} is of type {type(made).__name__}, not an nn.Module")
+    return made
+
+
+def _within(what: str, f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)`, of which a `sys.exit` ends no more than itself."""
+    try:
+        return f(*args)
+    except SystemExit as e:
+        raise ModelRunError(f"{what} ended by sys.exit({e.code!r}): leave that to a script") from e
+
+
+def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
+    model = _load(parser, args.model)
+    if args.eval:
+        model.eval()
+    return summary(
+        model, *args.input, fold=not args.no_fold, depth=args.depth, columns=args.columns
+    )
+
+
+def _page(made: Summary) -> str:
+    """The summary as a document of its own: as wide as the screen, light or dark as the reader."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(harmless(made.rows[0].type))}</title>\n</head>\n"
+        f"<body>\n{made.html()}\n</body>\n</html>\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summaries.cli") -> int:
+    """Prints the summary that the command line asks for; returns the exit code."""
+    parser = _parser(prog)
+    try:
+        return _main(parser, argv)
+    except KeyboardInterrupt:
+        _write(sys.stderr, f"{parser.prog}: interrupted\n")
+        return 130
+    except BrokenPipeError:  # of a reader such as head, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as e:
+        _write(sys.stderr, f"{parser.prog}: cannot write the summary: {_one_line(e)}\n")
+        return 1
+
+
+def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    args = parser.parse_args(argv)
+    if args.html and os.path.lexists(args.html):  # false for a name that no disk takes
+        parser.error(f"argument --html: {args.html} exists: name a new file")
+    if args.html and not os.path.isdir(args.html.parent):
+        parser.error(f"argument --html: there is no folder {args.html.parent}: make it first")
+    try:
+        made = _made(parser, args)
+    except Exception as e:
+        table = "".join(f"{note.strip()}\n" for note in getattr(e, "__notes__", []))
+        kind = "" if isinstance(e, HookkitError) else f"{type(e).__name__}: "
+        _write(sys.stderr, f"{table}{parser.prog}: {kind}{_one_line(e)}\n")
+        return 1
+    if args.html:
+        try:
+            with write_aside(args.html, text=True) as file:
+                file.write(_page(made))
+        except (OSError, ValueError) as e:  # ValueError: a name with a null character
+            why = getattr(e, "strerror", None) or _one_line(e)
+            parser.error(f"argument --html: cannot write {args.html}: {why}")
+    _write(sys.stdout, f"{made.to_json(2) if args.json else made.text(width=args.width)}\n")
+    return 0
+
+
+def _write(file: TextIO, text: str) -> None:
+    """Writes `text`; a character that the file's encoding lacks as its escape."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    file.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

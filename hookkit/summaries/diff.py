@@ -1,0 +1,135 @@
+"""What differs between two summaries, by qualified name: rows, numbers, totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from hookkit.summaries.result import NUMBERS, Row, Summary
+from hookkit.texts import harmless, nbytes, pad, si, width
+
+_WORDS = {
+    "n_params": "params",
+    "n_trainable": "trainable",
+    "param_bytes": "param bytes",
+    "buffer_bytes": "buffers",
+    "macs": "MACs",
+    "kept_bytes": "kept",
+}
+_FACTS = ("type", "outputs", "trainable", "calls", "dtype", "training", "notes")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row that is not the same: "changed", "added" or "removed", and what about it."""
+
+    name: str
+    type: str
+    kind: str
+    facts: tuple[tuple[str, str, str], ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class SummaryDiff:
+    """The changes from one summary to another; true if there are any.
+
+    Attributes:
+        changes: the rows that differ, in the order of execution, removed ones last.
+        totals: per number the value before and after, for those that moved.
+    """
+
+    changes: tuple[Change, ...]
+    totals: dict[str, tuple[int, int]]
+    types: tuple[str, str] = ("", "")
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.totals)
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        rows = [_cells(c) for c in self.changes]
+        sizes = [max((width(r[i]) for r in rows), default=0) for i in range(3)]
+        text = ["  ".join([*map(pad, r[:3], sizes), r[3]]).rstrip() for r in rows]
+        moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
+        return "\n".join([*text, f"total {moved}" if moved else "totals are equal"])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no difference</p>"
+        cells = [_cells(c) for c in self.changes]
+        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in cells)
+        moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
+        return f"<table>{rows}</table><p>total {escape(moved or 'unchanged')}</p>"
+
+
+_MARKS = {"changed": " ", "added": "+", "removed": "−"}
+
+
+def _cells(c: Change) -> tuple[str, ...]:
+    return _MARKS[c.kind], harmless(c.name) or "(model)", harmless(c.type), harmless(_told(c), 1000)
+
+
+def _cell(text: str) -> str:
+    return f'<td style="text-align:left">{escape(text)}</td>'
+
+
+def _told(c: Change) -> str:
+    return "   ".join(
+        f"{what} {a} → {b}" if c.kind == "changed" else b or a for what, a, b in c.facts
+    )
+
+
+def _moved(key: str, a: int, b: int) -> str:
+    share = f" ({100 * (b - a) / a:+.1f}%)".replace("-", "−") if a else ""
+    return f"{_WORDS[key]} {_number(key, a)} → {_number(key, b)}{share}"
+
+
+def _number(key: str, n: int) -> str:
+    if key.endswith("bytes"):
+        return nbytes(n)
+    return si(n) if key == "macs" else f"{n:,}"
+
+
+def compare(a: Summary, b: Summary) -> SummaryDiff:
+    """The changes from `a` to `b`; own numbers are compared, so that a change shows once."""
+    before, after = ({r.name: r for r in s} for s in (a, b))
+    changes = []
+    for name, row in after.items():
+        if name not in before:
+            changes.append(Change(name, row.type, "added", _content(row)))
+        elif facts := _facts(before[name], row):
+            changes.append(Change(name, row.type, "changed", facts))
+    lost = [before[name] for name in before if name not in after]
+    changes += [Change(r.name, r.type, "removed", _content(r)) for r in lost]
+    pairs = {k: (getattr(a, k), getattr(b, k)) for k in NUMBERS}
+    moved = {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
+    return SummaryDiff(tuple(changes), moved, (a.rows[0].type, b.rows[0].type))
+
+
+def _content(r: Row) -> tuple[tuple[str, str, str], ...]:
+    return (("params", "", f"{r.n_params:,} params"),) if r.n_params else ()
+
+
+def _facts(a: Row, b: Row) -> tuple[tuple[str, str, str], ...]:
+    facts = [(k, _text(k, a), _text(k, b)) for k in _FACTS if getattr(a, k) != getattr(b, k)]
+    told = {"n_trainable"} if a.trainable != b.trainable else set()
+    numbers = [k for k in NUMBERS if k not in told and getattr(a, k) != getattr(b, k)]
+    for k in numbers:
+        facts.append((_WORDS[k], _number(k, getattr(a, k)), _number(k, getattr(b, k))))
+    return tuple(facts)
+
+
+def _text(key: str, r: Row) -> str:
+    value: Any = getattr(r, key)
+    if key == "trainable":
+        return {True: "✓", False: "frozen", None: "nothing"}.get(value) or f"{100 * value:.0f}%"
+    if key == "training":
+        return "train" if value else "eval"
+    return " | ".join(value) or "–" if isinstance(value, tuple) else str(value)

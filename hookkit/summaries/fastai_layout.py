@@ -1,0 +1,249 @@
+"""fastai's layout of a summary, drawn from the same value as the rich one, and a Learner's own.
+
+`layer_info`, `module_summary` and `learner_summary` match fastai 2.8.12 to the character where its
+numbers are right; rows stand in the order of execution, and the first dimension is the true one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hookkit.data import generators_of, split_batch
+from hookkit.errors import ArgumentError, ModelRunError
+from hookkit.interrupts import Undo
+from hookkit.modelinfo import random_draws
+from hookkit.modules import unwrap
+from hookkit.nested import Inputs, leaves, tmap
+from hookkit.summaries.build import arrivals, build, run, wrapper_notes, wrappers_of
+from hookkit.summaries.result import Row, Summary, View
+from hookkit.texts import harmless, percent
+
+_N = 76  # fastai's width
+
+
+class SummaryText(str):
+    """A text that shows as it is at the prompt, and as the rich table in a notebook.
+
+    Attributes:
+        summary: the `Summary` that it was drawn from.
+    """
+
+    summary: Summary
+
+    def __new__(cls, text: str, summary: Summary) -> SummaryText:
+        """`text`, drawn from `summary`."""
+        self = super().__new__(cls, text)
+        self.summary = summary
+        return self
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self.summary.html()
+
+
+def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
+    """A model in the Learner's place, and no inputs, are the likeliest mistakes here."""
+    if not isinstance(getattr(learn, "model", None), nn.Module):
+        raise ArgumentError(
+            f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
+            f"the Learner: {who}(learn, x)."
+        )
+    if not xb:
+        raise ArgumentError(
+            f"{who} runs the model on the inputs of a batch; there are none. "
+            f"Use {who}(learn, x), or learn.summary()."
+        )
+
+
+def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary:
+    model, opt = learn.model, getattr(learn, "opt", None)
+    inner = unwrap(model)
+    given = _placed(inner, xb if isinstance(xb, Inputs) else Inputs(xb))
+    done, notes = run(inner, given, training)
+    notes += wrapper_notes(model)
+    torchs = opt if hasattr(opt, "param_groups") else None
+    made = build(inner, done, torchs, View(), wrappers_of(model), arrivals(given), notes)
+    if done.error is not None:
+        error = done.error
+        error.add_note(f"\nin learn.summary, up to the error:\n{made.text(width=100)}")
+        raise error
+    return made
+
+
+def _placed(model: nn.Module, xb: Inputs) -> Inputs:
+    """The inputs on the model's device, where the Learner would have put them."""
+    p = next(model.parameters(), None)
+    if p is None or p.device.type in ("cpu", "meta"):
+        return xb
+    device = p.device
+    placed: Inputs = tmap(lambda t: t.to(device), xb)
+    return placed
+
+
+def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, bool]]:
+    """One tuple per innermost layer: type, parameters, trainable, output shape, same as its input.
+
+    As fastai's: for one sample (shapes begin with 1), "" for parameters and trainable where there
+    are none. In order of execution; a layer that is not called has shape None.
+
+    Args:
+        learn: a Learner, or anything with a `model`.
+        *xb: the inputs of a batch; the first sample of each is taken where the model can take one.
+    """
+    _check(learn, "layer_info", xb)
+    one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
+    try:
+        made = _summary_of(learn, one, False)
+    except Exception:  # offsets, lists of images: not every batch can be cut
+        made = _summary_of(learn, xb, False)
+    return [_info(r) for r in _leaves(made)]
+
+
+def _leaves(s: Summary) -> list[Row]:
+    return [r for r in s if r.kind == "parameter" or (r.kind == "module" and r.leaf)]
+
+
+def _info(r: Row) -> tuple[str, int | str, Any, Any, bool]:
+    if r.trainable is None:
+        return r.type, "", "", r.shape, r.shape == r.in_shape
+    free = r.trainable if isinstance(r.trainable, bool) else percent(r.trainable, 1)
+    return r.type, r.n_params, free, r.shape, r.shape == r.in_shape
+
+
+def _sizes(shape: Any) -> str:
+    """`16 x 1`; several as fastai's list of texts."""
+    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
+        return " x ".join(map(str, shape))
+    if isinstance(shape, dict):
+        return str({k: _sizes(v) for k, v in shape.items()})
+    return str([_sizes(s) for s in shape]) if isinstance(shape, list | tuple) else str(shape)
+
+
+def _table(s: Summary, xb: tuple[Any, ...]) -> str:
+    inputs = [list(t.shape) for t in leaves(xb)]
+    size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
+    head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
+    text = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
+    previous: Any = None
+    for i, r in enumerate(_leaves(s)):
+        kind, n, free, shape, same = _info(r)
+        called = r.kind == "module" and r.calls
+        if called and shape is not None and (previous is None or not (same or shape == previous)):
+            text += ["_" * _N] * (previous is not None and i > 0)
+            text.append(f"{'':<20} {_sizes(shape):<20}")
+        previous = shape if called and shape is not None else previous
+        note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
+        text.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
+    return "\n".join([*text, "_" * _N]) + "\n"
+
+
+def _drawn(s: Summary, xb: tuple[Any, ...]) -> str:
+    return (
+        f"{_table(s, xb)}\n"
+        f"Total params: {s.n_params:,}\n"
+        f"Total trainable params: {s.n_trainable:,}\n"
+        f"Total non-trainable params: {s.n_params - s.n_trainable:,}\n\n"
+    )
+
+
+def module_summary(learn: Any, *xb: Any) -> SummaryText:
+    """The layers of `learn.model` in fastai's layout, for the inputs `xb` of a batch.
+
+    A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
+    """
+    _check(learn, "module_summary", xb)
+    made = _summary_of(learn, xb, _mode(learn.model))
+    return SummaryText(_drawn(made, xb), made)
+
+
+def _mode(model: nn.Module) -> bool | None:
+    """Numbers are those of training, also for a model that a fit has left in evaluation."""
+    return None if model.training else True
+
+
+def learner_summary(learn: Any) -> SummaryText:
+    """`module_summary` on one real batch, with optimizer, loss, freezing and callbacks.
+
+    No callback is fired and nothing of the learner moves; the batch is taken without its workers.
+
+    Raises:
+        ModelRunError: the learner has no data.
+    """
+    xb = one_input(getattr(learn, "dls", None))
+    made = _summary_of(learn, xb, _mode(learn.model))
+    text = _drawn(made, xb)
+    text += f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
+    if learn.opt is not None:
+        at = frozen_to(learn)
+        text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
+    cbs = sorted(learn.cbs, key=lambda cb: cb.order)
+    names = [type(cb).__name__ for cb in cbs]
+    text += "Callbacks:\n" + "\n".join(f"  - {name}" for name in names)
+    about = (f"Loss {_named(learn.loss_func)}", f"Callbacks {', '.join(names) or 'none'}")
+    return SummaryText(text, replace(made, footnotes=(*made.footnotes, *about)))
+
+
+def _named(f: Any) -> str:
+    return getattr(f, "__name__", None) or str(f).partition("\n")[0]
+
+
+def frozen_to(learn: Any) -> int:
+    """The first parameter group that trains; 0 for an unfrozen model."""
+    for owner in (learn, learn.opt):
+        if isinstance(at := getattr(owner, "frozen_idx", None), int):
+            return at
+    groups = learn.opt.param_groups
+    free = [any(p.requires_grad for p in g["params"]) for g in groups]
+    return free.index(True) if True in free else len(groups)
+
+
+def one_input(dls: Any) -> Inputs:
+    """What the model is called with for one training batch of `dls`, and no trace of having looked.
+
+    The targets are left out: all but the last item, or `n_inp` items where the loader says so. A
+    batch that is a mapping goes in by keyword.
+    """
+    train = getattr(dls, "train", None)
+    if train is None:
+        raise ModelRunError(
+            "learn.summary() runs one training batch: this Learner has no data. Make it with "
+            "DataLoaders(train, valid), or use module_summary(learn, xb)."
+        )
+    with Undo() as stack:
+        stack.enter_context(random_draws.kept())
+        for g in generators_of(train):
+            stack.callback(g.set_state, g.get_state())
+        batch = _batch(train)
+    if isinstance(batch, Mapping):
+        return Inputs((), batch)
+    n = getattr(dls, "n_inp", None) or getattr(train, "n_inp", None)
+    return Inputs(split_batch(batch, n)[0])
+
+
+def _batch(loader: Any) -> Any:
+    """The first batch; a torch DataLoader's is made here and not by its workers."""
+    if callable(getattr(loader, "one_batch", None)):
+        return loader.one_batch()
+    items: Any = getattr(loader, "dataset", None)
+    plain = type(loader) is DataLoader and loader.batch_sampler is not None
+    if plain and not isinstance(items, torch.utils.data.IterableDataset):
+        chosen = next(iter(loader.batch_sampler), None)
+        if chosen is not None:
+            many = getattr(items, "__getitems__", None)
+            rows = many(chosen) if callable(many) else [items[i] for i in chosen]
+            return loader.collate_fn(rows)
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ModelRunError(
+            "learn.summary() runs one training batch: the training data is empty. Give a loader "
+            "with batches, or use module_summary(learn, xb)."
+        )
+    return batch

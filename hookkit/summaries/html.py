@@ -1,0 +1,240 @@
+"""A summary as HTML that folds, for notebooks: no script, no outside file, light and dark.
+
+Closed, a container shows the totals of all inside it (of all siblings folded into it). Open, it
+shows its own share, so that the numbers in sight add up, and its total after a Σ. Columns are as
+wide as their longest word, so that none is broken; what does not fit scrolls sideways. Colours are
+mixed from the page's own text colour, so that light and dark need no switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+
+from hookkit.errors import OptionError
+from hookkit.summaries.folding import Line, Node, tree
+from hookkit.summaries.result import NUMBERS, Summary, Totals, View
+from hookkit.summaries.text import COLUMNS, body_is_whole, cell, footer_parts, notes_of
+from hookkit.texts import clip, harmless, width
+
+BARS = {"params": "n_params", "macs": "macs", "kept": "kept_bytes"}
+_SHARED = {"params": "parameters", "macs": "MACs", "kept": "bytes kept for backward"}
+_RUN = ("output", "params", "train", "macs", "kept")
+_NO_RUN = ("params", "train")
+_OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
+_WORD, _CELL = 40, 80  # signs of a word, and of a cell; the pointer shows the rest
+
+_STYLE = """<style>
+.hk{font:13px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
+--hk-soft:color-mix(in srgb,currentColor 62%,transparent);
+--hk-line:color-mix(in srgb,currentColor 14%,transparent);
+--hk-bar:color-mix(in srgb,#3b82f6 75%,transparent);--hk-bad:#c2410c;max-width:100%;overflow-x:auto}
+.hk .g{display:grid;column-gap:.9em;grid-template-columns:var(--hk-cols);
+align-items:baseline;padding:.1em .3em;border-bottom:1px solid var(--hk-line)}
+.hk .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.hk .s{color:var(--hk-soft)} .hk i{color:var(--hk-soft);font-style:normal}
+.hk .b{border:1px solid var(--hk-line);border-radius:.6em;padding:0 .45em;font-size:.85em;
+color:var(--hk-soft);box-decoration-break:clone;-webkit-box-decoration-break:clone}
+.hk .x{color:var(--hk-bad);font-weight:600}
+.hk .w,.hk .k{background:linear-gradient(var(--hk-bar),var(--hk-bar)) right bottom/var(--w)
+4px no-repeat} .hk .w{display:block;padding-bottom:3px}
+.hk .k{display:inline-block;width:2em;height:4px;margin-right:.4em;vertical-align:middle;--w:100%}
+.hk summary{cursor:pointer;list-style:none} .hk summary::-webkit-details-marker{display:none}
+.hk summary .l::before{content:"▸";display:inline-block;width:1em;margin-left:-1em;
+color:var(--hk-soft)}
+.hk details[open]>summary .l::before{content:"▾"}
+.hk .l{padding-left:calc(1em + var(--d)*1.1em)}
+.hk details[open]>summary .c{display:none} .hk details:not([open])>summary .o{display:none}
+.hk .o i{display:block}
+.hk summary:hover,.hk .r:hover{background:color-mix(in srgb,currentColor 6%,transparent)}
+.hk .h{color:var(--hk-soft);border-bottom-color:var(--hk-soft)} .hk p{margin:.35em .3em}
+</style>"""
+
+
+def render(s: Summary, view: View, by: str = "params") -> str:
+    """One `div`: the table, then totals, how it was run and warnings."""
+    if not isinstance(by, str) or by not in BARS:
+        raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(BARS)}')
+    drawing = _Drawing(s, view, by)
+    inputs, output = harmless(s.inputs, 500), harmless(s.output, 500) or ("✗" if s.failed else "–")
+    flow = f" <i>{escape(inputs)} → {escape(output)}</i>" if s.run != "none" else ""
+    title = f"<p><b>{escape(harmless(s.rows[0].type))}</b>{flow}</p>"
+    facts = "".join(_paragraph(" · ".join(part)) for part in footer_parts(s))
+    warned = "".join(_paragraph(f"⚠ {w}", ' class="x"') for w in s.warnings)
+    table = drawing.table()
+    below = f'{drawing.legend()}<div class="s">{facts}</div>{warned}'
+    return f'{_STYLE}<div class="hk">{title}{table}{below}</div>'
+
+
+def _paragraph(text: str, attributes: str = "") -> str:
+    words = " ".join(harmless(word) for word in text.split(" "))
+    return f"<p{attributes}>{escape(words)}</p>"
+
+
+def _open_first(root: Node) -> set[int]:
+    """Ids of the containers that start open: level by level, folded ones never."""
+    found, level, rows = {id(root)}, root.children, len(root.children)
+    while level:
+        able = [n for n in level if n.children and n.fold == 1]
+        rows += sum(len(n.children) for n in able)
+        if rows > _OPEN_ROWS:
+            break
+        found |= {id(n) for n in able}
+        level = [child for n in able for child in n.children]
+    return found
+
+
+def _short(text: str) -> str:
+    return " ".join(clip(word, _WORD) for word in text.split(" "))
+
+
+class _Drawing:
+    """One rendering; the numbers of folded rows stand for all of them while they are closed."""
+
+    def __init__(self, s: Summary, view: View, by: str) -> None:
+        self.s, self.by, self.depth = s, by, view.depth
+        self.columns = view.columns or (_RUN if s.run != "none" else _NO_RUN)
+        self.whole = getattr(s.total, BARS[by])
+        self.root = tree(s.rows, view.fold)
+        self.open = _open_first(self.root)
+        self.widest = {c: _words_of(COLUMNS[c][0]) for c in self.columns}
+        self.label = 8.0
+        self.folds = self.opened = False
+
+    def table(self) -> str:
+        """The heading and all rows."""
+        skip = self.depth != 0 and not body_is_whole(self.s)
+        nodes = self.root.children if skip and self.root.children else [self.root]
+        rows = "".join(self.node(node, 0) for node in nodes)
+        heads = "".join(
+            f'<span class="n">{COLUMNS[c][0]}</span>' if COLUMNS[c][1] else
+            f"<span>{COLUMNS[c][0]}</span>" for c in self.columns
+        )  # fmt: skip
+        sizes = [f"minmax({self.label:.0f}ch,2.2fr)"]
+        for c in self.columns:
+            n = self.widest[c]
+            sizes.append(f"{n}ch" if COLUMNS[c][1] or c == "train" else f"minmax({n}ch,1fr)")
+        head = f'<div class="g h"><span class="l" style="--d:0">Layer</span>{heads}</div>'
+        least = self.label + sum(self.widest[c] + 2 for c in self.columns)
+        style = f"--hk-cols:{' '.join(sizes)};min-width:{least:.0f}ch"
+        return f'<div style="{style}">{head}{rows}</div>'
+
+    def legend(self) -> str:
+        """What bars, sums and folds mean, where there are any."""
+        said = []
+        if self.by in self.columns and self.whole:
+            said.append(f'<span class="k"></span>share of all {_SHARED[self.by]}')
+        if self.opened:
+            said.append("Σ an open container with all inside it")
+        if self.folds:
+            said.append("×n so many equal ones; opened, one of them")
+        return f'<p class="s">{" · ".join(said)}</p>' if said else ""
+
+    def node(self, node: Node, depth: int) -> str:
+        """A row, or a container with the rows inside it."""
+        row, inside = node.row, node.children
+        self.folds |= node.fold > 1
+        if not inside or (self.depth is not None and depth >= self.depth):
+            shown = _times(row.total if inside else row.own, node.fold)
+            line = self.line(node, depth, shown, closed=bool(inside))
+            cells = "".join(self.wrapped(c, self.cell(c, line)) for c in self.columns)
+            return f'<div class="g r">{self.name(node, depth)}{cells}</div>'
+        self.opened = True
+        failed = self.s.failed and row.name in self.s.failed
+        state = " open" if failed or id(node) in self.open else ""
+        below = "".join(self.node(child, depth + 1) for child in inside)
+        head = self.name(node, depth) + "".join(self.both(c, node, depth) for c in self.columns)
+        return f'<details{state}><summary class="g">{head}</summary>{below}</details>'
+
+    @staticmethod
+    def line(node: Node, depth: int, shown: Totals, closed: bool) -> Line:
+        """What a cell is made from."""
+        return Line(node.row, node.label, depth, node.fold, node.fold, shown, closed)
+
+    def both(self, column: str, node: Node, depth: int) -> str:
+        """A cell of a container: its own share and Σ while it is open, the total while closed."""
+        closed = self.line(node, depth, _times(node.row.total, node.fold), closed=True)
+        total = self.cell(column, closed)
+        if column not in _SUMMED:
+            own = self.cell(column, self.line(node, depth, node.row.own, closed=False))
+            pair = own, total
+        else:
+            mine = self.line(node, depth, _times(node.row.own, node.fold), closed=False)
+            own = self.cell(column, mine) if getattr(mine.shown, _SUMMED[column]) else ""
+            summed = cell(column, closed, self.s)
+            self.widest[column] = max(self.widest[column], _words_of(f"Σ {summed}"))
+            pair = own + (f"<i>Σ {escape(summed)}</i>" if summed else ""), total
+        if pair[0] == pair[1]:
+            return self.wrapped(column, total)
+        return self.wrapped(
+            column, f'<span class="o">{pair[0]}</span><span class="c">{pair[1]}</span>'
+        )
+
+    def wrapped(self, column: str, content: str) -> str:
+        """`content` as a cell: numbers on the right."""
+        kind = ' class="n"' if COLUMNS[column][1] else "" if column == "train" else ' class="s"'
+        return f"<span{kind}>{content}</span>"
+
+    def cell(self, column: str, line: Line) -> str:
+        """What stands in a cell, with its bar if it is in the column of bars."""
+        full = cell(column, line, self.s)
+        text = clip(_short(full), _CELL)
+        self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column][1]))
+        if column == "train" and text == "frozen":
+            return '<span class="b">frozen</span>'
+        part = getattr(line.shown, BARS[self.by])
+        if column != self.by or not (self.whole and part):
+            hover = f'<span title="{escape(full, quote=True)}">{escape(text)}</span>'
+            return escape(text) if text == full else hover
+        size = f"{100 * part / self.whole:.1f}%"
+        return f'<span class="w" style="--w:{size}">{escape(text)}</span>'
+
+    def name(self, node: Node, depth: int) -> str:
+        """The name, the class if it has no column of its own, and what is worth a word."""
+        row = node.row
+        label = _short(harmless(node.label)) or "(model)"
+        kind = "" if "type" in self.columns else _short(harmless(row.type))
+        notes = [f"×{node.fold}"] if node.fold > 1 else []
+        notes += [_short(note) for note in self.notes(node)]
+        words = _words_of(" ".join([label, kind, *notes]))
+        self.label = max(self.label, words + 2 + 1.6 * depth)
+        hover = escape(harmless(f"{row.name or row.type} {row.extra}".strip()), quote=True)
+        text = f'<span class="l" style="--d:{depth}" title="{hover}">{escape(label)}'
+        text += f" <i>{escape(kind)}</i>" if kind else ""
+        text += "".join(f' <span class="b">{escape(w)}</span>' for w in notes)
+        return f"{text}{self.failure(node)}</span>"
+
+    def notes(self, node: Node) -> Iterator[str]:
+        """Ties, calls, odd types; a failure has a mark of its own."""
+        line = self.line(node, 0, Totals(), closed=False)
+        return (note for note in notes_of(line, self.s) if not note.startswith("✗"))
+
+    def failure(self, node: Node) -> str:
+        """The mark of a module that was running when the model raised."""
+        row = node.row
+        if not self.s.failed or row.kind != "module" or row.name not in self.s.failed:
+            return ""
+        got = f" got {harmless(row.inputs)}" if row.name == self.s.failed[-1] else ""
+        return f' <span class="x">✗{escape(got)}</span>'
+
+
+_SUMMED = {
+    "params": "n_params",
+    "percent": "n_params",
+    "macs": "macs",
+    "kept": "kept_bytes",
+    "bytes": "param_bytes",
+    "buffers": "buffer_bytes",
+}
+
+
+def _times(t: Totals, n: int) -> Totals:
+    """The sums of `n` like `t`."""
+    return replace(t, **{name: n * getattr(t, name) for name in NUMBERS})
+
+
+def _words_of(text: str, whole: bool = False) -> int:
+    """The width of the longest word of `text`, in the unit `ch`; of all of it if `whole`."""
+    words = [text] if whole else text.split(" ")
+    return max(3, max(map(width, words)) + 1)

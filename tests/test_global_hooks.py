@@ -1,0 +1,225 @@
+"""hook_all, print_sizes and hook_tensor: blocks inside their own blocks, removals in any order."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookkit.hooks.compiling as compiling
+from hookkit.errors import ArgumentError
+from hookkit.hooks import GlobalHook, hook_all, hook_tensor, print_sizes
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 10), nn.ReLU())
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(4, 5)
+
+
+def nothing(*seen: Any) -> None:
+    pass
+
+
+def is_clean() -> bool:
+    """No global hook, the fused path allowed, no block of ours that holds the compiler back."""
+    hooks = nn.modules.module._has_any_global_hook()
+    return not hooks and torch.backends.mha.get_fastpath_enabled() and not compiling._inside
+
+
+def test_a_global_hook_entered_inside_its_own_block_goes_on_after_the_inner_one(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    torch.compile(net, backend="eager")(x)  # from here on blocks set the compiler's stance
+    h = hook_all(nothing)
+
+    with h:
+        with h:
+            net(x)
+        net(x)
+
+    assert h.n_calls == 6
+    assert is_clean()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_global_hooks_leave_the_fused_path_as_it_was_in_any_order(first: int) -> None:
+    hooks = [hook_all(nothing), hook_all(nothing)]
+    assert not torch.backends.mha.get_fastpath_enabled()
+
+    hooks[first].remove()
+    hooks[first].remove()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    hooks[1 - first].remove()
+
+    assert is_clean()
+
+
+def test_a_fused_path_that_was_off_stays_off() -> None:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        hook_all(nothing).remove()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_global_hooks_are_gone_after_an_exception(
+    error: type[BaseException], net: nn.Sequential, x: Tensor
+) -> None:
+    def broken(*seen: Any) -> None:
+        raise error
+
+    with pytest.raises(error), hook_all(broken), hook_all(nothing), print_sizes(net):
+        net(x)
+
+    assert is_clean()
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_a_global_hook_can_be_entered_again(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_all(nothing, nn.ReLU)
+    h.remove()
+
+    for _ in range(2):
+        with h:
+            net(x)
+        net(x)
+
+    assert h.n_calls == 2
+    assert repr(h) == "GlobalHook(2 calls, removed)"
+
+
+def test_other_threads_and_recomputed_calls_are_not_seen_by_a_global_block(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    import threading
+
+    from torch.utils.checkpoint import checkpoint
+
+    with hook_all(nothing, nn.ReLU) as h:
+        thread = threading.Thread(target=net, args=(x,))
+        thread.start()
+        thread.join()
+        checkpoint(net, x.requires_grad_(), use_reentrant=True).sum().backward()
+
+    assert h.n_calls == 1
+
+
+def test_sizes_are_printed_again_when_the_block_is_entered_again(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    file = io.StringIO()
+    sizes = print_sizes(net, file)
+
+    for _ in range(2):
+        with sizes, sizes:
+            net(x)
+        net(x)
+    sizes.remove()
+
+    assert file.getvalue().count("4×5 → 4×10  0 (Linear)\n") == 2
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("model", [None, "net", [nn.ReLU()]])
+def test_sizes_of_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"print_sizes: expected an nn\.Module, found"):
+        print_sizes(model)
+
+
+def test_a_tensor_hook_ends_with_its_outer_block_and_is_removed_any_number_of_times() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    with hook_tensor(y) as h:
+        with h:
+            pass
+        y.sum().backward(retain_graph=True)
+    (3 * y).sum().backward()
+    h.remove()
+
+    assert h.stored is not None
+    assert h.stored.tolist() == [1.0, 1.0]
+    assert repr(h) == "TensorHook(the gradient of a 2 tensor, stored)"
+    assert repr(hook_tensor(x.sum())) == "TensorHook(the gradient of a scalar tensor, empty)"
+
+
+def test_the_gradient_of_a_tensor_goes_where_the_hook_went() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    h = hook_tensor(y)
+    del h
+
+    y.sum().backward()  # the graph held nothing of the hook
+
+    assert x.grad is not None
+
+
+def test_hook_all_is_a_global_hook() -> None:
+    h = hook_all(nothing)
+    h.register()  # is there already
+
+    assert isinstance(h, GlobalHook)
+    h.remove()
+    assert is_clean()
+
+
+def test_a_call_that_meets_the_removal_by_another_thread_is_passed_over(x: Tensor) -> None:
+    """PyTorch looks twice, for the hook and for whether it takes keyword inputs."""
+    h = hook_all(nothing)
+    m = nn.ReLU()
+    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(h._handle.id)
+
+    m(x)
+
+    assert h.n_calls == 0
+    h.remove()
+    assert is_clean()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ((len, None, torch.ones(2)), r"hook_all\(pre=tensor.* True or False"),
+        ((len, None, "yes"), r"hook_all\(pre='yes'"),
+        ((len, torch.ones(2)), r"types must be module classes, found tensor"),
+        ((len, ()), r"types must be module classes, found \(\)"),
+        ((len, [nn.Linear, 3]), r"types must be module classes"),
+        ((3,), r"hook_func must be a function, found an int"),
+    ],
+)
+def test_hook_all_refuses_bad_arguments_before_it_changes_anything(
+    wrong: Any, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        hook_all(*wrong)
+
+    assert is_clean()
+
+
+def test_a_global_hook_that_cannot_be_registered_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hookkit.hooks.global_hooks.register_module_forward_hook", refuse)
+
+    with pytest.raises(MemoryError):
+        hook_all(nothing)
+
+    assert is_clean()
+
+
+def test_print_sizes_refuses_a_path_for_its_file(net: nn.Sequential) -> None:
+    with pytest.raises(ArgumentError, match=r"file must be an open text file, found a str.*open\("):
+        print_sizes(net, "sizes.txt")  # type: ignore[arg-type]
+
+    assert not any(m._forward_hooks for m in net.modules())

@@ -1,0 +1,122 @@
+"""The fused kernel equals its oracle: interpreted on the CPU, compiled where there is a GPU."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookkit.moments import flat, moments, plain, triton_kernels
+from hookkit.moments.accumulator import Tally
+from hookkit.moments.banks import Options
+from hookkit.moments.histograms import log_bins
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats.flight import FlightRecorder
+from hookkit.watching import watch
+
+pytest.importorskip("triton")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest) -> None:
+    device = request.node.callspec.params["device"] if hasattr(request.node, "callspec") else ""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if device == "cpu" and type(triton_kernels._add).__name__ == "JITFunction":
+        pytest.skip("set TRITON_INTERPRET=1 before Python starts")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_one_read_equals_the_oracle(device: str, dtype: torch.dtype, mean: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(5000, generator=g).relu() + mean).to(dtype).to(device)
+    x[7], x[11], x[13] = float("nan"), float("inf"), 0.0
+    sums = triton_kernels.blank(2, device)
+
+    triton_kernels.add(x[:3000], sums[1], 0.05)
+    triton_kernels.add(x[3000:], sums[1], 0.05)
+
+    got, want = triton_kernels.collapse(sums)[1].cpu(), moments(x, 0.05).cpu()
+    assert got[0] == 2
+    torch.testing.assert_close(got[1:], want[1:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [0, 1, 1024, 1025])
+def test_any_size_is_read(device: str, n: int) -> None:
+    x = torch.arange(n, dtype=torch.float32, device=device) - 2
+    sums = triton_kernels.blank(1, device)
+
+    triton_kernels.add(x, sums[0], 0.05)
+
+    torch.testing.assert_close(
+        triton_kernels.collapse(sums)[0], moments(x, 0.05), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_expanded_integers_and_flags_are_read(device: str) -> None:
+    for t in (torch.arange(6) - 3, torch.tensor([True, False, True]), torch.ones(2).expand(3, 2)):
+        x = plain(t.to(device))
+        assert x is not None
+        values, times = flat(x)
+        sums = triton_kernels.blank(1, device)
+
+        triton_kernels.add(values, sums[0], 0.05, times)
+
+        want = moments(t.to(device), 0.05)
+        torch.testing.assert_close(triton_kernels.collapse(sums)[0], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tally_records_the_same_with_and_without(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def filled() -> Tally:
+        g = torch.Generator().manual_seed(0)
+        tally = Tally("gradient", Options(bins=log_bins()))
+        first, second = tally.rows(["a", "b"], ["Linear", "Linear"])
+        for step in range(3):
+            tally.see(first, 0, "", torch.randn(50, generator=g).to(device))
+            tally.see(first, 1, "[1]", torch.randn(7, generator=g).to(device))
+            tally.fold(finite_only=True)
+            tally.see(second, 0, "", torch.full((2,), float("nan"), device=device))
+            tally.fold(finite_only=True)
+            tally.see(second, 0, "", torch.randn(50, generator=g).to(device))
+            tally.see(first, 0, "", torch.randn(50, generator=g).to(device))
+            tally.commit(step, 0, step)
+        return tally
+
+    monkeypatch.setattr(triton_kernels, "serves", lambda device: False)
+    plain_record = filled().record()
+    monkeypatch.setattr(triton_kernels, "serves", lambda device: True)
+    fused_record = filled().record()
+
+    assert fused_record.value("nonfinite", "b").tolist() == [0, 0, 0]
+    for name, table in plain_record.values.items():
+        np.testing.assert_allclose(fused_record.values[name], table, 1e-5, 1e-6, err_msg=name)
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_never_waits() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).cuda()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(32, 64, device="cuda")
+    cbs = [ActivationStats(True, units=True), GradientStats(True), ParamStats()]
+    with watch(model, opt, *cbs, FlightRecorder("report")):
+        for step in range(20):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            try:
+                model(x).pow(2).mean().backward()
+                opt.step()
+                opt.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    assert len(cbs[0].record()) == 20
+    assert (cbs[1].record().value("rms") > 0).all()
