@@ -147,7 +147,7 @@ def test_a_bad_argument_gets_one_line_and_exit_code_two(
         (["my_nets:leaves"], "calling leaves ended by sys.exit(3): leave that to a script"),
         (["torn:net"], "SyntaxError: "),
         (["script:net"], "importing script ended by sys.exit(2): leave that to a script"),
-        (["my_nets:net", "--input", "1,3,9,9"], "summarize: RuntimeError: "),
+        (["my_nets:net", "--input", "1,3,9,9"], "cli: RuntimeError: "),
     ],
 )
 def test_a_model_that_fails_gives_exit_code_one(

@@ -16,7 +16,7 @@ import torch
 from interrupting import interrupted_everywhere, left_behind
 from torch import nn
 
-from hookkit import Learner, exports, files, report
+from hookkit import Learner, files, records, report
 from hookkit.files import write_aside
 from hookkit.learner.saving import load_state, save_state
 from hookkit.records import Record, Run
@@ -42,8 +42,8 @@ def page(path: Path) -> None:
 
 
 WRITERS: dict[str, Write] = {
-    "run.npz": lambda path: exports.save(record(), path),
-    "run.csv": lambda path: exports.to_csv(record(), path),
+    "run.npz": lambda path: records.save(record(), path),
+    "run.csv": lambda path: records.to_csv(record(), path),
     "net.pth": lambda path: save_state(path, nn.Linear(2, 2)),
     "picture.png": picture,
     "page.html": page,

@@ -6,8 +6,14 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
     values    equality, array types, the ways out: to_df, save, …; and diagnose, plot, report
     record    Record
     run       Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
+    frames    to_df, to_csv, compare; records_of: the records in whatever holds some
+    files     save; load, load_run
+    loggers   log_to: TensorBoard
 """
 
+from hookkit.records.files import load, load_run, save
+from hookkit.records.frames import COLUMNS, compare, records_of, to_csv, to_df
+from hookkit.records.loggers import log_to
 from hookkit.records.record import (
     KINDS,
     PARAM_STATISTICS,

@@ -15,8 +15,9 @@ import numpy as np
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
 from hookkit.files import write_aside
-from hookkit.records import Incident, Record, Run, as_run
 from hookkit.records.frames import records_of
+from hookkit.records.record import Record
+from hookkit.records.run import Incident, Run, as_run
 
 
 def save(source: Any, path: str | Path) -> Path:

@@ -16,7 +16,8 @@ from torch import Tensor
 from hookkit.checks import check_path
 from hookkit.errors import OptionError, missing_extra
 from hookkit.files import write_aside
-from hookkit.records import Record, as_run
+from hookkit.records.record import Record
+from hookkit.records.run import as_run
 from hookkit.texts import csv_cell
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")

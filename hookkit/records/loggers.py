@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.records import Record
 from hookkit.records.frames import records_of
+from hookkit.records.record import Record
 
 _SCALARS = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _PARAM_SCALARS = ("weight_norm", "grad_norm", "update_ratio")
