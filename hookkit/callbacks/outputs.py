@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit.autograd_graph import VIEWS, first_input, op_name
 from hookkit.hooks.snapshot import is_transforming
 
 
@@ -34,8 +35,7 @@ _LOSSES = {
     "HuberLoss": "huber_loss",
     "SmoothL1Loss": "smooth_l1_loss",
 }
-_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze"}
-_VIEWS |= {"Clone", "ToCopy"}
+_VIEWS = VIEWS | {"Clone", "ToCopy"}
 
 
 def loss_by_graph(loss: Tensor) -> dict[str, str]:
@@ -52,27 +52,23 @@ def loss_by_graph(loss: Tensor) -> dict[str, str]:
     {}
     """
     node = loss.grad_fn
-    if _op(node) in _VIEWS:
+    if op_name(node) in _VIEWS:
         node = _before(node)
-    name = _LOSSES.get(_op(node))
+    name = _LOSSES.get(op_name(node))
     if name is None or getattr(node, "_saved_reduction", 1) != 1:  # a sum is no measure
         return {}
     node = _before(node)
-    if name == "nll_loss" and _op(node) == "LogSoftmax":
+    if name == "nll_loss" and op_name(node) == "LogSoftmax":
         name, node = "cross_entropy", _before(node)
-    given = _op(node)
+    given = op_name(node)
     return {"loss_func": name, "loss_input": given if given in ("Softmax", "Sigmoid") else ""}
-
-
-def _op(node: Any) -> str:
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
 def _before(node: Any) -> Any:
     """The node whose output is the first input of `node`, behind views."""
     for _ in range(8):
-        node = node.next_functions[0][0] if node.next_functions else None
-        if node is None or _op(node) not in _VIEWS:
+        node = first_input(node)
+        if node is None or op_name(node) not in _VIEWS:
             return node
     return None
 

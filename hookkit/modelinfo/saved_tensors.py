@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.autograd_graph import graph_nodes
 from hookkit.nested import leaves
 
 # Private: the number that the next autograd node will get; without it all saved is detached.
@@ -52,17 +53,13 @@ def made_last(t: Tensor) -> bool:
 
 def unused(model: nn.Module, out: Any) -> tuple[str, ...]:
     """Trainable parameters that no gradient of `out` reaches; none if that cannot be told."""
-    stack = [t.grad_fn for t in leaves(out) if t.grad_fn is not None]
     reached = {id(t) for t in leaves(out)}
-    seen: set[Any] = set(stack)
-    while stack:
-        node = stack.pop()
+    has_graph = False
+    for node, _ in graph_nodes(out):
+        has_graph = True
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
         elif "Checkpoint" in node.name():
             return ()  # what it recomputes is not in the graph yet
-        new = {f for f, _ in node.next_functions if f is not None} - seen
-        seen |= new
-        stack += new
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
-    return tuple(names) if seen else ()
+    return tuple(names) if has_graph else ()

@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hookkit.autograd_graph import VIEWS, graph_nodes, op_name
 from hookkit.modules import join, walk
-from hookkit.nested import named_leaves
 
-_SHAPES = {"View", "UnsafeView", "ReshapeAlias", "Alias", "T", "Transpose", "Permute", "Expand"}
-_PARTS = {"Squeeze", "Unsqueeze", "Slice", "Select", "Split", "Chunk", "Unbind", "Clone", "ToCopy"}
+_PARTS = {"Alias", "Expand", "Slice", "Select", "Split", "Chunk", "Unbind", "Clone", "ToCopy"}
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
-_PASSES_ON = _SHAPES | _PARTS | _POOLS
+_PASSES_ON = VIEWS | _PARTS | _POOLS
 """Operations behind which a unit that is never above 0 stays so."""
 
 
@@ -84,21 +83,12 @@ def _weight(m: nn.Module) -> nn.Parameter | None:
 
 def _graph(output: Any) -> tuple[dict[Any, list[Any]], list[Any]]:
     """Each node's users, and the nodes that stand for parameters."""
-    todo = [t.grad_fn for _, t in named_leaves(output) if t.grad_fn is not None]
-    users: dict[Any, list[Any]] = {node: [] for node in todo}
-    leaves = []
-    while todo:
-        node = todo.pop()
-        for before, _ in node.next_functions:
-            if before is None:
-                continue
-            if before not in users:
-                users[before] = []
-                todo.append(before)
-                if hasattr(before, "variable"):
-                    leaves.append(before)
-            users[before].append(node)
-    return users, leaves
+    users: dict[Any, list[Any]] = {}
+    for node, inputs in graph_nodes(output):
+        users.setdefault(node, [])
+        for before in inputs:
+            users.setdefault(before, []).append(node)
+    return users, [node for node in users if hasattr(node, "variable")]
 
 
 def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
@@ -109,19 +99,15 @@ def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
             if user in seen:
                 continue
             seen.add(user)
-            if _name(user) in _PASSES_ON:
+            if op_name(user) in _PASSES_ON:
                 todo.append(user)
             else:
                 ends.append(user)
     return ends or [node]
 
 
-def _name(node: Any) -> str:
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-
-
 def _kind(node: Any) -> str | None:
-    name = _name(node)
+    name = op_name(node)
     if name == "Hardtanh" and getattr(node, "_saved_min_val", None) == 0:
         return "ReLU6"
     if name == "CopySlices":  # a view was written in place: by whom, it does not say

@@ -1,0 +1,57 @@
+"""The autograd graph behind a tensor: its nodes, each once, and what they are called.
+
+Builds on `nested`. A node (`t.grad_fn`) holds the nodes whose results it takes in
+`next_functions`; the ones without any are parameters and other leaves, which they hold as
+`variable`. Nothing here computes or keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hookkit.nested import leaves
+
+VIEWS = frozenset(
+    ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze")
+)
+"""Operations that change the shape of a tensor and none of its values."""
+
+
+def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """`(node, the nodes whose results it takes)` of all that made the tensors in `x`.
+
+    Args:
+        x: any structure of tensors; those without a `grad_fn` have no graph.
+
+    Cost: one step per node, on the host alone. The order is none to rely on.
+
+    >>> import torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> [op_name(node) for node, _ in graph_nodes({"loss": (w * 3).relu().sum()})]
+    ['Sum', 'Relu', 'Mul', 'AccumulateGrad']
+    """
+    stack = list({t.grad_fn: None for t in leaves(x) if t.grad_fn is not None})
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        yield node, inputs
+        new = dict.fromkeys(before for before in inputs if before not in seen)
+        seen.update(new)
+        stack += new
+
+
+def op_name(node: Any) -> str:
+    """The operation of a node: `"Relu"` of a `ReluBackward0`.
+
+    >>> import torch
+    >>> op_name(torch.ones(2, requires_grad=True).relu().grad_fn), op_name(None)
+    ('Relu', 'NoneType')
+    """
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def first_input(node: Any) -> Any:
+    """The node whose result `node` takes first; None if that needs no gradient."""
+    return node.next_functions[0][0] if node.next_functions else None
