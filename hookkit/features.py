@@ -30,7 +30,7 @@ from hookkit.modules import can_run, find
 from hookkit.nested import describe, paths_of, pick, tmap
 from hookkit.selecting import select
 from hookkit.selecting.resolving import Selector
-from hookkit.swapping.wrapping import Wrapper
+from hookkit.swapping import Wrapper
 
 
 def feature_extractor(

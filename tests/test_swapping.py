@@ -157,8 +157,8 @@ def test_both_names_of_a_shared_module_answer_with_its_replacement(wanted: Any) 
 
 
 def test_two_replacements_of_a_shared_module_are_refused() -> None:
-    asked = r'"b" is asked for twice, by \'b\' .* before it, which is the module "a". Let one'
-    with pytest.raises(OptionError, match=asked), swap(tied(), {"a": Catcher, "b": Doubled}):
+    found = r'two entries match "b", \'b\' and one before it, which is the module "a". Let one'
+    with pytest.raises(OptionError, match=found), swap(tied(), {"a": Catcher, "b": Doubled}):
         pass
 
 
@@ -484,14 +484,14 @@ def test_a_class_of_torch_that_takes_a_module_is_made_from_the_original() -> Non
         assert list(new["0"].children()) == [net[0][0]]
 
 
-def test_an_error_of_what_makes_a_replacement_says_where() -> None:
+def test_an_error_in_a_function_that_makes_a_replacement_says_where() -> None:
     with (
         pytest.raises(ZeroDivisionError) as e,
         swap(mlp(), {"0": lambda old: 1 / 0}),  # type: ignore[arg-type, return-value]
     ):
         pass
 
-    assert e.value.__notes__ == ['hookkit: raised in swap by what replaces "0" (Linear)']
+    assert e.value.__notes__ == ['hookkit: raised in swap by the replacement of "0" (Linear)']
 
 
 def test_the_root_cannot_be_swapped() -> None:
@@ -504,7 +504,7 @@ def test_the_root_cannot_be_swapped() -> None:
 
 def test_two_selectors_for_one_module() -> None:
     with (
-        pytest.raises(OptionError, match=r'"3" is asked for twice, by .*Linear'),
+        pytest.raises(OptionError, match=r'two entries match "3", .*Linear'),
         swap(mlp(), {"3": Catcher, nn.Linear: Doubled}),
     ):
         pass
@@ -531,7 +531,7 @@ def test_inside_a_scripted_module() -> None:
         pass
 
 
-def test_what_somebody_else_put_there_is_left_and_told() -> None:
+def test_a_module_that_other_code_put_there_is_kept_and_reported() -> None:
     net = mlp()
     relu, other = net[1], nn.Tanh()
 

@@ -25,7 +25,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.nested.containers import PLAIN, is_container, parts_of
+from hookkit.nested import PLAIN, is_container, parts_of
 
 if TYPE_CHECKING:
     from hookkit.hooks.snapshot import Options

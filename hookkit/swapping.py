@@ -1,0 +1,392 @@
+"""`swap`: other modules in the place of a model's own during a `with`; and what to put there.
+
+A hook sees what goes into a module and what comes out; a wrapper decides what happens in between:
+call it, call it twice, call something else. `Wrapper` is the base class for that, `Catcher` records
+calls, `GramWrapper` sums XᵀX.
+
+Builds on `select`, which finds the modules, and on `modules.edges`, which finds their places: each
+registration of a module is one, so a shared module is replaced everywhere. The wrappers share the
+file with `swap`, since each of them is used through it (370 lines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.checks import check_choice, check_flag, check_module
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.entries import recomputing, untraced
+from hookkit.hooks.snapshot import owned, rehoused, snapshot, unwrapped
+from hookkit.interrupts import block
+from hookkit.modules import edges, inner_key, unwrap
+from hookkit.nested import Inputs, describe, tmap
+from hookkit.selecting import select
+
+Replacement = nn.Module | Callable[[nn.Module], nn.Module]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
+_Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
+
+
+@block
+def swap(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> Iterator[dict[str, nn.Module]]:
+    """Runs the `with` block with other modules in the place of some of the model's.
+
+    All are replaced or none, and the originals are restored when the block ends, also by an error.
+    A shared module is replaced in each of its places, by one replacement. Modules that a model
+    holds outside its registered children (in a plain list) are not replaced; a warning says so if
+    a `Catcher` or `GramWrapper` was never called. Compiled models run eagerly in the block.
+
+    Args:
+        model: the model; its root cannot be replaced.
+        replacements: selector (as in `select`: name, glob, class, module …) → a module, or a
+            class such as `Catcher` or a function that makes one from the original. Modules made
+            so get the original's `training` mode. A selector can match several modules.
+
+    Returns:
+        name → replacement for the `as` of the `with`, in the model's names; usable afterwards.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+        OptionError: two selectors match the same module.
+        ArgumentError: a replacement is no module and makes none.
+        HookError: a place cannot be swapped; or, at the end, other code has put another module
+            there (the other places are restored).
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
+    >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
+    ...     _ = net(torch.ones(2, 4))
+    >>> net[1], new["2"].n_calls
+    (Dropout(p=0.5, inplace=False), 1)
+    """
+    places, new = _planned(model, replacements)
+    try:
+        enter_eager(places)
+        for parent, key, _, made in places:
+            parent._modules[key] = made
+        yield new
+    except BaseException as e:
+        if lost := _restore(places):
+            e.add_note(lost)
+        raise
+    finally:
+        leave_eager(places)
+    if lost := _restore(places):
+        raise HookError(lost)
+    _report_uncalled(new)
+
+
+def _planned(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> tuple[list[_Place], dict[str, nn.Module]]:
+    """Every place to change, and the replacements by name; nothing is changed yet."""
+    cure = 'Write swap(model, {"layer1": Catcher}).'
+    check_module("swap", model, cure)
+    if not isinstance(replacements, Mapping):
+        raise ArgumentError(
+            f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. {cure}"
+        )
+    ids, wanted = _matched(model, replacements)
+    held = [edge for edge in edges(model) if inner_key(edge[0]) != edge[1]]
+    new: dict[int, nn.Module] = {}
+    places = []
+    for parent, key, child in held:
+        if (i := id(unwrap(child))) in wanted:
+            name, replacement = wanted[i]
+            if i not in new:
+                new[i] = _made(name, child, replacement)
+            if isinstance(parent, torch.jit.ScriptModule):
+                raise HookError(
+                    f'swap: "{name}" is inside a scripted module, which cannot be changed. Swap in '
+                    f"the model that it was scripted from."
+                )
+            places.append((parent, key, child, new[i]))
+    return places, {name: new[i] for name, i in ids.items() if i in new}
+
+
+def _matched(
+    model: nn.Module, replacements: Mapping[Any, Replacement]
+) -> tuple[dict[str, int], dict[int, tuple[str, Replacement]]]:
+    """Name → id of its module, for each match; that id → the first name and the replacement.
+
+    A module that has two names can be matched by both, with the same replacement.
+    """
+    root = unwrap(model)
+    ids: dict[str, int] = {}
+    wanted: dict[int, tuple[str, Replacement]] = {}
+    for what, replacement in replacements.items():
+        for name, module in select(model, what).items():
+            if module is root:
+                raise HookError(
+                    "swap: the model itself has no place in which it could be replaced. Call the "
+                    "replacement instead of it, or swap modules inside."
+                )
+            first, known = wanted.setdefault(id(module), (name, replacement))
+            if name in ids or known is not replacement:
+                same = "" if first == name else f', which is the module "{first}"'
+                raise OptionError(
+                    f'swap: two entries match "{name}", {what!r} and one before it'
+                    f"{same}. Let one of them match it."
+                )
+            ids[name] = id(module)
+    return ids, wanted
+
+
+def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module:
+    """The module to put in the place of `original`: as given, or made from it, in its mode."""
+    if isinstance(replacement, nn.Module):
+        return replacement
+    if not callable(replacement):
+        raise ArgumentError(
+            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
+            f"module, or a function or class that makes one from the original, such as Catcher."
+        )
+    if isinstance(replacement, type) and _is_plain_layer(replacement):
+        layer = replacement.__name__
+        raise ArgumentError(
+            f'swap: for "{name}" the class {layer} would be called with the present layer, '
+            f"{layer}({type(original).__name__}), and it takes no layer. Give a "
+            f"module, {layer}(…), or a function that makes one: lambda old: {layer}(…)."
+        )
+    try:
+        made = replacement(original)
+    except Exception as e:
+        e.add_note(
+            f'hookkit: raised in swap by the replacement of "{name}" ({type(original).__name__})'
+        )
+        raise
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f'swap: for "{name}" {getattr(replacement, "__name__", replacement)} made '
+            f"{type(made).__name__}, not a module. Return an nn.Module from it."
+        )
+    if isinstance(made, Wrapper) and isinstance(unwrap(original), _CONTAINERS):
+        raise HookError(
+            f'swap: "{name}" is a {type(original).__name__}, which the model never calls, so a '
+            f'{type(made).__name__} around it sees nothing. Swap its entries: "{name}.*".'
+        )
+    old = {id(m) for m in original.modules()}
+    for m in made.modules():
+        if id(m) not in old:
+            m.training = original.training
+    return made
+
+
+def _is_plain_layer(kind: type) -> bool:
+    """True for a layer of torch's own that is not made from a module: `nn.GELU`, `nn.Linear`."""
+    torchs = kind.__module__.startswith("torch.nn.modules.")
+    return torchs and not issubclass(kind, (nn.Sequential, nn.Identity))
+
+
+def _restore(places: list[_Place]) -> str:
+    """Restores every original that its replacement still replaces; names the other places."""
+    lost = []
+    for parent, key, original, made in reversed(places):
+        if parent._modules.get(key) is made:
+            parent._modules[key] = original
+        elif parent._modules.get(key) is not original:
+            now = type(parent._modules.get(key)).__name__
+            lost.append(f'"{key}" of the {type(parent).__name__} (now {now})')
+    if not lost:
+        return ""
+    return (
+        f"swap: inside the block other code put another module in the place of {', '.join(lost)}, "
+        f"which was not changed. End blocks in the reverse order of their beginning."
+    )
+
+
+def _report_uncalled(new: dict[str, nn.Module]) -> None:
+    idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
+    if idle:
+        shown = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if len(idle) > 5 else "")
+        warn(
+            f"swap: never called: {shown} ({len(idle)} of {len(new)}). Either the model did not "
+            f"run these layers, or it holds them outside its registered children, in a list: "
+            f"hook_outputs follows a module wherever it is called.",
+            NeverFiredWarning,
+            stacklevel=6,
+        )
+
+
+class Wrapper(nn.Module):
+    """A module in the place of another, which it holds as `wrapped` and by default just calls.
+
+    Derive from it: override `forward`, call `self.wrapped`. It looks like the module it wraps:
+    attributes that it does not have are those of `wrapped` (`wrapper.in_features`), and a model's
+    state dict has the same keys with it and without it; parameters of your own add keys.
+
+    >>> class Doubled(Wrapper):
+    ...     def forward(self, *args, **kwargs):
+    ...         return 2 * self.wrapped(*args, **kwargs)
+    >>> net = nn.Sequential(nn.Identity())
+    >>> with swap(net, {"0": Doubled}):
+    ...     net(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    wrapped: nn.Module
+
+    def __init__(self, wrapped: nn.Module):
+        super().__init__()
+        self.wrapped = check_module(type(self).__name__, wrapped)
+        self.training = wrapped.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `wrapped` returns."""
+        return self.wrapped(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            held = self.__dict__.get("_modules", {})
+            if name.startswith("__") or "wrapped" not in held:
+                raise
+            return getattr(held["wrapped"], name)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`, with the wrapped module's entries under its own names."""
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        inner = f"{prefix}wrapped."
+        for key in [key for key in state if key.startswith(inner)]:
+            state[prefix + key.removeprefix(inner)] = state.pop(key)
+        versions = getattr(state, "_metadata", {})
+        for key in [key for key in versions if f"{key}.".startswith(inner)]:
+            versions[(prefix + f"{key}.".removeprefix(inner))[:-1]] = versions.pop(key)
+        return state
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        own = {*self._parameters, *self._buffers, *self._modules}
+        for key in [key for key in state if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            if name.split(".")[0] not in own:
+                state[f"{prefix}wrapped.{name}"] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a caught module: `inputs` (positional by index, keyword by name) and `output`."""
+
+    inputs: Inputs
+    output: Any
+
+    def __repr__(self) -> str:
+        return f"Call({describe(self.inputs)} → {describe(self.output)})"
+
+
+class Catcher(Wrapper):
+    """A wrapper that records what goes in and what comes out, call by call.
+
+    Args:
+        wrapped: the module to call.
+        detach: stores detached snapshots, which no later in-place operation changes (on the CPU
+            copied only if one tries); False stores the live tensors with their graph.
+        keep: `"all"` calls, or only the `"last"`.
+
+    Attributes:
+        calls: a `Call` for each call, the inputs as they were before it. Calls that activation
+            checkpointing repeats are not recorded.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with swap(net, {"1": Catcher}) as caught:
+    ...     _ = net(torch.ones(2, 4))
+    >>> caught["1"].calls[0].inputs[0].shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, wrapped: nn.Module, *, detach: bool = True, keep: str = "all"):
+        super().__init__(wrapped)
+        self.detach = check_flag("Catcher", "detach", detach)
+        self.keep = check_choice("Catcher", "keep", keep, ("all", "last"))
+        self.calls: list[Call] = []
+
+    @property
+    def n_calls(self) -> int:
+        """How many calls are recorded."""
+        return len(self.calls)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `wrapped` returns, recorded with what it was given."""
+        if recomputing():
+            return self.wrapped(*args, **kwargs)
+        given = owned(self.wrapped, args, kwargs)
+        inputs = self._stored(Inputs(args, kwargs), given)
+        output = self.wrapped(*args, **kwargs)
+        if self.keep == "last":
+            self.calls.clear()
+        self.calls.append(Call(inputs, self._stored(output, given)))
+        return output
+
+    def _stored(self, x: Any, given: Any) -> Any:
+        with untraced():
+            return tmap(lambda t: snapshot(unwrapped(t), given), x) if self.detach else rehoused(x)
+
+
+class GramWrapper(Wrapper):
+    """A wrapper that sums XᵀX over its inputs X, each flattened to rows of its last dimension.
+
+    The statistic that layer-wise quantisation and pruning need (GPTQ's Hessian is 2 XᵀX, Frantar
+    et al. 2022, arXiv:2210.17323, eq. 3), in memory that does not grow with the data.
+
+    Args:
+        wrapped: a layer whose first input is (..., n_features), such as a Linear.
+        dtype: of the sum. fp32 inputs summed in fp32 err by about 1e-6 of the diagonal.
+
+    Attributes:
+        gram: (n_features, n_features), `dtype`, on the inputs' device; None before the first call.
+        n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
+
+    >>> net = nn.Sequential(nn.Linear(3, 2))
+    >>> with swap(net, {"0": GramWrapper}) as seen:
+    ...     _ = net(torch.ones(5, 3))
+    >>> seen["0"].gram[0], seen["0"].n_rows
+    (tensor([5., 5., 5.]), 5)
+    """
+
+    def __init__(self, wrapped: nn.Module, *, dtype: torch.dtype = torch.float32):
+        super().__init__(wrapped)
+        if isinstance(unwrap(wrapped), nn.modules.conv._ConvNd):
+            raise OptionError(
+                f"GramWrapper sums over the last dimension of its inputs, and a "
+                f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive from it, "
+                f"and call add(patches) with inputs unfolded to rows."
+            )
+        self.dtype = dtype
+        self.gram: Tensor | None = None
+        self.n_rows = 0
+
+    @property
+    def n_calls(self) -> int:
+        """1 or more once there was an input, else 0."""
+        return self.n_rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `wrapped` returns; its first input is summed before."""
+        if not recomputing():
+            self.add(args[0] if args else next(iter(kwargs.values())))
+        return self.wrapped(*args, **kwargs)
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Adds the rows of `x`, (..., n_features)."""
+        with untraced():
+            self._add(x)
+
+    def _add(self, x: Tensor) -> None:
+        rows = x.detach().reshape(-1, x.shape[-1]).to(self.dtype)
+        if self.gram is None:
+            with torch.inference_mode(False):  # else it could not be added to outside
+                n = rows.shape[1]
+                self.gram = torch.zeros(n, n, dtype=self.dtype, device=rows.device)
+        with torch.autocast(rows.device.type, enabled=False):
+            self.gram += rows.T @ rows
+        self.n_rows += rows.shape[0]
