@@ -4,7 +4,7 @@
     python benchmarks/summary.py --only gpt2
 
 Times are medians of interleaved rounds in one thread. Each peer is asked for what it has: hookkit
-for shapes, calls, MACs, kept bytes and warnings; torchinfo for all its columns at full depth.
+for shapes, calls, MACs, saved bytes and warnings; torchinfo for all its columns at full depth.
 """
 
 import argparse

@@ -112,15 +112,15 @@ def test_a_shared_layer_runs_twice_and_its_second_place_is_named() -> None:
     assert s["3"].notes == ("same as 1",)
 
 
-def test_kept_bytes_are_what_autograd_keeps() -> None:
+def test_saved_bytes_are_what_autograd_keeps() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     s = summary(net, torch.ones(5, 4))
 
-    assert [r.kept_bytes for r in s] == [0, 5 * 4 * 4, 5 * 8 * 4, 0]  # ReLU's result, kept once
-    assert summary(net.requires_grad_(False), torch.ones(5, 4)).kept_bytes == 0
+    assert [r.saved_bytes for r in s] == [0, 5 * 4 * 4, 5 * 8 * 4, 0]  # ReLU's result, kept once
+    assert summary(net.requires_grad_(False), torch.ones(5, 4)).saved_bytes == 0
 
 
-def test_kept_bytes_do_not_hold_what_was_detached() -> None:
+def test_saved_bytes_do_not_hold_what_was_detached() -> None:
     class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +131,7 @@ def test_kept_bytes_do_not_hold_what_was_detached() -> None:
 
     s = summary(Detached(), torch.ones(2, 4))
 
-    assert (s["a"].kept_bytes, s["b"].kept_bytes) == (0, 32)
+    assert (s["a"].saved_bytes, s["b"].saved_bytes) == (0, 32)
 
 
 def test_memory_of_a_step_has_gradients_and_the_optimizers_state() -> None:
@@ -170,7 +170,7 @@ def test_the_top_rows_by_any_number() -> None:
 
     assert [r.name for r in s.top("macs", 2)] == ["blocks.0.fc.0", "blocks.0.fc.1"]
     assert s.top("params", 1)[0].name == "blocks.0.fc.0"
-    assert len(s.top("kept", 100)) < len(s)
+    assert len(s.top("saved", 100)) < len(s)
     with pytest.raises(OptionError, match=r'top\(by="size"\): choose one of n_params'):
         s.top("size")
 
@@ -340,11 +340,11 @@ def test_layers_built_on_the_first_call_are_rows_with_calls() -> None:
 
 
 def test_the_callers_grad_mode_does_not_matter() -> None:
-    net, expected = Net(), summary(Net(), ids()).kept_bytes
+    net, expected = Net(), summary(Net(), ids()).saved_bytes
 
     for quiet in (torch.no_grad, torch.inference_mode):
         with quiet():
-            assert summary(net, ids()).kept_bytes == expected > 0
+            assert summary(net, ids()).saved_bytes == expected > 0
 
 
 def test_a_size_stands_for_one_float_image_batch() -> None:

@@ -97,7 +97,7 @@ def test_an_lstm_keeps_the_workspace_of_its_kernel(options: dict[str, Any]) -> N
     seen = summary(model, x)
 
     assert seen.run == "fake"
-    assert seen.kept_bytes == kept_by(model, x)
+    assert seen.saved_bytes == kept_by(model, x)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -109,7 +109,7 @@ def test_the_workspace_of_a_long_sequence_is_reckoned(monkeypatch: pytest.Monkey
     seen = summary(model, x)
 
     fake_kernels.workspace_bytes.cache_clear()
-    assert seen.kept_bytes == pytest.approx(kept_by(model, x), rel=0.05)
+    assert seen.saved_bytes == pytest.approx(kept_by(model, x), rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -117,7 +117,7 @@ def test_a_scripted_model_has_an_output_and_says_what_is_unknown() -> None:
     text = str(summary(torch.jit.script(mlp()), torch.randn(3, 4)))
 
     assert text.startswith("Sequential   3×4 float32 → 3×2 float32\n")
-    assert "Memory kept for backward is unknown inside scripted modules." in text
+    assert "Memory saved for backward is unknown inside scripted modules." in text
 
 
 def test_a_model_that_gives_no_tensor_has_not_failed() -> None:
@@ -149,7 +149,7 @@ def test_lazy_parameters_that_require_grad_are_not_frozen() -> None:
 def test_a_dict_has_the_totals_at_its_top_too() -> None:
     plain = summary(mlp(), torch.ones(2, 4)).to_dict()
 
-    names = ("n_params", "n_trainable", "macs", "kept_bytes", "param_bytes", "buffer_bytes")
+    names = ("n_params", "n_trainable", "macs", "saved_bytes", "param_bytes", "buffer_bytes")
     assert {n: plain[n] for n in names} == plain["totals"]
 
 
@@ -186,7 +186,7 @@ class Holder:
         (lambda s: s.text(fold="no"), ArgumentError, "Summary.fold='no'.: give True"),
         (lambda s: s.html(fold=2), ArgumentError, "Summary.fold=2.: give True"),
         (lambda s: s.html(columns=["size"]), OptionError, 'no column "size"'),
-        (lambda s: s.html(by=3), OptionError, "bars show the share of params, macs, kept"),
+        (lambda s: s.html(by=3), OptionError, "bars show the share of params, macs, saved"),
         (lambda s: s.top(3), OptionError, 'top\\(by="3"\\): choose one of n_params'),
         (lambda s: s.top("macs", True), OptionError, "n=True.: Give a whole number from 0"),
         (lambda s: s[True], ArgumentError, "s\\[True\\]: give the name of a row"),

@@ -260,8 +260,8 @@ def test_a_model_left_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:
     text = learner_summary(learner(net, torch.randn(16, 1), torch.randn(16, 1)))
 
     assert (
-        text.summary.kept_bytes
-        == module_summary(SimpleNamespace(model=mlp()), torch.randn(16, 1)).summary.kept_bytes
+        text.summary.saved_bytes
+        == module_summary(SimpleNamespace(model=mlp()), torch.randn(16, 1)).summary.saved_bytes
     )
     assert not any(m.training for m in net.modules())
 

@@ -139,7 +139,7 @@ def test_eighty_columns_drop_none(depth: int) -> None:
 
     assert "Not shown" not in text
     head = text.splitlines()[2 if "Layer" in text.splitlines()[2] else 1]
-    assert head.split() == ["Layer", "Type", "Output", "Params", "Train", "MACs", "Kept"]
+    assert head.split() == ["Layer", "Type", "Output", "Params", "Train", "MACs", "Saved"]
     assert all(width(line) <= 80 for line in text.splitlines())
     assert "query_k" in text
 
@@ -170,7 +170,7 @@ def test_html_has_the_columns_that_were_chosen() -> None:
     assert [c for c in ("Layer", "Type", "Share", "Calls", "Dtype") if f">{c}<" in heads] == [
         "Layer", "Type", "Share", "Calls", "Dtype",
     ]  # fmt: skip
-    assert not any(f">{c}<" in heads for c in ("Output", "Params", "Train", "MACs", "Kept"))
+    assert not any(f">{c}<" in heads for c in ("Output", "Params", "Train", "MACs", "Saved"))
     assert ">50%</span>" in html
     assert same.html().partition("</style>")[2] == html
     assert "share of all" not in html
@@ -186,13 +186,13 @@ def test_an_open_container_shows_its_own_share_and_its_total() -> None:
 
 @pytest.mark.parametrize(
     ("by", "said"),
-    [("params", "all parameters"), ("macs", "all MACs"), ("kept", "all bytes kept for backward")],
+    [("params", "all parameters"), ("macs", "all MACs"), ("saved", "all bytes saved for backward")],
 )
 def test_bars_are_explained(by: str, said: str) -> None:
     html = page(by=by)
 
     assert f'<span class="k"></span>share of {said}' in html
-    assert html.count('class="w"') == {"params": 3, "macs": 4, "kept": 3}[by]
+    assert html.count('class="w"') == {"params": 3, "macs": 4, "saved": 3}[by]
 
 
 def test_a_word_has_room_and_is_not_broken() -> None:

@@ -59,7 +59,7 @@ class Trace:
     why: str = ""
     calls: dict[str, Call] = field(default_factory=dict)
     macs: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()  # trainable parameters that the output does not depend on
     n_hooks: int = 0  # of the user, which ran with the model
@@ -227,7 +227,7 @@ class Tracer:
             key, size = storage_of(saved.tensor)
             if key not in seen:
                 seen.add(key)
-                self.trace.kept[name] += size
+                self.trace.saved[name] += size
 
 
 def trace(

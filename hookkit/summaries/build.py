@@ -115,7 +115,7 @@ def _hooked(done: Trace | None) -> list[str]:
 def _scripted(model: nn.Module, done: Trace | None) -> list[str]:
     if done is None or not any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         return []
-    return ["Memory kept for backward is unknown inside scripted modules."]
+    return ["Memory saved for backward is unknown inside scripted modules."]
 
 
 def _main_dtype(model: nn.Module) -> str:

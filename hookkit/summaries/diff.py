@@ -15,7 +15,7 @@ _WORDS = {
     "param_bytes": "param bytes",
     "buffer_bytes": "buffers",
     "macs": "MACs",
-    "kept_bytes": "kept",
+    "saved_bytes": "saved",
 }
 _FACTS = ("type", "outputs", "trainable", "calls", "dtype", "training", "notes")
 

@@ -18,9 +18,9 @@ from hookkit.summaries.result import NUMBERS, Summary, Totals, View
 from hookkit.summaries.text import COLUMNS, body_is_whole, cell, footer_parts, notes_of
 from hookkit.texts import clip, harmless, width
 
-BARS = {"params": "n_params", "macs": "macs", "kept": "kept_bytes"}
-_SHARED = {"params": "parameters", "macs": "MACs", "kept": "bytes kept for backward"}
-_RUN = ("output", "params", "train", "macs", "kept")
+BARS = {"params": "n_params", "macs": "macs", "saved": "saved_bytes"}
+_SHARED = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
+_RUN = ("output", "params", "train", "macs", "saved")
 _NO_RUN = ("params", "train")
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
 _WORD, _CELL = 40, 80  # signs of a word, and of a cell; the pointer shows the rest
@@ -223,7 +223,7 @@ _SUMMED = {
     "params": "n_params",
     "percent": "n_params",
     "macs": "macs",
-    "kept": "kept_bytes",
+    "saved": "saved_bytes",
     "bytes": "param_bytes",
     "buffers": "buffer_bytes",
 }

@@ -76,7 +76,7 @@ def summary(
         Exception: the model's own error, with a note that shows the table so far and the layer.
 
     >>> s = summary(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(5, 4))
-    >>> s.n_params, s.macs, s.kept_bytes, s["2"].outputs
+    >>> s.n_params, s.macs, s.saved_bytes, s["2"].outputs
     (58, 240, 240, ('5×2',))
     """
     columns = as_columns(columns)

@@ -22,21 +22,21 @@ from hookkit.errors import (
     nearest,
 )
 
-NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "kept_bytes")
+NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "saved_bytes")
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a module and all below it; `macs` and `kept_bytes` are 0 where nothing ran."""
+    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran."""
 
     n_params: int = 0
     n_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
     macs: int = 0
-    kept_bytes: int = 0
+    saved_bytes: int = 0
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, n) + getattr(other, n) for n in NUMBERS))
@@ -53,9 +53,9 @@ class Row:
         outputs: the different outputs of its calls as text, `4×10` or `(4×10, {'h': 2×3})`.
         shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
         calls: times it ran; None where nothing was run or it has no forward of its own.
-        n_params .. kept_bytes: its own share; parameters and memory count where they come first.
+        n_params .. saved_bytes: its own share; parameters and memory count where they come first.
         macs: multiply-accumulates of one forward that no module inside it accounts for.
-        kept_bytes: memory that autograd keeps for the backward pass.
+        saved_bytes: memory that autograd keeps for the backward pass.
         trainable: True, False, the trainable share of its own parameters, None without any.
         tied: where its first tied parameter stands; "" if it has none.
         total: its own share and that of all rows below it.
@@ -75,7 +75,7 @@ class Row:
     param_bytes: int = 0
     buffer_bytes: int = 0
     macs: int = 0
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     trainable: bool | float | None = None
     tied: str = ""
     notes: tuple[str, ...] = ()
@@ -153,9 +153,9 @@ class Summary:
         return self.total.macs
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes that autograd keeps for the backward pass of one forward."""
-        return self.total.kept_bytes
+        return self.total.saved_bytes
 
     @property
     def param_bytes(self) -> int:
@@ -169,13 +169,13 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """A training step at its fullest: parameters, buffers, gradients, optimizer, kept bytes.
+        """A training step at its fullest: parameters, buffers, gradients, optimizer, saved bytes.
 
         Without workspaces of kernels and passing intermediates, which depend on the device.
         """
         state = (self.optimizer or {}).get("state_bytes") or 0
         held = self.param_bytes + self.buffer_bytes
-        return held + self.grad_bytes + int(state) + self.kept_bytes
+        return held + self.grad_bytes + int(state) + self.saved_bytes
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -209,10 +209,10 @@ class Summary:
         """The `n` rows with the largest own `by`, largest first; rows with none are left out.
 
         Args:
-            by: "macs", "n_params", "n_trainable", "kept_bytes", "param_bytes" or "buffer_bytes";
-                "params" and "kept" work too.
+            by: "macs", "n_params", "n_trainable", "saved_bytes", "param_bytes" or "buffer_bytes";
+                "params" and "saved" work too.
         """
-        key = {"params": "n_params", "kept": "kept_bytes"}.get(str(by), by)
+        key = {"params": "n_params", "saved": "saved_bytes"}.get(str(by), by)
         if not isinstance(key, str) or key not in NUMBERS:
             raise OptionError(f'top(by="{by}"): choose one of {", ".join(NUMBERS)}')
         if n is not None:
@@ -277,7 +277,7 @@ class Summary:
         """The table as one piece of HTML that folds.
 
         Args:
-            by: what its bars show the share of: "params", "macs" or "kept".
+            by: what its bars show the share of: "params", "macs" or "saved".
             fold, depth, columns: as for `text`.
         """
         from hookkit.summaries.html import render

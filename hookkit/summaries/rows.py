@@ -198,7 +198,7 @@ def _ran(row: Row, place: _Place, trace: Trace | None) -> Row:
         if callable_ and place.opened and not trace.failed:
             notes.append("not called")
         return replace(row, calls=0 if callable_ else None, notes=tuple(notes),
-                       macs=trace.macs[row.name], kept_bytes=trace.kept[row.name])  # fmt: skip
+                       macs=trace.macs[row.name], saved_bytes=trace.saved[row.name])  # fmt: skip
     if call.n > 1:
         notes.append(f"called {call.n}×")
     return replace(
@@ -209,7 +209,7 @@ def _ran(row: Row, place: _Place, trace: Trace | None) -> Row:
         in_shape=call.in_shape,
         calls=call.n,
         macs=trace.macs[row.name],
-        kept_bytes=trace.kept[row.name],
+        saved_bytes=trace.saved[row.name],
         notes=tuple(notes),
         dtype=row.dtype or ", ".join(call.dtypes),
     )

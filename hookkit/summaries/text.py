@@ -63,14 +63,14 @@ COLUMNS: dict[str, tuple[str, bool, Callable[[Line, Summary], str]]] = {
     "percent": ("Share", True, _percent),
     "train": ("Train", False, lambda line, s: train_mark(line)),
     "macs": ("MACs", True, lambda line, s: _blank(si, line.shown.macs)),
-    "kept": ("Kept", True, lambda line, s: _blank(nbytes, line.shown.kept_bytes)),
+    "saved": ("Saved", True, lambda line, s: _blank(nbytes, line.shown.saved_bytes)),
     "bytes": ("Bytes", True, lambda line, s: _blank(nbytes, line.shown.param_bytes)),
     "buffers": ("Buffers", True, lambda line, s: _blank(nbytes, line.shown.buffer_bytes)),
     "calls": ("Calls", True, lambda line, s: _blank(str, line.row.calls or 0)),
     "dtype": ("Dtype", False, lambda line, s: line.row.dtype),
     "mode": ("Mode", False, lambda line, s: "train" if line.row.training else "eval"),
 }
-_RUN = ("type", "output", "params", "train", "macs", "kept")
+_RUN = ("type", "output", "params", "train", "macs", "saved")
 _NO_RUN = ("type", "params", "train")
 
 
@@ -257,7 +257,7 @@ def footer_parts(s: Summary) -> list[list[str]]:
     buffers = f"buffers {nbytes(s.buffer_bytes)}" if s.buffer_bytes else "no buffers"
     parts = [[held, f"{s.n_trainable:,} trainable", buffers]]
     if s.run != "none" and not s.failed and not s.error:
-        parts.append([f"{si(s.macs)} MACs forward", f"{nbytes(s.kept_bytes)} kept for backward"])
+        parts.append([f"{si(s.macs)} MACs forward", f"{nbytes(s.saved_bytes)} saved for backward"])
         if s.n_trainable:
             parts[-1].append(f"training step ≈ {nbytes(s.step_bytes)} {state_text(s)}")
     if s.optimizer:
