@@ -7,12 +7,24 @@ of plain PyTorch hooks, on a model of its own.
 
 import io
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_hooks_zoo import GRADIENTS, arrived, backward, changed, copied, flat, hookable, run, same
+from reference import (
+    GRADIENTS,
+    arrived,
+    backward,
+    changed,
+    copied,
+    flat,
+    hookable,
+    input_gradients_by_hand,
+    plain_backward,
+    plain_run,
+    run,
+    same,
+)
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
@@ -50,38 +62,9 @@ def agree(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
 # --- gradients of inputs
 
 
-def input_gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
-    """Input gradients of each call, by calling each module with clones."""
-    model = entry.build()
-    found: dict[str, list[Any]] = {}
-
-    def before(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            slots: list[Any] = []
-
-            def one(t: Tensor) -> Tensor:
-                i = len(slots)
-                slots.append(None)
-                if not t.requires_grad:
-                    return t
-                twin = t.clone()  # for each place
-                twin.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
-                return twin
-
-            found.setdefault(name, []).append(slots)
-            return changed(one, args), changed(one, kwargs)
-
-        return hook
-
-    for name, m in hookable(model).items():
-        m.register_forward_pre_hook(before(name), with_kwargs=True)
-    backward(entry, model)
-    return found
-
-
 @every(GRADIENTS)
 def test_gradients_of_every_input_are_those_of_a_model_called_with_clones(entry: Entry) -> None:
-    plain = backward(entry, entry.build())
+    plain = plain_backward(entry)
     model = entry.build()
     modules = hookable(model)
 
@@ -113,7 +96,7 @@ def test_gradients_of_every_input_are_those_of_a_model_called_with_clones(entry:
 def test_however_it_is_stored_it_is_what_the_layer_gave(
     entry: Entry, options: dict[str, Any]
 ) -> None:
-    plain, model = run(entry, entry.build()), entry.build()
+    plain, model = plain_run(entry), entry.build()
     modules = hookable(model)
 
     with hook_outputs(modules) as usual, hook_outputs(modules, **options) as other:
@@ -128,7 +111,7 @@ def test_however_it_is_stored_it_is_what_the_layer_gave(
 
 @every(ZOO)
 def test_a_dtype_is_that_of_what_is_stored_and_of_nothing_else(entry: Entry) -> None:
-    plain, model = run(entry, entry.build()), entry.build()
+    plain, model = plain_run(entry), entry.build()
     modules = {n: m for n, m in hookable(model).items() if "quant" not in type(m).__module__}
 
     with hook_outputs(modules, dtype=torch.float64) as h:
@@ -182,7 +165,7 @@ def ran(entry: Entry, model: nn.Module, block: Any) -> tuple[list[Tensor], type 
 
 @every(ZOO)
 def test_an_input_that_is_handed_on_as_it_is_changes_nothing(entry: Entry) -> None:
-    plain, model = run(entry, entry.build()), entry.build()
+    plain, model = plain_run(entry), entry.build()
 
     got = ran(entry, model, edit_inputs(hookable(model), lambda m, i: Inputs(tuple(i), i.kwargs)))
 
@@ -194,7 +177,7 @@ def test_an_input_that_is_handed_on_as_it_is_changes_nothing(entry: Entry) -> No
 def test_copies_of_inputs_and_outputs_change_nothing(entry: Entry) -> None:
     if entry.tags & {"mutates_input", "inplace", "raises"}:
         pytest.skip("a copy is not the tensor that is written")
-    plain = run(entry, entry.build())
+    plain = plain_run(entry)
     ins, outs = entry.build(), entry.build()
 
     def copy_inputs(m: nn.Module, i: Inputs) -> Any:
@@ -220,7 +203,7 @@ def leaf_modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @every(GRADIENTS)
 def test_a_gradient_that_is_handed_on_as_it_is_changes_nothing(entry: Entry) -> None:
-    plain = backward(entry, entry.build())
+    plain = plain_backward(entry)
     model = entry.build()
 
     with edit_grads(hookable(model), lambda m, g: g):
@@ -285,7 +268,7 @@ def test_catchers_record_what_hooks_see(entry: Entry) -> None:
 @every([e for e in ZOO if not e.tags & {"scripted", "compiled"}])
 def test_everything_is_seen_once_by_a_global_hook_and_by_print_sizes(entry: Entry) -> None:
     model, file, seen = entry.build(), io.StringIO(), []
-    plain = run(entry, entry.build())
+    plain = plain_run(entry)
     inside = {id(m) for m in hookable(model).values()}
 
     modules = hookable(model)

@@ -1,95 +1,28 @@
 """Every capture feature over the zoo and over random module trees, against hand-written hooks."""
 
-import copy
-import dataclasses
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from reference import (
+    GRADIENTS,
+    arrived,
+    backward,
+    buffers,
+    by_hand,
+    flat,
+    gradients_by_hand,
+    hookable,
+    plain_backward,
+    run,
+    same,
+)
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from zoo import ZOO, Entry
 
 from hookkit.hooks import hook_inputs, hook_outputs
-
-
-def flat(x: Any) -> Iterator[Tensor]:
-    """The tensors of `x`, by a walker that shares nothing with hookkit's."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, nn.utils.rnn.PackedSequence):
-        yield x.data
-    elif isinstance(x, Mapping):
-        for v in x.values():
-            yield from flat(v)
-    elif isinstance(x, (tuple, list)):
-        for v in x:
-            yield from flat(v)
-    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-        for f in dataclasses.fields(x):
-            yield from flat(getattr(x, f.name, None))
-
-
-def copied(x: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in flat(x)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    if len(a) != len(b):
-        return False
-    return all(
-        s.dtype == t.dtype and s.shape == t.shape and equal(s, t) for s, t in zip(a, b, strict=True)
-    )
-
-
-def equal(s: Tensor, t: Tensor) -> bool:
-    if s.is_meta or t.is_meta:
-        return s.is_meta and t.is_meta
-    if s.is_sparse:
-        s, t = s.to_dense(), t.to_dense()
-    if s.is_nested:
-        return all(equal(u, v) for u, v in zip(s.unbind(), t.unbind(), strict=True))
-    return bool(torch.equal(s.nan_to_num(7.5), t.nan_to_num(7.5)))
-
-
-def hookable(model: nn.Module) -> dict[str, nn.Module]:
-    found = {}
-    for name, m in model.named_modules():
-        if not isinstance(m, torch.jit.ScriptModule) and "_orig_mod" not in name:
-            found[name or "(root)"] = m
-    return found
-
-
-def run(entry: Entry, model: nn.Module) -> tuple[list[Tensor], type | None]:
-    """The output's tensors, and the type of what the model raised; from one seed."""
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return copied(entry.run(model)), None
-        except Exception as e:
-            return [], type(e)
-
-
-def by_hand(entry: Entry) -> tuple[dict[str, list[Any]], dict[str, list[Any]], Any]:
-    """Inputs and outputs of each call of each module, and the result, by plain PyTorch hooks."""
-    model = entry.build()
-    inputs: dict[str, list[Any]] = {}
-    outputs: dict[str, list[Any]] = {}
-
-    def keep(store: dict[str, list[Any]], name: str, *seen: Any) -> None:
-        if torch._C._current_autograd_node() is None:
-            store.setdefault(name, []).append(copied(seen))
-
-    for name, m in hookable(model).items():
-        m.register_forward_pre_hook(
-            lambda _, a, k, name=name: keep(inputs, name, a, k), with_kwargs=True
-        )
-        m.register_forward_hook(lambda _, i, o, name=name: keep(outputs, name, o))
-    return inputs, outputs, run(entry, model)
 
 
 # of the entries whose modules return a distribution or another object: those are references
@@ -128,84 +61,10 @@ def test_every_call_of_every_module_is_captured_and_the_run_is_bit_identical(ent
         assert all(key >= 0 for key in (*m._forward_hooks, *m._forward_pre_hooks))
 
 
-def buffers(model: nn.Module) -> list[Tensor]:
-    return [] if isinstance(model, torch.jit.ScriptModule) else list(model.buffers())
-
-
-def changed(one: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """`x` with `one(t)` for each tensor."""
-    if isinstance(x, nn.utils.rnn.PackedSequence):
-        return x._replace(data=one(x.data))
-    if isinstance(x, dict) and type(x) is not dict:
-        twin = copy.copy(x)
-        for key, value in x.items():
-            twin[key] = changed(one, value)
-            if key in vars(twin):
-                setattr(twin, key, twin[key])
-        return twin
-    if not dataclasses.is_dataclass(x):
-        return tree_map_only(Tensor, one, x)
-    new = {f.name: changed(one, getattr(x, f.name)) for f in dataclasses.fields(x)}
-    return dataclasses.replace(x, **new)
-
-
-def gradients_by_hand(entry: Entry) -> tuple[dict[str, list[Any]], list[Tensor | None]]:
-    """Output gradients of each call, by handing on a clone of every output."""
-    model = entry.build()
-    found: dict[str, list[Any]] = {}
-
-    def tap(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            slots: list[Any] = []
-
-            def one(t: Tensor) -> Tensor:
-                i = len(slots)
-                slots.append(None)
-                if not t.requires_grad:
-                    return t
-                t = t.clone()
-                t.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
-                return t
-
-            new = changed(one, output)
-            found.setdefault(name, []).append(slots)
-            return new
-
-        return hook
-
-    for name, m in hookable(model).items():
-        m.register_forward_hook(tap(name))
-    return found, backward(entry, model)
-
-
-def backward(entry: Entry, model: nn.Module) -> list[Tensor | None]:
-    """Runs and differentiates a loss in all output tensors; the parameters' gradients."""
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = [t for t in flat(entry.run(model)) if t.requires_grad]
-        loss = sum((t.abs() if t.is_complex() else t).float().pow(2).sum() for t in out)
-        if out:
-            loss.backward()
-    return [p.grad for p in model.parameters()]
-
-
-def arrived(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    return [g for g in gradients if g is not None]
-
-
-GRADIENTS = [
-    e
-    for e in ZOO
-    if not e.tags
-    & {"raises", "no_grad_in", "meta", "scripted", "compiled", "checkpoint_reentrant", "sparse"}
-]
-
-
 @pytest.mark.parametrize("entry", GRADIENTS, ids=lambda e: e.name)
 def test_gradients_of_every_output_are_those_of_a_hand_tapped_model(entry: Entry) -> None:
-    want, _ = gradients_by_hand(entry)
-    plain = backward(entry, entry.build())
+    want = gradients_by_hand(entry)
+    plain = plain_backward(entry)
     model = entry.build()
 
     with warnings.catch_warnings():
