@@ -22,7 +22,7 @@ from trainings import HEALTHY, SICK, Case, Setup, run_steps
 from hookkit.health import Diagnosis, diagnose
 from hookkit.records import Run
 
-ALARM = {"warn", "sick"}
+ALARM = {"warning", "error"}
 
 
 def recorded(s: Setup) -> Run:

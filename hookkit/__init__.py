@@ -73,7 +73,7 @@ from .events import (
     CancelValidException,
 )
 from .features import FeatureExtractor, feature_extractor
-from .health import Diagnosis, Finding, diagnose, health_report
+from .health import Diagnosis, Finding, diagnose
 from .hooks import (
     Hook,
     Hooks,
@@ -168,7 +168,6 @@ __all__ = [
     "feature_extractor",
     "flatten_model",
     "has_params",
-    "health_report",
     "hook_all",
     "hook_input",
     "hook_inputs",

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import hookkit
-from hookkit import health
 from hookkit.errors import ArgumentError
 from hookkit.health import RULES, Diagnosis, Finding, diagnose
 from hookkit.records import Incident, Record, Run
@@ -64,7 +63,7 @@ def found(run: Run, rule: str) -> Finding:
 
 
 def alarms(run: Run) -> set[str]:
-    return {f.rule for f in diagnose(run) if f.severity != "info"}
+    return {f.rule for f in diagnose(run) if f.severity != "note"}
 
 
 # the whole
@@ -99,7 +98,6 @@ def test_a_driver_a_recorder_and_a_record_can_be_diagnosed():
     told = [Driver("run_record", run), Driver("run", run), Driver("record", sick), sick]
 
     assert all(diagnose(each) == diagnose(run) for each in told)
-    assert health.health_report is diagnose
 
 
 def test_a_real_recorder_and_watcher_can_be_diagnosed():
@@ -147,9 +145,9 @@ def test_findings_come_gravest_first_and_print_their_reasons():
     d = diagnose(run)
 
     assert [f.severity for f in d] == sorted(
-        (f.severity for f in d), key=["sick", "warn", "info"].index
+        (f.severity for f in d), key=["error", "warning", "note"].index
     )
-    assert d.headline == "3 layers, 300 steps: 1 sick, 2 warn"
+    assert d.headline == "3 layers, 300 steps: 1 error, 2 warnings"
     assert re.search(
         r"✗ sick  dead: .*\n    where   1 ReLU · steps 50–99\n    line    over 50 %", str(d)
     )
@@ -171,7 +169,7 @@ def test_html_folds_escapes_and_needs_no_script():
     html = diagnose(Run(odd))._repr_html_()
 
     assert "&lt;b&gt;" in html
-    assert "<b>" not in html.replace("<b>sick</b>", "")
+    assert "<b>" not in html.replace("<b>error</b>", "")
     assert "<details" in html
     assert "prefers-color-scheme:dark" in html
     assert "<script" not in html
@@ -182,7 +180,7 @@ def test_html_of_a_healthy_run_is_the_calm_line():
 
 
 def test_a_long_list_of_layers_is_cut():
-    f = Finding("r", "info", tuple("abcde"), (0, 9), "e", "t", "s", "c", "f")
+    f = Finding("r", "note", tuple("abcde"), (0, 9), "e", "t", "s", "c", "f")
 
     assert f.where == "a, b, c and 2 more · steps 0–9"
 
@@ -209,7 +207,7 @@ def test_non_finite_names_the_first_layer_and_step():
 
     f = found(run, "non_finite")
 
-    assert (f.layers, f.steps, f.severity) == (("1",), (40, 40), "sick")
+    assert (f.layers, f.steps, f.severity) == (("1",), (40, 40), "error")
     assert "(ReLU) has NaN or Inf" in f.evidence
 
 
@@ -223,14 +221,14 @@ def overflow(kind="gradient", until=43):
 def test_non_finite_gradients_begin_at_the_end():
     f = found(Run(gradients=overflow()), "non_finite")
 
-    assert (f.layers, f.severity) == (("1",), "sick")
+    assert (f.layers, f.severity) == (("1",), "error")
 
 
 @pytest.mark.parametrize("kept", [{"activations": acts()}, {"params": weights()}])
 def test_gradients_that_overflow_in_a_few_steps_and_do_no_harm_are_a_note(kept):
     f = found(Run(gradients=overflow(), losses=falling(), **kept), "non_finite")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
     assert "weights, activations and loss stay finite" in f.evidence
     assert "GradScaler" in f.cause
 
@@ -245,7 +243,7 @@ def test_gradients_that_overflow_to_the_end_or_spoil_what_follows_are_sick():
         Run(gradients=overflow(), params=weights(weight_norm=poisoned), losses=falling()),
     ]
 
-    assert [found(run, "non_finite").severity for run in sick] == ["sick"] * 4
+    assert [found(run, "non_finite").severity for run in sick] == ["error"] * 4
 
 
 def test_non_finite_takes_the_word_of_the_flight_recorder():
@@ -257,7 +255,7 @@ def test_non_finite_takes_the_word_of_the_flight_recorder():
 def test_a_mask_of_minus_inf_is_a_note():
     f = found(Run(acts(nonfinite=[0, 5, 0]), losses=falling()), "non_finite")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -289,7 +287,7 @@ def test_weights_that_are_nan_from_the_first_step_are_not_called_unmoved():
     assert alarms(Run(params=p)) == {"non_finite"}
 
 
-@pytest.mark.parametrize(("share", "severity"), [(0.95, "sick"), (0.6, "warn"), (0.3, "info")])
+@pytest.mark.parametrize(("share", "severity"), [(0.95, "error"), (0.6, "warning"), (0.3, "note")])
 def test_dead_units_by_their_share(share, severity):
     run = Run(acts(dead=[0.9, share, 0.9]))
 
@@ -310,19 +308,21 @@ def test_dead_is_for_relus_only():
 
 
 def test_without_units_a_relu_layer_of_zeros_is_dead():
-    assert found(Run(acts(zero=[0, 1, 0])), "dead").severity == "sick"
+    assert found(Run(acts(zero=[0, 1, 0])), "dead").severity == "error"
     assert alarms(Run(acts(zero=[0, 0.95, 0]))) == set()
 
 
 def test_dormant_units_are_a_note():
-    assert found(Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])), "dormant").severity == "info"
+    assert found(Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])), "dormant").severity == "note"
 
 
 def test_saturated_tanh_with_and_without_units():
     types = ("Linear", "Tanh", "Linear")
 
-    assert found(Run(acts(types, saturated=[np.nan, 0.7, np.nan])), "saturated").severity == "warn"
-    assert found(Run(acts(types, rms=[1, 0.999, 1])), "saturated").severity == "sick"
+    assert (
+        found(Run(acts(types, saturated=[np.nan, 0.7, np.nan])), "saturated").severity == "warning"
+    )
+    assert found(Run(acts(types, rms=[1, 0.999, 1])), "saturated").severity == "error"
     assert alarms(Run(acts(types, rms=[1, 0.8, 1]))) == set()
 
 
@@ -346,7 +346,7 @@ def test_bad_init_follows_the_depth():
 
     f = found(Run(acts(types, std=shrinking), losses=FLAT), "bad_init")
 
-    assert f.severity == "sick"
+    assert f.severity == "error"
     assert "shrinks" in f.evidence
     assert "bad_init" not in alarms(Run(acts(types, std=shrinking), losses=falling()))
     assert alarms(Run(acts(types, std=[1, 9, 1, 9, 1, 9, 1, 1]))) == set()
@@ -365,8 +365,8 @@ def test_input_scale_is_seen_in_the_first_layer():
 def test_lr_too_high_needs_most_matrices_and_a_loss_that_stays():
     fast = weights(update_ratio=[0.3] * 3 + [1e-3])
 
-    assert found(Run(params=fast, losses=FLAT), "lr_too_high").severity == "sick"
-    assert found(Run(params=fast), "lr_too_high").severity == "warn"
+    assert found(Run(params=fast, losses=FLAT), "lr_too_high").severity == "error"
+    assert found(Run(params=fast), "lr_too_high").severity == "warning"
     assert alarms(Run(params=fast, losses=falling())) == set()
     assert "lr_too_high" not in alarms(
         Run(params=weights(update_ratio=[0.3] + [1e-3] * 3), losses=FLAT)
@@ -376,9 +376,9 @@ def test_lr_too_high_needs_most_matrices_and_a_loss_that_stays():
 def test_lr_too_low_alarms_only_without_progress():
     slow = weights(update_ratio=[1e-6] * 4)
 
-    assert found(Run(params=slow, losses=FLAT), "lr_too_low").severity == "warn"
+    assert found(Run(params=slow, losses=FLAT), "lr_too_low").severity == "warning"
     low = weights(update_ratio=[5e-5] * 4)
-    assert found(Run(params=low), "lr_too_low").severity == "info"
+    assert found(Run(params=low), "lr_too_low").severity == "note"
     assert alarms(Run(params=slow, losses=falling())) == set()
 
 
@@ -408,7 +408,7 @@ def test_weights_that_begin_at_zero_are_named_unless_something_is_learnt():
     norm[1, 0] = 5.0
 
     f = found(Run(params=half, losses=FLAT), "zero_init")
-    assert (f.severity, f.layers) == ("sick", ("0.weight", "1.weight"))
+    assert (f.severity, f.layers) == ("error", ("0.weight", "1.weight"))
     assert "zero_init" in alarms(Run(params=most, losses=FLAT))
     for quiet in (Run(params=half, losses=falling()), Run(params=half)):
         assert "zero_init" not in alarms(quiet)
@@ -448,7 +448,7 @@ def test_a_parameter_outside_the_optimizer_is_named():
 
     f = found(Run(params=p), "not_in_optimizer")
 
-    assert (f.layers, f.severity) == (("1.weight",), "warn")
+    assert (f.layers, f.severity) == (("1.weight",), "warning")
 
 
 def test_a_parameter_without_gradient_is_named():
@@ -460,7 +460,7 @@ def test_a_parameter_without_gradient_is_named():
 def test_a_gradient_of_exactly_zero_is_sick():
     p = weights(update_norm=[1, 0, 1, 1], grad_norm=[1, 0, 1, 1])
 
-    assert found(Run(params=p), "zero_gradient").severity == "sick"
+    assert found(Run(params=p), "zero_gradient").severity == "error"
 
 
 def test_a_matrix_that_stays_put_is_named_and_a_bias_is_not():
@@ -482,10 +482,10 @@ def test_frozen_layers_are_no_finding():
 def test_vanishing_and_exploding_gradients():
     fading = [1e-7, 1e-6, 1e-5, 1e-3]
 
-    assert found(Run(params=weights(grad_rms=fading), losses=FLAT), "vanishing").severity == "sick"
+    assert found(Run(params=weights(grad_rms=fading), losses=FLAT), "vanishing").severity == "error"
     assert (
         found(Run(params=weights(grad_rms=fading), losses=falling()), "vanishing").severity
-        == "warn"
+        == "warning"
     )
     assert found(Run(params=weights(grad_rms=[9, 3, 1, 0.1])), "exploding").layers == (
         "0.weight", "3.weight",
@@ -497,8 +497,8 @@ def test_weight_decay_by_its_setting_and_by_what_it_does():
     gone = weights(weight_norm=np.geomspace(5, 1e-3, N)[None].repeat(4, 0))
 
     assert found(Run(params=weights(), losses=falling(), info={"lr": [0.01], "weight_decay": [10]}),
-                 "weight_decay").severity == "warn"  # fmt: skip
-    assert found(Run(params=gone, losses=FLAT), "weight_decay").severity == "sick"
+                 "weight_decay").severity == "warning"  # fmt: skip
+    assert found(Run(params=gone, losses=FLAT), "weight_decay").severity == "error"
     usual = {"lr": [1e-3, 1e-3], "weight_decay": [0.1, 0.0]}
     assert alarms(Run(params=weights(), losses=falling(), info=usual)) == set()
 
@@ -511,14 +511,14 @@ CE = {"n_classes": 10, "loss_func": "CrossEntropyLoss"}
 def test_initial_loss_against_chance():
     high = np.concatenate([[40.0], FLAT])
 
-    assert found(Run(losses=high, info=CE), "initial_loss").severity == "warn"
-    assert found(Run(losses=falling(start=8), info=CE), "initial_loss").severity == "info"
+    assert found(Run(losses=high, info=CE), "initial_loss").severity == "warning"
+    assert found(Run(losses=falling(start=8), info=CE), "initial_loss").severity == "note"
     assert alarms(Run(losses=falling(), info=CE)) == set()
 
 
 def test_not_learning_and_diverging():
-    assert found(Run(losses=FLAT), "not_learning").severity == "warn"
-    assert found(Run(losses=np.linspace(2.3, 50, 300)), "diverging").severity == "sick"
+    assert found(Run(losses=FLAT), "not_learning").severity == "warning"
+    assert found(Run(losses=np.linspace(2.3, 50, 300)), "diverging").severity == "error"
 
 
 def test_a_wild_first_loss_does_not_make_the_rest_progress():
@@ -548,15 +548,15 @@ def test_one_spike_is_a_note_and_many_are_an_alarm():
     one[200] += 5
     many[100::13] += 5
 
-    assert found(Run(losses=one), "spikes").severity == "info"
-    assert found(Run(losses=many), "spikes").severity == "warn"
+    assert found(Run(losses=one), "spikes").severity == "note"
+    assert found(Run(losses=many), "spikes").severity == "warning"
     assert not diagnose(Run(losses=falling()))
 
 
 def test_gradients_that_pile_up():
     growing = np.linspace(0.1, 30, 300)
 
-    assert found(Run(losses=FLAT, grad_norms=growing), "grads_pile_up").severity == "sick"
+    assert found(Run(losses=FLAT, grad_norms=growing), "grads_pile_up").severity == "error"
     fresh = growing * np.random.default_rng(2).uniform(0.7, 1.4, 300)
     assert "grads_pile_up" not in alarms(Run(losses=falling(), grad_norms=fresh))
 
@@ -570,7 +570,7 @@ def test_an_explosion_that_passes_is_no_sum():
 def test_a_norm_smoother_than_the_losses_is_a_sum_also_where_the_loss_falls():
     growing, clipped = np.linspace(0.1, 30, 300), np.minimum(np.linspace(0.1, 30, 300), 1)
 
-    assert found(Run(losses=falling(), grad_norms=growing), "grads_pile_up").severity == "warn"
+    assert found(Run(losses=falling(), grad_norms=growing), "grads_pile_up").severity == "warning"
     assert alarms(Run(losses=falling(), grad_norms=clipped)) == set()
     assert alarms(Run(losses=2 + np.geomspace(1, 1e-3, 300), grad_norms=growing)) == set()
 
@@ -597,9 +597,9 @@ def test_probabilities_by_output_by_layer_and_by_the_floor_of_the_loss():
     settles = floor + 0.01 + 0.8 * np.exp(-np.arange(300) / 50)
     facts = {**CE, "output_is_probabilities": True}
 
-    assert found(Run(losses=FLAT, info=facts), "probabilities").severity == "sick"
+    assert found(Run(losses=FLAT, info=facts), "probabilities").severity == "error"
     assert found(Run(softmax, info=CE), "probabilities").layers == ("3",)
-    assert found(Run(losses=settles, info=CE), "probabilities").severity == "warn"
+    assert found(Run(losses=settles, info=CE), "probabilities").severity == "warning"
     assert "probabilities" not in alarms(Run(losses=falling(), info=CE))
     assert "probabilities" not in alarms(Run(acts(("Linear", "Linear", "LogSoftmax")), info=CE))
 
@@ -607,7 +607,7 @@ def test_probabilities_by_output_by_layer_and_by_the_floor_of_the_loss():
 def test_overfitting_is_a_note():
     rows = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": 0.5 + 0.1 * i} for i in range(6)]
 
-    assert found(Run(losses=falling(), valid=rows), "overfit").severity == "info"
+    assert found(Run(losses=falling(), valid=rows), "overfit").severity == "note"
 
 
 # the real thing

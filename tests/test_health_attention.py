@@ -48,9 +48,9 @@ def test_a_softmax_that_picks_one_key_alarms_if_the_loss_does_not_fall():
     f = found(Run(one_hot, losses=FLAT), "attention_logits")
     calm = found(Run(one_hot, losses=falling()), "attention_logits")
 
-    assert (f.severity, f.layers) == ("warn", ("block.softmax",))
+    assert (f.severity, f.layers) == ("warning", ("block.softmax",))
     assert "the heaviest key gets 99.0% of the weight or more" in f.evidence
-    assert calm.severity == "info"
+    assert calm.severity == "note"
 
 
 def test_with_few_keys_or_as_the_last_layer_a_softmax_may_decide():
@@ -75,10 +75,10 @@ def test_scores_recorded_in_place_of_the_weights_are_read_as_they_are():
     f = found(Run(scores, losses=FLAT), "attention_logits")
     calm = found(Run(scores, losses=falling()), "attention_logits")
 
-    assert f.severity == "warn"
+    assert f.severity == "warning"
     assert "the largest logit is 181 in block.softmax, and was 2 at first" in f.evidence
     assert "above 100" in f.threshold
-    assert calm.severity == "info"
+    assert calm.severity == "note"
 
 
 QK = {"rms": [12.0, 12.0, 0.2, 0.2, 0.2]}
@@ -87,7 +87,7 @@ QK = {"rms": [12.0, 12.0, 0.2, 0.2, 0.2]}
 def test_queries_and_keys_that_must_give_huge_logits_are_an_alarm():
     f = found(Run(attention(**QK), losses=falling()), "attention_logits")
 
-    assert (f.severity, f.layers) == ("warn", ("block.q_proj",))
+    assert (f.severity, f.layers) == ("warning", ("block.q_proj",))
     assert "RMS of logits, by queries and keys, is 144" in f.evidence
 
 

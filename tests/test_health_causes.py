@@ -32,7 +32,7 @@ def first(run):
 def test_players_that_move_in_turns_need_not_lower_their_loss():
     turns = weights(update_norm=[EVEN, EVEN, ~EVEN, ~EVEN])
 
-    assert found(Run(params=turns, losses=FLAT), "not_learning").severity == "info"
+    assert found(Run(params=turns, losses=FLAT), "not_learning").severity == "note"
     assert alarms(Run(params=turns, losses=FLAT)) == set()
 
 
@@ -55,7 +55,7 @@ def test_a_loss_that_leaps_with_the_first_step_did_not_fall():
     fast = weights(update_ratio=[0.9] * 4)
 
     assert found(Run(losses=leaps), "not_learning").evidence.startswith("the loss began at 2.3")
-    assert found(Run(params=fast, losses=leaps), "lr_too_high").severity == "sick"
+    assert found(Run(params=fast, losses=leaps), "lr_too_high").severity == "error"
 
 
 def test_one_lucky_first_batch_is_no_leap():
@@ -77,7 +77,7 @@ def test_a_loss_below_where_it_can_be_is_sick():
 
     f = found(run, "below_zero")
 
-    assert f.severity == "sick"
+    assert f.severity == "error"
     assert "cannot be below 0" in f.evidence
     for fine in ({"loss_func": "GaussianNLLLoss"}, {}):
         assert alarms(Run(losses=falling(end=-0.9), info=fine)) == set()
@@ -105,7 +105,7 @@ def test_small_losses_jump_by_factors():
     broken[[100, 150, 200, 250]] = 50.0
 
     assert "spikes" not in {f.rule for f in diagnose(Run(losses=noisy))}
-    assert found(Run(losses=broken), "spikes").severity == "warn"
+    assert found(Run(losses=broken), "spikes").severity == "warning"
 
 
 # steps and gradients
@@ -191,7 +191,7 @@ def test_a_relu_that_was_not_recorded_is_guessed_from_what_it_is_given():
 
     f = found(Run(acts(linear, max=[3, -1, 3]), params=p, losses=FLAT), "dead")
 
-    assert (f.layers, f.severity) == (("1.weight",), "sick")
+    assert (f.layers, f.severity) == (("1.weight",), "error")
     assert first(Run(acts(linear), params=p, losses=FLAT)) == "zero_gradient"
 
 
@@ -215,7 +215,7 @@ def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
             opt.step()
 
     f = found(w.run(), "vanishing")
-    assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "sick")
+    assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "error")
 
 
 # activations
@@ -230,14 +230,14 @@ def test_dead_units_are_told_by_when_they_died():
     assert "biases" in found(Run(acts(dead=[0, 0.95, 0])), "dead").cause
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(falling(), "info"), (FLAT, "sick")])
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "note"), (FLAT, "error")])
 def test_a_gate_that_its_bias_shuts_is_a_note_where_the_loss_falls(losses, severity):
     types = ("Linear", "Sigmoid", "Linear")
     shut = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.02, 0], std=[1, 0.01, 1])
     both = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.5, 0], std=[1, 0.49, 1])
 
     assert found(Run(shut, losses=losses), "saturated").severity == severity
-    assert found(Run(both, losses=losses), "saturated").severity == "sick"
+    assert found(Run(both, losses=losses), "saturated").severity == "error"
 
 
 def test_inputs_are_named_before_what_they_saturate():
@@ -312,7 +312,7 @@ def test_a_loss_with_both_signs_need_not_fall():
 
     for series in (policy, energy):
         f = found(Run(losses=series), "not_learning")
-        assert f.severity == "info"
+        assert f.severity == "note"
         assert "Spinning Up" in f.source
     assert "diverging" in alarms(Run(losses=signed(0, 30)))
     assert alarms(Run(losses=policy, info={"loss_func": "MSELoss"})) != set()  # cannot be below 0
@@ -333,7 +333,7 @@ def test_a_target_that_follows_the_model_moves_the_loss():
 
     f = found(Run(params=follows, losses=FLAT), "not_learning")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
     assert "2.weight, frozen, follows" in f.evidence
     assert alarms(Run(params=rests, losses=FLAT)) == {"not_learning"}
 
@@ -347,7 +347,7 @@ def players(batch=64, **also):
 def test_players_are_known_by_how_the_batch_takes_turns():
     f = found(Run(players(), losses=FLAT), "not_learning")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
     assert f.evidence.endswith("every 2 steps the batch takes the same turns through the layers")
 
 
@@ -482,7 +482,7 @@ def test_a_gradient_below_1e7_that_moves_nothing_has_vanished():
 
     f = found(Run(params=faint, losses=falling(), info=held), "vanishing")
 
-    assert (f.severity, f.layers) == ("warn", ("1.weight",))
+    assert (f.severity, f.layers) == ("warning", ("1.weight",))
     assert "VanishingGradient: 1e-7" in f.source
     assert "unmoved" not in diagnose(Run(params=faint, losses=falling(), info=held)).rules
     assert found(Run(params=faint, losses=falling(), info={"lr": [0.0]}), "unmoved")
@@ -498,5 +498,5 @@ def test_a_layer_below_0_is_shut_only_where_a_relu_may_read_it(reader, rule):
 
     f = found(Run(low, params=still, losses=FLAT), rule)
 
-    assert (f.severity, f.layers) == ("sick", ("1.weight",))
+    assert (f.severity, f.layers) == ("error", ("1.weight",))
     assert "gradient is exactly 0" in f.evidence

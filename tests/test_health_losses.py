@@ -37,7 +37,7 @@ def test_a_loss_that_falls_slowly_and_steadily_is_a_note(info):
 
     f = found(Run(params=rates, losses=slow(0.09), info=info), "not_learning")
 
-    assert (f.severity, "slowly" in f.evidence) == ("info", True)
+    assert (f.severity, "slowly" in f.evidence) == ("note", True)
     assert alarms(Run(params=rates, losses=slow(0.09), info=info)) == set()
     assert alarms(Run(params=rates, losses=slow(0.01))) == {"lr_too_low", "not_learning"}
 
@@ -75,7 +75,7 @@ def test_a_loss_in_whose_noise_a_fall_may_hide_is_a_note(noise):
 
     f = found(Run(losses=stays), "not_learning")
 
-    assert f.severity == ("info" if noise > 0.3 else "warn")
+    assert f.severity == ("note" if noise > 0.3 else "warning")
     assert ("so noisy" in f.evidence) == (noise > 0.3)
     assert "diverging" in alarms(Run(losses=stays * np.linspace(1, 3, 300)))
 
@@ -106,7 +106,7 @@ def test_episodes_that_last_longer_make_a_loss_that_rises():
 
     f = found(Run(episodes(8), losses=rises), "not_learning")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
     assert "times as much at the end" in f.evidence
     assert alarms(Run(episodes(1.2), losses=rises)) == {"diverging"}
 
@@ -126,7 +126,7 @@ def test_targets_that_nobody_standardised_are_named_where_the_loss_stays():
 
     f = found(Run(losses=far, info=MSE), "target_scale")
 
-    assert (f.severity, diagnose(Run(losses=far, info=MSE))[0].rule) == ("warn", "target_scale")
+    assert (f.severity, diagnose(Run(losses=far, info=MSE))[0].rule) == ("warning", "target_scale")
     assert f.evidence.startswith("the first error is 16")
     assert alarms(Run(losses=falling(start=2.7e4, end=3e3), info=MSE)) == set()
     assert "target_scale" not in diagnose(Run(losses=far / 1e3, info=MSE)).rules
@@ -137,10 +137,10 @@ def test_targets_that_nobody_standardised_are_named_where_the_loss_stays():
 
 
 def test_what_pytorchs_own_weights_do_to_the_variance_is_no_alarm():
-    assert found(Run(DEFAULT, losses=FLAT), "bad_init").severity == "info"
+    assert found(Run(DEFAULT, losses=FLAT), "bad_init").severity == "note"
     grows = acts(("Linear",) * 5, std=[1, 2, 5, 12.5, 1])
 
-    assert found(Run(grows, losses=FLAT), "bad_init").severity == "warn"
+    assert found(Run(grows, losses=FLAT), "bad_init").severity == "warning"
 
 
 def test_weights_that_begin_too_large_come_before_what_they_bring():
@@ -159,7 +159,7 @@ def leaps(to):
     return weights(update_ratio=ratio)
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warn"), (None, "warn")])
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warning"), (None, "warning")])
 def test_one_step_larger_than_the_weights_is_too_high_whatever_the_loss_says(losses, severity):
     assert found(Run(params=leaps(4.0), losses=losses), "lr_too_high").severity == severity
     assert alarms(Run(params=leaps(0.9), losses=losses)) == set()
@@ -171,7 +171,7 @@ def test_a_rate_too_high_comes_before_the_units_it_kills():
 
     d = diagnose(Run(acts(dead=later), params=leaps(4.0)))
 
-    assert [(f.rule, f.severity) for f in d] == [("lr_too_high", "sick"), ("dead", "sick")]
+    assert [(f.rule, f.severity) for f in d] == [("lr_too_high", "error"), ("dead", "error")]
 
 
 def test_steps_that_never_count_need_no_loss_to_be_too_small():
@@ -222,7 +222,7 @@ def test_an_eps_that_holds_adam_back_is_named():
 
     f = found(Run(params=held, losses=slow(0.09), info=info), "lr_too_low")
 
-    assert (f.severity, "eps" in f.cause) == ("warn", True)
+    assert (f.severity, "eps" in f.cause) == ("warning", True)
     assert "by 0.01 of its learning rate" in f.evidence
     assert "Adam moves" in f.evidence
     for other in ({"optimizer": "SGD", "lr": [1e-3]}, {**info, "lr": [1e-5]}):
@@ -246,7 +246,7 @@ def test_a_loss_that_rises_further_than_the_steps_explain_has_other_data():
 
     f = found(Run(params=small, losses=further), "not_learning")
 
-    assert f.severity == "info"
+    assert f.severity == "note"
     assert "times as far as gradients and steps explain" in f.evidence
     assert alarms(Run(params=small, losses=rises)) == {"ascent", "not_learning"}
     assert alarms(Run(params=small, losses=further, info=CE)) == {"diverging"}
@@ -262,8 +262,8 @@ def test_spikes_are_a_note_where_the_data_change():
     spiky[[100, 150, 200, 250]] = 90.0
     small = weights(4, n=300, grad_norm=[0.1] * 4, update_norm=[0.01] * 4)
 
-    assert found(Run(params=small, losses=spiky), "spikes").severity == "info"
-    assert found(Run(losses=spiky), "spikes").severity == "warn"
+    assert found(Run(params=small, losses=spiky), "spikes").severity == "note"
+    assert found(Run(losses=spiky), "spikes").severity == "warning"
 
 
 def test_noise_of_factors_is_no_spike_where_some_losses_are_0_or_below():

@@ -44,7 +44,7 @@ def test_range_takes_the_models_dtype_where_the_record_does_not_say():
 def test_gradients_at_float16s_smallest_number_from_the_start_are_an_alarm(losses):
     f = found(Run(gradients=grads(**TINY), losses=losses), "fp16_underflow")
 
-    assert (f.severity, f.layers) == ("warn", ("0", "1", "2"))
+    assert (f.severity, f.layers) == ("warning", ("0", "1", "2"))
     assert "3 of 3 layers" in f.evidence
     assert "GradScaler" in f.fix
 
@@ -145,7 +145,7 @@ def test_gradients_that_are_zero_in_every_layer_underflowed_if_nothing_is_learnt
     none = grads(rms=[0.0] * 3, zero=[1.0] * 3)
     last_alive = grads(rms=[0.0, 0.0, 1e-3], zero=[1.0, 1.0, 0.0])
 
-    assert found(Run(gradients=none, losses=FLAT), "fp16_underflow").severity == "sick"
+    assert found(Run(gradients=none, losses=FLAT), "fp16_underflow").severity == "error"
     assert "fp16_underflow" not in alarms(Run(gradients=last_alive, losses=FLAT))
     assert "fp16_underflow" not in alarms(Run(gradients=none, losses=falling()))
 

@@ -48,7 +48,7 @@ def test_small_inputs_make_small_gradients_of_the_first_weight_and_nothing_has_v
     assert "vanishing" in alarms(Run(acts(), params=faded, losses=FLAT))
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warn"), (falling(), "info")])
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warning"), (falling(), "note")])
 def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
     f = found(Run(acts(), params=first_layer(1e-4), losses=losses), "input_scale")
 
@@ -74,7 +74,7 @@ def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
 # first outputs
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "sick"), (falling(), "info")])
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "note")])
 def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
     calms = np.where(np.arange(N) > 20, 3.0, 5e3)
     cells = acts(("Linear", "Linear", "Linear"), std=[0.8, calms, 4e3])
@@ -87,7 +87,7 @@ def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
 def test_a_cell_that_stays_too_large_is_an_alarm_though_the_loss_falls():
     cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
 
-    assert found(Run(cells, losses=falling()), "bad_init").severity == "warn"
+    assert found(Run(cells, losses=falling()), "bad_init").severity == "warning"
 
 
 @pytest.mark.parametrize("std", [[0.8, 50, 50], [0.8, 1, 5e3], [50, 4e3, 1]])
@@ -116,7 +116,7 @@ def test_targets_out_of_reach_are_named_though_noise_lets_the_loss_fall():
 
     f = found(Run(params=slow, losses=noisy, info=MSE), "target_scale")
 
-    assert f.severity == "warn"
+    assert f.severity == "warning"
     assert "all steps together can take 0.018" in f.evidence
     assert alarms(Run(params=quick, losses=noisy, info=MSE)) == set()
     assert alarms(Run(losses=noisy, info=MSE)) == set()  # nobody knows

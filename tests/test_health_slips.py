@@ -38,7 +38,7 @@ def trained(sign=1.0, lr=0.01, steps=60):
 def test_a_climbed_loss_is_named_before_its_consequences():
     d = diagnose(trained(sign=-1.0))
 
-    assert (d[0].rule, d[0].severity) == ("ascent", "sick")
+    assert (d[0].rule, d[0].severity) == ("ascent", "error")
     assert "wrong sign" in d[0].cause
 
 
@@ -118,7 +118,7 @@ def begun(constant, norm=5.0, kind="Linear", **facts):
     return dataclasses.replace(p, meta={**p.meta, "constant": constant}, types=(kind,) * 4)
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "sick"), (falling(), "warn")])
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "warning")])
 def test_layers_in_a_row_that_begin_constant_are_named(losses, severity):
     f = found(Run(params=begun([False, True, True, False]), losses=losses), "constant_init")
 
@@ -162,7 +162,7 @@ def sampled(norms, steps):
     return dataclasses.replace(p, steps=steps)
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warn"), (FLAT, "sick")])
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warning"), (FLAT, "error")])
 def test_a_sum_of_gradients_is_known_also_from_every_tenth_step(losses, severity):
     steps, norms = summed(300, 10)
 
@@ -184,7 +184,7 @@ def test_a_sum_smoother_than_the_loss_is_one_also_where_the_loss_stays():
     norms = np.minimum(summed(300)[1], 0.5) * (1 + 1e-3 * np.random.default_rng(0).normal(size=300))
     wild = FLAT * np.where(np.arange(300) % 2, 1.3, 0.7)
 
-    assert found(Run(losses=wild, grad_norms=norms), "grads_pile_up").severity == "sick"
+    assert found(Run(losses=wild, grad_norms=norms), "grads_pile_up").severity == "error"
     assert alarms(Run(losses=FLAT, grad_norms=norms)) == {"not_learning"}
 
 
@@ -223,7 +223,7 @@ def test_large_scores_that_leave_a_binary_loss_in_a_narrow_range_are_squashed():
 
     f = found(Run(large, losses=narrow, info=BCE), "probabilities")
 
-    assert (f.severity, "2 gives values of RMS 12" in f.evidence) == ("warn", True)
+    assert (f.severity, "2 gives values of RMS 12" in f.evidence) == ("warning", True)
     for record, losses in (
         (acts(rms=[1, 1, 2]), narrow),  # scores of an ordinary size
         (acts(rms=[1, 1, 1e4], min=[-3, -3, -1e9]), narrow),  # a mask

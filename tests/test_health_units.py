@@ -33,7 +33,7 @@ def gradients(zero):
 # known: what reads each layer
 
 
-@pytest.mark.parametrize(("share", "severity"), [(0.95, "sick"), (0.6, "warn"), (0.3, "info")])
+@pytest.mark.parametrize(("share", "severity"), [(0.95, "error"), (0.6, "warning"), (0.3, "note")])
 def test_units_that_a_relu_is_given_are_dead_if_never_above_0(share, severity):
     run = Run(layers(["ReLU", "ReLU", ""], dead=[0, share, 0.9]), losses=falling())
 
@@ -56,7 +56,7 @@ def test_a_layer_that_is_wholly_below_0_needs_no_units_to_be_dead():
 
     f = found(run, "dead")
 
-    assert (f.severity, f.layers) == ("sick", ("1",))
+    assert (f.severity, f.layers) == ("error", ("1",))
     assert "more than at first" in f.evidence
 
 
@@ -75,7 +75,7 @@ def test_gradients_that_are_exactly_0_prove_a_relu():
 
     f = found(Run(seen, gradients=gradients([0.5, 0.8, 0]), losses=falling()), "dead")
 
-    assert (f.severity, f.layers) == ("warn", ("1",))
+    assert (f.severity, f.layers) == ("warning", ("1",))
     assert "as many gradients are exactly 0" in f.evidence
     for zero in (0.0, 0.5):  # of a GELU; of a pool, say, by chance
         run = Run(seen, gradients=gradients([0.5, zero, 0]), losses=falling())
@@ -90,9 +90,9 @@ def test_who_reads_a_layer_is_not_guessed_while_the_loss_falls():
 
     f = found(run, "dead")
 
-    assert (f.severity, f.layers) == ("info", ("1",))  # the last layer's scores may all be low
+    assert (f.severity, f.layers) == ("note", ("1",))  # the last layer's scores may all be low
     assert "include_paramless=True" in f.fix
-    assert found(dataclasses.replace(run, losses=FLAT), "dead").severity == "warn"
+    assert found(dataclasses.replace(run, losses=FLAT), "dead").severity == "warning"
 
 
 @pytest.mark.parametrize("behind", ["BatchNorm1d", "LayerNorm", "GELU", "Tanh"])
@@ -189,7 +189,7 @@ def test_dead_units_behind_a_function_are_named_though_the_net_learns():
 
     f = found(w.run(), "dead")
 
-    assert (f.severity, f.layers) == ("warn", ("b",))
+    assert (f.severity, f.layers) == ("warning", ("b",))
     assert "from the first step on" in f.evidence
 
 
@@ -198,10 +198,10 @@ def test_units_that_die_while_the_loss_falls_are_a_note_up_to_most_of_a_layer():
         later = np.where(np.arange(N) < 20, 0.0, share)
         return layers(["ReLU", "ReLU", ""], dead=[0 * later, later, 0 * later])
 
-    assert found(Run(died(0.7), losses=falling()), "dead").severity == "info"
-    assert found(Run(died(0.7), losses=FLAT), "dead").severity == "warn"
-    assert found(Run(died(0.7)), "dead").severity == "warn"
-    assert found(Run(died(0.95), losses=falling()), "dead").severity == "sick"
+    assert found(Run(died(0.7), losses=falling()), "dead").severity == "note"
+    assert found(Run(died(0.7), losses=FLAT), "dead").severity == "warning"
+    assert found(Run(died(0.7)), "dead").severity == "warning"
+    assert found(Run(died(0.95), losses=falling()), "dead").severity == "error"
 
 
 def test_a_last_sigmoid_may_be_at_its_ends_only_where_the_loss_falls():

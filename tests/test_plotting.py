@@ -265,12 +265,12 @@ def test_plot_run_has_a_panel_and_a_bar_for_each_record_and_steps_in_optimizer_s
 
 
 def test_plot_run_marks_findings_by_number_and_says_what_they_are() -> None:
-    finding = SimpleNamespace(rule="dead", severity="sick", layers=("act",), steps=(10, 19))
+    finding = SimpleNamespace(rule="dead", severity="error", layers=("act",), steps=(10, 19))
 
     figure = plotting.plot_run(made.run(n=30), findings=[finding])
 
     assert "1" in [text.get_text() for text in figure.axes[0].texts]
-    assert figure.legends[0].get_texts()[0].get_text() == "1  sick: dead · act ReLU"
+    assert figure.legends[0].get_texts()[0].get_text() == "1  error: dead · act ReLU"
 
 
 def numbers(figure: Any) -> list[tuple[str, float, float]]:
@@ -280,7 +280,9 @@ def numbers(figure: Any) -> list[tuple[str, float, float]]:
 
 
 def test_numbers_of_findings_stand_side_by_side_inside_their_panel() -> None:
-    both = [SimpleNamespace(rule=r, severity="sick", layers=("act",), steps=(10, 19)) for r in "ab"]
+    both = [
+        SimpleNamespace(rule=r, severity="error", layers=("act",), steps=(10, 19)) for r in "ab"
+    ]
 
     figure = plotting.plot_run(made.run(n=30), findings=both)
 
@@ -296,7 +298,7 @@ def test_in_a_deep_net_one_box_holds_layers_that_lie_close_together() -> None:
     each = tuple(name for name, _ in layers if name.endswith("mlp.act"))
     ends = ("transformer.wte", "lm_head")
     found = [
-        SimpleNamespace(rule="dead", severity="sick", layers=x, steps=()) for x in (each, ends)
+        SimpleNamespace(rule="dead", severity="error", layers=x, steps=()) for x in (each, ends)
     ]
 
     figure = plotting.plot_run(made.run(layers, n=30), findings=found)
@@ -306,12 +308,12 @@ def test_in_a_deep_net_one_box_holds_layers_that_lie_close_together() -> None:
 
 def test_a_finding_of_many_layers_names_the_first_and_counts_the_rest() -> None:
     each = tuple(name for name, _ in made.transformer_names())
-    found = SimpleNamespace(rule="dead", severity="sick", layers=each, steps=())
+    found = SimpleNamespace(rule="dead", severity="error", layers=each, steps=())
 
     figure = plotting.plot_run(made.run(made.transformer_names(), n=5), findings=[found])
 
     text = figure.legends[0].get_texts()[0].get_text()
-    assert text.startswith("1  sick: dead · transformer.wte Embedding, transformer.wpe Embedding")
+    assert text.startswith("1  error: dead · transformer.wte Embedding, transformer.wpe Embedding")
     assert text.endswith(" and 289 more")
 
 
@@ -487,7 +489,7 @@ def test_grey_words_are_read_on_white_and_on_black(ground: float) -> None:
 
 
 def test_in_a_dark_style_everything_is_seen() -> None:
-    finding = SimpleNamespace(rule="dead", severity="sick", layers=("act",), steps=(10, 19))
+    finding = SimpleNamespace(rule="dead", severity="error", layers=("act",), steps=(10, 19))
 
     with plt.style.context("dark_background"):
         updates = plotting.plot_updates(made.params(made.small_names(), 50))
@@ -1029,7 +1031,7 @@ def test_what_is_no_picture_is_not_saved() -> None:
         plotting.png(None)
 
 
-@pytest.mark.parametrize("findings", ["sick", 3, [None]])
+@pytest.mark.parametrize("findings", ["dead", 3, [None]])
 def test_what_is_no_finding_is_refused(findings: Any) -> None:
     with pytest.raises(ArgumentError, match=r"is no finding\. Give what diagnose\(run\)"):
         plotting.plot_run(made.run(n=20), findings=findings)

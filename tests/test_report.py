@@ -68,7 +68,7 @@ def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = made.exploding(made.run(n=300))
-    return html_of(run, tmp_path_factory.mktemp("sick"))
+    return html_of(run, tmp_path_factory.mktemp("failing"))
 
 
 def test_the_page_has_every_part_in_order_and_its_tags_balance(sick: str) -> None:
@@ -78,7 +78,7 @@ def test_the_page_has_every_part_in_order_and_its_tags_balance(sick: str) -> Non
     assert ids == ["findings", "run", "loss", "layers", "model", "environment"]
     assert [a["href"] for a in page.all("a")] == ["#main", *(f"#{i}" for i in ids)]
     assert len(page.all("h1")) == len(page.all("main")) == len(page.all("nav")) == 1
-    assert "sick 1. " in page.text
+    assert "error 1. " in page.text
 
 
 def test_every_picture_says_what_it_shows_and_its_size(sick: str) -> None:

@@ -65,5 +65,5 @@ def test_probabilities_before_a_told_cross_entropy_are_found():
             w.loss(loss)
 
     finding = next(iter(diagnose(w)))
-    assert (finding.rule, finding.severity) == ("probabilities", "sick")
+    assert (finding.rule, finding.severity) == ("probabilities", "error")
     assert "the loss is given what a softmax gives" in finding.evidence

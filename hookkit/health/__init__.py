@@ -45,7 +45,7 @@ from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
 from hookkit.records import Record, Run, as_run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "diagnose", "health_report"]
+__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 
 Rule = Callable[[Run], Iterator[Finding]]
 
@@ -162,14 +162,10 @@ def _as_grave_as(f: Finding, findings: list[Finding]) -> Finding:
     """An alarm as grave as the worst of its consequences, so that it is read before them."""
     brought = [g.severity for g in findings if g.rule in _BRINGS.get(f.rule, ())]
     worst = max([f.severity, *brought], key=SEVERITIES.index)
-    return f if f.severity == "info" else replace(f, severity=worst)
+    return f if f.severity == "note" else replace(f, severity=worst)
 
 
 def _from_the_start(f: Finding) -> bool:
     """What was no number in the first step comes before all but what made it so."""
     first = f.rule == "non_finite" and f.steps[0] == 0
     return first or f.rule in ("input_scale", "bad_init")
-
-
-health_report = diagnose
-"""`diagnose` under a second name."""

@@ -38,7 +38,7 @@ def non_finite(run: Run) -> Iterator[Finding]:
             note = ", and weights, activations and loss stay finite"
         elif step == record.steps[0] and broken is None and loss_expectations.learns(run):
             note = ", from the first step on, while the loss stays finite and falls"
-        severity = "info" if note else "sick"
+        severity = "note" if note else "error"
         harmless = _MASK if record.kind == "activation" else _SKIPPED
         yield _non_finite((record.names[row],), step, evidence + note, severity, harmless)
 
@@ -91,7 +91,7 @@ def _non_finite(
     layers: tuple[str, ...],
     step: int,
     what: str,
-    severity: str = "sick",
+    severity: str = "error",
     harmless: tuple[str, str] = ("", ""),
 ) -> Finding:
     return Finding(
@@ -103,11 +103,11 @@ def _non_finite(
         "any NaN or Inf",
         "IEEE 754: both spread through every later sum",
         "overflow, log or division by 0, or a learning rate that is too high"
-        if severity == "sick"
+        if severity == "error"
         else harmless[0],
         "look at this layer's inputs in the steps before; lower the learning rate, add an eps, "
         "or clip gradients"
-        if severity == "sick"
+        if severity == "error"
         else harmless[1],
     )
 
@@ -134,7 +134,7 @@ def bad_init(run: Run) -> Iterator[Finding]:
         fails = loss_expectations.learns(run) is False and ratio > min(by_default, 1e6)
         yield Finding(
             "bad_init",
-            "info" if not fails else "sick" if ratio > 1e6 else "warn",
+            "note" if not fails else "error" if ratio > 1e6 else "warning",
             read.names(record, [which[i] for i in body]),
             read.span(record, slice(0, 1)),
             f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
@@ -167,7 +167,7 @@ def _amplifies(run: Run, record: Record) -> Iterator[Finding]:
     if hit:
         yield Finding(
             "bad_init",
-            "sick" if loss_expectations.learns(run) is False else "info",
+            "error" if loss_expectations.learns(run) is False else "note",
             read.names(record, hit),
             read.span(record, slice(0, 1)),
             f"the output of a recurrence has RMS {rms[hit].max():.3g} before training",
@@ -191,7 +191,7 @@ def _leaps(run: Run, record: Record, which: list[int]) -> Iterator[Finding]:
         stays = (late[1:] > np.maximum(100, 100 * std[0])).any()
         yield Finding(
             "bad_init",
-            "sick" if loss_expectations.learns(run) is False else "warn" if stays else "info",
+            "error" if loss_expectations.learns(run) is False else "warning" if stays else "note",
             read.names(record, hit),
             read.span(record, slice(0, 1)),
             f"a layer's output has standard deviation {std.max():.3g} before training, the first "
@@ -219,7 +219,7 @@ def input_scale(run: Run) -> Iterator[Finding]:
     if size > 20:
         yield Finding(
             "input_scale",
-            "info" if normed else "sick" if loss_expectations.learns(run) is False else "warn",
+            "note" if normed else "error" if loss_expectations.learns(run) is False else "warning",
             (record.names[row],),
             read.span(record, slice(0, 1)),
             f"the first layer's output has standard deviation {size:.3g} before training",
@@ -232,7 +232,7 @@ def input_scale(run: Run) -> Iterator[Finding]:
     elif not normed and (size := read.input_size(run.params, record.names[row])) < read.FAINT_INPUT:
         yield Finding(
             "input_scale",
-            "warn" if loss_expectations.learns(run) is False else "info",
+            "warning" if loss_expectations.learns(run) is False else "note",
             (record.names[row],),
             read.span(record),
             f"by its gradients the first layer is given inputs of size {size:.2g}",

@@ -68,7 +68,7 @@ def _huge(run: Run, record: Record, sizes: dict[str, Floats], what: str) -> Iter
     first = sizes[worst][np.isfinite(sizes[worst])][0]
     exact = what.startswith("the largest")
     yield _finding(
-        "info" if exact and loss_expectations.learns(run) is not False else "warn",
+        "note" if exact and loss_expectations.learns(run) is not False else "warning",
         tuple(hit),
         read.span(record, window),
         f"{what} is {ends[worst]:.3g} in {worst}, and was {first:.3g} at first",
@@ -83,7 +83,7 @@ def _one_key(run: Run, record: Record, rows: list[int]) -> Iterator[Finding]:
     hit = [i for i, end in ends.items() if end > ONE_KEY]
     if hit:
         yield _finding(
-            "warn" if loss_expectations.learns(run) is False else "info",
+            "warning" if loss_expectations.learns(run) is False else "note",
             read.names(record, hit),
             read.span(record, window),
             f"on average the heaviest key gets {max(ends[i] for i in hit):.1%} of the weight or "

@@ -9,14 +9,14 @@ from typing import overload
 
 from hookkit.records import label
 
-SEVERITIES = ("info", "warn", "sick")
-"""From "good to know" over "look at this" to "this run is not working"."""
+SEVERITIES = ("note", "warning", "error")
+"""From "good to know" to "look at this" to "this run does not work"."""
 
 UNITS_UNSEEN = "dead units unseen without units=True"
 
 _KINDS = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
 
-_MARKS = {"info": "·", "warn": "!", "sick": "✗"}
+_MARKS = {"note": "·", "warning": "!", "error": "✗"}
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Finding:
 
     Args:
         rule: the rule's name, such as `"dead"`.
-        severity: `"info"`, `"warn"` or `"sick"`.
+        severity: `"note"`, `"warning"` or `"error"`.
         layers: names of the layers or parameters concerned; empty for the whole run.
         steps: first and last optimizer step looked at (inclusive).
         evidence: what was measured, in words and numbers.
-        threshold: where the rule draws its line.
-        source: who published that line, or how it was chosen.
+        threshold: from which value on the rule reports it.
+        source: who published the threshold, or how it was chosen.
         cause: the likely cause.
         fix: one thing to do.
         types: parallel to `layers`, the classes of their modules; empty where they are not known.
@@ -65,11 +65,11 @@ class Finding:
     def __str__(self) -> str:
         return (
             f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}\n"
-            f"    where   {self.where}\n"
-            f"    line    {self.threshold}\n"
-            f"    source  {self.source}\n"
-            f"    cause   {self.cause}\n"
-            f"    fix     {self.fix}"
+            f"    where      {self.where}\n"
+            f"    threshold  {self.threshold}\n"
+            f"    source     {self.source}\n"
+            f"    cause      {self.cause}\n"
+            f"    fix        {self.fix}"
         )
 
 
@@ -98,8 +98,8 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def healthy(self) -> bool:
-        """True when nothing is worse than `info`."""
-        return all(f.severity == "info" for f in self.findings)
+        """True when nothing is worse than a note."""
+        return all(f.severity == "note" for f in self.findings)
 
     @property
     def worst(self) -> str:
@@ -130,7 +130,7 @@ class Diagnosis(Sequence[Finding]):
             aside = ", ".join(notes + unseen)
             return f"{looked}: healthy" + (f" ({aside})" if aside else "")
         counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES[::-1]]
-        return f"{looked}: " + ", ".join(f"{n} {s}" for n, s in counts if n)
+        return f"{looked}: " + ", ".join(_n(n, s) for n, s in counts if n)
 
     @overload
     def __getitem__(self, i: int) -> Finding: ...
@@ -166,7 +166,7 @@ def _n(n: int, noun: str) -> str:
 
 
 _CSS = (
-    ".hk-dx{--l:#d9dde3;--m:#5d6673;--sick:#b3261e;--warn:#8a5a00;--info:#0b57a4;"
+    ".hk-dx{--l:#d9dde3;--m:#5d6673;--error:#b3261e;--warning:#8a5a00;--note:#0b57a4;"
     "font:14px/1.45 system-ui,sans-serif;color:inherit;max-width:60em}"
     ".hk-dx p{margin:.3em 0}.hk-dx details{border:1px solid var(--l);border-left-width:4px;"
     "border-radius:4px;margin:.4em 0;padding:.35em .7em}"
@@ -176,8 +176,8 @@ _CSS = (
     ".hk-dx b{font-variant:small-caps}"
     + "".join(f".hk-{s}{{border-left-color:var(--{s})!important}}" for s in SEVERITIES)
     + "".join(f".hk-{s} b{{color:var(--{s})}}" for s in SEVERITIES)
-    + "@media(prefers-color-scheme:dark){.hk-dx{--l:#3b424c;--m:#9aa4b2;--sick:#ff8a80;"
-    "--warn:#ffca6b;--info:#8ab8ff}}"
+    + "@media(prefers-color-scheme:dark){.hk-dx{--l:#3b424c;--m:#9aa4b2;--error:#ff8a80;"
+    "--warning:#ffca6b;--note:#8ab8ff}}"
 )
 
 
@@ -195,10 +195,10 @@ def html_of(diagnosis: Diagnosis) -> str:
 
 
 def _item(f: Finding) -> str:
-    is_open = " open" if f.severity == "sick" else ""
+    is_open = " open" if f.severity == "error" else ""
     fields = {
         "where": f.where,
-        "line": f.threshold,
+        "threshold": f.threshold,
         "source": f.source,
         "cause": f.cause,
         "fix": f.fix,

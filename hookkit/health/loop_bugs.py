@@ -34,7 +34,7 @@ def ascent(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "ascent",
-        "sick",
+        "error",
         (),
         (0, run.n_steps - 1),
         "the loss rises, and the optimizer was made with maximize=True"
@@ -68,7 +68,7 @@ def grads_pile_up(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "grads_pile_up",
-        "sick" if learns is False else "warn",
+        "error" if learns is False else "warning",
         (),
         (0, run.n_steps - 1),
         f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n steps, and "
@@ -164,7 +164,7 @@ _Proof = tuple[str, tuple[str, ...], str]
 
 def _by_output(run: Run) -> _Proof | None:
     if run.info.get("output_is_probabilities"):
-        return "sick", (), "the model's output rows are probabilities"
+        return "error", (), "the model's output rows are probabilities"
     return None
 
 
@@ -173,11 +173,11 @@ _ENDS = ("Softmax", "Sigmoid")
 
 def _by_last_layer(run: Run) -> _Proof | None:
     if (given := run.info.get("loss_input")) in _ENDS:
-        return "sick", (), f"the loss is given what a {given.lower()} gives"
+        return "error", (), f"the loss is given what a {given.lower()} gives"
     record = run.activations
     if record is None or not record.names or record.types[-1] not in _ENDS:
         return None
-    return "sick", (record.names[-1],), f"the last layer is {record.types[-1]}"
+    return "error", (record.names[-1],), f"the last layer is {record.types[-1]}"
 
 
 def _by_narrow_range(run: Run) -> _Proof | None:
@@ -198,7 +198,7 @@ def _by_narrow_range(run: Run) -> _Proof | None:
     if not inside or not rms > 4 or least < -1e3:  # a mask is large, and leaves the loss as it is
         return None
     given = f"{record.names[-1]} gives values of RMS {rms:.3g}"
-    return "warn", (), f"the loss stays within {low:.3g} and {high:.3g} while {given}"
+    return "warning", (), f"the loss stays within {low:.3g} and {high:.3g} while {given}"
 
 
 def _by_floor(run: Run) -> _Proof | None:
@@ -214,4 +214,4 @@ def _by_floor(run: Run) -> _Proof | None:
     before = float(np.median(series[-max(len(series) // 4, 10) :][:10]))
     if before - end > end - floor:
         return None  # it passes by the floor, and does not settle
-    return "warn", (), f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
+    return "warning", (), f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"

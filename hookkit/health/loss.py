@@ -33,7 +33,7 @@ def initial_loss(run: Run) -> Iterator[Finding]:
     recovers = read.improved(run) is True and not guesses
     yield Finding(
         "initial_loss",
-        "info" if recovers else "warn",
+        "note" if recovers else "warning",
         (),
         (0, 0),
         f"the first loss is {first:.3g}; guessing among {n_classes} classes gives {chance:.3g}"
@@ -60,7 +60,7 @@ def target_scale(run: Run) -> Iterator[Finding]:
     fails = loss_expectations.learns(run) is False and not read.creeps(run)
     yield Finding(
         "target_scale",
-        "warn" if fails or far else "info",
+        "warning" if fails or far else "note",
         (),
         (0, 0),
         f"the first error is {error:.3g} ({name} {first:.3g})"
@@ -91,11 +91,11 @@ def not_learning(run: Run) -> Iterator[Finding]:
         line = f"less than 5 % below its start, {why.threshold}"
         source = f"{CHECKER}: 5 %; {why.source}"
         steps = 0, len(series) - 1
-        yield Finding("not_learning", "info", (), steps, what, line, source, why.cause, why.fix)
+        yield Finding("not_learning", "note", (), steps, what, line, source, why.cause, why.fix)
         return
     yield Finding(
         "diverging" if worse else "not_learning",
-        "sick" if worse else "warn",
+        "error" if worse else "warning",
         (),
         (0, len(series) - 1),
         f"the loss began at {start:.3g} and ends at {end:.3g}",
@@ -116,7 +116,7 @@ def _undecided(series: Floats, start: float, end: float, slow: bool) -> Finding:
     levels = f"the loss began at {start:.3g} and ends at {end:.3g}"
     return Finding(
         "not_learning",
-        "info",
+        "note",
         (),
         (0, len(series) - 1),
         f"{levels}: it falls slowly, and steadily"
@@ -170,7 +170,7 @@ def below_zero(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "below_zero",
-        "sick",
+        "error",
         (),
         (0, len(series) - 1),
         f"the loss falls to {low:.3g}"
@@ -197,7 +197,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     often = len(at) >= 3 and len(at) > 0.01 * len(known) and not loss_expectations.excuse(run)
     yield Finding(
         "spikes",
-        "warn" if often else "info",
+        "warning" if often else "note",
         (),
         (at[0], at[-1]),
         f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {known[at].max():.3g}",
@@ -237,7 +237,7 @@ def overfit(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "overfit",
-        "info",
+        "note",
         (),
         (0, max(run.n_steps - 1, 0)),
         f"the validation loss was best in epoch {rows[best].get('epoch', best)} "

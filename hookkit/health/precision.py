@@ -31,7 +31,7 @@ def fp16_range(run: Run) -> Iterator[Finding]:
     if hit.any():
         yield Finding(
             "fp16_range",
-            "warn",
+            "warning",
             read.names(record, rows[hit]),
             read.span(record),
             f"values up to {peak.max():.3g} in float16",
@@ -64,7 +64,7 @@ def fp16_underflow(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "fp16_underflow",
-        "warn" if hit is early or loss_expectations.learns(run) is False else "info",
+        "warning" if hit is early or loss_expectations.learns(run) is False else "note",
         tuple(name for name, _ in hit),
         (0, max(run.n_steps - 1, 0)),
         f"the gradients of {len(hit)} of {len(small)} layers in float16 have RMS "
@@ -140,7 +140,7 @@ def _zero_weights(run: Run) -> Finding | None:
 def _nothing_left(record: Record, rows: Ints, whose: str) -> Finding:
     return Finding(
         "fp16_underflow",
-        "sick",
+        "error",
         read.names(record, rows),
         read.span(record),
         f"the gradients of {whose} the last",

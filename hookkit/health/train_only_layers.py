@@ -28,7 +28,7 @@ def dropout(run: Run) -> Iterator[Finding]:
     if hit:
         yield Finding(
             "dropout",
-            "sick",
+            "error",
             read.names(record, hit),
             read.span(record),
             f"dropout leaves {np.nanmin(kept):.1%} of what it is given, and the loss does not fall",
@@ -54,7 +54,7 @@ def small_batch(run: Run) -> Iterator[Finding]:
     if few:
         yield Finding(
             "small_batch",
-            "warn",
+            "warning",
             read.names(record, [i for i, _ in few]),
             read.span(record),
             f"batch norm takes each mean and variance from {min(n for _, n in few):.0f} values",

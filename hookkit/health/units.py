@@ -55,13 +55,13 @@ _BY_GRADIENTS = "the units that a ReLU is given (as many gradients are exactly 0
 
 def _shut(record: Record, shares: dict[int, float], units: str, falls: bool) -> Iterator[Finding]:
     window = read.last_half(record)
-    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9), ("info", 0.2, 0.5)):
+    for severity, low, high in (("error", 0.9, np.inf), ("warning", 0.5, 0.9), ("note", 0.2, 0.5)):
         hit = {i: s for i, s in shares.items() if low < s <= high}
         if hit:
             born = all(_least(_dead(record, i)[:3]) > low for i in hit)
             yield Finding(
                 "dead",
-                "info" if severity == "warn" and falls and not born else severity,
+                "note" if severity == "warning" and falls and not born else severity,
                 read.names(record, sorted(hit)),
                 read.span(record, window),
                 f"up to {max(hit.values()):.0%} of {units} are never above 0"
@@ -84,7 +84,7 @@ def _below(run: Run, record: Record, hit: dict[int, float]) -> Iterator[Finding]
         stuck = max(hit.values()) > 0.9 and loss_expectations.learns(run) is False
         yield Finding(
             "dead",
-            "warn" if stuck else "info",
+            "warning" if stuck else "note",
             read.names(record, sorted(hit)),
             read.span(record, read.last_half(record)),
             f"up to {max(hit.values()):.0%} of a layer's units never give anything above 0: a ReLU "
@@ -198,7 +198,7 @@ def dormant(run: Run) -> Iterator[Finding]:
     if hit:
         yield Finding(
             "dormant",
-            "info",
+            "note",
             read.names(record, hit),
             read.span(record, window),
             f"up to {share.max():.0%} of a layer's units are below 1/40 of the layer's mean size",
@@ -221,13 +221,13 @@ def saturated(run: Run) -> Iterator[Finding]:
         )
     window = read.last_half(record)
     share = np.array([_least(_saturation(record, i)[window]) for i in which])
-    for severity, low, high in (("sick", 0.9, np.inf), ("warn", 0.5, 0.9)):
+    for severity, low, high in (("error", 0.9, np.inf), ("warning", 0.5, 0.9)):
         hit = [(i, s) for i, s in zip(which, share, strict=True) if low < s <= high]
         if hit:
             gates = learns is not False and all(_is_gate(record, i) for i, _ in hit)
             yield Finding(
                 "saturated",
-                "info" if gates else severity,
+                "note" if gates else severity,
                 read.names(record, [i for i, _ in hit]),
                 read.span(record, window),
                 f"at least {max(s for _, s in hit):.0%} of a layer is at the ends of its range",

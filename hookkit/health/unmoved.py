@@ -35,7 +35,7 @@ def zero_init(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "zero_init",
-        "sick",
+        "error",
         read.names(record, zero),
         read.span(record, slice(0, 1)),
         f"{len(zero)} of {len(which)} matrices begin at exactly 0"
@@ -60,7 +60,7 @@ def constant_init(run: Run) -> Iterator[Finding]:
         return  # `zero_init`
     yield Finding(
         "constant_init",
-        "sick" if loss_expectations.learns(run) is False else "warn",
+        "error" if loss_expectations.learns(run) is False else "warning",
         read.names(record, sorted(hit)),
         read.span(record, slice(0, 1)),
         f"the weights of {len(hit)} layers in a row all begin at one value",
@@ -99,7 +99,7 @@ def unregistered(run: Run) -> Iterator[Finding]:
         n = len(names)
         yield Finding(
             "not_in_optimizer",
-            "warn",
+            "warning",
             tuple(names),
             read.span(run.activations),
             f"{n} weight{'s' * (n != 1)} of the forward {'are' if n != 1 else 'is'} neither in "
@@ -198,7 +198,7 @@ def _stopped(run: Run, record: Record) -> Iterator[Finding]:
     if np.median(grads[:, rest].sum(axis=0)) > 0.1 * before:  # else it has arrived
         yield Finding(
             "unmoved",
-            "sick" if loss_expectations.learns(run) is False else "warn",
+            "error" if loss_expectations.learns(run) is False else "warning",
             (),
             read.span(record, rest),
             f"no matrix moves after step {int(record.steps[moves[-1]])}, though gradients go on",
@@ -268,7 +268,7 @@ def _unmoved(record: Record, which: Bools, rule: str, why: str = "") -> Iterator
     n = f"{len(hit)} parameter{'s' * (len(hit) != 1)}"
     yield Finding(
         rule,
-        "sick" if rule in ("zero_gradient", "vanishing", "dead") and why != "faint" else "warn",
+        "error" if rule in ("zero_gradient", "vanishing", "dead") and why != "faint" else "warning",
         read.names(record, hit),
         read.span(record),
         f"{n}: {what}",

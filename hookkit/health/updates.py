@@ -33,7 +33,7 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "lr_too_high",
-        "sick" if learns is False else "warn",
+        "error" if learns is False else "warning",
         read.names(record, [i for i, f in zip(which, fast, strict=True) if f]),
         read.span(record),
         f"update:weight of {fast.sum()} of {len(which)} matrices is {read.median(early):.2g} early "
@@ -62,7 +62,7 @@ def momentum(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "momentum",
-        "warn",
+        "warning",
         (),
         (0, max(run.n_steps - 1, 0)),
         f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps (the run has "
@@ -92,7 +92,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
     never = (np.nanmax(np.nan_to_num(ratio), axis=1) < 1e-5).mean() > 0.5
     yield Finding(
         "lr_too_low",
-        "info" if (learns is None and not never) or _creeps(run) else "warn",
+        "note" if (learns is None and not never) or _creeps(run) else "warning",
         read.names(record, [i for i, s in zip(which, slow, strict=True) if s]),
         read.span(record),
         f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
@@ -125,7 +125,7 @@ def _held_by_eps(run: Run, record: Record, which: list[int], share: float) -> Fi
     optimizer = run.info["optimizer"]
     return Finding(
         "lr_too_low",
-        "warn",
+        "warning",
         read.names(record, which),
         read.span(record, slice(-read.MIN_RECORDS, None)),
         f"{optimizer} moves each weight by {share:.2g} of its learning rate a step, and the loss "
@@ -208,7 +208,11 @@ def _depth(run: Run, *, vanish: bool) -> Iterator[Finding]:
         hit = ratio > 70 and order < -0.6 and loss_expectations.learns(run) is not True
     excused = read.improved(run) is False and loss_expectations.learns(run) is None
     several = vanish and excused  # actor and critic, both players: no depth of one net
-    severity = {True: "warn", False: "sick", None: "info" if several or not vanish else "warn"}
+    severity = {
+        True: "warning",
+        False: "error",
+        None: "note" if several or not vanish else "warning",
+    }
     if not hit:
         return
     yield Finding(
@@ -241,7 +245,7 @@ def weight_decay(run: Run) -> Iterator[Finding]:
         return
     yield Finding(
         "weight_decay",
-        "warn" if loss_expectations.learns(run) else "sick",
+        "warning" if loss_expectations.learns(run) else "error",
         layers,
         (0, max(run.n_steps - 1, 0)),
         evidence,

@@ -110,7 +110,7 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
 
 def _finding(number: int, f: health.Finding) -> str:
     said = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
-    said += [("Line", f.threshold), ("Source", f.source)]
+    said += [("Threshold", f.threshold), ("Source", f.source)]
     head = f'<span class="badge">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
     layers = ""
     if len(f.layers) > 3:

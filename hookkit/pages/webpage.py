@@ -18,9 +18,9 @@ CSS = """
 :root{color-scheme:light dark;--ink:#1d2229;
 --soft:#5d6673;--line:#d9dde3;--paper:#fff;
 --card:#f6f7f9;
---sick:#b3261e;--warn:#8a5a00;--info:#0b57a4;--well:#1b6e3c}
+--error:#b3261e;--warning:#8a5a00;--link:#0b57a4;--well:#1b6e3c}
 @media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#a3adba;--line:#3b424c;
---paper:#16191d;--card:#1f2329;--sick:#ff8a80;--warn:#ffca6b;--info:#8ab8ff;--well:#7fd6a0}
+--paper:#16191d;--card:#1f2329;--error:#ff8a80;--warning:#ffca6b;--link:#8ab8ff;--well:#7fd6a0}
 figure img{filter:brightness(.88)}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:68rem;padding:1rem 1.2rem 4rem;
@@ -29,8 +29,8 @@ font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;overflow-wrap:break-
 h1{font-size:1.6rem;margin:.6rem 0 .2rem}h2{font-size:1.25rem;margin:2.4rem 0 .6rem;
 border-bottom:1px solid var(--line);padding-bottom:.25rem}
 h3{font-size:1.05rem;margin:1.2rem 0 .4rem}
-a{color:var(--info)}a:focus-visible,summary:focus-visible,[tabindex]:focus-visible{
-outline:3px solid var(--info);outline-offset:2px}
+a{color:var(--link)}a:focus-visible,summary:focus-visible,[tabindex]:focus-visible{
+outline:3px solid var(--link);outline-offset:2px}
 .skip{position:absolute;left:-99rem}.skip:focus{
 left:1rem;top:.5rem;background:var(--paper);
 padding:.4rem}
@@ -38,8 +38,8 @@ nav ul{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;ma
 .verdict{font-size:1.1rem;margin:.2rem 0;
 font-weight:600}.soft,figcaption,caption{
 color:var(--soft)}
-.sick{--tone:var(--sick)}.warn{--tone:var(--warn)}
-.info{--tone:var(--info)}.healthy{--tone:var(--well)}
+.error{--tone:var(--error)}.warning{--tone:var(--warning)}
+.note{--tone:var(--link)}.healthy{--tone:var(--well)}
 .verdict,.badge{color:var(--tone,inherit)}
 article{border:1px solid var(--line);border-left:5px solid var(--tone);border-radius:6px;
 background:var(--card);padding:.2rem 1rem .6rem;margin:.8rem 0;break-inside:avoid}
@@ -55,7 +55,7 @@ font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th[scope=row],thead th:first-child{text-align:left;font-weight:600}.words{text-align:left}
 pre{overflow-x:auto;font-size:.85rem;line-height:1.35}summary{cursor:pointer;padding:.2rem 0}
-.note{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
+p.note{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
 @media (max-width:34rem){dl{grid-template-columns:1fr;
 gap:0}dd{margin:0 0 .5rem}body{padding:.6rem .7rem 3rem}
 figure .wide{margin:0;cursor:zoom-in}figcaption::after{content:" (Tap to enlarge.)"}
