@@ -149,7 +149,7 @@ def test_findings_come_gravest_first_and_print_their_reasons():
     )
     assert d.headline == "3 layers, 300 steps: 1 error, 2 warnings"
     assert re.search(
-        r"✗ sick  dead: .*\n    where   1 ReLU · steps 50–99\n    line    over 50 %", str(d)
+        r"✗ error  dead: .*\n    where      1 ReLU · steps 50–99\n    threshold  over 50 %", str(d)
     )
     assert d.rules == ("dead", "not_in_optimizer", "not_learning")
     assert d[0].rule == "dead"
