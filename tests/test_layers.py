@@ -15,7 +15,7 @@ ROWS = [
     {"errors", "interrupts"},
     {"checks"},
     {"events", "files", "nested", "texts", "modules"},
-    {"autograd_graph"},
+    {"autograd_graph", "markup"},
     {"selecting", "ranks", "data"},
     {"hooks", "moments", "records", "callbacks"},
     {"editing", "swapping", "features", "modelinfo", "recording"},

@@ -92,7 +92,7 @@ def test_notebooks_show_statistics_as_html_and_terminals_as_text(recorded: Any) 
     assert pretty(stats) == repr(stats)
     assert pretty(stats[1]) == repr(stats[1])
     for shown in (stats, stats[1]):
-        assert shown._repr_html_().startswith("<table")
+        assert "<table" in shown._repr_html_()
     assert stats.itemgot(0)._repr_html_() is None
     assert stats[0]._ipython_key_completions_() == ["0", "2"]
 

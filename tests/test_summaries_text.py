@@ -201,4 +201,4 @@ def test_a_word_has_room_and_is_not_broken() -> None:
     style, _, html = summary(net, torch.ones(1, 2)).html().partition("</style>")
 
     assert "overflow-wrap" not in style
-    assert "--hk-cols:minmax(35ch,2.2fr)" in html
+    assert "--cols:minmax(35ch,2.2fr)" in html

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from hookkit.callbacks.callback import Callback
 from hookkit.data import n_batches
 from hookkit.errors import missing_extra
+from hookkit.markup import fragment, table
 
 _PAUSE_S = 0.25  # between two readings of the loss, and between two drawings in a notebook
 
@@ -172,20 +172,13 @@ class _Notebook:
         from IPython.display import display
 
         self._drawn = time.monotonic()
-        head, *body = self._rows or [[]]
-        lines = [_html_row(head, "th"), *(_html_row(row, "td") for row in body)]
-        html = self._bar + (f"<table>{''.join(lines)}</table>" if self._rows else "")
+        html = self._bar + (table("", self._rows[0], self._rows[1:]) if self._rows else "")
         text = "\n".join("  ".join(f"{cell:>10}" for cell in row) for row in self._rows)
-        data = {"text/html": html, "text/plain": text}
+        data = {"text/html": fragment(html), "text/plain": text}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
-
-
-def _html_row(cells: Sequence[str], tag: str) -> str:
-    style = ' style="text-align: right"'
-    return f"<tr>{''.join(f'<{tag}{style}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _cell(value: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import overload
 
+from hookkit.markup import details, fragment, terms
 from hookkit.records import label
 
 SEVERITIES = ("note", "warning", "error")
@@ -165,37 +166,16 @@ def _n(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-_CSS = (
-    ".hk-dx{--l:#d9dde3;--m:#5d6673;--error:#b3261e;--warning:#8a5a00;--note:#0b57a4;"
-    "font:14px/1.45 system-ui,sans-serif;color:inherit;max-width:60em}"
-    ".hk-dx p{margin:.3em 0}.hk-dx details{border:1px solid var(--l);border-left-width:4px;"
-    "border-radius:4px;margin:.4em 0;padding:.35em .7em}"
-    ".hk-dx summary{cursor:pointer}.hk-dx dl{display:grid;"
-    "grid-template-columns:minmax(6em,max-content) 1fr;gap:.15em .8em;margin:.5em 0 .2em}"
-    ".hk-dx dt{color:var(--m)}.hk-dx dd{margin:0}"
-    ".hk-dx b{font-variant:small-caps}"
-    + "".join(f".hk-{s}{{border-left-color:var(--{s})!important}}" for s in SEVERITIES)
-    + "".join(f".hk-{s} b{{color:var(--{s})}}" for s in SEVERITIES)
-    + "@media(prefers-color-scheme:dark){.hk-dx{--l:#3b424c;--m:#9aa4b2;--error:#ff8a80;"
-    "--warning:#ffca6b;--note:#8ab8ff}}"
-)
-
-
 def html_of(diagnosis: Diagnosis) -> str:
     """The diagnosis as a small HTML fragment: light and dark, folding, no JavaScript."""
-    items = "".join(_item(f) for f in diagnosis.findings)
-    rest = ""
+    html = f"<p>{escape(diagnosis.headline)}</p>{''.join(map(_item, diagnosis.findings))}"
     if diagnosis.unjudged:
-        whys = [(w, ", ".join(rules)) for w, rules in diagnosis._whys()]
-        rows = "".join(f"<dt>{escape(w)}</dt><dd>{escape(r)}</dd>" for w, r in whys)
-        rest = f"<details><summary>not judged ({len(diagnosis.unjudged)})</summary>"
-        rest += f"<dl>{rows}</dl></details>"
-    head = f"<p>{escape(diagnosis.headline)}</p>"
-    return f'<div class="hk-dx"><style>{_CSS}</style>{head}{items}{rest}</div>'
+        whys = terms((why, ", ".join(rules)) for why, rules in diagnosis._whys())
+        html += details(f"not judged ({len(diagnosis.unjudged)})", whys)
+    return fragment(html)
 
 
 def _item(f: Finding) -> str:
-    is_open = " open" if f.severity == "error" else ""
     fields = {
         "where": f.where,
         "threshold": f.threshold,
@@ -203,9 +183,6 @@ def _item(f: Finding) -> str:
         "cause": f.cause,
         "fix": f.fix,
     }
-    rows = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in fields.items())
-    head = f"<b>{f.severity}</b> {escape(f.rule)}: {escape(f.evidence)}"
-    return (
-        f'<details class="hk-{f.severity}"{is_open}><summary>{head}</summary>'
-        f"<dl>{rows}</dl></details>"
-    )
+    head = f'<span class="tone">{f.severity}</span> {escape(f.rule)}: {escape(f.evidence)}'
+    kind, is_open = f"finding {f.severity}", f.severity == "error"
+    return details(head, terms(fields.items()), kind=kind, is_open=is_open)

@@ -18,7 +18,8 @@ import torch
 from hookkit import health
 from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.files import write_aside
-from hookkit.pages.webpage import GENERATOR, figure, note, page, table, terms
+from hookkit.markup import details, table, terms
+from hookkit.pages.webpage import GENERATOR, figure, missing, page
 from hookkit.records import Record, Run, as_run, in_order
 
 DPI = 130
@@ -104,34 +105,34 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
     if diagnosis.unjudged:
         n = len(diagnosis.unjudged)
         what = f"{n} rule{'' if n == 1 else 's'} could not judge, for want of data"
-        parts.append(f"<details><summary>{what}</summary>{terms(diagnosis.unjudged)}</details>")
+        parts.append(details(what, terms(diagnosis.unjudged)))
     return "".join(parts)
 
 
 def _finding(number: int, f: health.Finding) -> str:
     said = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
     said += [("Threshold", f.threshold), ("Source", f.source)]
-    head = f'<span class="badge">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
+    head = f'<span class="tone">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
     layers = ""
     if len(f.layers) > 3:
         names = escape(", ".join(f.labels))
-        layers = f"<details><summary>All {len(f.layers)} layers</summary><p>{names}</p></details>"
+        layers = details(f"All {len(f.layers)} layers", f"<p>{names}</p>")
     return (
-        f'<article class="{escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
+        f'<article class="finding {escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
         f"{terms(said)}{layers}</article>"
     )
 
 
 def _whole(run: Run, findings: Any) -> Iterator[str]:
     names = {"activations": "ActivationStats", "gradients": "GradientStats", "params": "ParamStats"}
-    missing = [f"{k} ({r}())" for k, r in names.items() if getattr(run, k) is None]
+    absent = [f"{k} ({r}())" for k, r in names.items() if getattr(run, k) is None]
     if run.records:
         told = "; ".join(_told(record) for record in run.records)
         alt = f"Layer by step heat-maps. {told}."
         caption = "Layers from top to bottom, steps from left to right; numbers mark the findings."
         yield _picture(lambda p: p.plot_run(run, findings=findings), alt, caption)
-    if missing:
-        yield note(f"Not recorded: {', '.join(missing)}.")
+    if absent:
+        yield missing(f"Not recorded: {', '.join(absent)}.")
 
 
 def _told(record: Record) -> str:
@@ -161,13 +162,13 @@ def _loss(run: Run) -> Iterator[str]:
         alt = f"Training loss over {len(losses)} steps, {told}, least {least:.3g}."
         yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes (6 sigma).")
     else:
-        yield note("No loss was recorded.")
+        yield missing("No loss was recorded.")
     if rows := list(run.valid):
         head = list(dict.fromkeys(key for row in rows for key in row))
         cells = ([_cell(row.get(key)) for key in head] for row in rows)
         yield table("Each epoch", head, cells)
     else:
-        yield note("No epochs with validation were recorded.")
+        yield missing("No epochs with validation were recorded.")
 
 
 def _layers(run: Run) -> Iterator[str]:
@@ -187,7 +188,7 @@ def _layers(run: Run) -> Iterator[str]:
     if run.records:
         yield from _layer_table(run)
     else:
-        yield note("No layer was recorded: train with ActivationStats().")
+        yield missing("No layer was recorded: train with ActivationStats().")
 
 
 def _pictures_of(record: Record) -> Iterator[str]:
@@ -207,7 +208,7 @@ def _pictures_of(record: Record) -> Iterator[str]:
     for draw, what, how in drawn:
         yield _picture(draw, f"{what}, {how}. {told}.", f"{what}, {how}.")
     if record.hist is None:
-        yield note(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
+        yield missing(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
 
 
 def _layer_table(run: Run) -> Iterator[str]:
@@ -222,10 +223,8 @@ def _layer_table(run: Run) -> Iterator[str]:
         ]
         what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
         html = table(f"{what} at the last step that each was seen", head, rows)
-        fold = (
-            f"<details><summary>{what}: the numbers of {len(rows)} rows</summary>{html}</details>"
-        )
-        yield fold if len(rows) > SHOWN else html
+        folded = details(f"{what}: the numbers of {len(rows)} rows", html)
+        yield folded if len(rows) > SHOWN else html
 
 
 def _last(row: Any) -> float:
@@ -249,9 +248,9 @@ def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
         with plotting.offscreen():
             return figure(plotting.png(draw(plotting), DPI), alt, caption, DPI)
     except HookkitError as why:
-        return note(f"{alt} No picture: {why}")
+        return missing(f"{alt} No picture: {why}")
     except Exception as error:
-        return note(f"{caption} Could not be drawn: {type(error).__name__}: {error}")
+        return missing(f"{caption} Could not be drawn: {type(error).__name__}: {error}")
 
 
 def _summary_of(source: Any) -> Any:
@@ -265,7 +264,7 @@ def _summary_of(source: Any) -> Any:
 
 def _model(summary: Any) -> str:
     if summary is None:
-        return note("No summary was given: report(…, summary=summary(model, x)).")
+        return missing("No summary was given: report(…, summary=summary(model, x)).")
     html = getattr(summary, "_repr_html_", lambda: None)()
     return html if html else f'<pre tabindex="0">{escape(str(summary))}</pre>'
 

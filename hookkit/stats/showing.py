@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from hookkit.markup import fragment, table
 from hookkit.texts import clip, pad, width
 
 MOST_ROWS = 12
@@ -17,8 +18,6 @@ MOST_ROWS = 12
 
 MOST_COLUMNS = 36
 """Of a layer's label, in a terminal."""
-
-_CSS = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,9 @@ class Table:
         )
 
     def html(self) -> str:
-        """The same as HTML: no style sheet, no script, in the colours of the page around it."""
-        rows = "".join(_html_row(row, "td") for row in self._shown())
-        head = _html_row(self.head, "th")
+        """The same as HTML for a notebook."""
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
-        return (
-            f'<table style="{_CSS}"><caption style="text-align:left">{escape(self.title)}</caption>'
-            f"<thead>{head}</thead><tbody>{rows}</tbody></table>{note}"
-        )
+        return fragment(table(self.title, self.head, self._shown()) + note)
 
     def _shown(self) -> list[tuple[str, ...]]:
         rows = list(self.rows)
@@ -75,12 +69,6 @@ class Table:
         half = MOST_ROWS // 2
         left_out = (f"… {len(rows) - 2 * half} more", *[""] * (len(self.head) - 1))
         return [*rows[:half], left_out, *rows[-half:]]
-
-
-def _html_row(cells: Sequence[str], tag: str) -> str:
-    first = f'<th scope="row" style="text-align:left">{escape(cells[0])}</th>'
-    rest = [f'<{tag} style="text-align:right">{escape(cell)}</{tag}>' for cell in cells[1:]]
-    return f"<tr>{first}{''.join(rest)}</tr>"
 
 
 def number(value: float) -> str:

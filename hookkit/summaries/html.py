@@ -13,6 +13,7 @@ from dataclasses import replace
 from html import escape
 
 from hookkit.errors import OptionError
+from hookkit.markup import fragment
 from hookkit.summaries.folding import Line, Node, tree
 from hookkit.summaries.result import NUMBERS, Summary, Totals, View
 from hookkit.summaries.text import COLUMNS, body_is_whole, cell, footer_parts, notes_of
@@ -24,32 +25,6 @@ _RUN = ("output", "params", "train", "macs", "saved")
 _NO_RUN = ("params", "train")
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
 _WORD, _CELL = 40, 80  # signs of a word, and of a cell; the pointer shows the rest
-
-_STYLE = """<style>
-.hk{font:13px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
---hk-soft:color-mix(in srgb,currentColor 62%,transparent);
---hk-line:color-mix(in srgb,currentColor 14%,transparent);
---hk-bar:color-mix(in srgb,#3b82f6 75%,transparent);--hk-bad:#c2410c;max-width:100%;overflow-x:auto}
-.hk .g{display:grid;column-gap:.9em;grid-template-columns:var(--hk-cols);
-align-items:baseline;padding:.1em .3em;border-bottom:1px solid var(--hk-line)}
-.hk .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.hk .s{color:var(--hk-soft)} .hk i{color:var(--hk-soft);font-style:normal}
-.hk .b{border:1px solid var(--hk-line);border-radius:.6em;padding:0 .45em;font-size:.85em;
-color:var(--hk-soft);box-decoration-break:clone;-webkit-box-decoration-break:clone}
-.hk .x{color:var(--hk-bad);font-weight:600}
-.hk .w,.hk .k{background:linear-gradient(var(--hk-bar),var(--hk-bar)) right bottom/var(--w)
-4px no-repeat} .hk .w{display:block;padding-bottom:3px}
-.hk .k{display:inline-block;width:2em;height:4px;margin-right:.4em;vertical-align:middle;--w:100%}
-.hk summary{cursor:pointer;list-style:none} .hk summary::-webkit-details-marker{display:none}
-.hk summary .l::before{content:"▸";display:inline-block;width:1em;margin-left:-1em;
-color:var(--hk-soft)}
-.hk details[open]>summary .l::before{content:"▾"}
-.hk .l{padding-left:calc(1em + var(--d)*1.1em)}
-.hk details[open]>summary .c{display:none} .hk details:not([open])>summary .o{display:none}
-.hk .o i{display:block}
-.hk summary:hover,.hk .r:hover{background:color-mix(in srgb,currentColor 6%,transparent)}
-.hk .h{color:var(--hk-soft);border-bottom-color:var(--hk-soft)} .hk p{margin:.35em .3em}
-</style>"""
 
 
 def render(s: Summary, view: View, by: str = "params") -> str:
@@ -64,7 +39,7 @@ def render(s: Summary, view: View, by: str = "params") -> str:
     warned = "".join(_paragraph(f"⚠ {w}", ' class="x"') for w in s.warnings)
     table = drawing.table()
     below = f'{drawing.legend()}<div class="s">{facts}</div>{warned}'
-    return f'{_STYLE}<div class="hk">{title}{table}{below}</div>'
+    return fragment(f'<div class="tree">{title}{table}{below}</div>')
 
 
 def _paragraph(text: str, attributes: str = "") -> str:
@@ -117,7 +92,7 @@ class _Drawing:
             sizes.append(f"{n}ch" if COLUMNS[c][1] or c == "train" else f"minmax({n}ch,1fr)")
         head = f'<div class="g h"><span class="l" style="--d:0">Layer</span>{heads}</div>'
         least = self.label + sum(self.widest[c] + 2 for c in self.columns)
-        style = f"--hk-cols:{' '.join(sizes)};min-width:{least:.0f}ch"
+        style = f"--cols:{' '.join(sizes)};min-width:{least:.0f}ch"
         return f'<div style="{style}">{head}{rows}</div>'
 
     def legend(self) -> str:

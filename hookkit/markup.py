@@ -1,0 +1,126 @@
+"""HTML for notebooks and pages: one style sheet, and the few elements that are used everywhere.
+
+All that hookkit shows as HTML stands inside an element of class `hk`, and every rule of the sheet
+begins with `.hk`, so it changes nothing else in a notebook. Grey tones are mixed from the text
+colour of the page around it, so that light and dark need no switch; the four colours of severities
+have one value for each. No script, no outside file. Text is escaped here; `html` arguments are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+# The one-letter classes are those of a summary's tree, whose HTML has thousands of such cells:
+# g grid row, h heading, l label, n number, s soft, b badge, x failure, w cell with a bar, k key of
+# the bar, o and c what is shown while a container is open or closed.
+STYLE = """<style>
+.hk{--soft:color-mix(in srgb,currentColor 70%,transparent);
+--line:color-mix(in srgb,currentColor 14%,transparent);
+--bar:color-mix(in srgb,#3b82f6 75%,transparent);
+--error:#b3261e;--warning:#8a5a00;--note:#0b57a4;--healthy:#1b6e3c;
+font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+@media screen and (prefers-color-scheme:dark){
+.hk{--error:#ff8a80;--warning:#ffca6b;--note:#8ab8ff;--healthy:#7fd6a0}}
+div.hk{max-width:100%;overflow-x:auto}
+.hk .error{--tone:var(--error)} .hk .warning{--tone:var(--warning)}
+.hk .note{--tone:var(--note)} .hk .healthy{--tone:var(--healthy)}
+.hk .finding{border:1px solid var(--line);border-left:4px solid var(--tone);border-radius:5px;
+margin:.5em 0;padding:.3em .9em;max-width:62em;break-inside:avoid}
+.hk .tone{color:var(--tone);font-weight:700}
+.hk p{margin:.5em 0} .hk summary{cursor:pointer}
+.hk dl{display:grid;grid-template-columns:minmax(6em,max-content) 1fr;gap:.15em .9em;margin:.4em 0}
+.hk dt{color:var(--soft)} .hk dd{margin:0}
+@media (max-width:34rem){.hk dl{grid-template-columns:1fr;gap:0} .hk dd{margin:0 0 .5em}}
+.hk .wide{overflow-x:auto;margin:.8em 0}
+.hk table{border-collapse:collapse;font-size:.9em;font-variant-numeric:tabular-nums}
+.hk caption{color:var(--soft);text-align:left;padding:.3em 0}
+.hk th,.hk td{padding:.2em .7em;border-bottom:1px solid var(--line);text-align:right;
+white-space:nowrap}
+.hk th[scope=row],.hk thead th:first-child{text-align:left;font-weight:600}
+.hk .words{text-align:left}
+.hk .tree{font-size:13px}
+.hk .g{display:grid;column-gap:.9em;grid-template-columns:var(--cols);
+align-items:baseline;padding:.1em .3em;border-bottom:1px solid var(--line)}
+.hk .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.hk .s{color:var(--soft)} .hk i{color:var(--soft);font-style:normal}
+.hk .b{border:1px solid var(--line);border-radius:.6em;padding:0 .45em;font-size:.85em;
+color:var(--soft);box-decoration-break:clone;-webkit-box-decoration-break:clone}
+.hk .x{color:var(--error);font-weight:600}
+.hk .w,.hk .k{background:linear-gradient(var(--bar),var(--bar)) right bottom/var(--w)
+4px no-repeat} .hk .w{display:block;padding-bottom:3px}
+.hk .k{display:inline-block;width:2em;height:4px;margin-right:.4em;vertical-align:middle;--w:100%}
+.hk summary.g{list-style:none} .hk summary.g::-webkit-details-marker{display:none}
+.hk summary .l::before{content:"▸";display:inline-block;width:1em;margin-left:-1em;
+color:var(--soft)}
+.hk details[open]>summary .l::before{content:"▾"}
+.hk .l{padding-left:calc(1em + var(--d)*1.1em)}
+.hk details[open]>summary .c{display:none} .hk details:not([open])>summary .o{display:none}
+.hk .o i{display:block}
+.hk summary.g:hover,.hk .r:hover{background:color-mix(in srgb,currentColor 6%,transparent)}
+.hk .h{color:var(--soft);border-bottom-color:var(--soft)}
+</style>"""
+"""The style sheet, in its element."""
+
+
+def fragment(html: str) -> str:
+    """`html` as a notebook shows it: in an element of its own, with the style sheet."""
+    return f'{STYLE}<div class="hk">{html}</div>'
+
+
+def details(head: str, html: str, *, kind: str = "", is_open: bool = False) -> str:
+    """`html` that opens under a line: `head`, which is HTML too.
+
+    Args:
+        kind: classes of the element: `"finding error"`.
+        is_open: whether it is open at first.
+
+    >>> details("2 rules", "<p>why</p>")
+    '<details><summary>2 rules</summary><p>why</p></details>'
+    """
+    opening = f'<details class="{kind}"' if kind else "<details"
+    return f"{opening}{' open' * is_open}><summary>{head}</summary>{html}</details>"
+
+
+def terms(pairs: Iterable[tuple[str, str]]) -> str:
+    """A list of terms, each with its description.
+
+    >>> terms([("fix", "lr < 0.1")])
+    '<dl><dt>fix</dt><dd>lr &lt; 0.1</dd></dl>'
+    """
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in pairs)}</dl>"
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column names the rows; it scrolls by itself where the page is narrow.
+
+    Numbers are aligned on the right, words on the left. Without a `caption` (`""`) it has none.
+    """
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    side = [' class="words"' if any(map(_is_words, column)) else "" for column in columns]
+    top = "".join(
+        f'<th scope="col"{at}>{escape(cell)}</th>' for cell, at in zip(head, side, strict=True)
+    )
+    body = "".join(f"<tr>{_row(row, side)}</tr>" for row in rows)
+    label = f' role="region" aria-label="{escape(caption)}"' if caption else ""
+    name = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="wide" tabindex="0"{label}><table>{name}<thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _row(cells: Sequence[str], side: Sequence[str]) -> str:
+    rest = zip(cells[1:], side[1:], strict=True)
+    cells_html = "".join(f"<td{at}>{escape(cell)}</td>" for cell, at in rest)
+    return f'<th scope="row">{escape(cells[0])}</th>{cells_html}'
+
+
+def _is_words(cell: str) -> bool:
+    """Whether a cell is text: neither a number nor the mark of a missing one."""
+    try:
+        float(cell.replace(",", ""))
+    except ValueError:
+        return cell not in ("–", "")
+    return False
