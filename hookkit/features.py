@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_flag
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Attached, attach, check_hookable, is_exporting
+from hookkit.hooks.entries import Handle, attach, check_hookable, is_exporting
 from hookkit.hooks.snapshot import lent, owned, snapshot
 from hookkit.hooks.taps import tap
 from hookkit.interrupts import Undo
@@ -161,7 +161,7 @@ class _Call:
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
         self.thread, self.elsewhere = get_ident(), False
-        self.handles: list[Attached] = []
+        self.handles: list[Handle] = []
 
     def end(self) -> None:
         """Takes its hooks off; one that is still called does nothing."""

@@ -504,7 +504,10 @@ def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
     model = Returns(lambda x: (x, 1))
 
     with (
-        pytest.raises(HookError, match=r"has nothing at \[7\]; what it gave is \(4×5, 1\)"),
+        pytest.raises(
+            HookError,
+            match=r"has nothing at \[7\]; there is \(4×5, 1\)\. Select a path that is there: \[0\]",
+        ),
         Hook(model, None, leaf="[7]"),
     ):
         model(x)

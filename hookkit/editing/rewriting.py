@@ -17,14 +17,16 @@ from hookkit.editing.changing import Change, Where
 from hookkit.errors import HookError
 from hookkit.hooks.entries import (
     Attached,
+    Handle,
     attach,
     called,
+    check_same,
     is_compiling,
     is_tracing,
+    positional,
     recomputing,
 )
 from hookkit.hooks.gradients import GradState, grad_dispatchers
-from hookkit.hooks.observing import check_same, positional
 from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, paths_of, pick, put
 
@@ -40,7 +42,7 @@ class Edit:
     ):
         self.who, self.name, self.module, self.leaf = who, name, ref(module), leaf
         self.f, self.kind = f, kind
-        self.handle: Attached | None = None
+        self.handle: Attached | Handle | None = None
         self.thread: int | None = None
         self.n_calls, self.elsewhere, self.traced = 0, False, False
 
@@ -65,7 +67,7 @@ class Edit:
             self.handle.remove()
             self.handle = None
 
-    def uncounted(self) -> Edit:
+    def for_copy(self) -> Edit:
         """The same edit with a count of its own, for a copy of the model."""
         return copy.copy(self)
 

@@ -8,7 +8,9 @@ snapshot     What is stored of what a module returned: detached, copied, moved, 
              safely.
 references   Objects that hold tensors and are no container: stored as references, and watched for
              changes.
-entries      The callable that a module holds for us, and the low-level way to put one there.
+entries      `HookEntry`: the one thing that hookkit puts on a module, its switch and its handle.
+backward     A function called in each backward pass with the gradients of inputs and outputs.
+old_grads    Goes: the dispatchers that `gradients` had.
 gradients    Gradients of what modules return and take, by tensor hooks that are set while the
              forward runs.
 taps         How a hook gets the gradient of one use of a tensor, and the run stays as it is.

@@ -1,11 +1,21 @@
-"""The callable that a module holds for us, and the low-level way to put one there.
+"""`HookEntry`: the one thing hookkit puts on a module, in every room; and `attach`, which does it.
 
-A module's hook dicts travel with it: into deepcopies, pickles, other processes. What stands in
-them is therefore a small `Dispatcher` whose copies and pickles do nothing, and the thing that
-does something (a function, a `Hook`) is its `target`, which only the original has.
+Hooks go on through PyTorch's public functions (`register_forward_hook`,
+`register_forward_pre_hook`), so their order, `prepend` and `always_call` are PyTorch's.
 
-Entries go into the hook dicts directly: `register_forward_hook` builds weak references to them
-for each call (2.0 µs with the removal, against 0.2 µs), and a capture block has one per layer.
+    switch = Switch()                              # shared by all hooks of one recorder
+    handle = attach(module, f, switch=switch)      # f(module, args, kwargs, output)
+    switch.on = False                              # registered still, but f is not called
+    handle.remove()                                # any number of times
+
+A module's hooks are copied and pickled with it. What is registered is therefore a small
+`HookEntry` whose copies do nothing, and what does something (a function, a `Hook`) is its
+`callback`, which only the original has. A recorder is switched on and off by its `Switch`, not by
+registering and removing: a compiled model then has two graphs at most.
+
+Also here, for all rooms: which calls count (`counts_for`, `recomputing`, `untraced`), the part of a
+value at a path (`part_at`), and whether a replacement has the structure of the original
+(`check_same`). Gradients have entries too; `gradients` makes them.
 """
 
 from __future__ import annotations
@@ -18,36 +28,39 @@ from typing import Any, Self, cast
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import can_run
+from hookkit.nested import Inputs, describe, named_leaves, paths_of, pick
 
 is_compiling = torch.compiler.is_compiling
 
+# Private: `torch.compiler._is_exporting_flag`, True while torch.export traces. The public
+# `is_exporting()` is folded to True in any trace by torch 2.11, so edits would be left out of
+# compiled graphs. Without it, the public one is used.
 if hasattr(torch.compiler, "_is_exporting_flag"):
 
     def is_exporting() -> bool:
-        """Whether torch.export is tracing; torch 2.11 folds its own answer to True in any trace."""
+        """Whether torch.export is tracing."""
         return bool(torch.compiler._is_exporting_flag)
 
 else:
     is_exporting = torch.compiler.is_exporting
 
-_Scripted = torch.jit.ScriptModule
 
-# PyTorch's own handles count up from 0, so these never meet.
-new_key = count(-1, -1).__next__
-
-
-# Private, probed once: the fallback also holds in both kinds of checkpoint, at 0.1 µs more.
+# Private: `torch._C._current_autograd_node`, the node that runs (since 2.1), or None. Only used
+# where the next one is missing; it also says that a backward pass runs, at 0.1 µs more a call.
 def _running_node() -> int:
     return -1 if torch._C._current_autograd_node() is None else 0
 
 
-# A number for the backward pass that this thread is running now; -1 outside of any.
+# Private: `torch._C._current_graph_task_id`, the number of the backward pass that this thread is
+# running, -1 outside of any (since 2.0). Without it a checkpoint that runs a forward again would be
+# counted as a second call.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _running_node)
 
 
@@ -63,9 +76,9 @@ def recomputing() -> bool:
     return not is_compiling() and graph_task() != -1
 
 
-# Private, probed once: `_is_tracing` is what torch.jit.is_tracing() calls, at a third of the cost;
-# `_set_tracing_state` ends and resumes a trace. Where it is gone hooks are traced with the model,
-# and torch's check of the trace may fail.
+# Private: `torch._C._is_tracing` is what torch.jit.is_tracing() calls, at a third of the cost;
+# `_get_tracing_state` and `_set_tracing_state` suspend a trace and resume it (since 1.0). Where
+# they are missing hooks are traced with the model, and torch's check of the trace may fail.
 _set_tracing_state: Callable[[Any], None] | None = getattr(torch._C, "_set_tracing_state", None)
 is_tracing: Callable[[], bool] = getattr(
     torch._C, "_is_tracing", lambda: torch._C._get_tracing_state() is not None
@@ -76,10 +89,10 @@ if _set_tracing_state is None:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """What runs inside is no part of the graph that `torch.jit.trace` records.
+    """Keeps what runs inside out of the graph that `torch.jit.trace` records.
 
-    Else a hook's own operations go into the graph, or rename its values, and torch's check of the
-    trace fails.
+    Otherwise a hook's own operations become part of the graph, or rename its values, and torch's
+    check of the trace fails.
     """
     if is_compiling() or not is_tracing() or _set_tracing_state is None:
         yield
@@ -92,10 +105,13 @@ def untraced() -> Iterator[None]:
         _set_tracing_state(state)
 
 
-def in_thread(thread: int | None) -> bool:
-    """Whether `thread` makes this call; None stands for every thread.
+# -- which calls count ------------------------------------------------------------------------
 
-    The rule of all hooks: who enters a block (or begins a fit) records the calls of his own thread.
+
+def in_thread(thread: int | None) -> bool:
+    """Whether this call is made by `thread`; None stands for every thread.
+
+    The rule of all hooks: a `with` block, or a fit, records the calls of the thread that began it.
     """
     return thread is None or thread == get_ident()
 
@@ -112,14 +128,312 @@ def counts_for(thread: int | None, module: nn.Module) -> bool:
     return graph_task() == -1 and (in_thread(thread) or "_is_replica" in module.__dict__)
 
 
-class Dispatcher:
-    """One entry of a module's hook dict. Calls its target; copies and pickles have none."""
+# -- what is on a module ----------------------------------------------------------------------
 
-    __slots__ = ("__weakref__", "key", "target")
+
+class Switch:
+    """Whether the hooks that share it call their functions. All that a compiled graph guards on."""
+
+    __slots__ = ("on",)
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+
+_ALWAYS = Switch()
+
+
+class HookEntry:
+    """What is registered on a module: passes a call on to `callback`. Copies and pickles do not.
+
+    PyTorch calls it as a forward hook (`module, args, kwargs, output`) or as a forward-pre hook
+    (`module, args, kwargs`).
+
+    Attributes:
+        callback: called with what PyTorch passes; None makes the entry do nothing, also in a call
+            that is under way.
+        switch: the callback is called only while it is on.
+        edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
+        keeps_output: whether the callback may keep the output with its autograd graph; a gradient
+            hook that is added later then has to run before it, see `gradients`.
+    """
+
+    __slots__ = ("__weakref__", "callback", "edit", "keeps_output", "switch")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any] | None = None,
+        switch: Switch | None = None,
+        edit: bool = False,
+        keeps_output: bool = True,
+    ) -> None:
+        self.callback, self.switch = callback, switch or _ALWAYS
+        self.edit, self.keeps_output = edit, keeps_output
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """Passes the call on.
+
+        PyTorch calls a hook that was removed during this same call once more, and without the
+        keyword inputs; its callback is None by then.
+        """
+        callback = self.callback
+        if callback is None or not self.switch.on:
+            return None
+        try:
+            new = callback(module, *seen)
+        except Exception as e:
+            _note(e, callback, module)
+            raise
+        return new if self.edit else None
+
+    def for_copy(self) -> HookEntry | None:
+        """The entry for a copy of the module that is run to see what the model does.
+
+        None where this only observes. An edit is part of what the model computes: its entry edits
+        in the same way, and counts and stores nothing here.
+        """
+        f: Any = self.callback
+        if f is None or not self.edit:
+            return None
+        owner: Any = getattr(f, "__self__", None)
+        if hasattr(owner, "for_copy"):
+            owner = owner.for_copy()
+            return None if owner is None else HookEntry(getattr(owner, f.__name__), edit=True)
+        return HookEntry(f, edit=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookEntry:
+        return HookEntry(None, edit=self.edit, keeps_output=False)
+
+    def __reduce__(self) -> Any:
+        return HookEntry, (None, None, self.edit, False)
+
+
+class Handle:
+    """Removes entries from their modules, which it holds weakly.
+
+    It exists before its entries are registered, so an interrupt cannot leave one without a handle.
+    """
+
+    __slots__ = ("_handles", "entries")
+
+    def __init__(self) -> None:
+        self.entries: list[HookEntry] = []
+        self._handles: list[RemovableHandle] = []
+
+    @uninterrupted
+    def put(
+        self,
+        module: nn.Module,
+        entry: HookEntry,
+        *,
+        pre: bool = False,
+        prepend: bool = False,
+        always_call: bool = False,
+    ) -> None:
+        """Registers `entry` on `module`: after the forward, or before it (`pre`).
+
+        Args:
+            module: any module that `check_hookable` passes.
+            entry: not registered yet.
+            pre: as a forward-pre hook.
+            prepend: before the hooks that are there, instead of after them.
+            always_call: also after a forward that raised; not for `pre`.
+        """
+        # PyTorch puts the hook into its dict before the note that it wants keyword inputs, and
+        # another thread may call the module in between: the entry does nothing until both are set.
+        callback, entry.callback = entry.callback, None
+        self.entries.append(entry)
+        if pre:
+            handle = module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(
+                entry, prepend=prepend, with_kwargs=True, always_call=always_call
+            )
+        self._handles.append(handle)
+        entry.callback = callback
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Removes all entries; none runs again, also not later in a call that is under way.
+
+        Can be called any number of times.
+        """
+        for entry in self.entries:
+            entry.callback = None
+        for handle in self._handles:
+            handle.remove()
+
+
+_SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
+
+
+def check_hookable(module: Any, who: str) -> None:
+    """Raises unless `module` is an nn.Module that runs its Python hooks.
+
+    Raises:
+        ArgumentError: it is no module.
+        HookError: it is scripted, or inside a traced module, and PyTorch would not call the hook.
+    """
+    if not isinstance(module, nn.Module):
+        several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
+        check_module(who, module, f"{who}s takes several." if several else "")
+    if isinstance(module, torch.jit.ScriptModule) and not can_run(module):
+        raise HookError(
+            f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
+            "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
+        )
+
+
+def attach(
+    module: nn.Module,
+    fn: Callable[..., Any],
+    *,
+    pre: bool = False,
+    prepend: bool = False,
+    always_call: bool = False,
+    edit: bool = False,
+    switch: Switch | None = None,
+    keeps_output: bool = True,
+) -> Handle:
+    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; a removable handle.
+
+    The bare mechanism under `Hook`: nothing is stored, detached, counted or left out (see
+    `counts_for`). The module holds `fn` strongly, the handle holds the module weakly; deepcopies
+    and pickles of the module do not call `fn`. Traced by `torch.compile(fullgraph=True)` if `fn`
+    is, when attached before the first call.
+
+    Args:
+        module: any module that is not scripted.
+        fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
+        pre: calls `fn(module, args, kwargs)` before the forward instead.
+        prepend: before the hooks that are there, instead of after them.
+        always_call: also after a forward that raised; `output` is then None. Not for `pre`.
+        edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
+            `(args, kwargs)`. Without it the result is ignored.
+        switch: `fn` is called only while it is on; one switch can serve many hooks.
+        keeps_output: False promises that `fn` does not keep the output with its autograd graph,
+            which makes gradient hooks on the same module cheaper.
+
+    Raises:
+        ArgumentError: `module` is no module, `fn` no function.
+        HookError: `module` is scripted.
+
+    >>> seen = []
+    >>> layer = nn.Linear(2, 3)
+    >>> handle = attach(layer, lambda m, args, kwargs, out: seen.append(tuple(out.shape)))
+    >>> _ = layer(torch.ones(4, 2)); handle.remove(); _ = layer(torch.ones(5, 2)); seen
+    [(4, 3)]
+    """
+    check_hookable(module, "attach")
+    if not callable(fn):
+        raise ArgumentError(
+            f"attach: fn must be a function, found {type(fn).__name__}. "
+            "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
+        )
+    entry, handle = HookEntry(fn, switch, edit, keeps_output), Handle()
+    try:
+        handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+# -- notes and messages -----------------------------------------------------------------------
+
+
+def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
+    """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
+    try:
+        return fn(module, *seen)
+    except Exception as e:
+        _note(e, fn, module)
+        raise
+
+
+def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
+    """Notes on `e` which hook raised it, unless the hook is hookkit's own."""
+    if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
+        return
+    where = f"on {brief(module)}"
+    if not any(n.startswith("hookkit:") and n.endswith(where) for n in getattr(e, "__notes__", ())):
+        name = getattr(fn, "__qualname__", None) or type(fn).__name__
+        e.add_note(f"hookkit: raised by the hook {name} {where}")
+
+
+def brief(module: nn.Module) -> str:
+    """A module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`."""
+    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+        return type(module).__name__
+    text = repr(module).split("\n")[0]
+    return text if len(text) <= 60 else type(module).__name__
+
+
+# -- parts and structures ---------------------------------------------------------------------
+
+# A layer in words, for messages. A function, since to find them costs more than the call.
+Label = Callable[[], str]
+
+
+def part_at(x: Any, path: str, who: str, label: Label) -> Any:
+    """The part of `x` at `path`, such as `[0]`; all of it without a path.
+
+    Raises:
+        HookError: there is none; names the layer and the paths that there are.
+
+    >>> part_at({"a": (1, 2)}, "['a'][1]", "Hook", lambda: "Linear")
+    2
+    """
+    try:
+        return pick(x, path) if path else x
+    except (KeyError, IndexError, AttributeError, TypeError) as e:
+        raise HookError(
+            f"{who}: {label()} has nothing at {path}; there is {describe(x)}. "
+            f"Select a path that is there: {paths_of(x)}."
+        ) from e
+
+
+def check_same(who: str, label: Label, old: Any, new: Any) -> None:
+    """Raises unless `new` has the containers of `old`, with tensors in the same places."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return
+    paths = [path for path, _ in named_leaves(old)]
+    same = type(old) is type(new) and paths == [path for path, _ in named_leaves(new)]
+    if paths and not same:
+        raise HookError(
+            f"{who} on {label()}: the replacement is {_kind_of(new)}, the layer gave "
+            f"{_kind_of(old)}. Return the same structure, or None to leave it."
+        )
+
+
+def _kind_of(x: Any) -> str:
+    return describe(x) if isinstance(x, Tensor) else f"{type(x).__name__} {describe(x)}"
+
+
+def positional(who: str, label: Label, inputs: Inputs, new: Any) -> tuple[Any, ...]:
+    """The positional inputs that `new` stands for; raises unless there are as many of them."""
+    values = new if isinstance(new, tuple) else (new,)
+    if len(values) != len(inputs):
+        raise HookError(
+            f"{who} on {label()}: {len(values)} positional inputs were returned, the layer was "
+            f"called with {describe(inputs)}. Return as many, or Inputs(args, kwargs) for all."
+        )
+    return values
+
+
+# -- until their users have moved: use `HookEntry`, `Handle` and `attach` ---------------------
+
+# PyTorch's own handles count up from 0, so these never meet.
+new_key = count(-1, -1).__next__
+
+
+class Dispatcher(HookEntry):
+    """Goes: a `HookEntry` with its own way of being registered."""
+
+    __slots__ = ("key", "target")
 
     is_pre = False
     with_kwargs = True
-    # Whether it may keep the output in its graph, and give it to a loss: see `gradients.First`.
     keeps_live: Any = True
 
     def __init__(self, target: Any = None, key: Any = None) -> None:
@@ -138,12 +452,7 @@ class Dispatcher:
             module._forward_hooks[key] = me
 
     def take_off(self, module: nn.Module | None) -> None:
-        """Takes it out again, if nobody else has, and makes it inert for a call under way.
-
-        PyTorch calls a hook that was removed during the same call once more, without the keyword
-        inputs, since it looks up at each hook whether they are wanted. So every `__call__` has
-        defaults for its last arguments, and looks at its target first.
-        """
+        """Takes it out again, if nobody else has, and makes it inert for a call under way."""
         self.target = None
         if module is None:
             return
@@ -155,21 +464,9 @@ class Dispatcher:
             if self.with_kwargs:
                 module._forward_hooks_with_kwargs.pop(self.key, None)
 
-    def stand_in(self) -> Dispatcher | None:
-        """What a copy of the module has in its place that is run to see what the model does.
-
-        None where this only observes. An edit is part of what the model computes: it has one that
-        edits alike, and that counts and stores nothing here.
-        """
+    def for_copy(self) -> HookEntry | None:
+        """As `HookEntry.for_copy`."""
         return None
-
-    @property
-    def __name__(self) -> str:
-        # torch.jit.script alone asks a hook for its name; this error is what it shows
-        raise AttributeError(
-            "hookkit: torch.jit.script compiles a module's hooks with it, and cannot compile those "
-            "of hookkit. Script the model before they are put on, or after they were removed."
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         return type(self)(None, self.key)
@@ -178,31 +475,8 @@ class Dispatcher:
         return type(self), (None, self.key)
 
 
-_SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
-
-
-def check_hookable(module: Any, who: str) -> None:
-    """Raises unless `module` is an nn.Module that runs its Python hooks.
-
-    Raises:
-        ArgumentError: it is no module.
-        HookError: it is scripted, or inside a traced module, and PyTorch would not call the hook.
-    """
-    if not isinstance(module, nn.Module):
-        several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
-        check_module(who, module, f"{who}s takes several." if several else "")
-    if isinstance(module, _Scripted) and not can_run(module):
-        raise HookError(
-            f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
-            "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
-        )
-
-
 class Attached:
-    """A removable handle: which dispatchers are on which module. Holds the module weakly.
-
-    `put_on` puts them there: the handle exists before its hooks, so no interrupt can part them.
-    """
+    """Goes: a `Handle` of dispatchers."""
 
     __slots__ = ("_module", "calls")
 
@@ -223,10 +497,7 @@ class Attached:
 
     @uninterrupted
     def remove(self) -> None:
-        """Takes the hook off; it does not run again, also not later in a call that is under way.
-
-        Can be called any number of times.
-        """
+        """Takes the hooks off."""
         self._take_off()
 
     def _take_off(self) -> None:
@@ -237,142 +508,7 @@ class Attached:
 
 @uninterrupted
 def put_first(hooks: dict[int, Any], key: int) -> None:
-    """Makes `key` the first of a module's hooks.
-
-    The dict is filled anew: after `move_to_end`, as PyTorch's own `prepend=True` has it, torch 2.11
-    compiles with the hooks in the order in which they were added.
-    """
+    """Makes `key` the first of a module's hooks."""
     items = [(key, hooks.pop(key)), *hooks.items()]
     hooks.clear()
     hooks.update(items)
-
-
-class _Observe(Dispatcher):
-    """A forward hook whose result is ignored."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None
-    ) -> None:
-        fn = self.target
-        if fn is not None:
-            try:
-                fn(module, args, kwargs, output)
-            except Exception as e:
-                _note(e, fn, module)
-                raise
-
-
-class _Edit(Dispatcher):
-    """A forward or forward-pre hook whose result, unless None, replaces what it saw."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        return None if self.target is None else called(self.target, module, *seen)
-
-    def stand_in(self) -> Dispatcher | None:
-        f: Any = self.target
-        edit: Any = getattr(f, "__self__", None)
-        if hasattr(edit, "uncounted"):
-            f = getattr(edit.uncounted(), f.__name__)
-        return None if f is None else type(self)(f, self.key)
-
-
-class _PreObserve(Dispatcher):
-    """A forward-pre hook whose result is ignored."""
-
-    __slots__ = ()
-
-    is_pre = True
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self.target is not None:
-            called(self.target, module, args, kwargs)
-
-
-class _PreEdit(_Edit):
-    __slots__ = ()
-
-    is_pre = True
-
-
-def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
-    """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
-    try:
-        return fn(module, *seen)
-    except Exception as e:
-        _note(e, fn, module)
-        raise
-
-
-def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
-    if is_compiling():
-        return
-    where = f"on {brief(module)}"
-    if not any(n.startswith("hookkit:") and n.endswith(where) for n in getattr(e, "__notes__", ())):
-        e.add_note(f"hookkit: raised by the hook {_named(fn)} {where}")
-
-
-def brief(module: nn.Module) -> str:
-    """A module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`."""
-    if isinstance(module, _Scripted) or module._modules:
-        return type(module).__name__
-    text = repr(module).split("\n")[0]
-    return text if len(text) <= 60 else type(module).__name__
-
-
-def _named(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or type(fn).__name__
-
-
-def attach(
-    module: nn.Module,
-    fn: Callable[..., Any],
-    *,
-    pre: bool = False,
-    prepend: bool = False,
-    edit: bool = False,
-) -> Attached:
-    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; a removable handle.
-
-    The bare mechanism under `Hook`: nothing is stored, detached, counted or kept from recomputed
-    calls (see `recomputing`). The module holds `fn` strongly, the handle holds the module weakly;
-    deepcopies and pickles of the module do not call `fn`. Traced by `torch.compile(fullgraph=
-    True)` if `fn` is, when attached before the first call.
-
-    Args:
-        module: any module that is not scripted.
-        fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
-        pre: calls `fn(module, args, kwargs)` before the forward instead.
-        prepend: before the hooks that are there, instead of after them.
-        edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
-            `(args, kwargs)`. Without it the result is ignored.
-
-    Raises:
-        ArgumentError: `module` is no module.
-        HookError: `module` is scripted.
-
-    >>> seen = []
-    >>> layer = nn.Linear(2, 3)
-    >>> handle = attach(layer, lambda m, args, kwargs, out: seen.append(tuple(out.shape)))
-    >>> _ = layer(torch.ones(4, 2)); handle.remove(); _ = layer(torch.ones(5, 2)); seen
-    [(4, 3)]
-    """
-    check_hookable(module, "attach")
-    if not callable(fn):
-        raise ArgumentError(
-            f"attach: fn must be a function, found {type(fn).__name__}. "
-            "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
-        )
-    kinds = (_PreEdit if edit else _PreObserve) if pre else (_Edit if edit else _Observe)
-    handle = Attached(module, kinds(fn)).put_on()
-    if prepend:
-        try:
-            hooks = module._forward_pre_hooks if pre else module._forward_hooks
-            put_first(hooks, handle.calls[0].key)
-        except BaseException:
-            handle._take_off()
-            raise
-    return handle

@@ -25,7 +25,7 @@ from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import (
-    Attached,
+    Handle,
     attach,
     called,
     is_compiling,
@@ -316,7 +316,7 @@ class _Printed(Scope):
 
     def __init__(self, model: nn.Module, file: TextIO | None) -> None:
         self._model, self._file = ref(model), file
-        self._handles: list[Attached] = []
+        self._handles: list[Handle] = []
 
     def register(self) -> None:
         """Prints again, where `remove` or the end of a block has ended that."""

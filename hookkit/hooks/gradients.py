@@ -7,13 +7,15 @@ The gradient of an output is the sum of what its uses send back, whoever makes t
 a hook that keeps the tensor. Uses inside the module by another of its outputs do not count, since
 that output has a gradient of its own. Nor do other uses of the same memory: of the module's
 input where it returns that, of a parameter, of the same tensor at another place in the output.
-`taps` and `views` have the means. The values of the run and its gradients are those without the
-hook. Closures in the graph hold nothing strongly, so graphs are freed as ever.
+`taps` and `views` separate these uses. The values of the run and its gradients are those without
+the hook. Closures in the graph hold nothing strongly, so graphs are freed as ever.
 
 Once the memory of an output that is a view (or the module's input) is written in place, all that
 share it are one tensor to autograd, and the gradient of each is that of its part of it. In a graph
 of torch.compile there is none then (hook the layer before or after it), and uses by hooks that ran
 earlier do not count.
+
+`attach_grad` is the simple way in, `attach_grads` the one for recorders; `backward` has both sides.
 """
 
 from __future__ import annotations
@@ -27,44 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.entries import Attached, Dispatcher, check_hookable, is_compiling, put_first
-from hookkit.hooks.taps import Receive, alias, on_grad, versions_of, with_aliases
+from hookkit.hooks.entries import Handle, HookEntry, Switch, check_hookable, is_compiling
+from hookkit.hooks.old_grads import First as First
+from hookkit.hooks.old_grads import GradState as GradState
+from hookkit.hooks.old_grads import grad_dispatchers as grad_dispatchers
+from hookkit.hooks.old_grads import note_version as note_version
+from hookkit.hooks.taps import Receive, alias, is_alias, on_grad, versions_of, with_aliases
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.nested import Inputs, leaves, tmap
 
-
-class GradState:
-    """What the dispatchers of one gradient hook share.
-
-    `begin(module, x)` is called at each forward with the output (or inputs) and gives the function
-    that receives its gradients, or None to leave this call alone. `leaf` is the path of the part
-    of the output that is meant. `each_place`: an input that is passed twice has a gradient for
-    each place, and comes as two tensors; else it stays one tensor, and each place has the sum.
-    """
-
-    __slots__ = ("__weakref__", "aliased", "begin", "each_place", "inputs", "leaf", "versions")
-
-    def __init__(
-        self,
-        begin: Callable[[nn.Module, Any], Receive | None],
-        leaf: str = "",
-        each_place: bool = True,
-    ) -> None:
-        self.begin, self.leaf, self.aliased, self.each_place = begin, leaf, False, each_place
-        # Never emptied per call, for modules that call themselves: a stale entry costs one alias.
-        self.versions: dict[int, int] = {}
-        self.inputs: list[tuple[int, Any, Any, ViewGradient]] = []
-
-
-_MOST = 256
-
-
-def note_version(state: GradState, t: Tensor) -> None:
-    """What `_Before` notes of a module's inputs where `t` is the only one."""
-    if len(state.versions) > _MOST:
-        state.versions.clear()
-    state.versions[id(t)] = t._version
-
+Begin = Callable[[nn.Module, Any], Receive | None]
 
 # torch before 2.13 cannot trace a hook on a tensor: there it is set outside of the graph.
 TRACEABLE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
@@ -83,143 +57,178 @@ def _prepare() -> None:
         _outside = disable(lambda f, *seen: f(*seen), reason=why)
 
 
-class _Sets(Dispatcher):
-    """A dispatcher that sets hooks on tensors, in `run`."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        state = self.target
-        if state is None:
-            return None
-        if _outside is not None and is_compiling():
-            return _outside(self.run, state, module, *seen)
-        return self.run(state, module, *seen)
-
-    def run(self, state: GradState, module: nn.Module, *seen: Any) -> Any:
-        raise NotImplementedError
+# Entries of `versions` and `aliases` are not removed call by call, since modules call themselves; a
+# stale one costs an alias. So many are kept at most.
+_MOST = 256
 
 
-class _Before(Dispatcher):
-    """Forward-pre hook: notes which inputs come in, and at which version."""
+class GradHooks:
+    """The forward hooks of one module that together receive gradients of its output or inputs.
 
-    __slots__ = ()
+    For the output: `before` notes which inputs come in, `after` sets hooks on the output's tensors,
+    and hands on an alias where a tensor has uses that are not the output's. `first` makes these
+    aliases before other hooks keep the output, so that their uses count too; it is registered only
+    where there are such hooks. For the inputs: `take` hands an alias of each to the module and
+    hooks it, `give` sees which of them the module has written.
 
-    is_pre = True
-    keeps_live = False
+    Args:
+        begin: called at each forward with the module and its output (or its `Inputs`); gives the
+            function `receive(i, grad)` that gets the gradients of this call, None for none.
+        inputs: gradients of the inputs, not of the output.
+        leaf: path of the part of the output that is meant.
+        each_place: an input that is passed twice has a gradient for each place, and comes to the
+            module as two tensors; else it stays one tensor, and each place has the sum.
+    """
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if (state := self.target) is not None and not is_compiling():
-            if len(state.versions) > _MOST:
-                state.versions.clear()
-            state.versions.update(versions_of(args, kwargs))
+    __slots__ = (
+        "__weakref__",
+        "aliased",
+        "aliases",
+        "begin",
+        "each_place",
+        "inputs",
+        "leaf",
+        "versions",
+    )
 
+    def __init__(
+        self, begin: Begin, inputs: bool = False, leaf: str = "", each_place: bool = True
+    ) -> None:
+        self.begin, self.inputs, self.leaf, self.each_place = begin, inputs, leaf, each_place
+        self.aliased = False  # whether `first` has seen this module's output
+        self.versions: dict[int, int] = {}
+        self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
-class First(_Sets):
-    """Forward hook before all others: what they keep of the output are the aliases."""
+    def put(self, handle: Handle, module: nn.Module, switch: Switch | None = None) -> None:
+        """Registers what is needed on `module`."""
+        _prepare()
+        first = not self.inputs and keeps_output(module)
+        for callback in self.callbacks(first):
+            entry = HookEntry(callback, switch, edit=True, keeps_output=False)
+            name = callback.__name__
+            pre, prepend = name in ("before", "take"), name in ("first", "give")
+            handle.put(module, entry, pre=pre, prepend=prepend)
 
-    __slots__ = ()
+    def callbacks(self, first: bool) -> list[Callable[..., Any]]:
+        """What the entries call, in the order in which they are registered."""
+        if self.inputs:
+            return [self.take, self.give]
+        return [self.before, self.first, self.after] if first else [self.before, self.after]
 
-    keeps_live = False
+    def for_copy(self) -> None:
+        """A copy of the module that is run to see what the model does needs none of this."""
 
-    def put_on(self, module: nn.Module) -> None:
-        """Makes this the first of the module's hooks."""
-        super().put_on(module)
-        put_first(module._forward_hooks, self.key)
+    # -- the output's
 
-    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After the forward."""
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward-pre hook: notes which inputs come in, and at which version."""
+        if is_compiling():
+            return
+        if len(self.versions) > _MOST:
+            self.versions.clear()
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most calls
+            if not args[0].is_inference():
+                self.versions[id(args[0])] = args[0]._version
+        else:
+            self.versions.update(versions_of(args, kwargs))
+
+    def first(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Forward hook before all others: what they keep of the output are the aliases."""
         if is_compiling():
             return None
         try:
-            new = with_aliases(output, _versions(state, args, kwargs), state.leaf)
+            new = with_aliases(output, self._versions(args, kwargs), self.leaf)
         except (KeyError, IndexError, AttributeError, TypeError):
             return None  # there is no such leaf: the hook itself says so
-        state.aliased = True
+        self.aliased = True
         return None if new is output else new
 
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Forward hook: hooks the output's tensors, handing on aliases where they are needed."""
+        if _outside is not None and is_compiling():
+            return _outside(self._after, module, args, kwargs, output)
+        return self._after(module, args, kwargs, output)
 
-class _After(_Sets):
-    """Forward hook: hooks the output's tensors, handing on aliases where they are needed."""
-
-    __slots__ = ()
-
-    keeps_live = False
-
-    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        receive = state.begin(module, output)
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        receive = self.begin(module, output)
         if receive is None:
             return None
-        given = args, kwargs
-        versions = None if is_compiling() else _versions(state, *given)
-        new = on_grad(output, receive, versions, state.leaf, state.aliased, given)
+        if is_compiling():
+            new = on_grad(output, receive, None, self.leaf, self.aliased, (args, kwargs))
+        elif type(output) is Tensor and not self.leaf:  # most calls: `on_grad` in few steps
+            new = self._after_one(module, args, kwargs, output, receive)
+        else:
+            new = on_grad(output, receive, self._versions(args, kwargs), self.leaf, self.aliased)
         return None if new is output else new
 
+    def _after_one(
+        self, module: nn.Module, args: Any, kwargs: Any, t: Tensor, receive: Receive
+    ) -> Tensor:
+        """What is handed on for an output that is one tensor: itself, or an alias."""
+        if not (t.requires_grad and torch.is_grad_enabled()):
+            return t
+        base = t._base
+        if base is not None and _is_own_base(module, args, t, base):
+            listen(base, partial(_reshaped, receive, t.shape))
+            return t
+        versions = self._versions(args, kwargs)
+        if t.is_leaf or versions.get(id(t)) == t._version:  # an input, as it was
+            t = t if self.aliased and is_alias(t) else alias(t)
+        listen(t, partial(receive, 0))
+        return t
 
-def _versions(state: GradState, args: Any, kwargs: Any) -> dict[int, int]:
-    """The versions that `_Before` noted; of now where it was added during this very call."""
-    return state.versions or versions_of(args, kwargs)
+    def _versions(self, args: Any, kwargs: Any) -> dict[int, int]:
+        """The versions that `before` noted; of now where it was added during this very call."""
+        return self.versions or versions_of(args, kwargs)
 
+    # -- the inputs'
 
-class _BeforeInputs(_Sets):
-    """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked."""
+    def take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked."""
+        if _outside is not None and is_compiling():
+            return _outside(self._take, module, args, kwargs)
+        return self._take(module, args, kwargs)
 
-    __slots__ = ()
-
-    is_pre = True
-
-    def run(self, state: GradState, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = Inputs(args, kwargs)
-        receive = state.begin(module, inputs)
+        receive = self.begin(module, inputs)
         if receive is None or not torch.is_grad_enabled():
             return None
         numbers = iter(range(len(leaves(inputs))))
         made: dict[int, Tensor] = {}
-        del state.inputs[:-_MOST]
+        del self.aliases[:-_MOST]
 
         def one(t: Tensor) -> Tensor:
             i = next(numbers)
             if not t.requires_grad:
                 return t
-            if state.each_place or is_compiling():
+            if self.each_place or is_compiling():
                 view = alias(t)
             else:
                 view = made[id(t)] if id(t) in made else made.setdefault(id(t), alias(t))
             watch = listen(view, partial(receive, i))
             if isinstance(watch, ViewGradient) and view._base is not None:
                 watch.mark(view._base)
-                state.inputs.append((id(view), ref(t), ref(view._base), watch))
+                self.aliases.append((id(view), ref(t), ref(view._base), watch))
             return view
 
         new = tmap(one, inputs)
         return None if new is inputs else (tuple(new), new.kwargs)
 
+    def give(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Forward hook before all others: sees which inputs the module has written.
 
-class _AfterInputs(Dispatcher):
-    """Forward hook before all others: sees which inputs the module has written.
-
-    Where it returns one of them, the caller's own tensor is handed on, which is the same by then.
-    """
-
-    __slots__ = ()
-
-    keeps_live = False
-
-    def put_on(self, module: nn.Module) -> None:
-        """Makes this the first of the module's hooks."""
-        super().put_on(module)
-        put_first(module._forward_hooks, self.key)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> Any:
-        state = self.target
-        if state is None or is_compiling():
+        Where it returns one of them, the caller's own tensor is handed on, which is the same by
+        then.
+        """
+        if is_compiling():
             return None
         given = leaves(Inputs(args, kwargs))
         bases = {id(t._base) for t in given if t._base is not None}
         written: dict[int, Tensor] = {}
         # by the base: another hook may have made an alias of the alias, and given that
         others = []
-        for entry in state.inputs:
+        for entry in self.aliases:
             key, original, base, watch = entry
             root = base()
             if root is None:  # of a forward that raised
@@ -230,24 +239,61 @@ class _AfterInputs(Dispatcher):
                 watch.follow(root)
                 if (own := original()) is not None:
                     written[key] = own
-        state.inputs = others
+        self.aliases = others
         new = tmap(lambda t: written.get(id(t), t), output) if written else output
         return None if new is output else new
 
 
-def grad_dispatchers(state: GradState, inputs: bool, module: nn.Module) -> tuple[Dispatcher, ...]:
-    """The hooks of `module` that together receive gradients for `state`."""
-    _prepare()
-    if inputs:
-        return _BeforeInputs(state), _AfterInputs(state)
-    if keeps_output(module):
-        return _Before(state), First(state), _After(state)
-    return _Before(state), _After(state)
+def _is_own_base(module: nn.Module, args: Any, output: Tensor, base: Tensor) -> bool:
+    """Whether `base` is what a Linear made of an input with three or more dimensions, then viewed.
+
+    Nobody else has that tensor, so its gradient is the output's, in another shape; and it keeps its
+    hook where the view would lose it to the next in-place operation.
+    """
+    if type(module) is not nn.Linear or base.numel() != output.numel():
+        return False
+    # a hook may hand on the input instead
+    return not any(base is x or base is getattr(x, "_base", None) for x in args)
+
+
+def _reshaped(receive: Receive, shape: torch.Size, grad: Tensor) -> Any:
+    new = receive(0, grad.reshape(shape))
+    return None if new is None else new.reshape(grad.shape)
 
 
 def keeps_output(module: nn.Module) -> bool:
-    """Whether a hook of `module` may keep what it returns, in its graph."""
-    return any(getattr(hook, "keeps_live", True) for hook in module._forward_hooks.values())
+    """Whether a hook of `module` may keep what it returns, with its autograd graph."""
+    # Private: the dict of a module's forward hooks, read only; PyTorch has no public list of them.
+    return any(getattr(hook, "keeps_output", True) for hook in module._forward_hooks.values())
+
+
+def attach_grads(
+    module: nn.Module,
+    begin: Begin,
+    *,
+    inputs: bool = False,
+    leaf: str = "",
+    each_place: bool = True,
+    switch: Switch | None = None,
+) -> Handle:
+    """As `attach_grad`, for recorders: `begin(module, output)` decides at each forward.
+
+    It gives the function `receive(i, grad)` that gets the gradients of this call, or None, which
+    leaves the call alone. The autograd graph holds that function, where the garbage collector
+    cannot see it: it must hold what records weakly. See `GradHooks` for the arguments.
+    """
+    check_hookable(module, "attach_grads")
+    return _put(GradHooks(begin, inputs, leaf, each_place), module, switch)
+
+
+def _put(hooks: GradHooks, module: nn.Module, switch: Switch | None) -> Handle:
+    handle = Handle()
+    try:
+        hooks.put(handle, module, switch)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
 def attach_grad(
@@ -256,7 +302,7 @@ def attach_grad(
     *,
     inputs: bool = False,
     edit: bool = False,
-) -> Attached:
+) -> Handle:
     """Calls `fn(module, i, grad)` in each backward, for each leaf `i` of the module's output.
 
     The bare mechanism under `hook_output(grad=True)`: nothing is stored. Right after in-place
@@ -294,6 +340,6 @@ def attach_grad(
 
         return receive
 
-    state = GradState(begin)
-    on_module = ref(state)  # what is on the module holds it, until it is removed
-    return Attached(module, *grad_dispatchers(state, inputs, module)).put_on()
+    hooks = GradHooks(begin, inputs)
+    on_module = ref(hooks)  # the entries hold it, until they are removed
+    return _put(hooks, module, None)

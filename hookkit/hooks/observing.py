@@ -19,16 +19,19 @@ from hookkit.errors import HookError
 from hookkit.hooks.entries import (
     Dispatcher,
     called,
+    check_same,
     graph_task,
     in_thread,
     is_compiling,
     is_exporting,
     is_tracing,
+    part_at,
+    positional,
     untraced,
 )
 from hookkit.hooks.snapshot import Kept, Storer, lent, owned
 from hookkit.hooks.taps import Receive
-from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
+from hookkit.nested import Inputs, describe, leaves, put, tmap
 
 if TYPE_CHECKING:
     from hookkit.hooks.hook import Hook
@@ -54,7 +57,7 @@ class Forward(Dispatcher):
         if not o.edit and not is_compiling() and is_tracing():
             with untraced():
                 return self(module, args, kwargs, output)
-        x = picked(hook, output) if leaf else output
+        x = part_at(output, leaf, o.who, lambda: hook.label)
         if o.hook_func is None:
             return observe(hook, module, owned(module, args, kwargs), same, x)
         inputs, theirs = Inputs(args, kwargs), False
@@ -68,7 +71,7 @@ class Forward(Dispatcher):
         check_same(o.who, lambda: hook.label, x, new)
         return put(output, leaf, new) if leaf else new
 
-    def stand_in(self) -> Dispatcher | None:
+    def for_copy(self) -> Dispatcher | None:
         """One that edits as this does, for a hook of its own."""
         return edits_alike(self)
 
@@ -89,7 +92,7 @@ class Pre(Dispatcher):
         if not o.edit and not is_compiling() and is_tracing():
             with untraced():
                 return self(module, args, kwargs)
-        x = picked(hook, inputs) if leaf else inputs
+        x = part_at(inputs, leaf, o.who, lambda: hook.label)
         if o.hook_func is None:
             return observe(hook, module, (*args, *kwargs.values()), same, x)
         if o.detach and not o.edit:
@@ -105,7 +108,7 @@ class Pre(Dispatcher):
             return tuple(new), new.kwargs
         return positional(o.who, lambda: hook.label, inputs, new), kwargs
 
-    def stand_in(self) -> Dispatcher | None:
+    def for_copy(self) -> Dispatcher | None:
         """One that edits as this does, for a hook of its own."""
         return edits_alike(self)
 
@@ -183,37 +186,6 @@ def _flat(output: Any) -> bool:
     return all(isinstance(t, Tensor) or not leaves(t) for t in output)
 
 
-def check_same(who: str, label: Callable[[], str], old: Any, new: Any) -> None:
-    """Raises unless `new` has the containers of `old`, with tensors in the same places."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return
-    same = type(old) is type(new) and _paths(old) == _paths(new)
-    if not same and _paths(old):
-        raise HookError(
-            f"{who} on {label()}: the replacement is {_told(new)}, the layer gave {_told(old)}. "
-            "Return the same structure, or None to leave it."
-        )
-
-
-def positional(who: str, label: Callable[[], str], inputs: Inputs, new: Any) -> tuple[Any, ...]:
-    """The positional inputs that `new` stands for; raises unless there are as many of them."""
-    values = new if isinstance(new, tuple) else (new,)
-    if len(values) != len(inputs):
-        raise HookError(
-            f"{who} on {label()}: {len(values)} positional inputs were returned, the layer was "
-            f"called with {describe(inputs)}. Return as many, or Inputs(args, kwargs) for all."
-        )
-    return values
-
-
-def _paths(x: Any) -> list[str]:
-    return [path for path, _ in named_leaves(x)]
-
-
-def _told(x: Any) -> str:
-    return describe(x) if isinstance(x, Tensor) else f"{type(x).__name__} {describe(x)}"
-
-
 def same(x: Any) -> Any:
     """`x`: stands for a function of the user's where there is none."""
     return x
@@ -259,17 +231,6 @@ def ours(hook: Hook, module: nn.Module) -> bool:
     return False
 
 
-def picked(hook: Hook, x: Any) -> Any:
-    """The leaf of `x` that the hook is for."""
-    try:
-        return pick(x, hook.leaf)
-    except (KeyError, IndexError, AttributeError, TypeError) as e:
-        raise HookError(
-            f"{hook._options.who}: {hook.label} has nothing at {hook.leaf}; what it gave is "
-            f"{describe(x)}. Select a path that is there."
-        ) from e
-
-
 # What fullgraph=True says; without it the graph breaks once for each hook, and all is right.
 _IN_PYTHON = (
     "hookkit: a hook with grad=True stores gradients in Python, which no full graph can. Leave "
@@ -295,7 +256,7 @@ def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
     Under a reentrant checkpoint the counted call runs without gradients, and the recomputed one
     has them: it takes the place that the counted call has left waiting.
     """
-    x = picked(hook, x) if hook.leaf else x
+    x = part_at(x, hook.leaf, hook._options.who, lambda: hook.label)
     if is_compiling():
         hook._traced = True
         if not is_exporting():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookkit.hooks.entries import Dispatcher
+from hookkit.hooks.entries import HookEntry
 from hookkit.modules import inner_key, submodules
 
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
@@ -77,7 +77,7 @@ def users_hooks(model: nn.Module) -> list[Any]:
     if not found:
         return []
     owners = _owners(model)
-    return [h for h in found if not isinstance(h, Dispatcher) and not _is_own(h, owners)]
+    return [h for h in found if not isinstance(h, HookEntry) and not _is_own(h, owners)]
 
 
 def n_on_wrappers(model: nn.Module) -> int:
@@ -85,7 +85,7 @@ def n_on_wrappers(model: nn.Module) -> int:
     n = 0
     while (key := inner_key(model)) is not None:
         hooks = [h for name in FORWARD for h in model.__dict__[name].values()]
-        n += sum(not (isinstance(h, Dispatcher) or _is_own(h, set())) for h in hooks)
+        n += sum(not (isinstance(h, HookEntry) or _is_own(h, set())) for h in hooks)
         model = submodules(model)[key]
     return n
 
@@ -97,7 +97,7 @@ def n_running(model: nn.Module) -> int:
         for _, name, hooks in _hooked(model)
         if name in FORWARD
         for h in hooks.values()
-        if isinstance(h, Dispatcher) and h.stand_in() is not None
+        if isinstance(h, HookEntry) and h.for_copy() is not None
     ]
     return len(users_hooks(model)) + len(edits)
 
@@ -131,8 +131,8 @@ def _copied(hook: Any, memo: dict[int, Any], owners: set[int], twins: _Twins) ->
     """What the copy has for `hook`; None where it has nothing."""
     if from_fsdp(_home(hook)):
         return None
-    if isinstance(hook, Dispatcher):  # one whose `Hook` the model holds was copied with it
-        return memo.get(id(hook)) or hook.stand_in()
+    if isinstance(hook, HookEntry):  # one whose `Hook` the model holds was copied with it
+        return memo.get(id(hook)) or hook.for_copy()
     return copy.deepcopy(hook, memo) if _is_own(hook, owners) else twins.of(hook)
 
 
@@ -170,8 +170,8 @@ def silence(model: nn.Module) -> None:
     """Takes hookkit's hooks that only observe off `model` itself, which `put_back` will undo."""
     for _, _, hooks in _hooked(model):
         for key, hook in list(hooks.items()):
-            if isinstance(hook, Dispatcher):
-                new = hook.stand_in()
+            if isinstance(hook, HookEntry):
+                new = hook.for_copy()
                 if new is None:
                     del hooks[key]
                 else:

@@ -1,0 +1,160 @@
+"""A function called in each backward pass with a module's gradients, of its inputs and outputs.
+
+Built on the tensor hooks of `gradients`, not on PyTorch's module backward hooks: those raise on
+in-place operations, say nothing of dict outputs, and warn at every first layer, which a recorder
+must not do to somebody's training. The function is called once all gradients of a forward call are
+there, or at the end of the backward pass for calls of which some never came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hookkit.hooks.entries import (
+    Handle,
+    Switch,
+    called,
+    check_hookable,
+    graph_task,
+    in_thread,
+    is_compiling,
+    part_at,
+)
+from hookkit.hooks.gradients import GradHooks
+from hookkit.hooks.taps import Receive
+from hookkit.nested import leaves
+
+Function = Callable[[nn.Module, Any, Any], Any]
+
+
+def attach_backward(
+    module: nn.Module,
+    fn: Function,
+    *,
+    leaf: str = "",
+    detach: bool = True,
+    switch: Switch | None = None,
+    thread: int | None = None,
+) -> Handle:
+    """Calls `fn(module, grad_inputs, grad_outputs)` in each backward pass, for each forward call.
+
+    Both are tuples with an entry for each tensor among the inputs (positional, then keyword) and
+    in the output; None where no gradient came. An input that is passed twice has the sum in both
+    places (`hook_input(m, grad=True)` gives each its own). What `fn` returns is ignored.
+
+    Args:
+        module: any module that is not scripted.
+        fn: the module holds it strongly, the autograd graph does not.
+        leaf: path of the part of the output that is meant.
+        detach: gives detached gradients.
+        switch: `fn` is called for forwards and backwards that run while it is on.
+        thread: whose forwards count; None counts those of all threads.
+
+    >>> import torch
+    >>> layer, seen = nn.Linear(2, 3), []
+    >>> handle = attach_backward(layer, lambda m, gi, go: seen.append(go[0].sum()))
+    >>> layer(torch.ones(1, 2)).sum().backward(); handle.remove(); seen
+    [tensor(3.)]
+    """
+    check_hookable(module, "attach_backward")
+    calls = _Calls(fn, leaf, detach, switch or Switch(), thread)
+    handle = Handle()
+    try:
+        # A layer that asks `query is key` must see that: a training stays as it is, bit by bit.
+        GradHooks(calls.begin_inputs, True, each_place=False).put(handle, module, switch)
+        GradHooks(calls.begin_outputs, False, leaf).put(handle, module, switch)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+class _Call:
+    """One forward call: which gradients can come, and which came in this pass."""
+
+    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.module = ref(module)
+        self.wanted = [[t.requires_grad for t in inputs], list[bool]()]
+        self.task = -1
+
+    def begin_pass(self, task: int) -> None:
+        self.task, self.fired = task, False
+        self.grads: list[list[Tensor | None]] = [[None] * len(side) for side in self.wanted]
+
+    def missing(self) -> bool:
+        pairs = zip(self.wanted, self.grads, strict=True)
+        return any(w and g is None for ws, gs in pairs for w, g in zip(ws, gs, strict=True))
+
+
+class _Calls:
+    """The calls of one module. Its entries hold it; the graph holds what it gives, weak to it."""
+
+    def __init__(
+        self, fn: Function, leaf: str, detach: bool, switch: Switch, thread: int | None
+    ) -> None:
+        self.fn, self.leaf, self.detach = fn, leaf, detach
+        self.switch, self.thread = switch, thread
+        self.open: list[_Call] = []  # calls under way: a module may call itself
+
+    def counts(self, module: nn.Module) -> bool:
+        """`counts_for`, and a checkpoint's second run: the gradients come from that forward."""
+        counted = is_compiling() or in_thread(self.thread)
+        return counted or graph_task() != -1 or "_is_replica" in module.__dict__
+
+    def begin_inputs(self, module: nn.Module, inputs: Any) -> Receive | None:
+        if not self.counts(module):
+            return None
+        self.open.append(call := _Call(module, leaves(inputs)))
+        return _receiver(self, call, 0)
+
+    def begin_outputs(self, module: nn.Module, output: Any) -> Receive | None:
+        if not self.open or not self.counts(module):
+            return None
+        call = self.open.pop()
+        part = part_at(output, self.leaf, "HookCallback", lambda: type(module).__name__)
+        call.wanted[1] = [t.requires_grad for t in leaves(part)]
+        return _receiver(self, call, 1)
+
+    def receive(self, call: _Call, side: int, i: int, grad: Tensor) -> None:
+        if not self.switch.on:
+            return
+        if call.task != graph_task():
+            call.begin_pass(graph_task())
+            weak = ref(self)
+            # Private: `queue_callback` of autograd's engine runs a function at the end of the
+            # backward pass under way (since 1.0; DDP and FSDP use it). Without it, calls of which
+            # some gradient never comes would not be reported.
+            Variable._execution_engine.queue_callback(lambda: _end_of_pass(weak(), call))
+        call.grads[side][i] = grad.detach() if self.detach else grad
+        if not call.missing():
+            self.fire(call)
+
+    def fire(self, call: _Call) -> None:
+        """Calls the function for `call`, once a pass."""
+        module = call.module()
+        if call.fired or module is None:
+            return
+        call.fired = True
+        grad_in, grad_out = (tuple(grads) for grads in call.grads)
+        call.grads = []
+        called(self.fn, module, grad_in, grad_out)
+
+
+def _receiver(calls: _Calls, call: _Call, side: int) -> Receive:
+    weak = ref(calls)
+
+    def receive(i: int, grad: Tensor) -> None:
+        if (c := weak()) is not None:
+            c.receive(call, side, i, grad)
+
+    return receive
+
+
+def _end_of_pass(calls: _Calls | None, call: _Call) -> None:
+    if calls is not None and calls.switch.on and not call.fired:
+        calls.fire(call)
