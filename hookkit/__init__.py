@@ -103,9 +103,9 @@ from .selecting import Selection, leaf_modules, select, unwrap
 from .stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from .summaries import Summary, layer_info, module_summary, summary
 from .swapping import Catcher, GramWrapper, Wrapper, swap
+from .version import __version__
 from .watching import Watcher, watch
 
-__version__ = "0.1.0"
 
 __all__ = [
     "ActivationStats",

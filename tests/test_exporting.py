@@ -157,7 +157,7 @@ def test_runs_are_compared_by_layer() -> None:
 
 
 def test_runs_without_a_common_layer_are_not_compared() -> None:
-    with pytest.raises(OptionError, match='"dead" of two runs'):
+    with pytest.raises(OptionError, match='"dead".: the two runs'):
         compare(record(), record(), "dead")
 
 
@@ -346,9 +346,11 @@ def test_layers_that_did_not_run_come_last_in_a_comparison() -> None:
 
 
 def test_a_comparison_that_cannot_be_says_what_can() -> None:
-    with pytest.raises(OptionError, match='Both recorded "mean", "std", "rms", "min", "max"'):
+    with pytest.raises(
+        OptionError, match='Use what both recorded: "mean", "std", "rms", "min", "max"'
+    ):
         compare(record(), record(), "rmss")
-    with pytest.raises(OptionError, match="Both recorded no layer of the same kind and name"):
+    with pytest.raises(OptionError, match="both recorded: no layer of the same kind and name"):
         compare(record(), record(kind="gradient"))
 
 
@@ -390,7 +392,7 @@ def test_missing_folders_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [np.ones(3), torch.ones(()), {"a": 1}, "run.npz"])
 def test_what_holds_no_records_is_refused(other: Any) -> None:
-    with pytest.raises(ArgumentError, match="a run was asked for"):
+    with pytest.raises(ArgumentError, match="was given, and it holds no records"):
         to_csv(other, "nowhere.csv")
 
 

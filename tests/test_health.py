@@ -95,9 +95,9 @@ class Driver:
 def test_a_driver_a_recorder_and_a_record_can_be_diagnosed():
     sick = weights(update_norm=[1, 0, 1, 1])
     run = Run(params=sick)
-    told = [Driver("run_record", run), Driver("run", run), Driver("record", sick), sick]
+    sources = [Driver("run_record", run), Driver("run", run), Driver("record", sick), sick]
 
-    assert all(diagnose(each) == diagnose(run) for each in told)
+    assert all(diagnose(each) == diagnose(run) for each in sources)
 
 
 def test_a_real_recorder_and_watcher_can_be_diagnosed():
@@ -115,7 +115,7 @@ def test_a_real_recorder_and_watcher_can_be_diagnosed():
 
 @pytest.mark.parametrize("wrong", [None, 3, nn.Linear(2, 2)])
 def test_what_holds_no_run_is_refused(wrong):
-    with pytest.raises(ArgumentError, match=r"a run was asked for, \w+ was given\. Give a Run"):
+    with pytest.raises(ArgumentError, match=r"\w+ was given, and it holds no records\. Give a Run"):
         diagnose(wrong)
 
 

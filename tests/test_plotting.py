@@ -153,7 +153,7 @@ RUNS: dict[str, Callable[[], Run]] = {
 @pytest.mark.parametrize("state", RUNS)
 def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
     if state == "no layers" and name in ("color_dim one layer", "plot_layer_stats"):
-        with pytest.raises(SelectionError, match="nothing was recorded yet"):
+        with pytest.raises(SelectionError, match="nothing has been recorded yet"):
             PICTURES[name](RUNS[state]())
         return
     picture = PICTURES[name](RUNS[state]())
@@ -230,7 +230,7 @@ def test_what_the_font_has_no_sign_for_is_a_box_and_the_rest_stays() -> None:
 
 
 def test_what_holds_no_record_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="a run was asked for, int was given"):
+    with pytest.raises(ArgumentError, match="int was given, and it holds no records"):
         plotting.plot_run(3)
 
 

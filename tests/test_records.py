@@ -33,13 +33,13 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 
 
 def test_an_index_too_far_gets_the_range() -> None:
-    with pytest.raises(SelectionError, match=r"layer 2 was asked for, 2 were recorded.*-2 to 1"):
+    with pytest.raises(SelectionError, match=r"layer 2: 2 layers were recorded.*-2 to 1"):
         record().layer(2)
 
 
 @pytest.mark.parametrize("odd", [1.5, True, None, [0]])
 def test_what_is_no_index_is_refused(odd: Any) -> None:
-    with pytest.raises(SelectionError, match=r"layer .* was asked for, \d were recorded\. Use an"):
+    with pytest.raises(SelectionError, match=r"layer .*: \d layers were recorded\. Use an"):
         record().layer(odd)
 
 
@@ -53,7 +53,7 @@ def test_a_value_is_a_row_or_the_table() -> None:
     [("dead", "units=True"), ("update_ratio", "ParamStats"), ("median", "one of these")],
 )
 def test_a_statistic_that_was_not_recorded_gets_its_cure(statistic: str, cure: str) -> None:
-    with pytest.raises(SelectionError, match=f'recorded are "mean".*{cure}'):
+    with pytest.raises(SelectionError, match=f'was not recorded; "mean".*{cure}'):
         record().value(statistic)
 
 
@@ -67,7 +67,7 @@ MISFITS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_parts_that_do_not_fit_together_are_refused(what: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"with {what}.* of shape .*\. Give it the shape"):
+    with pytest.raises(ArgumentError, match=rf"{what}.* has the shape .*\. Give it the shape"):
         replace(record(), **MISFITS[what])
 
 
@@ -110,7 +110,7 @@ def test_records_are_a_run_if_there_is_one_of_a_kind() -> None:
 
     assert as_run(both) == Run(both[0], params=both[1])
     for odd in ([record(), record()], [], [1], "run.npz"):
-        with pytest.raises(ArgumentError, match=r"a run was asked for, .*is read by Run\.load"):
+        with pytest.raises(ArgumentError, match=r"holds no records.*is read by Run\.load"):
             as_run(odd)
 
 
@@ -138,5 +138,5 @@ def test_an_incident_reads_as_text() -> None:
 
 @pytest.mark.parametrize("layer", [0, "fc"])
 def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
-    with pytest.raises(SelectionError, match=r"nothing was recorded yet. Train first"):
+    with pytest.raises(SelectionError, match=r"nothing has been recorded yet. Train first"):
         record(names=()).layer(layer)

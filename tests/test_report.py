@@ -275,7 +275,7 @@ def test_a_record_of_few_statistics_has_a_page(tmp_path: Path) -> None:
 
     text = report(few, tmp_path / "run.html").read_text()
 
-    assert "the statistic &quot;rms&quot; was asked for; recorded are &quot;mean&quot;" in text
+    assert "statistic &quot;rms&quot; was not recorded; &quot;mean&quot;" in text
 
 
 @pytest.mark.parametrize(("options", "what"), [({"path": 3}, "path"), ({"title": 3}, "title")])

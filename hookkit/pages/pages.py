@@ -21,6 +21,7 @@ from hookkit.files import write_aside
 from hookkit.markup import details, table, terms
 from hookkit.pages.webpage import GENERATOR, figure, missing, page
 from hookkit.records import Record, Run, as_run, in_order
+from hookkit.version import __version__
 
 DPI = 130
 """Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
@@ -270,8 +271,6 @@ def _model(summary: Any) -> str:
 
 
 def _environment(run: Run) -> str:
-    from hookkit import __version__
-
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     known = [("hookkit", __version__), ("torch", torch.__version__), ("CUDA device", cuda)]
     known += [("Python", platform.python_version()), ("System", platform.system())]

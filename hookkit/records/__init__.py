@@ -3,27 +3,38 @@
 Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
 hand, pickled, saved, compared, drawn and judged, long after the model is gone.
 
-    values    equality, array types, the ways out: to_df, save, …; and diagnose, plot, report
-    record    Record
-    run       Incident, Run; as_run, as_record: of whatever holds one; by_module, in_order
-    frames    to_df, to_csv, compare; records_of: the records in whatever holds some
-    files     save; load, load_run
+    values    array types, equality, labels; `records_of` any source of records
+    frames    to_df, to_csv, compare
+    files     save, and the fields in a saved file
     loggers   log_to: TensorBoard
+    record    Record, with the methods above
+    run       Run, Incident; as_run, as_record of any source; load, load_run; by_module, in_order
 """
 
-from hookkit.records.files import load, load_run, save
-from hookkit.records.frames import COLUMNS, compare, records_of, to_csv, to_df
+from hookkit.records.files import save
+from hookkit.records.frames import COLUMNS, compare, to_csv, to_df
 from hookkit.records.loggers import log_to
 from hookkit.records.record import (
     KINDS,
     PARAM_STATISTICS,
     STATISTICS,
     UNIT_STATISTICS,
+    Exports,
     Record,
-    label,
+    Tables,
 )
-from hookkit.records.run import Incident, Run, as_record, as_run, by_module, in_order
-from hookkit.records.values import Exports, Floats, Ints, Tables, Views
+from hookkit.records.run import (
+    Incident,
+    Run,
+    Views,
+    as_record,
+    as_run,
+    by_module,
+    in_order,
+    load,
+    load_run,
+)
+from hookkit.records.values import Floats, Ints, label, records_of
 
 __all__ = [
     "COLUMNS",

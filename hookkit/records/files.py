@@ -1,12 +1,16 @@
-"""Records and runs in one `.npz` file, without pickles, and back."""
+"""Records and runs in one `.npz` file, without pickles, and back.
+
+Builds on `values`. The file holds arrays, and one JSON text of all that is no array. What is read
+are the fields of Records and of a Run; `run` makes the values of them.
+"""
 
 from __future__ import annotations
 
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,12 @@ import numpy as np
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
 from hookkit.files import write_aside
-from hookkit.records.frames import records_of
-from hookkit.records.record import Record
-from hookkit.records.run import Incident, Run, as_run
+from hookkit.records.values import read_source, records_of
+
+_SERIES = ("losses", "grad_norms")
+_FACTS = ("valid", "info")
+_ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
+_UNREADABLE = (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def save(source: Any, path: str | Path) -> Path:
@@ -27,7 +34,7 @@ def save(source: Any, path: str | Path) -> Path:
     of it, `load` the records. Missing parent folders are made.
 
     >>> import tempfile
-    >>> from hookkit.records import Record
+    >>> from hookkit.records import Record, load
     >>> axis = [np.arange(2)] * 3 + [np.ones(2, np.int64)]
     >>> r = Record("activation", ("fc",), ("Linear",), *axis, {"mean": np.ones((1, 2))})
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -35,89 +42,66 @@ def save(source: Any, path: str | Path) -> Path:
     [Record(activation: 1 layer × 2 records, steps 0–1, mean)]
     """
     path = check_path("save", path)
-    several = isinstance(source, Iterable)
-    run = Run() if several else as_run(source)
-    arrays = {name: x for name in _SERIES if (x := getattr(run, name)) is not None}
-    heads = []
-    for i, r in enumerate(records_of(source) if several else run.records):
-        words = {"kind": r.kind, "names": r.names, "types": r.types, "meta": r.meta}
-        heads.append({**words, "statistics": list(r.values)})
-        for name in _ARRAYS:
-            if getattr(r, name) is not None:
-                arrays[f"{i}/{name}"] = getattr(r, name)
-        for name, table in r.values.items():
-            arrays[f"{i}/values/{name}"] = table
-    incidents = [vars(incident) for incident in run.incidents]
-    facts = {"valid": list(run.valid), "info": run.info, "incidents": incidents}
-    head = {"hookkit": 1, "records": heads, **facts}
+    run = None if isinstance(source, Iterable) else read_source(source)
+    records = records_of(source) if run is None else run.records
+    arrays = {name: x for name in _SERIES if (x := getattr(run, name, None)) is not None}
+    for i, record in enumerate(records):
+        arrays |= {f"{i}/{n}": x for n in _ARRAYS if (x := getattr(record, n)) is not None}
+        arrays |= {f"{i}/values/{name}": table for name, table in record.values.items()}
+    head = {
+        "hookkit": 1,
+        "records": [_head(record) for record in records],
+        "valid": list(getattr(run, "valid", ())),
+        "info": getattr(run, "info", {}),
+        "incidents": [vars(incident) for incident in getattr(run, "incidents", ())],
+    }
     text = json.dumps(head, default=_plain)
     with write_aside(path) as file:  # a file, since numpy adds .npz to a name that lacks it
         np.savez_compressed(file, head=np.array(text), **arrays)
     return path
 
 
-_SERIES = ("losses", "grad_norms")
-_ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
+def _head(record: Any) -> dict[str, Any]:
+    words = {"kind": record.kind, "names": record.names, "types": record.types}
+    return {**words, "meta": record.meta, "statistics": list(record.values)}
 
 
 def _plain(x: Any) -> Any:
     return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else str(x)
 
 
-def load(path: str | Path) -> list[Record]:
-    """The records that `save` wrote, equal in every value.
+@contextmanager
+def opened(path: str | Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """What `save` wrote: for each record the fields of a Record, and those of the Run.
 
     Raises:
-        OptionError: the file is not one of `save`'s, or is damaged.
+        OptionError: the file is not one of `save`'s, or is damaged: also if an error of these kinds
+            is raised while its fields are used within the `with`.
     """
-    return _read(path)[0]
-
-
-def load_run(path: str | Path) -> Run:
-    """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
-
-    Raises:
-        OptionError: the file is not one of `save`'s, is damaged, or holds several of a kind.
-    """
-    records, rest = _read(path)
-    if len({r.kind for r in records}) < len(records):
-        raise OptionError(
-            f"one run was to be loaded; {path} holds {len(records)} records, several of a kind. "
-            f"Use hookkit.records.load(path), which gives them all."
-        )
-    return replace(as_run(records) if records else Run(), **rest)
-
-
-def _read(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
-    """The records in a file, and what else there is of the run, by its name in `Run`."""
     path = check_path("load", path)
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             head = json.loads(str(file["head"]))
-            records = [_loaded(file, i, each) for i, each in enumerate(head["records"])]
-            rest = {name: file[name] for name in _SERIES if name in file}
-            rest |= {name: head[name] for name in ("valid", "info") if name in head}
-            rest["incidents"] = tuple(_incident(each) for each in head.get("incidents", ()))
-            return records, rest
+            records = [_record_fields(file, i, each) for i, each in enumerate(head["records"])]
+            run = {name: file[name] for name in _SERIES if name in file}
+            run |= {name: head[name] for name in _FACTS if name in head}
+            run["incidents"] = [_incident_fields(each) for each in head.get("incidents", ())]
+            yield records, run
     except _UNREADABLE as why:
         raise OptionError(
-            f"{path} was to be loaded; hookkit did not write it, or it is damaged. "
-            f"Use save(…, path)."
+            f"cannot load {path}: hookkit did not write it, or it is damaged. "
+            f"Give a file that save(…, path) wrote."
         ) from why
 
 
-def _incident(fields: dict[str, Any]) -> Incident:
-    past = {name: np.array(row, np.float64) for name, row in fields["history"].items()}
-    steps = np.array(fields["steps"], np.int64)
-    others = tuple(fields["others"])
-    return Incident(**{**fields, "others": others, "steps": steps, "history": past})
-
-
-_UNREADABLE = (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
-
-
-def _loaded(file: Any, i: int, head: dict[str, Any]) -> Record:
-    arrays: dict[str, Any] = {n: file.get(f"{i}/{n}") for n in _ARRAYS}
-    values = {name: file[f"{i}/values/{name}"] for name in head["statistics"]}
+def _record_fields(file: Any, i: int, head: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: file.get(f"{i}/{name}") for name in _ARRAYS}
+    fields["values"] = {name: file[f"{i}/values/{name}"] for name in head["statistics"]}
     names, types = tuple(head["names"]), tuple(head["types"])
-    return Record(head["kind"], names, types, values=values, meta=head["meta"], **arrays)
+    return {**fields, "kind": head["kind"], "names": names, "types": types, "meta": head["meta"]}
+
+
+def _incident_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    history = {name: np.array(row, np.float64) for name, row in fields["history"].items()}
+    steps, others = np.array(fields["steps"], np.int64), tuple(fields["others"])
+    return {**fields, "others": others, "steps": steps, "history": history}

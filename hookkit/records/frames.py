@@ -1,37 +1,26 @@
 """Records as a tidy table: a DataFrame, a CSV file, and two runs side by side.
 
-pandas is optional: it is imported where a frame is asked for.
+Builds on `values`. pandas is optional: it is imported when a frame is made.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from hookkit.checks import check_path
 from hookkit.errors import OptionError, missing_extra
 from hookkit.files import write_aside
-from hookkit.records.record import Record
-from hookkit.records.run import as_run
+from hookkit.records.values import records_of
 from hookkit.texts import csv_cell
 
+if TYPE_CHECKING:
+    from hookkit.records.record import Record
+
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
-
-
-def records_of(source: Any) -> list[Record]:
-    """The records in a `Record`, a `Run`, a recording callback, a Watcher or Learner, or a list.
-
-    Raises:
-        ArgumentError: there is no record in it.
-    """
-    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
-        return [record for item in source for record in records_of(item)]
-    return list(as_run(source).records)
 
 
 def to_df(source: Any) -> Any:
@@ -75,10 +64,8 @@ def to_csv(source: Any, path: str | Path) -> Path:
     Missing parent folders are made. A name that a spreadsheet would take for a formula gets a
     quote before it (`'=x`), and control characters in names are escaped.
     """
-    path, records = (
-        check_path("to_csv", path),
-        records_of(source),
-    )  # first: a mistake must not leave a file
+    path = check_path("to_csv", path)
+    records = records_of(source)  # before the file is opened: an error here must leave no file
     with write_aside(path, text=True) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -106,15 +93,15 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
         OptionError: they have no layer with that statistic in common.
         MissingExtraError: pandas is not installed.
     """
-    rows, mine, others = [], records_of(a), records_of(b)
-    for x in mine:
-        for y in others:
+    rows, of_a, of_b = [], records_of(a), records_of(b)
+    for x in of_a:
+        for y in of_b:
             if x.kind == y.kind and statistic in x.values and statistic in y.values:
                 rows += _compared(x, y, statistic)
     if not rows:
         raise OptionError(
-            f'"{statistic}" of two runs was to be compared; they have no layer with it in common. '
-            f"Both recorded {_common(mine, others)}."
+            f'compare(statistic="{statistic}"): the two runs have no layer with it in common. '
+            f"Use what both recorded: {_common(of_a, of_b)}."
         )
     rows.sort(key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
     return _pandas().DataFrame(rows)

@@ -1,19 +1,22 @@
 """Records to a TensorBoard writer: a few scalars per layer, histograms in their recorded bins.
 
-TensorBoard is optional: the writer is whatever object the user brings.
+Builds on `values`. TensorBoard is optional: the writer is any object with `add_scalar` and, for
+histograms, `add_histogram_raw`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.records.frames import records_of
-from hookkit.records.record import Record
+from hookkit.records.values import records_of, sources_of
+
+if TYPE_CHECKING:
+    from hookkit.records.record import Record
 
 _SCALARS = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _PARAM_SCALARS = ("weight_norm", "grad_norm", "update_ratio")
@@ -38,13 +41,13 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
         ArgumentError: `writer` cannot take scalars, or not the histograms that are there.
         OptionError: one of `statistics` was recorded nowhere.
     """
-    parts = [(each, records_of(each)) for each in _each(source)]
+    parts = [(each, records_of(each)) for each in sources_of(source)]
     records = [record for _, found in parts for record in found]
     needed = ["add_scalar", *["add_histogram_raw"] * any(r.hist is not None for r in records)]
     if missing := [name for name in needed if not callable(getattr(writer, name, None))]:
         raise ArgumentError(
-            f"log_to needs a SummaryWriter, {type(writer).__name__} was given, which has no "
-            f"{missing[0]}. Make one: torch.utils.tensorboard.SummaryWriter(log_dir); it needs "
+            f"log_to(writer): {type(writer).__name__} was given, which has no {missing[0]}. "
+            f"Give a SummaryWriter: torch.utils.tensorboard.SummaryWriter(log_dir); it needs "
             f'tensorboard: pip install "hookkit[tensorboard]".'
         )
     wanted = None if statistics is None else _checked(statistics, records)
@@ -54,23 +57,16 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
             _log(writer, record, wanted, sent)
 
 
-def _each(source: Any) -> list[Any]:
-    """`source`, or what is in it if it is a collection."""
-    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping)):
-        return [each for item in source for each in _each(item)]
-    return [source]
-
-
 Sent = dict[tuple[str, str], int]  # (kind, statistic) → the last step that was sent
 _SENT: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], Sent]]] = WeakKeyDictionary()
-"""What each source has sent, and to which writer."""
+"""By source, for each writer the last steps that it was sent: neither is kept alive by this."""
 
 
 def _sent(source: Any, writer: Any) -> Sent:
     """What `source` has sent to `writer`, to be updated; nothing yet for a Record or a Run."""
     try:
         writers = _SENT.setdefault(source, [])
-    except TypeError:  # a value, which has neither a hash nor a past
+    except TypeError:  # a Record or a Run: a value has no hash, and is sent whole each time
         return {}
     writers[:] = [(held, sent) for held, sent in writers if held() is not None]
     for held, sent in writers:

@@ -1,15 +1,22 @@
-"""`Record`: what one recorder saw, one row per layer and one column per record."""
+"""`Record`: what one recorder saw, one row per layer and one column per record.
+
+Builds on the ways out (`frames`, `files`, `loggers`), which read `.records` of whatever they are
+given and so need not know this class. `Tables` and `Exports` add them as methods: to a Record, a
+Run, and to whatever else holds records (recorders, Watcher, Learner).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.records.values import Exports, Floats, Ints, Plain
+from hookkit.records import files, frames, loggers
+from hookkit.records.values import Floats, Ints, Plain, label
 
 KINDS = ("activation", "gradient", "param")
 
@@ -35,6 +42,37 @@ PARAM_STATISTICS = (
 )
 
 
+class Tables:
+    """Methods of whatever holds records, which send them to other tools: see `hookkit.records`."""
+
+    def to_df(self) -> Any:
+        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
+        return frames.to_df(self)
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Writes the tidy table as CSV; the path."""
+        return frames.to_csv(self, path)
+
+    def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
+        """Sends scalars and histograms to a TensorBoard `SummaryWriter`: what it has not got yet.
+
+        So it can be called after each epoch; see `records.log_to`.
+        """
+        loggers.log_to(writer, self, statistics=statistics)
+
+    def compare(self, other: Any, statistic: str = "rms") -> Any:
+        """This run and another side by side, a DataFrame by layer: see `records.compare`."""
+        return frames.compare(self, other, statistic)
+
+
+class Exports(Tables):
+    """`Tables` and `save`. Not for a Learner, whose `save` writes the weights."""
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
+        return files.save(self, path)
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Record(Plain, Exports):
     """What one recorder saw: one row per layer, one column per record.
@@ -48,7 +86,7 @@ class Record(Plain, Exports):
             when several are merged.
         epochs: (n,) int64.
         iters: (n,) int64, index of the training batch.
-        spans: (n,) int64, how many recorded steps each record merges (1 until the ring halves).
+        spans: (n,) int64, how many recorded steps each record merges (1 until the history halves).
         values: statistic → (n_layers, n) float64, NaN where the layer did not run.
         hist: (n_layers, n_bins, n) int64 counts, or None.
         edges: (n_bins + 1,) float64, increasing, may begin and end with −inf and inf. Values that
@@ -81,14 +119,15 @@ class Record(Plain, Exports):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ArgumentError(
-                f"Record(kind={self.kind!r}) was asked for. Use {', '.join(map(repr, KINDS))}."
+                f"Record(kind={self.kind!r}) is not a kind of record. "
+                f"Use {', '.join(map(repr, KINDS))}."
             )
         rows, n = len(self.names), len(self.steps)
         for what, found, wanted in self._sizes(rows, n):
             if found != wanted:
                 raise ArgumentError(
-                    f"a Record of {rows} names and {n} steps was to be made, with {what} of shape "
-                    f"{found}. Give it the shape {wanted}."
+                    f"Record of {rows} names and {n} steps: {what} has the shape {found}. "
+                    f"Give it the shape {wanted}."
                 )
 
     def _sizes(self, rows: int, n: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -106,6 +145,11 @@ class Record(Plain, Exports):
         """How many records there are."""
         return len(self.steps)
 
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """`(self,)`: read as a Run, it is one of a single kind."""
+        return (self,)
+
     def layer(self, layer: int | str) -> int:
         """The row of `layer`, an index (negative ones count from the end) or a name.
 
@@ -114,8 +158,8 @@ class Record(Plain, Exports):
         """
         if not self.names:
             raise SelectionError(
-                f"layer {layer!r} was asked for; nothing was recorded yet. Train first: "
-                f"learn.fit(1), or your loop inside `with watch(…)`."
+                f"layer {layer!r}: nothing has been recorded yet. "
+                f"Train first: learn.fit(1), or your loop inside `with watch(…)`."
             )
         if isinstance(layer, str):
             return self._named(layer)
@@ -123,7 +167,7 @@ class Record(Plain, Exports):
         whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
         if not whole or not -n <= layer < n:
             raise SelectionError(
-                f"layer {layer} was asked for, {n} were recorded. "
+                f"layer {layer}: {n} layers were recorded. "
                 f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."
             )
         return int(layer) % n
@@ -150,7 +194,7 @@ class Record(Plain, Exports):
         """
         if statistic not in self.values:
             raise SelectionError(
-                f'the statistic "{statistic}" was asked for; recorded are {_some(self.values)}. '
+                f'statistic "{statistic}" was not recorded; {_some(self.values)} were. '
                 + self._cure(statistic)
             )
         table = self.values[statistic]
@@ -174,15 +218,6 @@ class Record(Plain, Exports):
         hist = ", hist" if self.hist is not None else ""
         records = f"{len(self)} record{'s' * (len(self) != 1)}"
         return f"Record({self.kind}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
-
-
-def label(name: str, kind: str) -> str:
-    """A layer's name and the class of its module, as every picture, page and message writes them.
-
-    >>> label("0", "Conv2d"), label("", "Net"), label("features.0", "")
-    ('0 Conv2d', '(model) Net', 'features.0')
-    """
-    return f"{name or '(model)'} {kind}".rstrip()
 
 
 _CURES = {

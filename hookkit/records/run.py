@@ -1,18 +1,25 @@
-"""`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one."""
+"""`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
+
+Builds on `record`. The room's top: `as_run` makes a Run of any source, `load` and `load_run` of a
+file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from inspect import getattr_static
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.errors import ArgumentError, OptionError
-from hookkit.records.record import Record
-from hookkit.records.values import Exports, Floats, Ints, Plain, Views
+from hookkit.errors import OptionError
+from hookkit.records import files
+from hookkit.records.record import Exports, Record
+from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
+
+if TYPE_CHECKING:
+    from hookkit.health import Diagnosis
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +64,31 @@ class Incident(Plain):
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
 
 
+class Views:
+    """Methods of whatever holds a whole run: what is wrong with it, its picture, its page.
+
+    Their rooms stand above this one, and are imported when a method is called.
+    """
+
+    def diagnose(self) -> Diagnosis:
+        """What is wrong with the run, if anything: see `hookkit.health.diagnose`."""
+        from hookkit.health import diagnose
+
+        return diagnose(self)
+
+    def plot(self, **options: Any) -> Any:
+        """The whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
+        from hookkit.plotting import plot_run
+
+        return plot_run(self, **options)
+
+    def report(self, path: str | Path | None = None, **options: Any) -> Path:
+        """Writes one HTML page of the run, and returns its path: see `hookkit.report`."""
+        from hookkit.pages import report
+
+        return report(self, path, **options)
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Run(Plain, Exports, Views):
     """Everything known of one training run: what a diagnosis, a picture or a report reads.
@@ -67,7 +99,7 @@ class Run(Plain, Exports, Views):
         params: of weights, their gradients and updates.
         losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
         valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
-            its last step where that is known, `train_loss`, and what was told of it.
+            its last step where that is known, `train_loss`, and what the loop reported of it.
         grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown.
         incidents: from the flight recorder.
         info: model name, number of classes, optimizer, learning rates, versions, output facts, …
@@ -85,9 +117,7 @@ class Run(Plain, Exports, Views):
     @classmethod
     def load(cls, path: str | Path) -> Run:
         """The run that `save` wrote: see `records.load_run`."""
-        from hookkit.records import files
-
-        return files.load_run(path)
+        return load_run(path)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -115,27 +145,40 @@ def as_run(source: Any) -> Run:
     Raises:
         ArgumentError: nothing of this kind can be read from `source`.
     """
-    if isinstance(source, Run):
-        return source
-    if isinstance(source, Record):
-        return as_run([source])
-    if isinstance(source, (list, tuple)) and source:
+    if isinstance(source, (list, tuple)):
         by_kind = {_SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
-        if len(by_kind) == len(source):
-            return Run(**by_kind)  # type: ignore[arg-type]
-    for name in () if isinstance(source, type) else ("run_record", "run", "record"):
-        # its own: a callback also shows what its learner has, whose run is that of all
-        if callable(getattr_static(source, name, None)):
-            return as_run(getattr(source, name)())
-    raise ArgumentError(
-        f"a run was asked for, {_kind(source)} was given. "
-        "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
-        "ActivationStats; a saved one is read by Run.load(path)."
-    )
+        if not source or len(by_kind) < len(source):
+            raise no_records(source)
+        return Run(**by_kind)  # type: ignore[arg-type]
+    found = read_source(source)
+    return found if isinstance(found, Run) else as_run([found])
 
 
-def _kind(source: Any) -> str:
-    return f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+def load(path: str | Path) -> list[Record]:
+    """The records that `save` wrote, equal in every value.
+
+    Raises:
+        OptionError: the file is not one of `save`'s, or is damaged.
+    """
+    with files.opened(path) as (records, _):
+        return [Record(**fields) for fields in records]
+
+
+def load_run(path: str | Path) -> Run:
+    """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
+
+    Raises:
+        OptionError: the file is not one of `save`'s, is damaged, or holds several of a kind.
+    """
+    with files.opened(path) as (fields, of_run):
+        records = [Record(**each) for each in fields]
+        incidents = tuple(Incident(**each) for each in of_run.pop("incidents"))
+    if len({r.kind for r in records}) < len(records):
+        raise OptionError(
+            f"cannot load one run: {path} holds {len(records)} records, several of a kind. "
+            f"Use hookkit.records.load(path), which returns all of them."
+        )
+    return replace(as_run(records) if records else Run(), incidents=incidents, **of_run)
 
 
 def by_module(record: Record) -> Record:
@@ -179,6 +222,6 @@ def as_record(source: Any, *kinds: str) -> Record:
             return record  # type: ignore[no-any-return]
     found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(_SLOTS)
     raise OptionError(
-        f"a record of kind {' or '.join(wanted)} is needed, recorded are: {found}. "
+        f"a record of kind {' or '.join(wanted)} is needed; recorded: {found}. "
         f"Train with {' or '.join(f'{_RECORDERS[k]}()' for k in wanted)}."
     )

@@ -1,16 +1,25 @@
-"""What all records share: equality of plain values, and the ways out to other tools."""
+"""What the room's values share: array types, equality, layer labels; and how a source is read.
+
+The lowest file of the room: it knows no class of the others. A *source* is anything that holds
+records: a Record, a Run, or an object with a method `run_record()` (a Learner, a Watcher) or
+`record()` (a recorder) that returns one. Both values have `.records`, which is all that tables,
+files and loggers read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
+from hookkit.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from hookkit.health import Diagnosis
+    from hookkit.records.record import Record
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -33,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Plain:
-    """Equal to another of its class if all its parts are: arrays too, and NaN equals NaN."""
+    """Base of the values: two are equal if all their fields are, arrays and NaN included."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and same(vars(self), vars(other))
@@ -41,64 +50,52 @@ class Plain:
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
 
-class Views:
-    """A whole run looked at: what is wrong with it, its picture, its page."""
+def label(name: str, kind: str) -> str:
+    """A layer's name and the class of its module, as every picture, page and message writes them.
 
-    def diagnose(self) -> Diagnosis:
-        """What is wrong with the run, if anything: see `hookkit.health.diagnose`."""
-        from hookkit.health import diagnose
-
-        return diagnose(self)
-
-    def plot(self, **options: Any) -> Any:
-        """The whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
-        from hookkit.plotting import plot_run
-
-        return plot_run(self, **options)
-
-    def report(self, path: str | Path | None = None, **options: Any) -> Path:
-        """Writes one HTML page of the run, and returns its path: see `hookkit.report`."""
-        from hookkit.pages import report
-
-        return report(self, path, **options)
+    >>> label("0", "Conv2d"), label("", "Net"), label("features.0", "")
+    ('0 Conv2d', '(model) Net', 'features.0')
+    """
+    return f"{name or '(model)'} {kind}".rstrip()
 
 
-class Tables:
-    """What can be read as records goes to other tools: see `hookkit.records`."""
+def read_source(source: Any) -> Any:
+    """The Record or the Run that `source` is, or that its `run_record()` or `record()` returns.
 
-    def to_df(self) -> Any:
-        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
-        from hookkit.records import frames
-
-        return frames.to_df(self)
-
-    def to_csv(self, path: str | Path) -> Path:
-        """Writes the tidy table as CSV; the path."""
-        from hookkit.records import frames
-
-        return frames.to_csv(self, path)
-
-    def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
-        """Sends scalars and histograms to a TensorBoard `SummaryWriter`: what it has not got yet.
-
-        So it can be called after each epoch; see `records.log_to`.
-        """
-        from hookkit.records import loggers
-
-        loggers.log_to(writer, self, statistics=statistics)
-
-    def compare(self, other: Any, statistic: str = "rms") -> Any:
-        """This run and another side by side, a DataFrame by layer: see `records.compare`."""
-        from hookkit.records import frames
-
-        return frames.compare(self, other, statistic)
+    Raises:
+        ArgumentError: `source` is no such thing.
+    """
+    if isinstance(source, Plain) and hasattr(source, "records"):
+        return source
+    for name in () if isinstance(source, type) else ("run_record", "run", "record"):
+        # looked up without __getattr__: a callback also answers with what its learner has, and
+        # would be read as the run of all callbacks
+        if callable(getattr_static(source, name, None)):
+            return read_source(getattr(source, name)())
+    raise no_records(source)
 
 
-class Exports(Tables):
-    """… and to a file that comes back. Not a Learner: its `save` writes the weights."""
+def no_records(source: Any) -> ArgumentError:
+    """The error about a source that holds no records."""
+    kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+    return ArgumentError(
+        f"{kind} was given, and it holds no records. "
+        "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
+        "ActivationStats; a saved run is read by Run.load(path)."
+    )
 
-    def save(self, path: str | Path) -> Path:
-        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
-        from hookkit.records import files
 
-        return files.save(self, path)
+def sources_of(source: Any) -> list[Any]:
+    """`source` alone, or the sources in it if it is a list or another collection."""
+    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
+        return [each for item in source for each in sources_of(item)]
+    return [source]
+
+
+def records_of(source: Any) -> list[Record]:
+    """The records in a Record, a Run, a recorder, a Watcher, a Learner, or a list of these.
+
+    Raises:
+        ArgumentError: something in it holds no records.
+    """
+    return [record for each in sources_of(source) for record in read_source(each).records]
