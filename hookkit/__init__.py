@@ -1,29 +1,32 @@
 """See inside any PyTorch model, while it runs and while it trains.
 
-Three doors:
+Three ways to use it:
 
     with hook_outputs(select(model, "blocks.*")) as h: model(x)             # look inside one pass
     with watch(model, opt, ActivationStats(every=10)) as w: train(model)    # … a whole training
     print(summary(model, x))                                                # … the architecture
 
-The house has two stems that meet once. Model stem: `selecting → hooks → modelinfo → summaries`.
-Training stem: `events → callbacks`. They join in `recording`, which feeds `stats → health →
-pages`. On top stand the two drivers of the same callbacks. A room imports only from rows above
-its own; `tests/test_layers.py` holds this. A room with several files is a folder whose docstring
-names them.
+A file or folder imports only from the rows above its own, and `tests/test_layers.py` checks it. A
+folder's docstring says what is in its files. There are three groups: the model (`selecting`,
+`hooks`, `modelinfo`, `summaries`); what was recorded (`records`, `health`, `plotting`, `pages`),
+which are values and know nothing of hooks and loops; and training (`callbacks`, `recording`,
+`stats`), with its two drivers `learner` and `watching`. Hooks meet a training loop in `recording`
+alone.
 
-    errors · interrupts                          what goes wrong; Ctrl-C
-    checks                                       one check for each kind of argument
-    events · files · nested · texts · modules    events; whole files; structures; widths; names
-    selecting · ranks · data                     which modules; which process; which batches
-    hooks · moments · records · callbacks        capture; statistics; what was recorded; Callback
-    editing · swapping · features · modelinfo    change; wrap; extract; count
-    recording                                    HookCallback: where hooks meet a loop
-    summaries · stats                            a model at a glance; its layers over time
-    health · plotting                            diagnosis; pictures
-    pages                                        report: one page of a run
-    learner · watching                           our loop; anybody's
-    bridges · testing · demo                     other loops; small nets; a real run
+     0  errors · interrupts · version           errors and warnings; Ctrl-C; the version
+     1  checks · events · files                 of arguments; names of events; whole files
+        nested · modules · texts                structures of tensors; submodules; text widths
+     2  selecting · ranks · data                which modules; which process; which batches
+        autograd_graph · markup                 the graph behind a tensor; HTML
+     3  hooks · records                         capture; what was recorded, as values
+     4  moments · editing · swapping            statistics; change outputs; replace modules
+        modelinfo · health                      sizes, shapes, compute; diagnosis of a run
+     5  features · summaries · plotting         extract; a model at a glance; pictures
+     6  pages · callbacks                       report: one page of a run; Callback
+     7  recording                               HookCallback: where hooks meet a loop
+     8  stats                                   ActivationStats and other recorders
+     9  learner · watching                      our training loop; anybody's
+    10  bridges · testing · demo                other libraries' loops; small models; a real run
 """
 
 from .callbacks import (
@@ -105,7 +108,6 @@ from .summaries import Summary, layer_info, module_summary, summary
 from .swapping import Catcher, GramWrapper, Wrapper, swap
 from .version import __version__
 from .watching import Watcher, watch
-
 
 __all__ = [
     "ActivationStats",

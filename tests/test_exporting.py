@@ -157,7 +157,7 @@ def test_runs_are_compared_by_layer() -> None:
 
 
 def test_runs_without_a_common_layer_are_not_compared() -> None:
-    with pytest.raises(OptionError, match='"dead".: the two runs'):
+    with pytest.raises(OptionError, match=r'"dead"\): the two runs'):
         compare(record(), record(), "dead")
 
 
