@@ -1,40 +1,140 @@
-"""A training loop that is not ours, followed: the events, and the state that callbacks read.
+"""`ExternalLoop`: a training loop that hookkit does not run, as callbacks see it in `self.learn`.
 
-Builds on `driving` and `events`; `boundaries` tells it what happens. `FollowedLoop` is what a
-callback sees as `self.learn` while `watch` drives it, with the names it knows from the Learner.
+Builds on `CallbackRunner`; `LoopHooks` sends it signals (a forward begins, an optimizer has
+stepped, …). The idea is `TABLE`: for each state of the loop and each signal it says which actions
+follow, and in which state the loop is then. An action fires the events of the Learner:
 
-    forward      before_batch · after_pred
-    step         before_step · after_step · after_batch
-    (a step made within the backward is over when the backward is)
-    no step      after_batch when the next batch comes (accumulation, a step skipped by AMP)
-    it raised    after_cancel_batch
-    validation   before_batch · after_pred · after_batch, with `training` False; around several
-                 of them before_validate · after_validate
+    begin_batch    before_batch, after before_epoch and before_train if the epoch begins with it
+    after_pred     after_pred
+    before_step    before_step, or after_cancel_step if a callback raises CancelStepException
+    end_step       after_step · after_batch
+    end_batch      after_batch: of a batch without a step (accumulation, a step skipped by AMP)
+    cancel_batch   after_cancel_batch: its forward raised
+    begin_eval     before_batch with `training` False, after before_validate if it is the first
+    end_eval       after_pred · after_batch
 
-What begins and ends a step is in `stepping`.
+A callback's CancelBatchException closes the batch with after_cancel_batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.outputs import Scores, loss_by_graph
+from hookkit.callbacks.runner import Driver
 from hookkit.callbacks.runs import info_of
-from hookkit.events import CancelBatchException
+from hookkit.callbacks.scaling import stepping_scaler
+from hookkit.errors import HookError
+from hookkit.events import CancelBatchException, CancelStepException
+from hookkit.hooks.entries import graph_task
 from hookkit.watching.losses import LossTape, loss_in
-from hookkit.watching.optimizer_groups import Turns
-from hookkit.watching.stepping import Stepping
+from hookkit.watching.optimizer_groups import OptimizerGroups
 
-_BY_CLASS = ("cross_entropy", "nll_loss")
+# --- States.
+BETWEEN = "between batches"
+BATCH = "in a batch"
+PARTLY = "in a batch, of whose step a part was made"
+CLOSURE = "in a step whose closure has no batch yet"
+CLOSURE_BATCH = "in a step whose closure is in its first batch"
+CANCELLED = "after a batch that a callback cancelled; its step may follow"
+LATE = "in a step that belongs to the one that has just ended"
+EVAL = "in an eval forward"
+PAUSED = "in an eval forward within a batch"
+BACK = "in the state before the eval forward"
+
+# --- Signals. A new batch, an epoch's mark and the end of the run first close what is open.
+CLOSE = "close what is open"
+BEGIN = "a training forward begins"
+BEGIN_STEP = "a training forward begins that is a step of its own (each_forward)"
+OUT = "the forward returned"
+FAIL = "the forward raised"
+ASIDE = "an eval forward begins"
+STEP = "an optimizer's step begins"
+STEP_CLOSURE = "an optimizer's step with a closure begins"
+STEP_LATE = "a further optimizer's step begins, and its batch has ended"
+RAN = "the closure returned"
+STEPPED_PART = "an optimizer has stepped, and others of the same step are to come"
+STEPPED = "the last optimizer of a step has stepped"
+
+Row = tuple[tuple[str, ...], str]
+TABLE: dict[str, dict[str, Row]] = {
+    BETWEEN: {
+        BEGIN: (("begin_batch",), BATCH),
+        BEGIN_STEP: (("begin_batch", "before_step"), PARTLY),
+        ASIDE: (("begin_eval",), EVAL),
+        STEP: (("begin_unseen_batch", "before_step"), BATCH),
+        STEP_CLOSURE: ((), CLOSURE),
+        STEP_LATE: ((), LATE),
+        STEPPED_PART: (("begin_unseen_batch",), PARTLY),
+        STEPPED: (("begin_unseen_batch", "end_step"), BETWEEN),
+    },
+    BATCH: {
+        CLOSE: (("end_batch",), BETWEEN),
+        OUT: (("after_pred",), BATCH),
+        FAIL: (("cancel_batch",), BETWEEN),
+        ASIDE: (("pause",), PAUSED),
+        STEP: (("before_step",), BATCH),
+        STEP_CLOSURE: ((), CLOSURE_BATCH),
+        STEPPED_PART: ((), PARTLY),
+        STEPPED: (("end_step",), BETWEEN),
+    },
+    PARTLY: {
+        CLOSE: (("end_step",), BETWEEN),
+        OUT: (("after_pred",), PARTLY),
+        FAIL: (("cancel_batch",), BETWEEN),
+        ASIDE: (("pause",), PAUSED),
+        STEPPED: (("end_step",), BETWEEN),
+    },
+    CLOSURE: {
+        BEGIN: (("begin_batch",), CLOSURE_BATCH),
+        ASIDE: (("begin_eval",), EVAL),
+        STEP: (("begin_unseen_batch", "before_step"), BATCH),
+        RAN: (("begin_unseen_batch", "before_step"), BATCH),
+        STEPPED_PART: (("begin_unseen_batch",), PARTLY),
+        STEPPED: (("begin_unseen_batch", "end_step"), BETWEEN),
+    },
+    CLOSURE_BATCH: {
+        CLOSE: (("end_batch",), CLOSURE),
+        OUT: (("after_pred",), CLOSURE_BATCH),
+        FAIL: (("cancel_batch",), CLOSURE),
+        ASIDE: (("pause",), PAUSED),
+        STEP: (("before_step",), BATCH),
+        RAN: (("before_step",), BATCH),
+        STEPPED_PART: ((), PARTLY),
+        STEPPED: (("end_step",), BETWEEN),
+    },
+    CANCELLED: {
+        CLOSE: ((), BETWEEN),
+        BEGIN: (("begin_batch",), BATCH),
+        BEGIN_STEP: (("begin_batch", "before_step"), PARTLY),
+        ASIDE: (("begin_eval",), EVAL),
+        STEPPED: (("count_step",), BETWEEN),
+    },
+    LATE: {
+        CLOSE: ((), BETWEEN),
+        BEGIN: (("begin_batch",), BATCH),
+        ASIDE: (("begin_eval",), EVAL),
+        STEP: (("begin_unseen_batch", "before_step"), BATCH),
+        STEP_CLOSURE: ((), CLOSURE),
+        STEPPED: ((), BETWEEN),
+    },
+    EVAL: {OUT: (("end_eval",), BACK), FAIL: (("cancel_eval",), BACK)},
+    PAUSED: {OUT: (("resume",), BACK), FAIL: (("resume",), BACK)},
+}
+"""State → signal → the actions that follow, and the next state. A signal without a row is ignored;
+in the two eval states it means that Ctrl-C ended the forward: it is handled as in the state before.
+"""
 
 
-class FollowedLoop(Stepping):
-    """Somebody else's training loop, as callbacks see it in `self.learn`.
+class ExternalLoop(Driver):
+    """A training loop that is not ours, as callbacks see it in `self.learn`.
 
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
@@ -42,20 +142,36 @@ class FollowedLoop(Stepping):
         training: True from a training forward to the end of its batch; False in validation.
         epoch: 0-based, as marked.
         train_iter: training batches so far in this run.
-        loss: of the batch that is in, detached, if it is known by now; else None.
+        loss: of the batch at hand, detached, if it is known by now; else None.
         pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
-        n_left_out: those that a callback's CancelStepException left out.
-        aside, dls, accelerator: as in a Learner that has none of them.
+        n_left_out: steps that a callback's CancelStepException left out.
+        aside, dls, n_epoch, accelerator: as in a Learner that has none of them.
         scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
+        groups: which of the optimizers make a step together.
         losses: the `LossTape`.
         scores: what a cross entropy was fed first.
-        loss_facts: what the graph of the first told loss says of it; None before, or if named.
-        spans: for each epoch the first step, and what was told of it.
+        loss_facts: what the graph of the first reported loss says of it; None before, or if named.
+        spans: for each epoch its number, its first step, and the values reported with it.
+
+    Args:
+        model, opts, each_forward: as for `watch`, checked and unwrapped.
+        unseen: gives what to call when a step comes without a forward before it, or None.
+        finds_opts: as the attribute.
     """
+
+    aside = False
+    dls = n_epoch = accelerator = None
+    loss_func: Any = None
+    scaler: Any = None
+    pred: Any = None
+    loss: Tensor | None = None
+    scores: Scores | None = None
+    loss_facts: dict[str, str] | None = None
+    epoch = n_left_out = 0
 
     def __init__(
         self,
@@ -66,29 +182,22 @@ class FollowedLoop(Stepping):
         finds_opts: bool = False,
     ) -> None:
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
-        self.n_steps = self.epoch = 0
+        self._unseen, self.finds_opts = unseen, finds_opts
         self.elsewhere: list[tuple[int, int]] = []
-        self.loss: Tensor | None = None
-        self.pred: Any = None
-        self.losses = LossTape()
-        self.spans: list[dict[str, Any]] = []
-        self.loss_func: Any = None
-        self.dls = self.accelerator = self.scaler = self.n_epoch = None
-        self.aside = False
-        self.scores: Scores | None = None
-        self.loss_facts: dict[str, str] | None = None
-        self._unseen = unseen
-        self.n_left_out = 0
-        self._first_part: nn.Module | None = None
-        self.turns, self.finds_opts = Turns(), finds_opts
+        self.losses, self.spans = LossTape(), list[dict[str, Any]]()
+        self.groups = OptimizerGroups()
         self._reset()
         self._own(None)
 
     def _reset(self) -> None:
-        self.train_iter, self.stepped, self.training = 0, False, False
-        self._in_epoch = False
-        self._no_steps()
-        self._no_asides()
+        self.state = self._state_before_eval = BETWEEN
+        self.train_iter, self.stepped, self.training, self.in_closure = 0, False, False, False
+        self.groups.stepped = []
+        self._in_epoch = self._validating = self._marked = self._step_cancelled = False
+        self._last_step_iter = self._most_batches = 0
+        self._first_part: nn.Module | None = None
+        self._recorders: list[Any] = []
+        self._paused: list[Any] = []
 
     @property
     def opt(self) -> Optimizer | None:
@@ -98,7 +207,16 @@ class FollowedLoop(Stepping):
     @property
     def stepped_opts(self) -> list[Optimizer]:
         """The optimizers that made the last step; all, where steps are not seen."""
-        return self.turns.last or self.opts
+        return self.groups.last or self.opts
+
+    @property
+    def n_batches_since_step(self) -> int:
+        """Training batches since the last step; 0 while they may still be for the next one.
+
+        They may be up to eight times the most batches that a step has had.
+        """
+        n = self.train_iter - self._last_step_iter - 1
+        return n if n > 8 * max(self._most_batches, 1) else 0
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (cb := self._cb_named(name)) is not None:
@@ -106,7 +224,7 @@ class FollowedLoop(Stepping):
         raise AttributeError(f"a watched loop has no {name!r}", name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was recorded; the model, the optimizers and what is open belong to the original."""
+        """What was recorded; the model, the optimizers and an open batch stay behind."""
         names = ("cbs", "_past", "n_steps", "epoch", "elsewhere", "losses", "spans", "n_left_out")
         return {**{name: getattr(self, name) for name in names}, "kept_info": info_of(self)}
 
@@ -124,7 +242,7 @@ class FollowedLoop(Stepping):
         self._claim()
         self._reset()
         self.fitting = True
-        self._find_recorders()
+        self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
         self("before_fit")
 
     def _carry_on(self, cb: Callback) -> None:
@@ -139,98 +257,153 @@ class FollowedLoop(Stepping):
         self("after_fit")
 
     def end(self) -> None:
-        """Whatever happened: nothing is being followed, and every callback cleans up."""
+        """Whatever happened: the loop is no longer followed, and every callback cleans up."""
         self.fitting = self.training = False
         self.step_scaler = None
         self._clean_up()
 
     def mark_epoch(self) -> None:
-        """Batches after this belong to a new epoch; nothing happens if there was none in this."""
-        self._close()
+        """Batches after this belong to a new epoch; nothing happens if this one had none."""
+        self._signal(CLOSE)
         self._end_validation()
         if self._in_epoch:
             self("after_train", "after_epoch")
             self.epoch, self._in_epoch = self.epoch + 1, False
 
-    def _close(self) -> None:
-        if self.turns.stepped or (self.each_forward and self.training):
-            self._end_step()
-        elif self.training:
-            self._end_batch("after_batch")
+    # --- signals
 
-    # --- forward
+    def _signal(self, signal: str) -> None:
+        row = TABLE[self.state].get(signal)
+        if row is None and self.state in (EVAL, PAUSED):  # Ctrl-C ended the forward
+            self.state, self.training = self._state_before_eval, self.state is PAUSED
+            row = TABLE[self.state].get(signal)
+        if row is None:
+            return
+        actions, state = row
+        if state in (EVAL, PAUSED):
+            self._state_before_eval = self.state
+        self.state = self._state_before_eval if state is BACK else state
+        try:
+            for action in actions:
+                ACTIONS[action](self)
+                if self.state is CANCELLED:
+                    break
+        except BaseException:  # a callback's: the rest of the actions is left out
+            if self.state not in (EVAL, PAUSED):
+                self.state = BATCH if self.training else BETWEEN
+            raise
 
     def forward_began(self, training: bool) -> None:
-        """A batch goes in."""
-        if training:
-            self._train_began()
+        """A forward begins, to learn from or not; nothing of the model has run."""
+        if not training:
+            self._signal(ASIDE)
+        elif self._marked:
+            self._marked = False  # its batch has begun
         else:
-            self._aside_began()
-
-    def _train_began(self) -> None:
-        self._aside = False
-        if self._marked and self.training:
-            self._marked = False
-            return
-        if self.turns.stepped:
-            self.turns.learn(self.opts)
-        self._close()
-        self._begin_batch()
+            self._next_batch()
 
     def part_began(self, part: nn.Module) -> None:
-        """A part of the model runs: a batch goes in, if none is in."""
+        """A child of a model runs whose own forward was never seen: a batch begins, if none has."""
         again = self.each_forward and part is self._first_part
-        if not self.training or self.turns.stepped or again:
+        if not self.training or self.groups.stepped or again:
             self._first_part = part
-            self._train_began()
+            self.forward_began(True)
 
     def mark_batch(self) -> None:
-        """A batch begins, says the user; the forward that follows belongs to it."""
-        self._marked = False
-        self._train_began()
+        """The user says that a batch begins; the forward that follows belongs to it."""
+        self._next_batch()
         self._marked = True
 
+    def _next_batch(self) -> None:
+        if self.groups.stepped:
+            self.groups.learn(self.opts)
+        self._signal(CLOSE)
+        self._signal(BEGIN_STEP if self.each_forward else BEGIN)
+
     def forward_ended(self, output: Any, share: bool = False) -> None:
-        """The batch came out; `share`: its loss is a part of its step's, not one to average."""
-        if self._aside:
-            self._aside_ended(output, "after_pred", "after_batch")
-            return
-        if not self.training:
-            return
-        loss, guess = loss_in(output)
-        if loss is not None:
-            self.tell_loss(loss, guess, share)
-        if self.scores is None and not isinstance(self.loss_func, nn.Module):
-            # a module's own input is looked at
-            self.scores = Scores(self.loss_func, output, fed=False)
+        """The forward returned `output`, the live object.
+
+        Args:
+            share: a loss in it is a part of its step's loss: the batches' add up to the step's.
+        """
+        if self.training:
+            self._find_loss(output, share)
         self.pred = output
         try:
-            self._tell("after_pred")
+            self._signal(OUT)
         finally:
             self.pred = None
 
     def forward_failed(self) -> None:
-        """The model raised: its batch is not recorded."""
-        if self._aside:
-            self._aside_ended(None, "after_cancel_batch")
-        elif self.training:
-            self.losses.drop()
-            self._end_batch("after_cancel_batch")
+        """The model raised; the exception is on its way to the user. The batch is not recorded."""
+        self._signal(FAIL)
 
-    def tell_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
-        """The loss of the batch that is in, or of the step just made."""
-        if self.loss_facts is None and self.loss_func is None:
-            self._learn_loss(loss)
-        kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
-        self.losses.put(kept, guess, share)
-        if self.training:
-            self.loss = kept
+    def step_began(self, opt: Optimizer, closure: bool) -> None:
+        """`opt.step` was called; with a closure, forward and backward may be still to come."""
+        if opt not in self.opts:
+            self.opts.append(opt)
+        if self.state is CANCELLED or self.each_forward:
+            return
+        if opt in self.groups.stepped and not in_backward():
+            self._signal(CLOSE)
+        scaler = stepping_scaler()
+        if scaler is not None or not self.groups.stepped:
+            self.step_scaler = scaler
+        self.in_closure = closure
+        if closure:
+            self._signal(STEP_CLOSURE)
+        elif not self.training and self.groups.comes_late(opt):
+            self._signal(STEP_LATE)
+        else:
+            self._signal(STEP)
 
-    def _learn_loss(self, loss: Tensor) -> None:
-        """What kind of loss it is, from the graph of the first that is told."""
-        self.loss_facts = loss_by_graph(loss)
-        if self.scores is not None and self.loss_facts.get("loss_func") in _BY_CLASS:
-            self.scores.by_class = True
+    def closure_ran(self) -> None:
+        """The closure of the step at hand was evaluated; weights change from here on.
+
+        Only after the first evaluation can a callback still leave the step out.
+        """
+        self._signal(RAN)
+
+    def step_ended(self, opt: Optimizer) -> None:
+        """`opt` has changed the weights; their `.grad` is still there."""
+        if self.each_forward:
+            return
+        if self.state in (CANCELLED, LATE) or not self._more_to_come(opt):
+            self._signal(STEPPED)
+        else:
+            self._signal(STEPPED_PART)
+            self._note_part(opt)
+        self.in_closure = False
+
+    def _more_to_come(self, opt: Optimizer) -> bool:
+        """Whether the step goes on after `opt` has stepped."""
+        if in_backward():  # an optimizer for each parameter: the step is over when the backward is
+            if not self.groups.stepped:
+                # private: the autograd engine calls this when the backward pass under way has
+                # ended. DDP and FSDP use it too; since torch 1.0. Without it such steps would
+                # end only as the next batch begins.
+                Variable._execution_engine.queue_callback(self._backward_ended)
+            if opt not in self.groups.stepped:
+                self.groups.stepped.append(opt)
+            return True
+        self.groups.stepped.append(opt)
+        unseen = self.model.parameters() if self.finds_opts else ()
+        return self.groups.more_to_come(self.opts, unseen)
+
+    def _backward_ended(self) -> None:
+        if self.fitting and self.groups.stepped:
+            self._signal(CLOSE)
+
+    def _note_part(self, opt: Optimizer) -> None:
+        """Recorders read the gradients of `opt` now: at `after_step` they may be gone."""
+        if self._step_cancelled:
+            return
+        owned = [p for group in opt.param_groups for p in group["params"]]
+        for cb in self.cbs:
+            if cb.run and hasattr(type(cb), "_note_part"):
+                cb._note_part(owned)
+
+    # --- actions on a training batch
 
     def _begin_batch(self) -> None:
         self._end_validation()
@@ -238,28 +411,139 @@ class FollowedLoop(Stepping):
             self._in_epoch = True
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
-        self.training, self.stepped, self._skip, self.loss = True, False, False, None
+        self.training, self.stepped, self._marked, self.loss = True, False, False, None
         self.losses.begin(self.n_steps)
         self._tell("before_batch")
-        if self.each_forward:
-            self._before_step(too_early=True)
 
-    def _end_batch(self, event: str) -> None:
+    def _begin_unseen_batch(self) -> None:
+        """A step came, and the forward before it was not seen."""
+        if (unseen := self._unseen()) is not None:
+            unseen()
+        self._begin_batch()
+
+    def _after_pred(self) -> None:
+        self._tell("after_pred")
+
+    def _before_step(self) -> None:
+        try:
+            self._tell("before_step")
+        except CancelStepException:
+            if self.each_forward or in_backward():
+                raise HookError(
+                    "A callback raised CancelStepException, and the gradients of this step are "
+                    "still to come: it is made within the backward, or is not seen "
+                    "(each_forward=True). Call `backward()` first and a torch `opt.step()` after."
+                ) from None
+            for opt in self.opts:
+                opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
+            self._step_cancelled, self.n_left_out = True, self.n_left_out + 1
+            self("after_cancel_step")
+
+    def _end_step(self) -> None:
+        self.groups.end()
+        self._most_batches = max(self._most_batches, self.train_iter - self._last_step_iter)
+        self._last_step_iter = self.train_iter
+        if self._step_cancelled:
+            self._step_cancelled = False
+        else:
+            self.n_steps, self.stepped = self.n_steps + 1, True
+            self._tell("after_step")
+        if self.training:
+            self._end_batch()
+
+    def _count_step(self) -> None:
+        self.n_steps += 1
+
+    def _end_batch(self, event: str = "after_batch") -> None:
         self.train_iter += event == "after_batch"  # as the Learner: known to most `after_batch`
         try:
             self._tell(event)
         finally:
-            self.training = False
+            self.training = self._marked = False
             self._pause()
 
+    def _cancel_batch(self) -> None:
+        self.losses.drop()
+        self._end_batch("after_cancel_batch")
+
     def _tell(self, event: str) -> None:
-        if self._listeners.get(event) == []:
-            return  # the common case, without the calls that follow
+        """Fires an event of a training batch."""
         try:
             self(event)
-        except CancelBatchException:
-            # the user's batch goes on; for the callbacks it is over
-            self._skip = True
-            self.losses.drop()
+        except CancelBatchException:  # the user's batch goes on; for the callbacks it is over
+            self.state = CANCELLED
             if self.training:
-                self._end_batch("after_cancel_batch")
+                self._cancel_batch()
+
+    # --- actions on an eval forward
+
+    def _begin_eval(self) -> None:
+        self.training = False
+        self._pause()
+        if not self._validating:
+            self._validating = True
+            self("before_validate")
+        with suppress(CancelBatchException):
+            self("before_batch")
+
+    def _end_eval(self, *events: str) -> None:
+        try:
+            with suppress(CancelBatchException):
+                self(*(events or ("after_pred", "after_batch")))
+        finally:
+            self._pause()
+
+    def _cancel_eval(self) -> None:
+        self._end_eval("after_cancel_batch")
+
+    def _end_validation(self) -> None:
+        if self._validating:
+            self._validating = False
+            self("after_validate")
+
+    def _pause(self) -> None:
+        """Nothing is recorded between training batches, also in a forward that cannot be seen."""
+        self.training = False
+        self._paused = [cb for cb in self._recorders if cb.recording]
+        for cb in self._paused:
+            cb._record(False)
+
+    def _resume(self) -> None:
+        self.training = True
+        for cb in self._paused:
+            cb._record(True)
+
+    # --- losses
+
+    def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
+        """Takes the loss of the batch at hand, or of the step just made."""
+        if self.loss_facts is None and self.loss_func is None:
+            self.loss_facts = loss_by_graph(loss)
+            by_class = self.loss_facts.get("loss_func") in ("cross_entropy", "nll_loss")
+            if self.scores is not None and by_class:
+                self.scores.by_class = True
+        kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
+        self.losses.put(kept, guess, share)
+        if self.training:
+            self.loss = kept
+
+    def _find_loss(self, output: Any, share: bool) -> None:
+        loss, guess = loss_in(output)
+        if loss is not None:
+            self.report_loss(loss, guess, share)
+        if self.scores is None and not isinstance(self.loss_func, nn.Module):
+            # of a loss function that is a module, its own input is read
+            self.scores = Scores(self.loss_func, output, fed=False)
+
+
+ACTIONS: dict[str, Callable[[ExternalLoop], None]] = {
+    name: getattr(ExternalLoop, f"_{name}")
+    for rows in TABLE.values()
+    for actions, _ in rows.values()
+    for name in actions
+}
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way in this thread."""
+    return graph_task() != -1

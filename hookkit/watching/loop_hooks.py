@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from itertools import chain
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,31 +39,7 @@ from hookkit.hooks.entries import (
 )
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import inner_key, submodules, unwrap
-
-
-class Listener(Protocol):
-    """What wants to know."""
-
-    def forward_began(self, training: bool) -> None:
-        """A batch goes in, to learn from or not; nothing of the model has run."""
-
-    def forward_ended(self, output: Any, share: bool = False) -> None:
-        """It came out as `output`, the live object; a loss in it is the batch's `share` only."""
-
-    def part_began(self, part: nn.Module) -> None:
-        """A part of a model whose own forward was never seen; a batch goes in, if none is in."""
-
-    def forward_failed(self) -> None:
-        """The model raised; the exception is on its way to the user."""
-
-    def step_began(self, opt: Optimizer, closure: bool) -> None:
-        """`opt.step` was called; with a closure, forward and backward may be still to come."""
-
-    def closure_ran(self) -> None:
-        """The closure of the step under way was evaluated; weights change from here on."""
-
-    def step_ended(self, opt: Optimizer) -> None:
-        """`opt` has changed the weights; their `.grad` is still there."""
+from hookkit.watching.external_loop import ExternalLoop
 
 
 _ANY_OPTIMIZER: Any = (
@@ -101,7 +77,7 @@ def _first(module: nn.Module, hook: _Tell) -> RemovableHandle:
     return handle
 
 
-class Boundaries:
+class LoopHooks:
     """Tells `listener` of each training forward of `model` and each step of its optimizers.
 
     Args:
@@ -117,8 +93,8 @@ class Boundaries:
     thread has made training forwards, which are not recorded.
     """
 
-    def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, listener: Listener):
-        self.model, self.listener = model, listener
+    def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, loop: ExternalLoop):
+        self.model, self.loop = model, loop
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
         self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
@@ -214,7 +190,7 @@ class Boundaries:
                 if training:
                     self.root_ran = True
                     self._drop_heads()
-                self.listener.forward_began(training)
+                self.loop.forward_began(training)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
@@ -226,16 +202,16 @@ class Boundaries:
             return
         self._telling = False
         if sys.exception() is not self._error:
-            self.listener.forward_failed()
+            self.loop.forward_failed()
         else:
-            self.listener.forward_ended(output, kwargs.get(_IN_STEP) is not None)
+            self.loop.forward_ended(output, kwargs.get(_IN_STEP) is not None)
 
     def _before_head(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
-                self.listener.part_began(module)
+                self.loop.part_began(module)
             else:
                 self.elsewhere = True
 
@@ -259,7 +235,7 @@ class Boundaries:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
                 # an optimizer of one's own may take a number there, or the model
                 is_closure = callable(closure) and not isinstance(closure, nn.Module)
-                self.listener.step_began(opt, is_closure)
+                self.loop.step_began(opt, is_closure)
                 if is_closure:
                     told = self._told(closure)
                     if "closure" in kwargs:
@@ -273,7 +249,7 @@ class Boundaries:
         @wraps(closure)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = closure(*args, **kwargs)
-            self.listener.closure_ran()
+            self.loop.closure_ran()
             return result
 
         return call
@@ -286,7 +262,7 @@ class Boundaries:
         self._steps.pop()
         if not self._steps:
             self._depth = 0  # a forward cut short by Ctrl-C that the user caught ends here
-            self.listener.step_ended(opt)
+            self.loop.step_ended(opt)
 
     def _steps_here(self) -> bool:
         """Whether the thread that attached makes this step; a thread of autograd's works for it."""

@@ -178,7 +178,7 @@ class Criterion:
             return
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.twice |= loop.loss is not None and loop.loss is self._last
-            loop.tell_loss(one_number(output))
+            loop.report_loss(one_number(output))
             self._last = loop.loss
             if loop.scores is None and args:
                 loop.scores = Scores(module, args[0])

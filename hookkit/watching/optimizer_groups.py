@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Turns:
+class OptimizerGroups:
     """Says whether a step is over.
 
     Attributes:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hookkit.callbacks.runs import run_of
 from hookkit.records import Exports, Floats, Run, Views
-from hookkit.watching.external_loop import FollowedLoop
+from hookkit.watching.external_loop import ExternalLoop
 
 
 class ReadOut(Exports, Views):
     """The half of a `Watcher` that reads."""
 
-    loop: FollowedLoop
+    loop: ExternalLoop
     info: dict[str, Any]
 
     @property

@@ -39,8 +39,8 @@ from hookkit.watching.checks import (
     tell_unseen,
     tell_unstepped,
 )
-from hookkit.watching.external_loop import FollowedLoop
-from hookkit.watching.loop_hooks import Boundaries
+from hookkit.watching.external_loop import ExternalLoop
+from hookkit.watching.loop_hooks import LoopHooks
 from hookkit.watching.losses import Criterion, one_number
 from hookkit.watching.readout import ReadOut
 
@@ -130,17 +130,17 @@ class Watcher(ReadOut):
         self.model, self.loss_func = model, loss_func
         finds = not (opts or by_hand)
         unseen = WeakMethod(self._on_unseen)  # so that all is freed with the last reference to it
-        self.loop = FollowedLoop(unwrap(model), opts, each_forward, unseen, finds)
+        self.loop = ExternalLoop(unwrap(model), opts, each_forward, unseen, finds)
         self.loop.loss_func = loss_func
         check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
-        self.boundaries = Boundaries(model, None if by_hand else opts, self.loop)
+        self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
         self.criterion = Criterion(self.loop, loss_func)
         self._told = self._told_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
-            if not self.boundaries.owns(opt):
+            if not self.hooks.owns(opt):
                 tell_foreign(opt, self.loop.model)
 
     # --- begin and end
@@ -162,7 +162,7 @@ class Watcher(ReadOut):
         try:
             self._guard.begin()
             self.loop.begin()
-            self.boundaries.attach()
+            self.hooks.attach()
             if self.loop.cbs:
                 forget_graphs(self.model)  # one that has run would not see the hooks
             self.criterion.attach()
@@ -198,7 +198,7 @@ class Watcher(ReadOut):
         if isinstance(sys.exception(), KeyboardInterrupt):  # it leaves torch's own `no_grad` on
             torch.set_grad_enabled(self._with_grad)
         try:
-            self.boundaries.detach()
+            self.hooks.detach()
             self.criterion.remove()
         finally:
             self.loop.end()
@@ -222,7 +222,7 @@ class Watcher(ReadOut):
         """Another optimizer from the next start on: libraries make one for each training."""
         self._check_whole()
         opts = optimizers(opt)
-        self.boundaries.opts, self.loop.opts = opts, list(opts)
+        self.hooks.opts, self.loop.opts = opts, list(opts)
 
     # --- what the user may tell
 
@@ -274,7 +274,7 @@ class Watcher(ReadOut):
         value = one_number(loss)
         self._told_loss = True
         if self.loop.fitting:
-            self.loop.tell_loss(value)
+            self.loop.report_loss(value)
 
     # --- looking
 
@@ -318,7 +318,7 @@ class Watcher(ReadOut):
         return {**kept, "_told": True, "_told_loss": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, model=None, loss_func=None, boundaries=None, criterion=None)
+        vars(self).update(state, model=None, loss_func=None, hooks=None, criterion=None)
 
     def _check_whole(self) -> None:
         if self.model is None:
@@ -340,23 +340,23 @@ class Watcher(ReadOut):
     # --- what is told
 
     def _on_unseen(self) -> None:
-        never = not (self.boundaries.root_ran or self.n_steps)
-        if not self._told and (never or self.boundaries.in_eval):
+        never = not (self.hooks.root_ran or self.n_steps)
+        if not self._told and (never or self.hooks.in_eval):
             self._told = True
-            tell_unseen(self.loop.model, self.boundaries.compiled)
+            tell_unseen(self.loop.model, self.hooks.compiled)
 
     def _check_stepped(self) -> None:
-        loop, compiled = self.loop, self.boundaries.compiled_step
+        loop, compiled = self.loop, self.hooks.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
-        if not (self._told or self.n_steps or loop.train_iter) and self.boundaries.elsewhere:
+        if not (self._told or self.n_steps or loop.train_iter) and self.hooks.elsewhere:
             self._told = True
             tell_elsewhere(loop.model)
             return
-        if self._told or not (loop.n_idle if stepped else loop.train_iter or compiled):
+        if self._told or not (loop.n_batches_since_step if stepped else loop.train_iter or compiled):
             return
         self._told = True
         if stepped:
-            tell_idle(loop.model, loop.n_idle, [] if loop.finds_opts else loop.opts)
+            tell_idle(loop.model, loop.n_batches_since_step, [] if loop.finds_opts else loop.opts)
         else:
             tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
 
