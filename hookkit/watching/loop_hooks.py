@@ -1,15 +1,16 @@
-"""Where a batch and a step begin and end, in a training loop that is not ours.
+"""`LoopHooks`: where a batch and a step begin and end, in a training loop that is not ours.
 
-Builds on `walking`. Two pairs of hooks tell all of it: forward hooks on the model (on
-each of its wrappers too, for the user may call any of them) say when a batch goes in and comes
-out; the optimizer's step hooks say when weights are about to change and have changed.
+Builds on `hooks.entries` and on PyTorch's step hooks of optimizers, and sends signals to an
+`ExternalLoop`. Two pairs of hooks see everything: forward hooks on the model and on each of its
+wrappers (for the user may call any of them), and the optimizers' step hooks.
 
-    model(x) ─ forward_began ─ … ─ forward_ended(output)
+    model(x) ─ forward_began ─ … ─ forward_ended(output), or forward_failed
     opt.step() ─ step_began(opt, closure) ─ (closure_ran) ─ … ─ step_ended(opt)
 
 A forward is for training when the model is in training mode with gradients on; validation and a
-rollout under `no_grad` are not. Only the outermost call is told, and no recomputation by activation
-checkpointing. What another thread than the one that attached does with the model is its own affair.
+rollout under `no_grad` are not. Only the outermost call is reported, and no recomputation by
+activation checkpointing. Calls of the model in other threads than the one that attached the hooks
+are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from threading import get_ident
 from typing import Any
@@ -26,21 +27,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as global_hooks
-from torch.utils.hooks import RemovableHandle
 
 from hookkit.hooks.entries import (
-    Dispatcher,
+    Handle,
+    HookEntry,
     check_hookable,
     graph_task,
     in_thread,
     is_tracing,
-    put_first,
     recomputing,
 )
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import inner_key, submodules, unwrap
 from hookkit.watching.external_loop import ExternalLoop
-
 
 _ANY_OPTIMIZER: Any = (
     global_hooks.register_optimizer_step_pre_hook,
@@ -60,37 +59,24 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Tell(Dispatcher):
-    """Passes a call on; in a copy or a pickle of the module it does nothing."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> None:
-        if self.target is not None:
-            self.target(*args)
-
-
-def _first(module: nn.Module, hook: _Tell) -> RemovableHandle:
-    """Registers a forward-pre hook before those that are there."""
-    handle = module.register_forward_pre_hook(hook)
-    put_first(module._forward_pre_hooks, handle.id)
-    return handle
-
-
 class LoopHooks:
-    """Tells `listener` of each training forward of `model` and each step of its optimizers.
+    """Reports each forward of `model` and each step of its optimizers to `loop`.
 
     Args:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
-            nets, a module used through other methods), its children tell where a batch begins.
-        opts: torch optimizers; empty: every optimizer that owns a parameter of `model`; None: no
+            nets, a module used through other methods), a call of one of its children begins a
+            batch.
+        opts: torch optimizers; empty: every optimizer that holds a parameter of `model`; None: no
             optimizer is hooked.
-        listener: told at once, in the user's thread; what it raises reaches the user's code.
+        loop: gets its signals at once, in the user's thread; what it raises reaches the user's
+            code.
 
-    `compiled` and `compiled_step` become True when the model, or the step, ran inside a graph
-    that `torch.compile` made of something around it: there Python cannot be told. `in_eval` says
-    that the last forward was in eval mode with gradients on. `elsewhere` says that another
-    thread has made training forwards, which are not recorded.
+    Attributes:
+        compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
+            made of something around it: Python hooks do not run there.
+        root_ran: a training forward of the model itself was seen.
+        in_eval: the last forward was in eval mode with gradients on.
+        other_thread: another thread has made training forwards, which are not recorded.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, loop: ExternalLoop):
@@ -98,10 +84,10 @@ class LoopHooks:
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
         self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
-        self.elsewhere, self._thread = False, None  # type: tuple[bool, int | None]
+        self.other_thread, self._thread = False, None  # type: tuple[bool, int | None]
+        self._handle, self._handle_of_children = Handle(), Handle()
         self._undo: list[Callable[[], None]] = []
-        self._heads: list[Callable[[], None]] = []
-        self._depth, self._telling = 0, False
+        self._depth, self._reporting = 0, False
         self._steps: list[Optimizer] = []  # under way: a step may call another's, or super().step
         self._error: BaseException | None = None
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]]
@@ -109,16 +95,16 @@ class LoopHooks:
 
     @uninterrupted
     def attach(self) -> None:
-        """Sets the hooks; `detach` removes all of them, also when this was cut short."""
-        self._depth, self._telling, self._steps = 0, False, []
-        self.elsewhere, self._thread = False, get_ident()
+        """Registers the hooks; `detach` removes all of them, also when this was cut short."""
+        self._depth, self._reporting, self._steps = 0, False, []
+        self.other_thread, self._thread = False, get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.root_ran:
-            inside = [m for child in self.root.children() for m in wrappers(child)]
-            for module in inside:
-                if not isinstance(module, torch.jit.ScriptModule):  # runs no Python hooks
-                    self._heads.append(_first(module, _Tell(self._before_head)).remove)
+            for child in chain.from_iterable(map(wrappers, self.root.children())):
+                if not isinstance(child, torch.jit.ScriptModule):  # runs no Python hooks
+                    entry = HookEntry(self._before_child)
+                    self._handle_of_children.put(child, entry, pre=True, prepend=True)
         pairs: list[Any] = [
             (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts or ()
         ]
@@ -130,31 +116,33 @@ class LoopHooks:
 
     @uninterrupted
     def detach(self) -> None:
-        """Removes what `attach` set; safe to call at any time, and twice."""
+        """Removes what `attach` registered; can be called at any time, and twice."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._drop_heads()
+        for handle in (self._handle, self._handle_of_children):
+            handle.remove()
+        self._handle, self._handle_of_children = Handle(), Handle()
 
     def _attach_module(self, module: nn.Module) -> None:
         check_hookable(module, "watch")
-        self._undo.append(_first(module, _Tell(self._before)).remove)
-        # always called: a forward that raised must be known as ended
-        after = _Tell(self._after)
-        post = module.register_forward_hook(after, with_kwargs=True, always_call=True)
-        self._undo.append(post.remove)
-        # PyTorch may call it once more in this very call, and then without keyword inputs
-        self._undo.append(partial(setattr, after, "target", None))
+        # before the user's hooks, which belong to the batch
+        self._handle.put(module, HookEntry(self._before), pre=True, prepend=True)
+        # always called: a forward that raised must be known to have ended
+        self._handle.put(module, HookEntry(self._after), always_call=True)
+        # Private: `Module._compiled_call_impl`, what `module.compile()` made (since 2.0). It holds
+        # the hooks in its graph, where they do not run. Without it such a model is reported as one
+        # that was never seen to run.
         if (compiled := module._compiled_call_impl) is not None:
             self._undo.append(self._around_compiled(module, compiled))
 
     def _around_compiled(
         self, module: nn.Module, compiled: Callable[..., Any]
     ) -> Callable[[], None]:
-        """`module.compile()` compiles the hooks along; a call around the compiled one is told."""
+        """Replaces a compiled call by one that reports it; the function that restores it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._before(module, args)
+            self._before(module, args, kwargs)
             output = None
             try:
                 output = compiled(*args, **kwargs)
@@ -169,28 +157,30 @@ class LoopHooks:
         module._compiled_call_impl = call  # copies and pickles of a module leave it out
         return undo
 
-    # -- forward ----------------------------------------------------------------------------
+    # --- forward
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True  # written only: no guard, no graph break
             return
         if "_is_replica" in module.__dict__:  # DataParallel: its own call is the forward
             return
         if not in_thread(self._thread):
-            self.elsewhere |= _learns(self.root) and not recomputing()
+            self.other_thread |= _learns(self.root) and not recomputing()
             return
         self._depth += 1
         if self._depth == 1:
             self._error = sys.exception()
-            self._telling = not (recomputing() or is_tracing())  # a trace is no batch
-            if self._telling:
-                training = _learns(self.root)
-                self.in_eval = not training and torch.is_grad_enabled()
-                if training:
-                    self.root_ran = True
-                    self._drop_heads()
-                self.loop.forward_began(training)
+            self._reporting = not (recomputing() or is_tracing())  # a trace is no batch
+            if self._reporting:
+                self._report_forward(_learns(self.root))
+
+    def _report_forward(self, training: bool) -> None:
+        self.in_eval = not training and torch.is_grad_enabled()
+        if training and not self.root_ran:
+            self.root_ran = True
+            self._handle_of_children.remove()
+        self.loop.forward_began(training)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
@@ -198,53 +188,47 @@ class LoopHooks:
         if not in_thread(self._thread):
             return
         self._depth = max(self._depth - 1, 0)
-        if self._depth or not self._telling:
+        if self._depth or not self._reporting:
             return
-        self._telling = False
+        self._reporting = False
         if sys.exception() is not self._error:
             self.loop.forward_failed()
         else:
             self.loop.forward_ended(output, kwargs.get(_IN_STEP) is not None)
 
-    def _before_head(self, module: nn.Module, args: Any) -> None:
+    def _before_child(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
                 self.loop.part_began(module)
             else:
-                self.elsewhere = True
+                self.other_thread = True
 
-    @uninterrupted
-    def _drop_heads(self) -> None:
-        for undo in self._heads:
-            undo()
-        self._heads.clear()
-
-    # -- step -------------------------------------------------------------------------------
+    # --- step
 
     def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Tells of the step; what it returns, the step is called with."""
+        """Reports the step; what it returns are the arguments that the step is called with."""
         if torch.compiler.is_compiling():
             self.compiled_step = True
-        elif self._ours(opt) and self._steps_here():
+        elif self._is_followed(opt) and self._steps_here():
             if self._steps and not _is_stepping(self._steps[0], 1 + (self._steps[0] is opt)):
                 self._steps = []  # it raised
             self._steps.append(opt)
             if len(self._steps) == 1:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                # an optimizer of one's own may take a number there, or the model
+                # a user's own optimizer may take a number there, or the model
                 is_closure = callable(closure) and not isinstance(closure, nn.Module)
                 self.loop.step_began(opt, is_closure)
                 if is_closure:
-                    told = self._told(closure)
+                    reported = self._reported(closure)
                     if "closure" in kwargs:
-                        return args, {**kwargs, "closure": told}
-                    return (args[0], told, *args[2:]), kwargs
+                        return args, {**kwargs, "closure": reported}
+                    return (args[0], reported, *args[2:]), kwargs
         return None
 
-    def _told(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """`closure`, of whose end the listener is told: PyTorch has no hook for it."""
+    def _reported(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, and at its end a signal: PyTorch has no hook for it."""
 
         @wraps(closure)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +239,7 @@ class LoopHooks:
         return call
 
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._ours(opt) or not self._steps:
+        if torch.compiler.is_compiling() or not self._is_followed(opt) or not self._steps:
             return
         if not self._steps_here():
             return
@@ -268,15 +252,15 @@ class LoopHooks:
         """Whether the thread that attached makes this step; a thread of autograd's works for it."""
         return in_thread(self._thread) or graph_task() != -1
 
-    def _ours(self, opt: Optimizer) -> bool:
+    def _is_followed(self, opt: Optimizer) -> bool:
         return bool(self.opts) or self.owns(opt)
 
     def owns(self, opt: Optimizer) -> bool:
-        """Does `opt` hold a parameter of the model? Remembered while its groups stay as many."""
+        """Whether `opt` holds a parameter of the model; looked up again if it gets more groups."""
         n, owned = self._owned.get(opt, (-1, False))
         if n != len(opt.param_groups):
-            mine = {id(p) for p in chain(self.model.parameters(), self.root.parameters())}
-            owned = any(id(p) in mine for group in opt.param_groups for p in group["params"])
+            own = {id(p) for p in chain(self.model.parameters(), self.root.parameters())}
+            owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
             self._owned[opt] = (len(opt.param_groups), owned)
         return owned
 
@@ -286,10 +270,16 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _is_stepping(opt: Optimizer, times: int) -> bool:
-    """Is `opt.step` under way, so many times, on this thread's stack? Else it has raised."""
+    """Whether `opt.step` is under way, so many times, on this thread's stack.
+
+    Only looked up when a step begins while another seems to be under way: PyTorch calls no hook
+    when a step raises. Private: it finds the frames of `profile_hook_step`'s `wrapper` in
+    torch.optim.optimizer (since 1.8). Without them such a step counts as one that raised, and a
+    step that calls another optimizer's as two.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None and times:
-        mine = frame.f_code.co_name == "wrapper" and frame.f_globals is vars(global_hooks)
-        times -= mine and frame.f_locals.get("self") is opt
+        is_step = frame.f_code.co_name == "wrapper" and frame.f_globals is vars(global_hooks)
+        times -= is_step and frame.f_locals.get("self") is opt
         frame = frame.f_back
     return not times

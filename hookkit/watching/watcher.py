@@ -348,7 +348,7 @@ class Watcher(ReadOut):
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.hooks.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
-        if not (self._told or self.n_steps or loop.train_iter) and self.hooks.elsewhere:
+        if not (self._told or self.n_steps or loop.train_iter) and self.hooks.other_thread:
             self._told = True
             tell_elsewhere(loop.model)
             return
