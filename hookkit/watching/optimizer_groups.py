@@ -1,9 +1,10 @@
-"""Which optimizers make a step together, in a loop that has several.
+"""`OptimizerGroups`: which optimizers make a step together, in a loop that has several.
 
 Two on one model (Muon for matrices, AdamW for the rest) step one after the other and make one step;
-a GAN's two players take turns. Told apart by gradients (also of parameters whose optimizer has not
-been seen yet), then by what happened before the last forward; a wrong guess costs one record and is
-not made again.
+the two players of a GAN each make their own. They are distinguished by gradients: if parameters of
+an optimizer that has not stepped have gradients, the step is not over. Otherwise by what has
+happened before: a group that was once followed by a forward is a step. A wrong guess costs one
+record and is not repeated.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ class OptimizerGroups:
         self._n_all = 0
 
     def more_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor] = ()) -> bool:
-        """Will another of `opts`, or of those not seen yet, step before the next forward?
+        """Whether another of `opts`, or one not seen yet, will step before the next forward.
 
         Args:
-            parameters: those that an optimizer not seen yet may step; read only if need be.
+            parameters: those that an optimizer not seen yet may step; read only if needed.
         """
         if len(opts) == len(self.stepped):
-            return self._n_all != len(opts) and self._another(opts, parameters)
+            return self._n_all != len(opts) and self._unknown_to_come(opts, parameters)
         if _ids(self.stepped) not in self._known:
-            elsewhere = _ids(self.stepped).union(*self._known)
-            if any(_has_gradient(o) for o in opts if id(o) not in elsewhere):
+            in_other_groups = _ids(self.stepped).union(*self._known)
+            if any(_has_gradient(o) for o in opts if id(o) not in in_other_groups):
                 return True
             self.learn(opts)
         return False
 
-    def _another(self, opts: list[Optimizer], parameters: Iterable[Tensor]) -> bool:
-        theirs = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
-        if any(p.grad is not None and id(p) not in theirs for p in parameters):
+    def _unknown_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor]) -> bool:
+        owned = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
+        if any(p.grad is not None and id(p) not in owned for p in parameters):
             return True
         self.learn(opts)
         return False
 
     def learn(self, opts: list[Optimizer]) -> None:
-        """Those of `opts` that have stepped are a turn of their own, or all that there are."""
+        """Notes that those of `opts` which have stepped are a group of their own, or are all."""
         if len(opts) == len(self.stepped):
             self._n_all = len(opts)
         else:
@@ -62,7 +63,7 @@ class OptimizerGroups:
         self.last, self.stepped = self.stepped, []
 
     def comes_late(self, opt: Optimizer) -> bool:
-        """Is `opt` part of the step that was just thought over? It is then learnt."""
+        """Whether `opt` adds to the step that was taken to be over; that is then noted."""
         if self.stepped or not self.last or opt in self.last:
             return False
         self._known.discard(_ids(self.last))

@@ -3,7 +3,7 @@
     with watch(model, opt, ActivationStats(every=10), ParamStats()) as w:
         ...                                         # your loop, or any library's
 
-Builds on `boundaries` (hooks that see batches and steps) and `following` (what callbacks see).
+Builds on `LoopHooks` (which see batches and steps) and `ExternalLoop` (what callbacks see).
 The callbacks are those of the Learner, and get the same events; only what a loop does between
 forward and step (loss, backward) has no event here.
 """
@@ -348,15 +348,16 @@ class Watcher(ReadOut):
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.hooks.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
+        n_idle = loop.n_batches_since_step
         if not (self._told or self.n_steps or loop.train_iter) and self.hooks.other_thread:
             self._told = True
             tell_elsewhere(loop.model)
             return
-        if self._told or not (loop.n_batches_since_step if stepped else loop.train_iter or compiled):
+        if self._told or not (n_idle if stepped else loop.train_iter or compiled):
             return
         self._told = True
         if stepped:
-            tell_idle(loop.model, loop.n_batches_since_step, [] if loop.finds_opts else loop.opts)
+            tell_idle(loop.model, n_idle, [] if loop.finds_opts else loop.opts)
         else:
             tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
 
