@@ -1,7 +1,7 @@
 """`ExternalLoop`: a training loop that hookkit does not run, as callbacks see it in `self.learn`.
 
 Builds on `CallbackRunner`. `LoopHooks` sends it signals (a forward begins, an optimizer has
-stepped, …); `loop_table.TABLE` says which events follow, by the state that the loop is in. One
+stepped, …); `TABLE` says which events follow, by the state that the loop is in. One
 class over one table, and therefore one file.
 """
 
@@ -23,28 +23,7 @@ from hookkit.callbacks.scaling import stepping_scaler
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
-from hookkit.watching.loop_table import (
-    ASIDE,
-    BACK,
-    BATCH,
-    BEGIN,
-    BEGIN_STEP,
-    BETWEEN,
-    CANCELLED,
-    CLOSE,
-    EVAL,
-    FAIL,
-    LATE,
-    OUT,
-    PAUSED,
-    RAN,
-    STEP,
-    STEP_CLOSURE,
-    STEP_LATE,
-    STEPPED,
-    STEPPED_PART,
-    TABLE,
-)
+from hookkit.watching.loop_table import TABLE, Signal, State
 from hookkit.watching.losses import LossTape, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
 
@@ -106,7 +85,7 @@ class ExternalLoop(Driver):
         self._own(None)
 
     def _reset(self) -> None:
-        self.state = self._state_before_eval = BETWEEN
+        self.state = self._state_before_eval = State.BETWEEN
         self.train_iter, self.stepped, self.training, self.in_closure = 0, False, False, False
         self.groups.stepped = []
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
@@ -180,7 +159,7 @@ class ExternalLoop(Driver):
 
     def mark_epoch(self) -> None:
         """Batches after this belong to a new epoch; nothing happens if this one had none."""
-        self._signal(CLOSE)
+        self._signal(Signal.CLOSE)
         self._end_validation()
         if self._in_epoch:
             self("after_train", "after_epoch")
@@ -188,31 +167,31 @@ class ExternalLoop(Driver):
 
     # --- signals
 
-    def _signal(self, signal: str) -> None:
+    def _signal(self, signal: Signal) -> None:
         row = TABLE[self.state].get(signal)
-        if row is None and self.state in (EVAL, PAUSED):  # Ctrl-C ended the forward
-            self.state, self.training = self._state_before_eval, self.state is PAUSED
+        if row is None and self.state in (State.EVAL, State.PAUSED):  # Ctrl-C ended the forward
+            self.state, self.training = self._state_before_eval, self.state is State.PAUSED
             row = TABLE[self.state].get(signal)
         if row is None:
             return
         actions, state = row
-        if state in (EVAL, PAUSED):
+        if state in (State.EVAL, State.PAUSED):
             self._state_before_eval = self.state
-        self.state = self._state_before_eval if state is BACK else state
+        self.state = self._state_before_eval if state is State.BACK else state
         try:
             for action in actions:
                 ACTIONS[action](self)
-                if self.state is CANCELLED:
+                if self.state is State.CANCELLED:
                     break
         except BaseException:  # a callback's: the rest of the actions is left out
-            if self.state not in (EVAL, PAUSED):
-                self.state = BATCH if self.training else BETWEEN
+            if self.state not in (State.EVAL, State.PAUSED):
+                self.state = State.BATCH if self.training else State.BETWEEN
             raise
 
     def forward_began(self, training: bool) -> None:
         """A forward begins, to learn from or not; nothing of the model has run."""
         if not training:
-            self._signal(ASIDE)
+            self._signal(Signal.BEGIN_EVAL)
         elif self._marked:
             self._marked = False  # its batch has begun
         else:
@@ -233,8 +212,8 @@ class ExternalLoop(Driver):
     def _next_batch(self) -> None:
         if self.groups.stepped:
             self.groups.learn(self.opts)
-        self._signal(CLOSE)
-        self._signal(BEGIN_STEP if self.each_forward else BEGIN)
+        self._signal(Signal.CLOSE)
+        self._signal(Signal.BEGIN_STEP if self.each_forward else Signal.BEGIN)
 
     def forward_ended(self, output: Any, share: bool = False) -> None:
         """The forward returned `output`, the live object.
@@ -246,48 +225,48 @@ class ExternalLoop(Driver):
             self._find_loss(output, share)
         self.pred = output
         try:
-            self._signal(OUT)
+            self._signal(Signal.OUT)
         finally:
             self.pred = None
 
     def forward_failed(self) -> None:
         """The model raised; the exception is on its way to the user. The batch is not recorded."""
-        self._signal(FAIL)
+        self._signal(Signal.FAIL)
 
     def step_began(self, opt: Optimizer, closure: bool) -> None:
         """`opt.step` was called; with a closure, forward and backward may be still to come."""
         if opt not in self.opts:
             self.opts.append(opt)
-        if self.state is CANCELLED or self.each_forward:
+        if self.state is State.CANCELLED or self.each_forward:
             return
         if opt in self.groups.stepped and not in_backward():
-            self._signal(CLOSE)
+            self._signal(Signal.CLOSE)
         scaler = stepping_scaler()
         if scaler is not None or not self.groups.stepped:
             self.step_scaler = scaler
         self.in_closure = closure
         if closure:
-            self._signal(STEP_CLOSURE)
+            self._signal(Signal.STEP_CLOSURE)
         elif not self.training and self.groups.comes_late(opt):
-            self._signal(STEP_LATE)
+            self._signal(Signal.STEP_LATE)
         else:
-            self._signal(STEP)
+            self._signal(Signal.STEP)
 
     def closure_ran(self) -> None:
         """The closure of the step at hand was evaluated; weights change from here on.
 
         Only after the first evaluation can a callback still leave the step out.
         """
-        self._signal(RAN)
+        self._signal(Signal.RAN)
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has changed the weights; their `.grad` is still there."""
         if self.each_forward:
             return
-        if self.state in (CANCELLED, LATE) or not self._more_to_come(opt):
-            self._signal(STEPPED)
+        if self.state in (State.CANCELLED, State.LATE) or not self._more_to_come(opt):
+            self._signal(Signal.STEPPED)
         else:
-            self._signal(STEPPED_PART)
+            self._signal(Signal.STEPPED_PART)
             self._note_part(opt)
         self.in_closure = False
 
@@ -308,7 +287,7 @@ class ExternalLoop(Driver):
 
     def _backward_ended(self) -> None:
         if self.fitting and self.groups.stepped:
-            self._signal(CLOSE)
+            self._signal(Signal.CLOSE)
 
     def _note_part(self, opt: Optimizer) -> None:
         """Recorders read the gradients of `opt` now: at `after_step` they may be gone."""
@@ -387,7 +366,7 @@ class ExternalLoop(Driver):
         try:
             self(event)
         except CancelBatchException:  # the user's batch goes on; for the callbacks it is over
-            self.state = CANCELLED
+            self.state = State.CANCELLED
             if self.training:
                 self._cancel_batch()
 

@@ -1,4 +1,4 @@
-"""What an `ExternalLoop` does: for each state of the loop and each signal, actions and a next state.
+"""What an `ExternalLoop` does: for each of its states and each signal, actions and a next state.
 
 `TABLE` is all of it. An action fires the events of the Learner:
 
@@ -17,96 +17,108 @@ CANCELLED. `tests/test_external_loop.py` has the events of many loops, signal by
 
 from __future__ import annotations
 
-# --- States.
-BETWEEN = "between batches"
-BATCH = "in a batch"
-PARTLY = "in a batch, of whose step a part was made"
-CLOSURE = "in a step whose closure has no batch yet"
-CLOSURE_BATCH = "in a step whose closure is in its first batch"
-CANCELLED = "after a batch that a callback cancelled; its step may follow"
-LATE = "in a step that belongs to the one that has just ended"
-EVAL = "in an eval forward"
-PAUSED = "in an eval forward within a batch"
-BACK = "in the state before the eval forward"
+from enum import StrEnum
 
-# --- Signals. A new batch, an epoch's mark and the end of the run first close what is open.
-CLOSE = "close what is open"
-BEGIN = "a training forward begins"
-BEGIN_STEP = "a training forward begins that is a step of its own (each_forward)"
-OUT = "the forward returned"
-FAIL = "the forward raised"
-ASIDE = "an eval forward begins"
-STEP = "an optimizer's step begins"
-STEP_CLOSURE = "an optimizer's step with a closure begins"
-STEP_LATE = "a further optimizer's step begins, and its batch has ended"
-RAN = "the closure returned"
-STEPPED_PART = "an optimizer has stepped, and others of the same step are to come"
-STEPPED = "the last optimizer of a step has stepped"
 
-Row = tuple[tuple[str, ...], str]
-TABLE: dict[str, dict[str, Row]] = {
-    BETWEEN: {
-        BEGIN: (("begin_batch",), BATCH),
-        BEGIN_STEP: (("begin_batch", "before_step"), PARTLY),
-        ASIDE: (("begin_eval",), EVAL),
-        STEP: (("begin_unseen_batch", "before_step"), BATCH),
-        STEP_CLOSURE: ((), CLOSURE),
-        STEP_LATE: ((), LATE),
-        STEPPED_PART: (("begin_unseen_batch",), PARTLY),
-        STEPPED: (("begin_unseen_batch", "end_step"), BETWEEN),
+class State(StrEnum):
+    """Where the loop is."""
+
+    BETWEEN = "between batches"
+    BATCH = "in a batch"
+    PARTLY = "in a batch, of whose step a part was made"
+    CLOSURE = "in a step whose closure has no batch yet"
+    CLOSURE_BATCH = "in a step whose closure is in its first batch"
+    CANCELLED = "after a batch that a callback cancelled; its step may follow"
+    LATE = "in a step that belongs to the one that has just ended"
+    EVAL = "in an eval forward"
+    PAUSED = "in an eval forward within a batch"
+    BACK = "in the state before the eval forward"
+
+
+class Signal(StrEnum):
+    """What happens. A new batch, the mark of an epoch and the end of the run first send CLOSE."""
+
+    CLOSE = "close what is open"
+    BEGIN = "a training forward begins"
+    BEGIN_STEP = "a training forward begins that is a step of its own (each_forward)"
+    OUT = "the forward returned"
+    FAIL = "the forward raised"
+    BEGIN_EVAL = "an eval forward begins"
+    STEP = "an optimizer's step begins"
+    STEP_CLOSURE = "an optimizer's step with a closure begins"
+    STEP_LATE = "a further optimizer's step begins, and its batch has ended"
+    RAN = "the closure returned"
+    STEPPED_PART = "an optimizer has stepped, and others of the same step are to come"
+    STEPPED = "the last optimizer of a step has stepped"
+
+
+Row = tuple[tuple[str, ...], State]
+TABLE: dict[State, dict[Signal, Row]] = {
+    State.BETWEEN: {
+        Signal.BEGIN: (("begin_batch",), State.BATCH),
+        Signal.BEGIN_STEP: (("begin_batch", "before_step"), State.PARTLY),
+        Signal.BEGIN_EVAL: (("begin_eval",), State.EVAL),
+        Signal.STEP: (("begin_unseen_batch", "before_step"), State.BATCH),
+        Signal.STEP_CLOSURE: ((), State.CLOSURE),
+        Signal.STEP_LATE: ((), State.LATE),
+        Signal.STEPPED_PART: (("begin_unseen_batch",), State.PARTLY),
+        Signal.STEPPED: (("begin_unseen_batch", "end_step"), State.BETWEEN),
     },
-    BATCH: {
-        CLOSE: (("end_batch",), BETWEEN),
-        OUT: (("after_pred",), BATCH),
-        FAIL: (("cancel_batch",), BETWEEN),
-        ASIDE: (("pause",), PAUSED),
-        STEP: (("before_step",), BATCH),
-        STEP_CLOSURE: ((), CLOSURE_BATCH),
-        STEPPED_PART: ((), PARTLY),
-        STEPPED: (("end_step",), BETWEEN),
+    State.BATCH: {
+        Signal.CLOSE: (("end_batch",), State.BETWEEN),
+        Signal.OUT: (("after_pred",), State.BATCH),
+        Signal.FAIL: (("cancel_batch",), State.BETWEEN),
+        Signal.BEGIN_EVAL: (("pause",), State.PAUSED),
+        Signal.STEP: (("before_step",), State.BATCH),
+        Signal.STEP_CLOSURE: ((), State.CLOSURE_BATCH),
+        Signal.STEPPED_PART: ((), State.PARTLY),
+        Signal.STEPPED: (("end_step",), State.BETWEEN),
     },
-    PARTLY: {
-        CLOSE: (("end_step",), BETWEEN),
-        OUT: (("after_pred",), PARTLY),
-        FAIL: (("cancel_batch",), BETWEEN),
-        ASIDE: (("pause",), PAUSED),
-        STEPPED: (("end_step",), BETWEEN),
+    State.PARTLY: {
+        Signal.CLOSE: (("end_step",), State.BETWEEN),
+        Signal.OUT: (("after_pred",), State.PARTLY),
+        Signal.FAIL: (("cancel_batch",), State.BETWEEN),
+        Signal.BEGIN_EVAL: (("pause",), State.PAUSED),
+        Signal.STEPPED: (("end_step",), State.BETWEEN),
     },
-    CLOSURE: {
-        BEGIN: (("begin_batch",), CLOSURE_BATCH),
-        ASIDE: (("begin_eval",), EVAL),
-        STEP: (("begin_unseen_batch", "before_step"), BATCH),
-        RAN: (("begin_unseen_batch", "before_step"), BATCH),
-        STEPPED_PART: (("begin_unseen_batch",), PARTLY),
-        STEPPED: (("begin_unseen_batch", "end_step"), BETWEEN),
+    State.CLOSURE: {
+        Signal.BEGIN: (("begin_batch",), State.CLOSURE_BATCH),
+        Signal.BEGIN_EVAL: (("begin_eval",), State.EVAL),
+        Signal.STEP: (("begin_unseen_batch", "before_step"), State.BATCH),
+        Signal.RAN: (("begin_unseen_batch", "before_step"), State.BATCH),
+        Signal.STEPPED_PART: (("begin_unseen_batch",), State.PARTLY),
+        Signal.STEPPED: (("begin_unseen_batch", "end_step"), State.BETWEEN),
     },
-    CLOSURE_BATCH: {
-        CLOSE: (("end_batch",), CLOSURE),
-        OUT: (("after_pred",), CLOSURE_BATCH),
-        FAIL: (("cancel_batch",), CLOSURE),
-        ASIDE: (("pause",), PAUSED),
-        STEP: (("before_step",), BATCH),
-        RAN: (("before_step",), BATCH),
-        STEPPED_PART: ((), PARTLY),
-        STEPPED: (("end_step",), BETWEEN),
+    State.CLOSURE_BATCH: {
+        Signal.CLOSE: (("end_batch",), State.CLOSURE),
+        Signal.OUT: (("after_pred",), State.CLOSURE_BATCH),
+        Signal.FAIL: (("cancel_batch",), State.CLOSURE),
+        Signal.BEGIN_EVAL: (("pause",), State.PAUSED),
+        Signal.STEP: (("before_step",), State.BATCH),
+        Signal.RAN: (("before_step",), State.BATCH),
+        Signal.STEPPED_PART: ((), State.PARTLY),
+        Signal.STEPPED: (("end_step",), State.BETWEEN),
     },
-    CANCELLED: {
-        CLOSE: ((), BETWEEN),
-        BEGIN: (("begin_batch",), BATCH),
-        BEGIN_STEP: (("begin_batch", "before_step"), PARTLY),
-        ASIDE: (("begin_eval",), EVAL),
-        STEPPED: (("count_step",), BETWEEN),
+    State.CANCELLED: {
+        Signal.CLOSE: ((), State.BETWEEN),
+        Signal.BEGIN: (("begin_batch",), State.BATCH),
+        Signal.BEGIN_STEP: (("begin_batch", "before_step"), State.PARTLY),
+        Signal.BEGIN_EVAL: (("begin_eval",), State.EVAL),
+        Signal.STEPPED: (("count_step",), State.BETWEEN),
     },
-    LATE: {
-        CLOSE: ((), BETWEEN),
-        BEGIN: (("begin_batch",), BATCH),
-        ASIDE: (("begin_eval",), EVAL),
-        STEP: (("begin_unseen_batch", "before_step"), BATCH),
-        STEP_CLOSURE: ((), CLOSURE),
-        STEPPED: ((), BETWEEN),
+    State.LATE: {
+        Signal.CLOSE: ((), State.BETWEEN),
+        Signal.BEGIN: (("begin_batch",), State.BATCH),
+        Signal.BEGIN_EVAL: (("begin_eval",), State.EVAL),
+        Signal.STEP: (("begin_unseen_batch", "before_step"), State.BATCH),
+        Signal.STEP_CLOSURE: ((), State.CLOSURE),
+        Signal.STEPPED: ((), State.BETWEEN),
     },
-    EVAL: {OUT: (("end_eval",), BACK), FAIL: (("cancel_eval",), BACK)},
-    PAUSED: {OUT: (("resume",), BACK), FAIL: (("resume",), BACK)},
+    State.EVAL: {
+        Signal.OUT: (("end_eval",), State.BACK),
+        Signal.FAIL: (("cancel_eval",), State.BACK),
+    },
+    State.PAUSED: {Signal.OUT: (("resume",), State.BACK), Signal.FAIL: (("resume",), State.BACK)},
 }
 """State → signal → the actions that follow, and the next state. A signal without a row is ignored;
 in the two eval states it means that Ctrl-C ended the forward: it is handled as in the state before.
