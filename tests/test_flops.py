@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookkit.modelinfo import fake_kernels
+from hookkit.modelinfo import fake_tensors
 from hookkit.modelinfo.flops import has_formula, is_unknown, macs_of
 from hookkit.summaries import summary
 
@@ -135,7 +135,7 @@ def test_grouped_products_have_the_shapes_of_real_ones(a: Any, b: Any, groups: A
     x, y = t(*a).bfloat16(), t(*b).bfloat16()  # every build has a kernel for these
     op = torch.ops.aten._grouped_mm.default
 
-    made = fake_kernels.call(op, (x.float(), y.float()), {"offs": ends})
+    made = fake_tensors.call(op, (x.float(), y.float()), {"offs": ends})
 
     assert made.shape == op(x, y, offs=ends).shape
 
@@ -161,8 +161,8 @@ def test_rows_of_a_nested_tensor_are_counted_without_padding(layout: Any) -> Non
     assert s.macs == 5 * 4 * 6 + 5 * 6 * 2
 
 
-def test_no_product_of_matrices_is_taken_for_free() -> None:
-    # names by their looks: an operator that a new PyTorch brings gets a formula, or is told
+def test_every_matrix_product_has_a_formula_or_is_listed_as_uncounted() -> None:
+    # names by their looks: an operator that a new PyTorch brings gets a formula, or is listed
     looks = re.compile(r"(?!.*backward).*(mm|matmul)(_v\d+)?$")
     composite = {"chain_matmul"}  # made of others, which are counted
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")}
@@ -188,12 +188,12 @@ def test_what_has_no_formula_is_listed() -> None:
     assert "MACs not counted: aten::_fft_r2c ×1" in s.text(width=120)
 
 
-def test_custom_operators_are_never_taken_for_free() -> None:
+def test_custom_operators_are_never_counted_as_free() -> None:
     assert is_unknown("mylib::fused_attention")
     assert not is_unknown("aten::relu")
 
 
-def test_a_functional_products_macs_are_booked_to_the_module_that_runs_it() -> None:
+def test_a_functional_products_macs_count_for_the_module_that_runs_it() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,7 +239,7 @@ def test_a_sparse_matrix_times_a_vector_counts_its_entries() -> None:
     assert s.macs == 6
 
 
-def test_distances_of_many_points_are_told_to_be_uncounted() -> None:
+def test_distances_of_many_points_are_listed_as_uncounted() -> None:
     assert list(summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted) == ["aten::_euclidean_dist"]
 
 

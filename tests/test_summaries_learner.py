@@ -80,7 +80,7 @@ def test_a_small_net_reads_as_in_fastai() -> None:
     assert steady(learner_summary(learn)) == golden("mlp")
 
 
-def test_a_net_with_an_optimizer_is_told_unfrozen() -> None:
+def test_a_net_with_an_optimizer_is_said_to_be_unfrozen() -> None:
     net = mlp()
     opt = torch.optim.SGD(net.parameters(), 0.1)
     learn = learner(net, torch.randn(16, 1), torch.randn(16, 1), opt=opt)
@@ -157,7 +157,7 @@ def test_long_and_nested_shapes_are_not_cut() -> None:
     assert "['100 x 1028 x 4', \"['1 x 1028 x 4', '1 x 1028 x 4']\"]" in text
 
 
-def test_a_frozen_body_is_told_by_group() -> None:
+def test_a_frozen_body_is_shown_by_group() -> None:
     net = conv_net()
     net[0].requires_grad_(False)
     net[1].requires_grad_(False)
@@ -181,12 +181,12 @@ def test_the_real_state_of_the_optimizer_is_counted() -> None:
     net(torch.randn(4, 1)).sum().backward()
     opt.step()
 
-    told = learner_summary(
+    seen = learner_summary(
         learner(net, torch.randn(4, 1), torch.ones(4), opt=opt)
     ).summary.optimizer
 
-    assert told is not None
-    assert told["state_bytes"] == sum(
+    assert seen is not None
+    assert seen["state_bytes"] == sum(
         t.numel() * t.element_size() for s in opt.state.values() for t in s.values()
     )
 
@@ -199,16 +199,16 @@ class Counting(IterableDataset):
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("seeded", [True, False])
 def test_looking_at_a_batch_moves_no_random_state(shuffle: bool, seeded: bool) -> None:
-    mine = torch.Generator().manual_seed(3) if seeded else None
+    generator = torch.Generator().manual_seed(3) if seeded else None
     data = TensorDataset(torch.randn(8, 1), torch.randn(8, 1))
-    loader = DataLoader(data, 4, shuffle=shuffle, generator=mine)
+    loader = DataLoader(data, 4, shuffle=shuffle, generator=generator)
     learn = learner(mlp(), train=loader)
-    before = torch.get_rng_state(), mine.get_state() if mine else None
+    before = torch.get_rng_state(), generator.get_state() if generator else None
 
     learner_summary(learn)
 
     assert torch.equal(before[0], torch.get_rng_state())
-    assert mine is None or torch.equal(before[1], mine.get_state())
+    assert generator is None or torch.equal(before[1], generator.get_state())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_several_inputs_are_passed_on() -> None:
     assert learner_summary(learn).startswith("Bilinear (Input shape: ['4 x 2', '4 x 3'])\n")
 
 
-def test_a_learner_without_data_is_told() -> None:
+def test_a_learner_without_data_is_an_error() -> None:
     learn = learner(mlp(), torch.ones(1), torch.ones(1))
     learn.dls = None
 
@@ -240,7 +240,7 @@ def test_a_learner_without_data_is_told() -> None:
         learner_summary(learn)
 
 
-def test_empty_training_data_is_told() -> None:
+def test_empty_training_data_is_an_error() -> None:
     with pytest.raises(ModelRunError, match="the training data is empty"):
         learner_summary(learner(mlp(), train=DataLoader(TensorDataset(torch.ones(0, 1)), 4)))
 
@@ -255,7 +255,7 @@ def test_a_batch_the_model_cannot_take_names_the_layer() -> None:
     assert "✗ got 4×7, is Linear(in_features=3, out_features=2, bias=True)" in e.value.__notes__[0]
 
 
-def test_a_model_left_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:
+def test_a_model_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:
     net = mlp().eval()
     text = learner_summary(learner(net, torch.randn(16, 1), torch.randn(16, 1)))
 

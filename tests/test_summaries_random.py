@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo import dummy_eval, random_draws
+from hookkit.modelinfo import dummy_eval, sandbox
 from hookkit.summaries import summary
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -130,7 +130,7 @@ def states() -> Any:
 def test_what_a_forward_draws_or_seeds_is_undone(
     draw: Callable[[], Any], real: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random_draws.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(sandbox.threading, "active_count", lambda: 1)
     torch.rand(2)
     before = states()
 
@@ -145,7 +145,7 @@ def test_a_summary_on_fake_tensors_sets_no_random_state(monkeypatch: pytest.Monk
         def set_state(self, state: Any) -> Any:
             raise AssertionError("the state of the process was set")
 
-    monkeypatch.setattr(random_draws, "_generators", lambda: iter([Watched()]))
+    monkeypatch.setattr(sandbox, "_generators", lambda: iter([Watched()]))
     monkeypatch.setattr(random, "setstate", None)
     monkeypatch.setattr(np.random, "set_state", None)
 

@@ -13,8 +13,8 @@ from zoo import ZOO, Entry, entry
 from hookkit.modelinfo import total_params
 from hookkit.nested import leaves
 from hookkit.summaries import Summary, summary
-from hookkit.summaries.folding import lines
-from hookkit.summaries.result import NUMBERS
+from hookkit.summaries.lines import lines
+from hookkit.summaries.rows import NUMBERS
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 

@@ -1,27 +1,26 @@
-"""What a model has and what comes out of its layers, without a Learner and without a trace left.
+"""What a model has and what its layers return, without changing it.
 
-dummies    The input of a model, read off its first layer: how many channels, how many
-           dimensions.
-sandbox    Copies of a model to run in its place, and a world that is put back afterwards.
-hooked     The hooks of a model, put on its copy: the user's run, hookkit's captures do not.
-random_draws  Random states, kept where a run would move them.
-purge_fake  Fake tensors that a forward put outside of the model are taken out again.
-fake_kernels  Where fake tensors know less than real ones: types, indices, the workspace of an LSTM.
-tracing    One run of a model, seen by module: calls in order, shapes, multiply-accumulates,
-           bytes kept.
-saved_tensors  What autograd keeps for the backward pass: memory by storage, and which parameters it
-           reaches.
-flops      Multiply-accumulates of the operations that PyTorch really runs, below `torch.nn`.
+tree          `Tree`: a model read once: its places, modules, parameters and buffers.
+first_layer   A made-up input for a model, from what its first layer says.
+flops         Multiply-accumulates of the operations that PyTorch really runs, below `torch.nn`.
+hook_copies   The hooks that are on a model, for the copy of it that runs.
+sandbox       Copies of models and inputs; what a run could change is restored.
+fake_tensors  Copies without values, what they cannot see, and taking them out of caches.
+tracer        What is seen of a run: calls, shapes, multiply-accumulates, saved tensors.
+tracing       `trace`: one run of a model, on fake tensors or for real.
+info          fastai's helpers: `model_sizes`, `num_features_model`, `total_params` and others.
+
+Each file imports only from those above it. There are nine, since a run that changes nothing has
+four parts (copies, hooks, fake tensors, what is seen), each with its own pitfalls.
 """
 
+from hookkit.modelinfo.first_layer import dummy_input, in_channels
 from hookkit.modelinfo.info import (
     ParameterModule,
     Partly,
     dummy_eval,
-    dummy_input,
     flatten_model,
     has_params,
-    in_channels,
     model_sizes,
     num_features_model,
     total_params,

@@ -1,8 +1,9 @@
-"""What a model has and what comes out of its layers, without a Learner and without a trace left.
+"""What a model has and what its layers return: counts, output sizes, features.
 
 fastai's helpers by name (`fastai.callback.hook`, `fastai.layers`), on any `nn.Module`: Linear,
 convolutions of any dimension, grouped and transposed, recurrent nets, embeddings. Shapes come from
-a run on fake tensors, so mode, random state and buffers stay as they are and nothing is computed.
+a run on fake tensors (`tracing`), so modes, random states and buffers stay as they are and nothing
+is computed.
 """
 
 from __future__ import annotations
@@ -11,34 +12,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hookkit.checks import check_module
 from hookkit.errors import ModelRunError, OptionError
-from hookkit.modelinfo import random_draws, sandbox
-from hookkit.modelinfo.dummies import (
-    checked_module,
-    checked_sides,
-    dummy_input,
-    first_layer,
-    in_channels,
-    input_dims,
-)
-from hookkit.modelinfo.tracing import Trace, trace
+from hookkit.modelinfo import sandbox
+from hookkit.modelinfo.first_layer import checked_sides, dummy_input, first_layer, input_dims
+from hookkit.modelinfo.tracer import Trace
+from hookkit.modelinfo.tracing import trace
+from hookkit.modelinfo.tree import Tree, numel
 from hookkit.modules import children, unwrap
 from hookkit.nested import Inputs, describe, leaves
-
-__all__ = [
-    "ParameterModule",
-    "Partly",
-    "dummy_eval",
-    "dummy_input",
-    "flatten_model",
-    "has_params",
-    "in_channels",
-    "model_sizes",
-    "num_features_model",
-    "total_params",
-]
 
 _SMALLEST = 64  # pixels a side of the first try
 _TOO_SMALL = (
@@ -64,7 +48,7 @@ class Partly(float):
 
 
 class ParameterModule(nn.Module):
-    """A bare parameter in the clothes of a module, as `flatten_model` lists it; never called."""
+    """A bare parameter as a module, which is how `flatten_model` lists it; never called."""
 
     def __init__(self, p: nn.Parameter) -> None:
         super().__init__()
@@ -75,18 +59,13 @@ class ParameterModule(nn.Module):
         return x
 
 
-def numel(p: Tensor) -> int:
-    """Elements of `p`; 0 for a lazy parameter, which has no shape yet."""
-    return 0 if nn.parameter.is_lazy(p) else int(p.numel())
-
-
 def has_params(m: nn.Module) -> bool:
     """True if `m` or any module inside it has a parameter.
 
     >>> has_params(nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), has_params(nn.ReLU())
     (True, False)
     """
-    return next(iter(checked_module(m, "has_params").parameters()), None) is not None
+    return next(iter(check_module("has_params", m).parameters()), None) is not None
 
 
 def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
@@ -102,7 +81,7 @@ def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
     >>> net.weight.requires_grad_(False).requires_grad, total_params(net)
     (False, (330, partly (9%)))
     """
-    params = {id(p): p for p in checked_module(m, "total_params").parameters()}.values()
+    params = {id(p): p for p in check_module("total_params", m).parameters()}.values()
     n = sum(numel(p) for p in params)
     return n, share(n, sum(numel(p) for p in params if p.requires_grad))
 
@@ -120,7 +99,7 @@ def flatten_model(m: nn.Module) -> list[nn.Module]:
     >>> [type(l).__name__ for l in flatten_model(nn.MultiheadAttention(4, 2))]
     ['NonDynamicallyQuantizableLinear', 'ParameterModule', 'ParameterModule']
     """
-    return list(_flat(unwrap(checked_module(m, "flatten_model")), set()))
+    return list(_flat(unwrap(check_module("flatten_model", m)), set()))
 
 
 def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -139,16 +118,18 @@ def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         stack += [*inner, *bare][::-1]
 
 
-def _sorted_out(size: Any, x: Any) -> tuple[Any, Any]:
-    """`size` and `x`, also when an example input was given in the place of the size."""
-    return (None, size) if x is None and leaves(size) else (size, x)
+def _inputs(m: nn.Module, size: Any, x: Any) -> tuple[Inputs, bool]:
+    """The inputs to run `m` on, and whether they are made up.
 
-
-def _asked(m: nn.Module, size: Any, x: Any) -> Inputs:
+    An example may be given in the place of the size, as the second argument.
+    """
+    if x is None and leaves(size):
+        size, x = None, size
     if x is not None and size is not None:
         raise OptionError("got both size= and x=: give the size of a made-up input or an example")
-    x = dummy_input(m, size) if x is None else x
-    return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,))
+    made_up = x is None
+    x = dummy_input(m, size) if made_up else x
+    return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,)), made_up
 
 
 def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None) -> Any:
@@ -167,21 +148,25 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     Raises:
         ModelRunError: the model cannot take the made-up input; its own error is the cause.
     """
-    checked_module(m, "dummy_eval")
-    size, x = _sorted_out(size, x)
-    given = _asked(m, size, x)
-    with sandbox.undisturbed(), random_draws.kept(), sandbox.put_back(m), torch.no_grad():
-        for module in m.modules():
-            module.training = False
+    check_module("dummy_eval", m)
+    given, made_up = _inputs(m, size, x)
+    tree = Tree(m)
+    with (
+        sandbox.undisturbed(),
+        sandbox.random_states(),
+        sandbox.restored_after(tree),
+        torch.no_grad(),
+    ):
+        sandbox.set_mode(tree, False)
         try:
             return m(*given, **given.kwargs)
         except Exception as e:
-            if x is not None:
+            if not made_up:
                 raise
-            raise _cannot(m, given, "", e) from e
+            raise _cannot_take(m, given, "", e) from e
 
 
-def _cannot(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
+def _cannot_take(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
     place = f' in "{where}"' if where else ""
     why = str(error).rstrip(". ")
     return ModelRunError(
@@ -190,15 +175,14 @@ def _cannot(m: nn.Module, given: Inputs, where: str, error: BaseException) -> Mo
     )
 
 
-def _shapes(m: nn.Module, size: Any, x: Any) -> Trace:
-    size, x = _sorted_out(size, x)
-    given = _asked(m, size, x)
-    done = trace(m, tuple(given), given.kwargs, training=False)
+def _run(m: nn.Module, size: Any, x: Any) -> Trace:
+    given, made_up = _inputs(m, size, x)
+    done = trace(Tree(m), given, training=False)
     if done.error is not None:
-        if x is not None:
+        if not made_up:
             raise done.error
         where = done.failed[-1] if done.failed else ""
-        raise _cannot(m, given, where, done.error) from done.error
+        raise _cannot_take(m, given, where, done.error) from done.error
     return done
 
 
@@ -214,7 +198,7 @@ def model_sizes(
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
     """
-    done = _shapes(checked_module(m, "model_sizes"), size, x)
+    done = _run(check_module("model_sizes", m), size, x)
     first: dict[int, str] = {}
     place: dict[str, int] = {}
     sizes: list[Any] = []
@@ -237,7 +221,7 @@ def _sized(shape: Any) -> Any:
 def num_features_model(
     m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None
 ) -> int:
-    """The number of channels (or features) that `m` gives out.
+    """The number of channels (or features) that `m` returns.
 
     The dimension beside the batch that does not grow with the input: channels of a conv net, the
     last dimension of a vision transformer or of a channels-last net. Where the input size cannot
@@ -246,16 +230,15 @@ def num_features_model(
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
     24
     """
-    checked_module(m, "num_features_model")
-    size, x = _sorted_out(size, x)
-    if x is not None:
-        return _channels(_out(_shapes(m, size, x)), None)
+    check_module("num_features_model", m)
+    if x is not None or leaves(size):
+        return _channels(_out(_run(m, size, x)), None)
     if size is not None:
         return _at_size(m, size)
     dims, side = input_dims(first_layer(m)[1])[0], _SMALLEST
     while True:
         try:
-            small = _out(_shapes(m, (side,) * dims, None))
+            small = _out(_run(m, (side,) * dims, None))
             break
         except ModelRunError as e:
             if side >= _LARGEST or not any(text in str(e) for text in _TOO_SMALL):
@@ -266,13 +249,13 @@ def num_features_model(
 
 def _at_size(m: nn.Module, size: int | Iterable[int]) -> int:
     sides = checked_sides(size, input_dims(first_layer(m)[1])[0])
-    return _channels(_out(_shapes(m, sides, None)), _larger(m, sides))
+    return _channels(_out(_run(m, sides, None)), _larger(m, sides))
 
 
 def _larger(m: nn.Module, sides: tuple[int, ...]) -> list[int] | None:
     """The shape that comes out of an input twice the size; None if `m` takes one size only."""
     try:
-        return _out(_shapes(m, tuple(2 * side for side in sides), None)) if sides else None
+        return _out(_run(m, tuple(2 * side for side in sides), None)) if sides else None
     except ModelRunError:
         return None
 
@@ -281,7 +264,9 @@ def _out(done: Trace) -> list[int]:
     """The shape of the first tensor that the model returned."""
     found = list(_plain(done.calls[""].shapes[0])) if done.calls else []
     if not found:
-        raise ModelRunError("asked for the features of a model that returns no tensor")
+        raise ModelRunError(
+            "num_features_model: the model returns no tensor. Give a part of it that does"
+        )
     return found[0]
 
 

@@ -1,31 +1,24 @@
 """A model at a glance: `summary(model, *inputs)`, and the same in fastai's layout for a Learner.
 
-build        From a run to a `Summary`: rows, totals, what is told of the optimizer, and the
-             warnings.
-rows         The rows of a summary: what each module owns, in the order of execution, counted
-             once.
-result       A summary as a value: rows of plain numbers and text, with totals, and no reference
-             to the model.
-folding      The lines of a drawn summary: rows as a tree, equal siblings as one line, cut at a
-             depth.
-text         A summary as text that fits the terminal.
-html         A summary as HTML that folds, for notebooks: no script, no outside file, light and
-             dark.
-diff         What differs between two summaries, by qualified name: rows, numbers, totals.
-fastai_layout  fastai's layout of a summary, drawn from the same value as the rich one, and a
-             Learner's own.
-optimizer_info  What an optimizer holds of a model: its groups, the bytes of its state, and what is
-             amiss.
+rows           `Row`: what each module owns, in the order of execution, counted once.
+optimizer      What an optimizer holds of a model: its groups and the bytes of its state.
+lines          What is drawn: the content of a summary, and its rows as lines, folded and cut.
+text           A summary as text that fits the terminal.
+html           A summary as HTML that folds, for notebooks.
+diff           What differs between two summaries, by qualified name.
+result         `Summary`: the value, which draws and compares itself by the three above.
+making         `summary`: checks, the run, and the `Summary` that is built from it.
+fastai_layout  fastai's layout of a summary, and a Learner's own.
+cli            `python -m hookkit`: a summary from the shell.
+
+Each file imports only from those above it. There are ten, since each is one layout or one source of
+numbers.
 """
 
-from hookkit.summaries.making import (
-    Row,
-    Summary,
-    layer_info,
-    learner_summary,
-    module_summary,
-    summary,
-)
+from hookkit.summaries.fastai_layout import layer_info, learner_summary, module_summary
+from hookkit.summaries.making import summary
+from hookkit.summaries.result import Summary
+from hookkit.summaries.rows import Row
 
 __all__ = [
     "Row",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from hookkit.summaries.result import NUMBERS, Row, Summary
+from hookkit.summaries.lines import Content
+from hookkit.summaries.rows import NUMBERS, Row
 from hookkit.texts import harmless, nbytes, pad, si, width
 
 _WORDS = {
@@ -73,14 +74,19 @@ _MARKS = {"changed": " ", "added": "+", "removed": "−"}
 
 
 def _cells(c: Change) -> tuple[str, ...]:
-    return _MARKS[c.kind], harmless(c.name) or "(model)", harmless(c.type), harmless(_told(c), 1000)
+    return (
+        _MARKS[c.kind],
+        harmless(c.name) or "(model)",
+        harmless(c.type),
+        harmless(_facts_text(c), 1000),
+    )
 
 
 def _cell(text: str) -> str:
     return f'<td style="text-align:left">{escape(text)}</td>'
 
 
-def _told(c: Change) -> str:
+def _facts_text(c: Change) -> str:
     return "   ".join(
         f"{what} {a} → {b}" if c.kind == "changed" else b or a for what, a, b in c.facts
     )
@@ -97,7 +103,7 @@ def _number(key: str, n: int) -> str:
     return si(n) if key == "macs" else f"{n:,}"
 
 
-def compare(a: Summary, b: Summary) -> SummaryDiff:
+def compare(a: Content, b: Content) -> SummaryDiff:
     """The changes from `a` to `b`; own numbers are compared, so that a change shows once."""
     before, after = ({r.name: r for r in s} for s in (a, b))
     changes = []
@@ -119,8 +125,8 @@ def _content(r: Row) -> tuple[tuple[str, str, str], ...]:
 
 def _facts(a: Row, b: Row) -> tuple[tuple[str, str, str], ...]:
     facts = [(k, _text(k, a), _text(k, b)) for k in _FACTS if getattr(a, k) != getattr(b, k)]
-    told = {"n_trainable"} if a.trainable != b.trainable else set()
-    numbers = [k for k in NUMBERS if k not in told and getattr(a, k) != getattr(b, k)]
+    known = {"n_trainable"} if a.trainable != b.trainable else set()
+    numbers = [k for k in NUMBERS if k not in known and getattr(a, k) != getattr(b, k)]
     for k in numbers:
         facts.append((_WORDS[k], _number(k, getattr(a, k)), _number(k, getattr(b, k))))
     return tuple(facts)

@@ -1,7 +1,8 @@
-"""fastai's layout of a summary, drawn from the same value as the rich one, and a Learner's own.
+"""fastai's layout of a summary: `layer_info`, `module_summary` and a Learner's own.
 
-`layer_info`, `module_summary` and `learner_summary` match fastai 2.8.12 to the character where its
-numbers are right; rows stand in the order of execution, and the first dimension is the true one.
+Builds on `making` for the run and draws the same `Summary` as `text` does. Matches fastai 2.8.12 to
+the character where its numbers are right; rows are in the order of execution, and the first
+dimension is the true one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch.utils.data import DataLoader
 from hookkit.data import generators_of, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.interrupts import Undo
-from hookkit.modelinfo import random_draws
-from hookkit.modules import unwrap
+from hookkit.modelinfo import sandbox
+from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves, tmap
-from hookkit.summaries.build import arrivals, build, run, wrapper_notes, wrappers_of
-from hookkit.summaries.result import Row, Summary, View
+from hookkit.summaries.lines import View
+from hookkit.summaries.making import run_summary
+from hookkit.summaries.result import Summary
+from hookkit.summaries.rows import Row
 from hookkit.texts import harmless, percent
 
 _N = 76  # fastai's width
@@ -64,23 +67,15 @@ def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
 
 
 def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary:
-    model, opt = learn.model, getattr(learn, "opt", None)
-    inner = unwrap(model)
-    given = _placed(inner, xb if isinstance(xb, Inputs) else Inputs(xb))
-    done, notes = run(inner, given, training)
-    notes += wrapper_notes(model)
-    torchs = opt if hasattr(opt, "param_groups") else None
-    made = build(inner, done, torchs, View(), wrappers_of(model), arrivals(given), notes)
-    if done.error is not None:
-        error = done.error
-        error.add_note(f"\nin learn.summary, up to the error:\n{made.text(width=100)}")
-        raise error
-    return made
+    tree, opt = Tree(learn.model), getattr(learn, "opt", None)
+    given = _on_device(tree, xb if isinstance(xb, Inputs) else Inputs(xb))
+    opt = opt if hasattr(opt, "param_groups") else None
+    return run_summary(tree, given, opt, View(), training=training, who="learn.summary")
 
 
-def _placed(model: nn.Module, xb: Inputs) -> Inputs:
+def _on_device(tree: Tree, xb: Inputs) -> Inputs:
     """The inputs on the model's device, where the Learner would have put them."""
-    p = next(model.parameters(), None)
+    p = next((p for _, p in tree.params), None)
     if p is None or p.device.type in ("cpu", "meta"):
         return xb
     device = p.device
@@ -165,14 +160,14 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
 
 
 def _mode(model: nn.Module) -> bool | None:
-    """Numbers are those of training, also for a model that a fit has left in evaluation."""
+    """Numbers are those of training, also for a model that is in evaluation mode after a fit."""
     return None if model.training else True
 
 
 def learner_summary(learn: Any) -> SummaryText:
     """`module_summary` on one real batch, with optimizer, loss, freezing and callbacks.
 
-    No callback is fired and nothing of the learner moves; the batch is taken without its workers.
+    No event is fired and nothing of the learner changes; the batch is taken without its workers.
 
     Raises:
         ModelRunError: the learner has no data.
@@ -206,10 +201,10 @@ def frozen_to(learn: Any) -> int:
 
 
 def one_input(dls: Any) -> Inputs:
-    """What the model is called with for one training batch of `dls`, and no trace of having looked.
+    """The model's inputs from one training batch of `dls`; no random state changes.
 
-    The targets are left out: all but the last item, or `n_inp` items where the loader says so. A
-    batch that is a mapping goes in by keyword.
+    All but the last item, or `n_inp` items where the loader says so. A batch that is a mapping
+    becomes keyword inputs.
     """
     train = getattr(dls, "train", None)
     if train is None:
@@ -218,7 +213,7 @@ def one_input(dls: Any) -> Inputs:
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
     with Undo() as stack:
-        stack.enter_context(random_draws.kept())
+        stack.enter_context(sandbox.random_states())
         for g in generators_of(train):
             stack.callback(g.set_state, g.get_state())
         batch = _batch(train)

@@ -14,8 +14,8 @@ from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
-from hookkit.summaries.folding import Line, Node, tree
-from hookkit.summaries.result import NUMBERS, Summary, Totals, View
+from hookkit.summaries.lines import Content, Line, Node, View, tree
+from hookkit.summaries.rows import NUMBERS, Totals
 from hookkit.summaries.text import COLUMNS, body_is_whole, cell, footer_parts, notes_of
 from hookkit.texts import clip, harmless, width
 
@@ -27,7 +27,7 @@ _OPEN_ROWS = 24  # containers start open, level by level, until this many rows a
 _WORD, _CELL = 40, 80  # signs of a word, and of a cell; the pointer shows the rest
 
 
-def render(s: Summary, view: View, by: str = "params") -> str:
+def as_html(s: Content, view: View, by: str = "params") -> str:
     """One `div`: the table, then totals, how it was run and warnings."""
     if not isinstance(by, str) or by not in BARS:
         raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(BARS)}')
@@ -67,7 +67,7 @@ def _short(text: str) -> str:
 class _Drawing:
     """One rendering; the numbers of folded rows stand for all of them while they are closed."""
 
-    def __init__(self, s: Summary, view: View, by: str) -> None:
+    def __init__(self, s: Content, view: View, by: str) -> None:
         self.s, self.by, self.depth = s, by, view.depth
         self.columns = view.columns or (_RUN if s.run != "none" else _NO_RUN)
         self.whole = getattr(s.total, BARS[by])

@@ -1,13 +1,13 @@
-"""A model at a glance: `summary(model, *inputs)`, and the same in fastai's layout for a Learner.
+"""`summary(model, *inputs)`: checks, the run, and what is built from it.
 
-The pieces: `tracing` runs a stand-in once, `inventory` makes rows of what it saw, `outline` is the
-value, `texttable` and `htmltable` draw it, `learnerview` is fastai's layout.
+Builds on `modelinfo` for the model's `Tree` and its `Trace`; `rows` makes rows of them, `optimizer`
+reads the optimizer, `result.Summary` is the value.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,25 +16,33 @@ from torch.optim import Optimizer
 
 from hookkit.checks import check_flag, check_number
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.modules import unwrap
-from hookkit.nested import Inputs, leaves
-from hookkit.summaries.build import arrivals, build, run, wrapper_notes, wrappers_of
-from hookkit.summaries.fastai_layout import layer_info, learner_summary, module_summary
-from hookkit.summaries.result import Row, Summary, View
+from hookkit.modelinfo.hook_copies import HookCopies
+from hookkit.modelinfo.tracer import Trace
+from hookkit.modelinfo.tracing import trace
+from hookkit.modelinfo.tree import Tree, dtype_name, numel
+from hookkit.nested import Inputs, describe, leaves
+from hookkit.summaries import optimizer
+from hookkit.summaries.lines import View
+from hookkit.summaries.optimizer import count, some
+from hookkit.summaries.result import Summary
+from hookkit.summaries.rows import rows_of
 from hookkit.summaries.text import as_columns
-
-__all__ = ["Row", "Summary", "layer_info", "learner_summary", "module_summary", "summary"]
 
 _OPTIONS = ("opt", "fold", "depth", "columns", "model_kwargs")
 
 _SIZE = "Give inputs, or the size of one image: summary(model, x), summary(model, (3, 224, 224))"
-# what torchinfo and its like call it
+# the names of options in torchinfo and its like
 _ELSEWHERE = {
     "input_size": _SIZE,
     "input_shape": _SIZE,
     "input_data": "Give the inputs as the model takes them: summary(model, x)",
-    "col_names": 'Say which columns: columns=("output", "params", "macs")',
+    "col_names": 'Name the columns: columns=("output", "params", "macs")',
 }
+
+_BATCH_OF_ONE = "Expected more than 1 value per channel when training"
+_EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
+# Private: the common base of all BatchNorms, which has no public name. Torch 1.0 to 2.13 have it.
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def summary(
@@ -47,25 +55,28 @@ def summary(
     model_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Summary:
-    """What `model` is made of and what it does to an input; the model stays as it is.
+    """Parameters, output shapes, compute and memory of `model`, which stays as it is.
 
     One run on fake tensors (no compute, no memory), on a real copy if the model needs values.
-    Works on models on any device, on `meta` too, compiled or wrapped for parallel training.
+    Works on models on any device, on `meta` too, compiled or wrapped for parallel training. A model
+    that `fully_shard` has split over processes must be summarised before.
 
     Hooks on the model and edits around the call are part of what it computes: they run, perhaps
     more than once, and on fake tensors if they can. What a hook writes on the model, it writes on
-    the copy; what it counts or prints is its own affair. Captures see nothing of the run. A real
-    run that draws random numbers puts PyTorch's generators back, also for threads that draw from
-    them meanwhile; Python's and NumPy's are restored unless another thread is alive.
+    the copy; what it counts or prints is not undone. Captures see nothing of the run. A real run
+    that draws random numbers restores PyTorch's generators, also for threads that draw from them
+    meanwhile; Python's and NumPy's are restored unless another thread is alive.
+
+    Memory is that of tensors: workspaces of kernels (of an LSTM on CPU, of cuDNN) are not counted.
 
     Args:
         model: any module.
         *args, **kwargs: what its forward takes, of any structure. Nothing: names and parameters
             only. One tuple of ints, `(3, 224, 224)`: a float batch of one of that size.
-        opt: its optimizer, to tell groups, state bytes and parameters that it misses.
+        opt: its optimizer: adds its groups, the bytes of its state and parameters that it misses.
         fold: draw equal siblings once (`h.0..11 ×12`).
         depth: draw modules down to this depth.
-        columns: which columns to draw, by name: see `texttable.COLUMNS`.
+        columns: names of the columns to draw: see `Summary.text`.
         model_kwargs: more keyword inputs, for a forward with inputs named like options above.
 
     Returns:
@@ -82,21 +93,17 @@ def summary(
     columns = as_columns(columns)
     _check(model, opt, depth, model_kwargs)
     view = View(check_flag("summary", "fold", fold), depth, columns)
-    inner, wrappers = unwrap(model), wrappers_of(model)
-    _check_names(inner, {**kwargs, **(model_kwargs or {})}, kwargs)
-    given = Inputs(_sugar(inner, args), {**kwargs, **(model_kwargs or {})})
+    tree = Tree(model)
+    _check_names(tree.model, {**kwargs, **(model_kwargs or {})})
+    given = Inputs(_sized(tree, args), {**kwargs, **(model_kwargs or {})})
     if not given and not given.kwargs:
-        return build(inner, None, opt, view, wrappers, "")
-    done, notes = run(inner, given)
-    notes += wrapper_notes(model)
-    made = build(inner, done, opt, view, wrappers, arrivals(given), notes)
-    if done.error is not None:
-        error = done.error
+        return build(tree, None, opt, view)
+    try:
+        return run_summary(tree, given, opt, view)
+    except Exception as error:
         if hint := _hint(args, given):
             error.add_note(f"hookkit: {hint}")
-        error.add_note(f"\nin hookkit.summary, up to the error:\n{made.text(width=100)}")
-        raise error
-    return made
+        raise
 
 
 def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
@@ -120,8 +127,43 @@ def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
         )
 
 
+def _check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """A misspelt option would be passed to the model's forward, and raise its TypeError."""
+    try:
+        params = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # written in C, or scripted
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in params.values()):
+        return
+    for name in names:
+        if name not in params:
+            near = nearest(name, [*params, *_OPTIONS], n=1)
+            hint = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(params)}"
+            hint = _ELSEWHERE.get(name, hint)
+            raise OptionError(
+                f'"{name}" is neither an option of summary nor an input of '
+                f"{type(model).__name__}.forward. {hint}"
+            )
+
+
+def _sized(tree: Tree, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`(3, 224, 224)` as one float image batch of that size; other arguments as they are."""
+    size = args[0] if len(args) == 1 else None
+    if not isinstance(size, tuple | torch.Size) or not size:
+        return args
+    if not all(type(n) is int for n in size):
+        return args
+    if min(size) < 1:
+        raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
+    floats = (p for _, p in tree.params if p.is_floating_point())
+    p = next(floats, torch.empty(0, device="cpu"))
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1, *size, generator=generator, device="cpu")
+    return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)
+
+
 def _hint(args: tuple[Any, ...], given: Inputs) -> str:
-    """What to say beside the error of a model that got a size, or no tensor at all."""
+    """The cure for a model that was given a size with a batch, or no tensor at all."""
     if given and not leaves(args) and leaves(given):
         size, batch = tuple(args[0]), tuple(given[0].shape)
         return (
@@ -137,35 +179,119 @@ def _hint(args: tuple[Any, ...], given: Inputs) -> str:
     return ""
 
 
-def _check_names(model: nn.Module, asked: dict[str, Any], direct: dict[str, Any]) -> None:
-    """A misspelt option would reach the model's forward, and fail there in the model's words."""
-    try:
-        params = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):  # written in C, or scripted
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in params.values()):
-        return
-    for name in asked:
-        if name not in params:
-            near = nearest(name, [*params, *_OPTIONS], n=1)
-            hint = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(params)}"
-            hint = _ELSEWHERE.get(name, hint)
-            raise OptionError(
-                f'"{name}" is neither an option of summary nor an input of '
-                f"{type(model).__name__}.forward. {hint}"
-            )
+def run_summary(
+    tree: Tree,
+    given: Inputs,
+    opt: Optimizer | None,
+    view: View,
+    *,
+    training: bool | None = None,
+    who: str = "hookkit.summary",
+) -> Summary:
+    """The summary of one run; the model's own error is raised, with the table so far as a note."""
+    done = trace(tree, given, training=training)
+    notes: tuple[str, ...] = ()
+    if done.error is not None and _BATCH_OF_ONE in str(done.error):
+        again = trace(tree, given, training=False)
+        if again.error is None:
+            done, notes = again, (_EVALUATED,)
+    made = build(tree, done, opt, view, _inputs_text(given), notes)
+    if done.error is not None:
+        done.error.add_note(f"\nin {who}, up to the error:\n{made.text(width=100)}")
+        raise done.error
+    return made
 
 
-def _sugar(model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`(3, 224, 224)` as one float image batch of that size; other arguments as they are."""
-    size = args[0] if len(args) == 1 else None
-    if not isinstance(size, tuple | torch.Size) or not size:
-        return args
-    if not all(type(n) is int for n in size):
-        return args
-    if min(size) < 1:
-        raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
-    p = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
-    mine = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1, *size, generator=mine, device="cpu")
-    return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)
+def _inputs_text(given: Inputs) -> str:
+    """Shapes and dtypes of the inputs, `1×128 int64`."""
+    text = describe(given[0] if len(given) == 1 and not given.kwargs else given)
+    kinds = dict.fromkeys(map(dtype_name, leaves(given)))
+    return f"{text} {', '.join(kinds)}".rstrip()
+
+
+def build(
+    tree: Tree,
+    done: Trace | None,
+    opt: Optimizer | None,
+    view: View,
+    inputs: str = "",
+    notes: tuple[str, ...] = (),
+) -> Summary:
+    """The value of a run, or of no run."""
+    seen = done.tree if done is not None and _grew(tree, done.tree) else tree
+    call = done.calls.get("") if done else None
+    output = f"{' | '.join(call.outputs[:3])} {', '.join(call.dtypes)}".strip() if call else ""
+    return Summary(
+        rows=rows_of(seen, done),
+        inputs=inputs,
+        output=output,
+        dtype=_main_dtype(seen),
+        grad_bytes=optimizer.grad_bytes(p for _, p in seen.params),
+        run=done.how if done else "none",
+        why=done.why if done else "",
+        wrappers=_wrappers(tree),
+        uncounted=dict(done.uncounted) if done else {},
+        warnings=tuple(_warnings(seen, done, opt)),
+        footnotes=(*notes, *_footnotes(tree, done)),
+        optimizer=optimizer.read(opt) if opt is not None else None,
+        failed=(done.failed or ("",)) if done and done.error is not None else (),
+        error=f"{type(done.error).__name__}: {done.error}" if done and done.error else "",
+        view=view,
+    )
+
+
+def _grew(tree: Tree, ran: Tree) -> bool:
+    """True if the copy that ran got layers or shapes that the model does not have yet."""
+    if any(nn.parameter.is_lazy(p) for _, p in tree.params):
+        return True
+    return [place.name for place in tree.places] != [place.name for place in ran.places]
+
+
+def _wrappers(tree: Tree) -> tuple[str, ...]:
+    names = [type(m).__name__ for m in tree.wrappers]
+    # Private: what `module.compile()` sets, since torch 2.2. Without it the footer does not say so.
+    if getattr(tree.model, "_compiled_call_impl", None) is not None:
+        names.append("compiled in place")
+    return tuple(names)
+
+
+def _footnotes(tree: Tree, done: Trace | None) -> Iterator[str]:
+    if done is None:
+        return
+    if n := HookCopies(tree).n_on_wrappers():
+        yield f"Hooks on its wrapper that did not run: {n}."
+    if done.n_hooks:
+        yield f"Hooks on the model that ran: {done.n_hooks}."
+    if tree.scripted:
+        yield "Scripted modules run as one: shapes and saved bytes inside them are unknown."
+
+
+def _main_dtype(tree: Tree) -> str:
+    """The dtype of most parameters."""
+    sizes: dict[str, int] = {}
+    for _, p in tree.params:
+        if not nn.parameter.is_lazy(p):
+            sizes[dtype_name(p)] = sizes.get(dtype_name(p), 0) + numel(p)
+    return max(sizes, key=lambda k: sizes[k]) if sizes else ""
+
+
+def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator[str]:
+    """The likeliest mistakes in a model and its optimizer."""
+    params = tree.params
+    if opt is not None:
+        yield from optimizer.warnings_of(params, opt)
+    if done is not None and done.error is None and done.unused:
+        what = count(done.unused, "trainable parameter")
+        yield f"{what} not part of the output, and will get no gradient: {some(done.unused)}"
+    if tree.model.training:
+        norms = [place for place in tree.firsts if isinstance(place.module, _BatchNorm)]
+        if frozen := [place.name for place in norms if not place.module.training]:
+            what = count(frozen, "BatchNorm layer")
+            yield f"{what} in evaluation mode in a model that trains: {some(frozen)}"
+    kinds: dict[str, list[str]] = {}
+    for name, p in params:
+        if p.is_floating_point():
+            kinds.setdefault(dtype_name(p), []).append(name)
+    if len(kinds) > 1:
+        rare = min(kinds, key=lambda k: len(kinds[k]))
+        yield f"parameters of mixed dtypes {', '.join(kinds)}; {rare}: {some(kinds[rare])}"

@@ -1,187 +1,33 @@
 """A summary as a value: rows of plain numbers and text, with totals, and no reference to the model.
 
-Each row holds what its module owns itself, so that every column adds up to the totals; what is
-below it too stands in `row.total`. Text, HTML and comparison are drawn from here (`texttable`,
-`htmltable`, `comparing`).
+Builds on `lines` for its content and on `text`, `html` and `diff`, which draw and compare it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 from hookkit.checks import check_flag, check_number
-from hookkit.errors import (
-    ArgumentError,
-    OptionError,
-    SelectionError,
-    missing_extra,
-    nearest,
-)
-
-NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "saved_bytes")
+from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
+from hookkit.summaries.diff import SummaryDiff, compare
+from hookkit.summaries.html import as_html
+from hookkit.summaries.lines import Content, View
+from hookkit.summaries.rows import NUMBERS, Row
+from hookkit.summaries.text import as_columns, as_text
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran."""
-
-    n_params: int = 0
-    n_trainable: int = 0
-    param_bytes: int = 0
-    buffer_bytes: int = 0
-    macs: int = 0
-    saved_bytes: int = 0
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, n) + getattr(other, n) for n in NUMBERS))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One module, bare parameter, or further place of a shared module.
-
-    Attributes:
-        name: qualified, without wrappers; "" for the model itself.
-        kind: "module", "parameter" (held beside child modules) or "again" (shared, see `notes`).
-        depth: 0 for the model.
-        outputs: the different outputs of its calls as text, `4×10` or `(4×10, {'h': 2×3})`.
-        shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
-        calls: times it ran; None where nothing was run or it has no forward of its own.
-        n_params .. saved_bytes: its own share; parameters and memory count where they come first.
-        macs: multiply-accumulates of one forward that no module inside it accounts for.
-        saved_bytes: memory that autograd keeps for the backward pass.
-        trainable: True, False, the trainable share of its own parameters, None without any.
-        tied: where its first tied parameter stands; "" if it has none.
-        total: its own share and that of all rows below it.
-    """
-
-    name: str
-    kind: str
-    type: str
-    depth: int
-    inputs: str = ""
-    outputs: tuple[str, ...] = ()
-    shape: Any = None
-    in_shape: Any = None
-    calls: int | None = None
-    n_params: int = 0
-    n_trainable: int = 0
-    param_bytes: int = 0
-    buffer_bytes: int = 0
-    macs: int = 0
-    saved_bytes: int = 0
-    trainable: bool | float | None = None
-    tied: str = ""
-    notes: tuple[str, ...] = ()
-    dtype: str = ""
-    extra: str = ""
-    training: bool = True
-    leaf: bool = True
-    total: Totals = Totals()
-
-    @property
-    def own(self) -> Totals:
-        """Its own share, as `Totals`."""
-        return Totals(*(getattr(self, n) for n in NUMBERS))
-
-
-@dataclass(frozen=True)
-class View:
-    """How a summary is drawn unless asked otherwise; `columns=None` are the usual ones."""
-
-    fold: bool = True
-    depth: int | None = None
-    columns: tuple[str, ...] | None = None
-
-
 @dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(Content):
     """A model at a glance. Prints as a table, folds in notebooks, compares with `diff`.
 
-    Iterating gives the rows in execution order; `s["layer1.0"]` finds one by name.
-
-    Attributes:
-        dtype: the type of most parameters.
-        grad_bytes: what the gradients of one backward pass take.
-        run: "fake" (on tensors without values), "real" (values were needed) or "none" (no input).
-        why: what needed values, for a real run.
-        uncounted: operations for which no MAC formula is known, with how often each ran.
-        optimizer: what `optimizing.describe` tells of the optimizer that was given.
-        failed: names of the modules that were running when the model raised, outermost first.
+    Iterating gives the rows in execution order; `s["layer1.0"]` finds one by name. Its numbers and
+    texts are those of `Content`: rows, totals, inputs and output, run, warnings, optimizer, error.
     """
-
-    rows: tuple[Row, ...]
-    inputs: str = ""
-    output: str = ""
-    dtype: str = ""
-    grad_bytes: int = 0
-    run: str = "none"
-    why: str = ""
-    wrappers: tuple[str, ...] = ()
-    uncounted: dict[str, int] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    footnotes: tuple[str, ...] = ()
-    optimizer: dict[str, Any] | None = None
-    failed: tuple[str, ...] = ()
-    error: str = ""
-    view: View = View()
-
-    @property
-    def total(self) -> Totals:
-        """All sums at once."""
-        return self.rows[0].total
-
-    @property
-    def n_params(self) -> int:
-        """Distinct parameters, in elements."""
-        return self.total.n_params
-
-    @property
-    def n_trainable(self) -> int:
-        """Distinct parameters with `requires_grad`, in elements."""
-        return self.total.n_trainable
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of one forward."""
-        return self.total.macs
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that autograd keeps for the backward pass of one forward."""
-        return self.total.saved_bytes
-
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of the distinct storages of the parameters."""
-        return self.total.param_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the distinct storages of the buffers."""
-        return self.total.buffer_bytes
-
-    @property
-    def step_bytes(self) -> int:
-        """A training step at its fullest: parameters, buffers, gradients, optimizer, saved bytes.
-
-        Without workspaces of kernels and passing intermediates, which depend on the device.
-        """
-        state = (self.optimizer or {}).get("state_bytes") or 0
-        held = self.param_bytes + self.buffer_bytes
-        return held + self.grad_bytes + int(state) + self.saved_bytes
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __contains__(self, name: object) -> bool:
         return any(r.name == name for r in self.rows)
@@ -206,7 +52,7 @@ class Summary:
         return found.get(name) or found[inner]
 
     def top(self, by: str = "macs", n: int = 5) -> list[Row]:
-        """The `n` rows with the largest own `by`, largest first; rows with none are left out.
+        """The `n` rows with the largest own `by`, largest first, without those that have none.
 
         Args:
             by: "macs", "n_params", "n_trainable", "saved_bytes", "param_bytes" or "buffer_bytes";
@@ -258,13 +104,12 @@ class Summary:
         Args:
             fold: draw equal siblings once, as `0..11 ×12`.
             depth: show modules down to this depth; those at it carry what is below them.
-            columns: names out of `texttable.COLUMNS`, in the order wanted.
+            columns: names of columns, in the order wanted: type, input, output, params, percent,
+                train, macs, saved, bytes, buffers, calls, dtype, mode.
         """
-        from hookkit.summaries.text import render
-
         if width is not None:
             check_number("text", "width", width, 1, whole=True)
-        return render(self, self._viewed(fold, depth, columns), width)
+        return as_text(self, self._viewed(fold, depth, columns), width)
 
     def html(
         self,
@@ -280,14 +125,14 @@ class Summary:
             by: what its bars show the share of: "params", "macs" or "saved".
             fold, depth, columns: as for `text`.
         """
-        from hookkit.summaries.html import render
+        return as_html(self, self._viewed(fold, depth, columns), by)
 
-        return render(self, self._viewed(fold, depth, columns), by)
+    def diff(self, other: Summary) -> SummaryDiff:
+        """What is different in `other`, by qualified name; prints, and shows as HTML.
 
-    def diff(self, other: Summary) -> Any:
-        """What is different in `other`, by qualified name; prints, and shows as HTML."""
-        from hookkit.summaries.diff import compare
-
+        Raises:
+            ArgumentError: `other` is no Summary.
+        """
         if not isinstance(other, Summary):
             kind = type(other).__name__
             hint = "hookkit.summary(model, x)" if hasattr(other, "forward") else "a Summary"
@@ -295,8 +140,6 @@ class Summary:
         return compare(self, other)
 
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> View:
-        from hookkit.summaries.text import as_columns
-
         if depth is not None:
             check_number("text", "depth", depth, 0, whole=True)
         view, columns = self.view, as_columns(columns)

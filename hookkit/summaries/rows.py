@@ -1,182 +1,211 @@
 """The rows of a summary: what each module owns, in the order of execution, counted once.
 
-`rows_of(model, trace)` walks the module tree once. Parameters count by identity and their bytes by
-storage, at the row that comes first; a bare parameter beside child modules is a row of its own, a
-parametrized module is one row with what its parametrizations hold.
+`rows_of(tree, trace)` turns a model's tree and a run of it into plain values. Parameters count by
+identity and their bytes by storage, in the row that comes first; a bare parameter beside child
+modules is a row of its own, a parametrized module is one row with what its parametrizations hold.
+Each row holds what its module owns itself, so that every column adds up to the totals; what is
+below it too is in `row.total`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo.info import numel, share
-from hookkit.modelinfo.sandbox import is_sharded
-from hookkit.modelinfo.saved_tensors import storage_of
-from hookkit.modelinfo.tracing import Call, Trace
-from hookkit.modules import can_run, children, join, opens, submodules, unwrap
+from hookkit.modelinfo.info import share
+from hookkit.modelinfo.tracer import Call, Trace
+from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel, storage_of
+from hookkit.modules import can_run, join
 from hookkit.nested import describe
-from hookkit.summaries.result import Row
+
+NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "saved_bytes")
 
 
-@dataclass
-class _Place:
-    """One place of a module in the tree; `again` names the first place of a shared module."""
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran."""
+
+    n_params: int = 0
+    n_trainable: int = 0
+    param_bytes: int = 0
+    buffer_bytes: int = 0
+    macs: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, bare parameter, or further place of a shared module.
+
+    Attributes:
+        name: qualified, without wrappers; "" for the model itself.
+        kind: "module", "parameter" (held beside child modules) or "again" (shared, see `notes`).
+        depth: 0 for the model.
+        outputs: the different outputs of its calls as text, `4×10` or `(4×10, {'h': 2×3})`.
+        shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
+        calls: times it ran; None where nothing was run or it has no forward of its own.
+        n_params .. saved_bytes: its own share; parameters and memory count where they come first.
+        macs: multiply-accumulates of one forward that no module inside it accounts for.
+        saved_bytes: memory of the tensors that autograd saves for the backward pass.
+        trainable: True, False, the trainable share of its own parameters, None without any.
+        tied: where its first tied parameter is; "" if it has none.
+        total: its own share and that of all rows below it.
+    """
 
     name: str
-    module: nn.Module
+    kind: str
+    type: str
     depth: int
-    again: str | None
-    inside: list[_Place]
-    opened: bool  # False below modules that use their children without calling them
-    first: float = -1.0
+    inputs: str = ""
+    outputs: tuple[str, ...] = ()
+    shape: Any = None
+    in_shape: Any = None
+    calls: int | None = None
+    n_params: int = 0
+    n_trainable: int = 0
+    param_bytes: int = 0
+    buffer_bytes: int = 0
+    macs: int = 0
+    saved_bytes: int = 0
+    trainable: bool | float | None = None
+    tied: str = ""
+    notes: tuple[str, ...] = ()
+    dtype: str = ""
+    extra: str = ""
+    training: bool = True
+    leaf: bool = True
+    total: Totals = Totals()
+
+    @property
+    def own(self) -> Totals:
+        """Its own share, as `Totals`."""
+        return Totals(*(getattr(self, n) for n in NUMBERS))
 
 
-def _tree(model: nn.Module) -> _Place:
-    """The places below `model`; a shared module is gone through at its first place only."""
-    root = _Place("", unwrap(model), 0, None, [], True)
-    seen = {id(root.module): ""}
-    stack = [root]
-    while stack:
-        at = stack.pop()
-        for key, child in children(at.module):
-            name = join(at.name, key)
-            again = seen.get(id(child))
-            opened = at.opened and opens(at.module)
-            place = _Place(name, child, at.depth + 1, again, [], opened)
-            at.inside.append(place)
-            seen.setdefault(id(child), name)
-        stack += [p for p in at.inside if p.again is None][::-1]
-    return root
+Fields = dict[str, Any]  # of a Row, before its total is known
 
 
-def _in_order(root: _Place, calls: dict[str, Call]) -> list[_Place]:
+def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
+    """One row per place of a module and per bare parameter of `tree`, with what `trace` saw."""
+    counted = _Counted()
+    rows: list[Fields] = []
+    for place in _in_order(tree, trace.calls if trace else {}):
+        rows += _rows_at(place, trace, counted)
+    return tuple(Row(**row, total=total) for row, total in zip(rows, _totals(rows), strict=True))
+
+
+def _in_order(tree: Tree, calls: dict[str, Call]) -> list[Place]:
     """All places, parents first, siblings in the order in which something in them first ran.
 
     What did not run stays behind the sibling that it was defined after.
     """
-    places = [root]
-    for place in places:
-        places += place.inside
-    for place in reversed(places):
-        ran = [p.first for p in place.inside if p.first >= 0]
+    began: dict[str, int] = {}
+    for place in reversed(tree.places):
+        times = [t for p in place.inside if (t := began[p.name]) >= 0]
         call = calls.get(place.name)
-        place.first = min([*ran, *([call.first] if call else [])], default=-1.0)
-    ordered, stack = [], [root]
+        began[place.name] = min([*times, call.first] if call else times, default=-1)
+    ordered, stack = [], [tree.root]
     while stack:
         place = stack.pop()
         ordered.append(place)
-        at, keyed = -1.0, []
+        at, keyed = -1, []
         for i, p in enumerate(place.inside):
-            at = p.first if p.first >= 0 else at
+            at = began[p.name] if began[p.name] >= 0 else at
             keyed.append((at, i, p))
         stack += [p for _, _, p in sorted(keyed, key=lambda k: k[:2])][::-1]
     return ordered
 
 
-class _Ledger:
-    """Which parameters, buffers and storages have been counted, and where."""
+class _Counted:
+    """The parameters and storages that have been counted, and in which row."""
 
     def __init__(self) -> None:
         self.homes: dict[int, str] = {}
         self.storages: set[Any] = set()
-        self.keep: list[Tensor] = []  # ids stay theirs while they are alive
 
     def bytes_of(self, t: Tensor) -> int:
+        """Bytes behind `t` that no tensor before it has."""
         key, size = storage_of(t)
         new = key not in self.storages
         self.storages.add(key)
         return size if new else 0
 
-    def enter(
-        self, name: str, params: list[tuple[str, Tensor]], buffers: list[Tensor]
-    ) -> dict[str, Any]:
+    def own(self, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> Fields:
         """The numbers of a row that holds `params` and `buffers`."""
-        n = trainable = param_bytes = declared = declared_trainable = 0
+        fields: Fields = dict.fromkeys(("n_params", "n_trainable", "param_bytes"), 0)
+        fields["buffer_bytes"] = sum(map(self.bytes_of, buffers))
+        if not params:
+            return fields
         tied = ""
-        for key, p in params:
-            size = numel(p)
-            declared += size
-            declared_trainable += size * p.requires_grad
-            home = self.homes.setdefault(id(p), join(name, key))
-            if home != join(name, key):
+        for key, p in params.items():
+            here = join(name, key)
+            if (home := self.homes.setdefault(id(p), here)) != here:
                 tied = tied or home
                 continue
-            self.keep.append(p)
-            n, trainable = n + size, trainable + size * p.requires_grad
-            param_bytes += self.bytes_of(p)
-        buffer_bytes = sum(self.bytes_of(b) for b in buffers)
-        self.keep += buffers
-        if not declared:  # lazy ones have no elements yet
-            declared, declared_trainable = len(params), sum(p.requires_grad for _, p in params)
-        state = share(declared, declared_trainable) if params else None
+            fields["n_params"] += numel(p)
+            fields["n_trainable"] += numel(p) * p.requires_grad
+            fields["param_bytes"] += self.bytes_of(p)
+        kinds = dict.fromkeys(map(dtype_name, params.values()))
         return {
-            "n_params": n,
-            "n_trainable": trainable,
-            "param_bytes": param_bytes,
-            "buffer_bytes": buffer_bytes,
-            "trainable": state if state is None or isinstance(state, bool) else float(state),
+            **fields,
+            "trainable": _trainable(params.values()),
             "tied": tied,
-            "dtype": _dtypes(p for _, p in params),
+            "dtype": ", ".join(kinds),
         }
 
 
-def _dtypes(tensors: Any) -> str:
-    return ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+def _trainable(params: Any) -> bool | float:
+    """The trainable share of `params`, tied ones included; lazy ones have no elements yet."""
+    sizes = [numel(p) for p in params]
+    sizes = sizes if any(sizes) else [1] * len(sizes)
+    state = share(sum(sizes), sum(n for n, p in zip(sizes, params, strict=True) if p.requires_grad))
+    return state if isinstance(state, bool) else float(state)
 
 
-def _held(m: nn.Module) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
-    """Parameters and buffers of `m` itself, with those of its parametrizations."""
-    params: dict[str, Tensor] = dict(m.named_parameters(recurse=False))
-    buffers = list(m.buffers(recurse=False))
-    rule = submodules(m).get("parametrizations")
-    if isinstance(rule, nn.ModuleDict):
-        params |= {f"parametrizations.{k}": p for k, p in rule.named_parameters()}
-        buffers += list(rule.buffers())
-    return list(params.items()), buffers
-
-
-def rows_of(model: nn.Module, trace: Trace | None) -> tuple[Row, ...]:
-    """One row per place of a module and per bare parameter of `model`, with what `trace` saw."""
-    calls = trace.calls if trace else {}
-    ledger = _Ledger()
-    rows: list[Row] = []
-    for place in _in_order(_tree(model), calls):
-        rows += _rows_at(place, trace, ledger)
-    return _with_totals(rows)
-
-
-def _rows_at(place: _Place, trace: Trace | None, ledger: _Ledger) -> Iterator[Row]:
+def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Fields]:
+    """The row of the module at `place`, then those of its bare parameters."""
     m, name = place.module, place.name
-    kind = type_name(m)
-    if place.again is not None:
-        note = f"same as {place.again or 'the model itself'}"
-        yield Row(name, "again", kind, place.depth, notes=(note,), leaf=False)
+    row: Fields = {"name": name, "kind": "module", "type": type_name(m), "depth": place.depth}
+    if not place.is_first:
+        note = f"same as {place.first or 'the model itself'}"
+        yield {**row, "kind": "again", "notes": (note,), "leaf": False}
         return
-    params, buffers = _held(m)
-    bare = params if place.inside else []
-    row = Row(name, "module", kind, place.depth, leaf=not place.inside, training=m.training)
-    own = ledger.enter(name, [] if bare else params, buffers)
-    row = replace(row, **own, extra=_extra(m))
-    yield _ran(row, place, trace)
-    for key, p in bare:
-        entry = ledger.enter(name, [(key, p)], [])
-        notes = (f"tied → {entry['tied']}",) if entry["tied"] else ()
-        lazy = nn.parameter.is_lazy(p)
-        shape = None if lazy else [int(n) for n in p.shape]
-        text = () if lazy else (describe(p.detach()),)
-        yield Row(join(name, key), "parameter", "Parameter", place.depth + 1, outputs=text,
-                  shape=shape, notes=notes, **entry)  # fmt: skip
+    bare = place.params if place.inside else {}
+    row |= counted.own(name, {} if bare else place.params, place.buffers)
+    row |= {"leaf": not place.inside, "training": m.training, "extra": _extra(m)}
+    notes = [f"tied → {row['tied']}"] if row.get("tied") else []
+    notes += _oddities(place)
+    if trace is not None:
+        row |= {"macs": trace.macs[name], "saved_bytes": trace.saved[name]}
+        notes += _add_calls(row, place, trace)
+    yield {**row, "notes": tuple(notes)}
+    for key, p in bare.items():
+        yield _parameter_row(place, key, p, counted)
+
+
+def _parameter_row(place: Place, key: str, p: Tensor, counted: _Counted) -> Fields:
+    own = counted.own(place.name, {key: p}, [])
+    lazy = nn.parameter.is_lazy(p)
+    return {
+        "name": join(place.name, key),
+        "kind": "parameter",
+        "type": "Parameter",
+        "depth": place.depth + 1,
+        "outputs": () if lazy else (describe(p.detach()),),
+        "shape": None if lazy else [int(n) for n in p.shape],
+        "notes": (f"tied → {own['tied']}",) if own["tied"] else (),
+        **own,
+    }
 
 
 def type_name(m: nn.Module) -> str:
-    """The class a user wrote, also of scripted modules and of those that `fully_shard` renamed."""
-    name = str(getattr(m, "original_name", type(m).__name__))
-    return name.removeprefix("FSDP") if is_sharded(m) else name
+    """The class that a user wrote, also of a scripted module."""
+    return str(getattr(m, "original_name", type(m).__name__))
 
 
 def _extra(m: nn.Module) -> str:
@@ -186,62 +215,43 @@ def _extra(m: nn.Module) -> str:
         return ""
 
 
-def _ran(row: Row, place: _Place, trace: Trace | None) -> Row:
-    """`row` with what the run saw of it, and its notes."""
-    notes = [f"tied → {row.tied}"] if row.tied else []
-    notes += _oddities(place.module)
-    if trace is None:
-        return replace(row, notes=tuple(notes))
-    call = trace.calls.get(row.name)
-    callable_ = can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
+def _add_calls(row: Fields, place: Place, trace: Trace) -> list[str]:
+    """Adds to `row` what its calls showed; returns notes about how often it was called."""
+    call = trace.calls.get(place.name)
     if call is None:
-        if callable_ and place.opened and not trace.failed:
-            notes.append("not called")
-        return replace(row, calls=0 if callable_ else None, notes=tuple(notes),
-                       macs=trace.macs[row.name], saved_bytes=trace.saved[row.name])  # fmt: skip
-    if call.n > 1:
-        notes.append(f"called {call.n}×")
-    return replace(
-        row,
-        inputs=call.inputs,
-        outputs=tuple(call.outputs),
-        shape=call.shapes[0] if call.shapes else None,
-        in_shape=call.in_shape,
-        calls=call.n,
-        macs=trace.macs[row.name],
-        saved_bytes=trace.saved[row.name],
-        notes=tuple(notes),
-        dtype=row.dtype or ", ".join(call.dtypes),
-    )
+        runs = can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
+        row["calls"] = 0 if runs else None
+        return ["not called"] if runs and place.opened and not trace.failed else []
+    row |= {
+        "inputs": call.inputs,
+        "outputs": tuple(call.outputs),
+        "shape": call.shapes[0] if call.shapes else None,
+        "in_shape": call.in_shape,
+        "calls": call.n,
+        "dtype": row.get("dtype") or ", ".join(call.dtypes),
+    }
+    return [f"called {call.n}×"] if call.n > 1 else []
 
 
-def _oddities(m: nn.Module) -> list[str]:
-    """What is worth a word about how `m` holds its weights."""
+def _oddities(place: Place) -> list[str]:
+    """Notes on an unusual way of holding weights."""
     notes = []
-    rule = submodules(m).get("parametrizations")
-    if isinstance(rule, nn.ModuleDict):
-        notes.append("parametrized " + ", ".join(rule))
-    if any(nn.parameter.is_lazy(p) for p in m.parameters(recurse=False)):
+    if place.parametrized:
+        notes.append("parametrized " + ", ".join(place.parametrized))
+    if any(nn.parameter.is_lazy(p) for p in place.params.values()):
         notes.append("lazy: no shape yet")
-    if callable(packed := getattr(type(m), "_weight_bias", None)):
-        try:
-            weight, bias = packed(m)
-            n = weight.numel() + (0 if bias is None else bias.numel())
-            notes.append(f"packed {n:,} {str(weight.dtype).removeprefix('torch.')}")
-        except Exception:  # it says nothing about itself
-            notes.append("packed")
     return notes
 
 
-def _with_totals(rows: list[Row]) -> tuple[Row, ...]:
-    totals = [row.own for row in rows]
+def _totals(rows: list[Fields]) -> list[Totals]:
+    """The sums of each row and of all rows below it."""
+    sums = [[row.get(n, 0) for n in NUMBERS] for row in rows]
     above: list[int] = []
-    parents = []
+    parents: list[int] = []
     for i, row in enumerate(rows):
-        del above[row.depth :]
-        parents.append(above[-1] if above else None)
+        del above[row["depth"] :]
+        parents.append(above[-1] if above else -1)
         above.append(i)
     for i in range(len(rows) - 1, 0, -1):
-        if (parent := parents[i]) is not None:
-            totals[parent] = totals[parent] + totals[i]
-    return tuple(replace(row, total=t) for row, t in zip(rows, totals, strict=True))
+        sums[parents[i]] = [*map(add, sums[parents[i]], sums[i])]
+    return [Totals(*numbers) for numbers in sums]

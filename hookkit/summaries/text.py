@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.summaries.folding import Line, lines
-from hookkit.summaries.result import Summary, View
+from hookkit.summaries.lines import Content, Line, View, lines
 from hookkit.texts import clip, harmless, nbytes, pad, percent, si, width, wrap
 
 _WIDE = 100  # where there is no terminal to fit
@@ -25,7 +24,7 @@ def _blank(f: Callable[[Any], str], n: int) -> str:
     return f(n) if n else ""
 
 
-def _params(line: Line, s: Summary) -> str:
+def _params(line: Line, s: Content) -> str:
     return f"{line.shown.n_params:,}" if line.shown.n_params or line.row.tied else ""
 
 
@@ -50,12 +49,12 @@ def outputs(line: Line) -> str:
     return " | ".join(found[:3]) + (" | …" if len(found) > 3 else "")
 
 
-def _percent(line: Line, s: Summary) -> str:
+def _percent(line: Line, s: Content) -> str:
     return percent(line.shown.n_params, s.n_params) if line.shown.n_params else ""
 
 
 # name -> (heading, numbers stand on the right, what to write)
-COLUMNS: dict[str, tuple[str, bool, Callable[[Line, Summary], str]]] = {
+COLUMNS: dict[str, tuple[str, bool, Callable[[Line, Content], str]]] = {
     "type": ("Type", False, lambda line, s: line.row.type),
     "input": ("Input", False, lambda line, s: line.row.inputs),
     "output": ("Output", False, lambda line, s: outputs(line)),
@@ -77,7 +76,7 @@ _NO_RUN = ("type", "params", "train")
 _CELL = 500  # signs of a structured output that are worth a line
 
 
-def cell(column: str, line: Line, s: Summary) -> str:
+def cell(column: str, line: Line, s: Content) -> str:
     """What stands in `column` of a line, harmless to a terminal."""
     return harmless(COLUMNS[column][2](line, s), _CELL)
 
@@ -105,7 +104,7 @@ def as_columns(columns: Any) -> tuple[str, ...] | None:
     return names
 
 
-def notes_of(line: Line, s: Summary) -> list[str]:
+def notes_of(line: Line, s: Content) -> list[str]:
     """What stands behind a line: folds, ties, calls, odd types, failures."""
     row, notes = line.row, list(line.row.notes)
     if row.dtype and s.dtype and row.dtype != s.dtype and row.kind != "again":
@@ -123,18 +122,18 @@ def notes_of(line: Line, s: Summary) -> list[str]:
     return [harmless(note, _CELL) for note in notes]
 
 
-def body(s: Summary, view: View) -> list[Line]:
+def body(s: Content, view: View) -> list[Line]:
     """The lines to draw; the model's own only if it owns something or has nothing inside."""
     found = lines(s.rows, fold=view.fold, depth=view.depth)
     return found if len(found) == 1 or body_is_whole(s) else found[1:]
 
 
-def body_is_whole(s: Summary) -> bool:
+def body_is_whole(s: Content) -> bool:
     """True if the model itself has something to show: a share of its own, or a failure."""
     return any(vars(s.rows[0].own).values()) or s.failed[-1:] == ("",)
 
 
-def _label(line: Line, s: Summary, base: int) -> str:
+def _label(line: Line, s: Content, base: int) -> str:
     text = harmless(line.label) or "(itself)"
     mark = "✗ " if s.failed and line.row.kind == "module" and line.row.name in s.failed else ""
     fold = f"  ×{line.fold}" if line.fold > 1 else ""
@@ -149,7 +148,7 @@ def _indented(label: str, n: int) -> str:
     return " " * indent + clip(text, n - indent)
 
 
-def render(s: Summary, view: View, n: int | None = None) -> str:
+def as_text(s: Content, view: View, n: int | None = None) -> str:
     """The whole summary in `n` columns: heading, table, totals, how it was run, warnings."""
     check_columns(view.columns)
     n = n or shutil.get_terminal_size((_WIDE, 24)).columns
@@ -167,7 +166,7 @@ def render(s: Summary, view: View, n: int | None = None) -> str:
     return "\n".join(parts + [line for w in s.warnings for line in _in_words(f"⚠ {w}", n)])
 
 
-def heading(s: Summary, n: int) -> list[str]:
+def heading(s: Content, n: int) -> list[str]:
     """The model's class, what went in, and what came out: on a line of its own if it must."""
     name, n = harmless(s.rows[0].type), max(n, 20)
     if s.run == "none":
@@ -184,7 +183,7 @@ def _in_words(line: str, n: int) -> list[str]:
 
 
 def _table(
-    s: Summary, drawn: list[Line], names: tuple[str, ...], n: int
+    s: Content, drawn: list[Line], names: tuple[str, ...], n: int
 ) -> tuple[list[str], list[str]]:
     base = min(line.depth for line in drawn if line.depth or len(drawn) == 1)
     first = ["Layer", *(_label(line, s, base) for line in drawn)]
@@ -244,13 +243,13 @@ def _fitted(natural: dict[str, int], shown: list[str], n: int) -> tuple[dict[str
     return limits, over <= 0
 
 
-def footer(s: Summary, n: int) -> list[str]:
+def footer(s: Content, n: int) -> list[str]:
     """Totals, memory and how the numbers were found."""
     facts = (fact for parts in footer_parts(s) for fact in wrap(parts, n))
     return [line for fact in facts for line in _in_words(fact, n)]
 
 
-def footer_parts(s: Summary) -> list[list[str]]:
+def footer_parts(s: Content) -> list[list[str]]:
     """The facts below the table, by line."""
     kind = f" {s.dtype}" if s.dtype else ""
     held = f"{s.n_params:,} params, {nbytes(s.param_bytes)}{kind}" if s.n_params else "no params"
@@ -270,7 +269,7 @@ def footer_parts(s: Summary) -> list[list[str]]:
     return [*parts, *([f] for f in s.footnotes), [run_text(s)]]
 
 
-def state_text(s: Summary) -> str:
+def state_text(s: Content) -> str:
     """Which optimizer the memory of a step was reckoned with."""
     if not s.optimizer:
         return "before the optimizer's state"
@@ -292,7 +291,7 @@ def group_lines(opt: dict[str, Any]) -> list[list[str]]:
     return out
 
 
-def run_text(s: Summary) -> str:
+def run_text(s: Content) -> str:
     """How the numbers were found, and that nothing was changed by it."""
     if s.run == "none":
         return "No input given: nothing was run."

@@ -1,6 +1,6 @@
-"""The input of a model, read off its first layer: how many channels, how many dimensions.
+"""A made-up input for a model, from what its first layer says: channels, dimensions, dtype.
 
-Builds on `walking`. It is a guess from the order of definition, made only when no example is given.
+Builds on `modules`. It is a guess from the order of definition, for when no example is given.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, OptionError, is_whole
 from hookkit.modules import submodules, unwrap, walk
 
 _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
 
-# What torch's layers call the size of their input, in the order of trust.
+# What torch's layers call the size of their input, the surest name first.
 _FEATURES = (
     "in_channels",
     "in_features",
@@ -30,24 +31,16 @@ _FEATURES = (
 
 # Norms that take inputs of several dimensions: a layer of another kind says more.
 _VAGUE = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.SyncBatchNorm)
-
-
-def checked_module(m: Any, who: str) -> nn.Module:
-    """`m`, which is an nn.Module; else an ArgumentError in the name of `who`."""
-    if not isinstance(m, nn.Module):
-        is_class = isinstance(m, type)
-        found = f"the class {m.__name__}" if is_class else f"{m!r:.40} ({type(m).__name__})"
-        raise ArgumentError(
-            f"{who}({m.__name__ if is_class else '…'}) got {found}: a model is an "
-            f"nn.Module. Give {'an instance: call the class' if is_class else 'the model'}."
-        )
-    return m
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def first_layer(m: nn.Module) -> tuple[str, nn.Module]:
     """The first layer, in the order of definition, that says what its input looks like.
 
-    Norms that fit several kinds of input are passed over if a layer of another kind follows.
+    Norms that fit several kinds of input are skipped if a layer of another kind follows.
+
+    Raises:
+        ArgumentError: no layer says so.
     """
     vague: tuple[str, nn.Module] | None = None
     for name, layer, _ in walk(m):
@@ -56,17 +49,17 @@ def first_layer(m: nn.Module) -> tuple[str, nn.Module]:
                 vague = name, layer
         elif _is_lazy(layer):
             raise ArgumentError(
-                f"asked for the input of {type(unwrap(m)).__name__}: its first layer "
-                f'"{name}" is a {type(layer).__name__}, which learns its channels from its first '
-                "input. Run the model once, or give an example input: x=..."
+                f'the first layer "{name}" of {type(unwrap(m)).__name__} is a '
+                f"{type(layer).__name__}, which learns its channels from its first input. Run the "
+                "model once, or give an example input: x=..."
             )
         elif _features(layer) is not None:
             return name, layer
     if vague is not None:
         return vague
     raise ArgumentError(
-        f"asked for the input of {type(unwrap(m)).__name__}: none of its layers says how many "
-        "channels it takes. Give an example input: x=..."
+        f"no layer of {type(unwrap(m)).__name__} says how many channels it takes. Give an example "
+        "input: x=..."
     )
 
 
@@ -91,7 +84,7 @@ def _features(layer: nn.Module) -> int | None:
 
 
 def in_channels(m: nn.Module) -> int:
-    """Channels (or features) that the first layer of `m` with a say takes.
+    """Channels (or features) that the first layer of `m` takes that names them.
 
     >>> in_channels(nn.Conv2d(8, 16, 3, groups=4)), in_channels(nn.ConvTranspose2d(8, 16, 3))
     (8, 8)
@@ -99,11 +92,11 @@ def in_channels(m: nn.Module) -> int:
     Raises:
         ArgumentError: no layer says so, or the first one takes ids (an embedding).
     """
-    name, layer = first_layer(checked_module(m, "in_channels"))
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    name, layer = first_layer(check_module("in_channels", m))
+    if isinstance(layer, _EMBEDDINGS):
         raise ArgumentError(
-            f'asked for in_channels: the first layer "{name}" is an {type(layer).__name__}, '
-            f"which takes ids below {layer.num_embeddings} and has no channels"
+            f'in_channels: the first layer "{name}" is an {type(layer).__name__}, which takes ids '
+            f"below {layer.num_embeddings} and has no channels. Its ids are made by dummy_input."
         )
     return int(_features(layer) or 0)
 
@@ -111,23 +104,30 @@ def in_channels(m: nn.Module) -> int:
 def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor:
     """One made-up sample for `m`: (1, channels, *size) of its dtype, on its device.
 
-    Values are uniform in [-1, 1) from a generator of its own; ids (for an embedding) are in range.
-    `size` is what stands beside batch and channels; by default 64 in each dimension that the
-    first layer wants.
+    Args:
+        m: the model.
+        size: the dimensions beside batch and channels; by default 64 in each dimension that the
+            first layer takes.
+
+    Returns:
+        Values uniform in [-1, 1), from a generator of its own; for an embedding, ids in range.
 
     Raises:
         OptionError: `size` is not made of whole numbers from 1.
         ArgumentError: no layer says what it takes.
+
+    >>> dummy_input(nn.Conv2d(3, 8, 3), 32).shape
+    torch.Size([1, 3, 32, 32])
     """
-    _, layer = first_layer(checked_module(m, "dummy_input"))
+    _, layer = first_layer(check_module("dummy_input", m))
     n, dims, last = int(_features(layer) or 0), *input_dims(layer)
     sides = _fixed_sides(m, n, dims) if size is None else checked_sides(size, dims)
-    mine = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return torch.randint(n, (1, *sides), generator=mine).to(p.device)
+    if isinstance(layer, _EMBEDDINGS):
+        return torch.randint(n, (1, *sides), generator=generator).to(p.device)
     shape = (1, *sides, n) if last else (1, n, *sides)
-    x = torch.empty(shape).uniform_(-1, 1, generator=mine)
+    x = torch.empty(shape).uniform_(-1, 1, generator=generator)
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
 
 
@@ -146,7 +146,7 @@ def checked_sides(size: Any, dims: int) -> tuple[int, ...]:
 
 
 def _fixed_sides(m: nn.Module, n: int, dims: int) -> tuple[int, ...]:
-    """64 a side, unless a LayerNorm over whole samples stands before all others."""
+    """64 a side, unless the very first layer is a LayerNorm over whole samples."""
     first = next((layer for _, layer, _ in walk(m) if _features(layer) is not None), None)
     whole = tuple(first.normalized_shape) if isinstance(first, nn.LayerNorm) else ()
     return whole[1:] if len(whole) == dims + 1 > 1 and whole[0] == n else (_SIDE,) * dims
@@ -158,7 +158,5 @@ def input_dims(layer: nn.Module) -> tuple[int, bool]:
     for dims in (1, 2, 3):
         if kind.endswith(f"{dims}d"):
             return (0 if kind.startswith(("BatchNorm1", "SyncBatch")) else dims), False
-    recurrent = isinstance(
-        layer, nn.RNNBase | nn.MultiheadAttention | nn.Embedding | nn.EmbeddingBag
-    )
-    return (1 if recurrent else 0), True
+    is_sequence = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention, *_EMBEDDINGS))
+    return (1 if is_sequence else 0), True

@@ -1,4 +1,4 @@
-"""What an optimizer holds of a model: its groups, the bytes of its state, and what is amiss.
+"""What an optimizer holds of a model: its groups, the bytes of its state, and likely mistakes.
 
 The state is what is there; before the first step it is what the optimizer's class and options will
 allocate, known for PyTorch's own optimizers.
@@ -6,16 +6,16 @@ allocate, known for PyTorch's own optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.modelinfo.saved_tensors import storage_of
+from hookkit.modelinfo.tree import numel, storage_of
 from hookkit.nested import leaves
 
-# Copies of a parameter that the state of each class holds, after its options.
+# Copies of a parameter in the state of each class, which its options decide.
 _COPIES: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda g: bool(g.get("momentum")),
     "Adam": lambda g: 2 + bool(g.get("amsgrad")),
@@ -33,21 +33,16 @@ _COPIES: dict[str, Callable[[dict[str, Any]], int]] = {
 }
 
 
-def params_of(opt: Optimizer) -> list[Tensor]:
-    """All parameters in the groups of `opt`."""
-    return [p for group in opt.param_groups for p in group["params"]]
-
-
-def grad_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients that a backward pass makes for `model`."""
-    return sum(_bytes(p) for p in model.parameters() if p.requires_grad)
+def grad_bytes(params: Iterable[Tensor]) -> int:
+    """Bytes of the gradients that a backward pass makes for `params`."""
+    return sum(_bytes(p) for p in params if p.requires_grad)
 
 
 def _bytes(p: Tensor) -> int:
     return 0 if nn.parameter.is_lazy(p) else int(p.numel() * p.element_size())
 
 
-def state_bytes(opt: Optimizer) -> tuple[int | None, str]:
+def _state_bytes(opt: Optimizer) -> tuple[int | None, str]:
     """Bytes of the state of `opt`, and "" or " (after the first step)"; None if unknown."""
     held = {storage_of(t) for state in opt.state.values() for t in leaves(dict(state))}
     if held:
@@ -55,13 +50,13 @@ def state_bytes(opt: Optimizer) -> tuple[int | None, str]:
     copies = _COPIES.get(type(opt).__name__)
     if copies is None:
         return None, ""
-    wanted = [(g, p) for g in opt.param_groups for p in g["params"] if p.requires_grad]
-    return sum(int(copies(g)) * _bytes(p) for g, p in wanted), " (after the first step)"
+    trained = [(g, p) for g in opt.param_groups for p in g["params"] if p.requires_grad]
+    return sum(int(copies(g)) * _bytes(p) for g, p in trained), " (after the first step)"
 
 
-def describe(opt: Optimizer) -> dict[str, Any]:
+def read(opt: Optimizer) -> dict[str, Any]:
     """Name, groups and state of `opt` as plain values."""
-    state, source = state_bytes(opt)
+    state, source = _state_bytes(opt)
     return {
         "name": type(opt).__name__,
         "state_bytes": state,
@@ -71,14 +66,11 @@ def describe(opt: Optimizer) -> dict[str, Any]:
 
 
 def _group(i: int, group: dict[str, Any]) -> dict[str, Any]:
-    sizes = [
-        (0 if nn.parameter.is_lazy(p) else p.numel(), p.requires_grad) for p in group["params"]
-    ]
     return {
         "index": i,
         "name": str(group.get("name", "")),
-        "n_params": sum(n for n, _ in sizes),
-        "n_trainable": sum(n for n, free in sizes if free),
+        "n_params": sum(map(numel, group["params"])),
+        "n_trainable": sum(numel(p) for p in group["params"] if p.requires_grad),
         "lr": _number(group.get("lr")),
         "weight_decay": _number(group.get("weight_decay")),
     }
@@ -88,15 +80,15 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float | Tensor) else None
 
 
-def warnings_of(model: nn.Module, opt: Optimizer) -> list[str]:
-    """Trainable parameters that no group holds, and weights of one memory held twice."""
-    held = {id(p) for p in params_of(opt)}
-    lost = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+def warnings_of(params: list[tuple[str, Tensor]], opt: Optimizer) -> list[str]:
+    """Trainable parameters that are in no group, and weights of one memory in two groups."""
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    lost = [name for name, p in params if p.requires_grad and id(p) not in held]
     found = []
     if lost:
         found.append(f"{count(lost, 'trainable parameter')} in no optimizer group: {some(lost)}")
     homes: dict[Any, int] = {}
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(p): name for name, p in params}
     for i, group in enumerate(opt.param_groups):
         for p in group["params"]:
             key = storage_of(p)[0]
@@ -108,12 +100,12 @@ def warnings_of(model: nn.Module, opt: Optimizer) -> list[str]:
     return found
 
 
-def some(names: list[str], n: int = 4) -> str:
+def some(names: Sequence[str], n: int = 4) -> str:
     """The first `n` names and how many more there are."""
     more = f" and {len(names) - n} more" if len(names) > n else ""
     return ", ".join(names[:n]) + more
 
 
-def count(names: list[str], what: str) -> str:
+def count(names: Sequence[str], what: str) -> str:
     """How many, in words that agree: `1 trainable parameter is`, `2 trainable parameters are`."""
     return f"{len(names)} {what} is" if len(names) == 1 else f"{len(names)} {what}s are"

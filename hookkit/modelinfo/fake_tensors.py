@@ -1,0 +1,241 @@
+"""A model on fake tensors, which have shapes and no values: its copy, checks, and the cleaning up.
+
+Builds on `sandbox` for copies and on `flops` for the names of operations. Three things a fake run
+needs that PyTorch does not give:
+
+- Copies that are cheap and keep ties (`fake_copy`, `fake_inputs`).
+- Kernels without values do not compare dtypes and cannot see an index, so that a model which fails
+  in truth would pass. `check` raises where a real run might; the run is then repeated for real, and
+  fails with the model's own error or passes.
+- A mask behind `lru_cache`, a global dict, an attribute of a class: a forward may keep tensors
+  there, and the next real forward would meet fake ones. `remember` and `purge` take them out.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Private: real tensors can be read in the middle of a fake run only with the modes off. Torch 2.0
+# to 2.13 have it; without it a fake run would not see wrong indices.
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hookkit.modelinfo.flops import SPARSE, TWO_SIDED, has_formula, name_of
+from hookkit.modelinfo.hook_copies import HookCopies
+from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
+from hookkit.modelinfo.tree import Tree
+from hookkit.nested import Inputs, leaves
+
+# Private in torch 2.11 to 2.13: fake tensors have no public home. Without them every run is real.
+try:
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+except ImportError:  # pragma: no cover
+    FakeCopyMode = FakeTensor = FakeTensorMode = None  # type: ignore[assignment, misc, unused-ignore]
+
+
+# --- copies
+
+
+def new_mode() -> Any:
+    """A mode in which tensors are fake; None where torch has none."""
+    return None if FakeTensorMode is None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_sparse(tree: Tree, given: Inputs) -> bool:
+    """True if a parameter, buffer or input is sparse: a fake one does not know its elements."""
+    return any(t.layout in SPARSE for t in (*tree.tensors, *leaves(given)))
+
+
+def fake_copy(tree: Tree, hooks: HookCopies, mode: Any, home: torch.device | None) -> nn.Module:
+    """A deep copy of the model whose tensors are fake: shapes, dtypes and ties without values.
+
+    Tensors on `meta` are taken to be on `home`, the device of the inputs.
+    """
+    with torch.no_grad():
+        memo = copy_memo(tree, hooks)
+        for m in tree.modules:
+            loose = [v for v in vars(m).values() if isinstance(v, Tensor) and v.is_meta]
+            for t in (*m._parameters.values(), *m._buffers.values(), *loose):
+                if t is not None and id(t) not in memo and _is_plain(t):
+                    memo[id(t)] = _faked(t, mode, home)
+        with FakeCopyMode(mode):
+            made = copy.deepcopy(tree.model, memo)
+            hooks.put_on(memo)
+            return made
+
+
+def fake_inputs(given: Inputs, mode: Any) -> Inputs:
+    """A deep copy of `given` with fake tensors: the forward may fill a cache among them."""
+
+    def fake(t: Tensor) -> Any:
+        return mode.from_tensor(t.detach().requires_grad_(t.requires_grad) if t.grad_fn else t)
+
+    with FakeCopyMode(mode):
+        return copied_inputs(given, fake)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """True for ordinary dense tensors; torch's converter takes the others, ten times as slowly."""
+    usual = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided
+    return usual and not (t.is_quantized or t.is_nested or t.is_inference() or t.is_conj())
+
+
+def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
+    """What torch's converter makes of a plain tensor; it keeps no aliases."""
+    elem = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, elem, home if home and t.is_meta else t.device)
+    return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
+
+
+# --- operations on fake tensors
+
+# Products whose operands must be of one dtype. Autocast has made them so before they come here.
+_ONE_DTYPE = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
+                 "convolution", "_convolution", "mkldnn_rnn_layer")
+)  # fmt: skip
+
+
+def needs_check(name: str) -> bool:
+    """True for an operation that must be seen each time: it may cost or fail another time."""
+    return name == "aten::embedding" or has_formula(name)
+
+
+def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
+    """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
+    name = name_of(func)
+    if (name in TWO_SIDED or name == "aten::mv") and any(_entries_unknown(a) for a in args):
+        raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
+    if name in _ONE_DTYPE:
+        kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}
+        if len(kinds) > 1:
+            raise TypeError(f"{name} of mixed types {', '.join(sorted(kinds))}")
+    elif name == "aten::embedding" and (ids := real.get(id(args[1]))) is not None:
+        _check_ids(ids, len(args[0]))
+
+
+def _entries_unknown(a: Any) -> bool:
+    """True for what `to_sparse` or `coalesce` makes of a fake tensor: it has none to count."""
+    return isinstance(a, Tensor) and a.layout in SPARSE and not a._nnz()
+
+
+def _check_ids(ids: Tensor, n: int) -> None:
+    if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
+        return  # a real run with a wrong index would end a whole process on CUDA
+    with _disable_current_modes():  # type: ignore[no-untyped-call, unused-ignore]
+        low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= n:
+        raise IndexError(f"indices {low}..{high} into {n} embeddings")
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of `func` on fake tensors, also where only its fake kernel refuses."""
+    if name_of(func) == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+        return _grouped_mm(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """The experts of a mixture in float32 or float16; the fake kernel knows bfloat16 only."""
+    if a.dtype is not b.dtype or a.shape[-1] != b.shape[-2]:
+        raise RuntimeError("aten::_grouped_mm of types or sizes that differ")
+    groups = [len(offs) if a.dim() == 2 else a.shape[0]] if a.dim() == b.dim() else []
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
+
+
+# --- fake tensors that a forward stored outside of the copy
+
+_LEVELS = 6  # tensor, tuple, link of the cache, its table, the cache
+
+
+@dataclass
+class Before:
+    """What a fake run may overwrite outside of the copy, as it was before."""
+
+    classes: dict[type, dict[str, Any]]
+    containers: dict[int, tuple[Any, Any]]  # by id: a list, dict or cell, and its content
+
+
+def remember(tree: Tree, hooks: HookCopies) -> Before:
+    """The attributes of the modules' classes, and what the user's hooks refer to."""
+    kinds = {c for m in tree.modules for c in type(m).__mro__ if issubclass(c, nn.Module)}
+    classes = {c: dict(vars(c)) for c in kinds if not c.__module__.startswith("torch.")}
+    return Before(classes, {id(x): (x, _content(x)) for x in hooks.containers()})
+
+
+def _content(container: Any) -> Any:
+    if not isinstance(container, CellType):
+        return copy.copy(container)
+    try:
+        return container.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def purge(made: Iterable[weakref.ref[Tensor]], ran: Tree, before: Before) -> None:
+    """Removes what is still alive of `made` from caches and containers, other than the copy's.
+
+    The run's tensors are known by weak references; normally all of them have died with the run, and
+    this costs nothing. For the others the garbage collector names the containers, one level after
+    the other; what stood in a fake tensor's place before the run is restored.
+    """
+    _restore_classes(before.classes)
+    own = {id(t) for t in ran.tensors}
+    lost: list[Any] = [t for ref in made if (t := ref()) is not None and id(t) not in own]
+    seen = {id(lost)} | {id(d) for m in ran.modules for d in (vars(m), m._parameters, m._buffers)}
+    for _ in range(_LEVELS if lost else 0):
+        above = [o for o in gc.get_referrers(*lost) if id(o) not in seen]
+        seen |= {id(above), *map(id, above)}
+        ids = {*map(id, lost)}
+        lost = [o for o in above if not _emptied(o, ids, before) and _may_be_in_a_cache(o)]
+        seen.add(id(lost))
+
+
+def _restore_classes(classes: dict[type, dict[str, Any]]) -> None:
+    for kind, held in classes.items():
+        for key in [k for k, v in vars(kind).items() if held.get(k) is not v]:
+            if key in held:
+                setattr(kind, key, held[key])
+            elif isinstance(vars(kind)[key], Tensor):
+                delattr(kind, key)
+
+
+def _emptied(container: Any, lost: set[int], before: Before) -> bool:
+    """Takes `lost` out of `container`; True if nothing that holds the container needs a look."""
+    _, old = before.containers.get(id(container), (None, None))
+    if callable(clear := getattr(container, "cache_clear", None)):
+        clear()
+    elif type(container) is list:
+        n = len(old or ())
+        kept = [(i, v) for i, v in enumerate(container) if id(v) not in lost or i < n]
+        container[:] = [old[i] if id(v) in lost else v for i, v in kept]
+    elif isinstance(container, CellType) and id(container) in before.containers:
+        container.cell_contents = old
+    else:
+        if type(container) is dict and (old is not None or not _is_namespace(container)):
+            for key in [k for k, v in container.items() if id(v) in lost]:
+                if old is not None and key in old:
+                    container[key] = old[key]
+                else:
+                    del container[key]
+        return False  # a dict may be the table of a cache
+    return True
+
+
+def _is_namespace(names: dict[Any, Any]) -> bool:
+    return "__module__" in names or "__name__" in names
+
+
+def _may_be_in_a_cache(container: Any) -> bool:
+    return isinstance(container, tuple | dict) or "lru_list_elem" in type(container).__name__

@@ -1,0 +1,250 @@
+"""The hooks that are on a model, for the copy of it that a summary runs.
+
+A hook may change what a layer gives, so it is part of what the model computes. PyTorch's own
+(weight norm, pruning, lazy layers) and those that the model holds are copied with it. A user's
+function cannot be copied: it is shared, and where it refers to the model itself (in a closure, a
+default, a global name, an attribute of its owner) a second function refers to the copy instead.
+hookkit's own hooks run on the copy if they edit, and stay away if they only observe.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from hookkit.hooks.entries import HookEntry
+from hookkit.modelinfo.tree import Tree
+
+# The dicts in which nn.Module keeps its hooks. Private, and the same from torch 1.0 (flags: 2.0) to
+# 2.13: PyTorch has no public way to list the hooks of a module, and deepcopy copies these dicts,
+# with functions that still refer to the original model. A name that is missing is skipped, and
+# those hooks would then be shared with the copy.
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_CALL = (*_FORWARD, "_backward_pre_hooks", "_backward_hooks")
+_STATE = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# Which of the hooks above take keyword inputs, or are called after an error too.
+_FLAGS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+_SHORT = 1000  # longer containers are not searched for parts of the model
+
+
+class HookCopies:
+    """The call hooks on the modules of `tree`, and how they come onto its copy."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.found: list[tuple[nn.Module, str, dict[int, Any]]] = [
+            (m, name, hooks)
+            for m in tree.modules
+            for name in _CALL
+            if (hooks := m.__dict__.get(name))
+        ]
+        self.owned: set[int] = set()  # ids of the modules and of what their attributes hold
+        for m in tree.modules if self.found else ():
+            self.owned.update((id(m), *map(id, m.__dict__.values())))
+
+    def _forward(self) -> list[Any]:
+        return [h for _, name, hooks in self.found if name in _FORWARD for h in hooks.values()]
+
+    def of_user(self) -> list[Any]:
+        """The forward hooks and forward-pre hooks that a user put on the model."""
+        return [h for h in self._forward() if not isinstance(h, HookEntry) and not self._is_own(h)]
+
+    def n_running(self) -> int:
+        """How many hooks run with the model: the user's, and hookkit's that edit."""
+        entries = [h for h in self._forward() if isinstance(h, HookEntry)]
+        return len(self.of_user()) + sum(h.for_copy() is not None for h in entries)
+
+    def n_on_wrappers(self) -> int:
+        """How many forward hooks of the user are on the wrappers, which do not run."""
+        hooks = [h for m in self.tree.wrappers for n in _FORWARD for h in m.__dict__[n].values()]
+        return sum(not (isinstance(h, HookEntry) or _is_torchs(h)) for h in hooks)
+
+    def _is_own(self, hook: Any) -> bool:
+        """True if `hook` is PyTorch's, or bound to an object that the model itself holds."""
+        return id(getattr(hook, "__self__", hook)) in self.owned or _is_torchs(hook)
+
+    def leave_off(self, memo: dict[int, Any]) -> None:
+        """Makes a `deepcopy` of the model with `memo` leave all hooks behind."""
+        for _, _, hooks in self.found:
+            memo[id(hooks)] = type(hooks)()
+        for m in self.tree.modules:
+            for name in _STATE:
+                if others := m.__dict__.get(name):
+                    memo[id(others)] = type(others)()
+
+    def put_on(self, memo: dict[int, Any]) -> None:
+        """Puts the hooks on the copy of the model that was made with `memo`, in their order."""
+        rebound = _Rebound(memo)
+        for m, name, hooks in self.found:
+            made = memo.get(id(m))
+            if made is None:  # a module whose __deepcopy__ returns itself
+                continue
+            copies = ((k, self._copied(h, memo, rebound)) for k, h in hooks.items())
+            # In place: the handles that a lazy layer holds refer to these very dicts.
+            made.__dict__[name].update((k, h) for k, h in copies if h is not None)
+            for flags in _FLAGS:
+                made.__dict__[flags].update(m.__dict__[flags])
+
+    def _copied(self, hook: Any, memo: dict[int, Any], rebound: _Rebound) -> Any:
+        """What the copy has for `hook`; None where it has nothing."""
+        if isinstance(hook, HookEntry):  # one whose `Hook` the model holds was copied with it
+            return memo.get(id(hook)) or hook.for_copy()
+        return copy.deepcopy(hook, memo) if self._is_own(hook) else rebound.of(hook)
+
+    def remove_observers(self) -> None:
+        """Takes hookkit's hooks that only observe off the model; the caller restores them."""
+        for _, _, hooks in self.found:
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, HookEntry):
+                    if (new := hook.for_copy()) is None:
+                        del hooks[key]
+                    else:
+                        hooks[key] = new
+
+    def containers(self) -> Iterator[Any]:
+        """Lists, dicts and cells in which the user's hooks may store what they see.
+
+        Those that a hook refers to, and the attributes of the model's modules.
+        """
+        todo = self.of_user()
+        for m in self.tree.modules if todo else ():
+            yield from (vars(m), m._parameters, m._buffers)
+        seen: set[int] = set()
+        while todo:
+            x = todo.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, MethodType):
+                todo += [x.__func__, x.__self__]
+            elif isinstance(x, partial):
+                todo += [x.func, *x.args, *x.keywords.values()]
+            elif isinstance(x, FunctionType):
+                yield from x.__closure__ or ()
+                yield x.__globals__
+                todo += [v for cell in x.__closure__ or () for v in gc.get_referents(cell)]
+                todo += [x.__globals__.get(name) for name in _names(x.__code__)]
+            elif type(x) in (list, dict):
+                yield x
+            elif type(held := getattr(x, "__dict__", None)) is dict and not isinstance(x, type):
+                yield held
+                yield from (v for v in held.values() if type(v) in (list, dict))
+
+
+def _is_torchs(hook: Any) -> bool:
+    home: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.split(".")[0] == "torch"
+
+
+class _Rebound:
+    """Functions and objects that refer to the model, made again so that they refer to its copy.
+
+    `memo` is that of the `deepcopy`: the copy of each part of the model by the part's id. A cell, a
+    namespace and an owner that several hooks share is made again once, so that the hooks still meet
+    there. What does not refer to the model stays the user's own object.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self.made: dict[int, Any] = {}
+
+    def of(self, x: Any) -> Any:
+        """`x`, a hook or what a hook refers to, with the copy in the model's place."""
+        if id(x) in self.memo:
+            return self.memo[id(x)]
+        if id(x) not in self.made:
+            self.made[id(x)] = x  # meanwhile: a function may refer to itself
+            self.made[id(x)] = self._again(x)
+        return self.made[id(x)]
+
+    def _again(self, x: Any) -> Any:
+        if isinstance(x, FunctionType):
+            return self._function(x)
+        if isinstance(x, MethodType):
+            f, owner = self.of(x.__func__), self.of(x.__self__)
+            return x if f is x.__func__ and owner is x.__self__ else MethodType(f, owner)
+        if isinstance(x, partial):
+            kwargs = {k: self.of(v) for k, v in x.keywords.items()}
+            return partial(self.of(x.func), *map(self.of, x.args), **kwargs)
+        if isinstance(x, CellType):
+            return self._cell(x)
+        if type(x) is dict:
+            return self._namespace(x) if self._refers(x) else x
+        if type(x) in (list, tuple):
+            return type(x)(map(self._part, x)) if self._refers(x) else x
+        return self._object(x)
+
+    def _part(self, x: Any) -> Any:
+        return self.memo.get(id(x), x)
+
+    def _namespace(self, names: dict[Any, Any]) -> dict[Any, Any]:
+        return {k: self._part(v) for k, v in names.items()}
+
+    def _function(self, f: FunctionType) -> FunctionType:
+        cells = tuple(map(self.of, f.__closure__ or ()))
+        defaults, keywords = self.of(f.__defaults__ or ()), self.of(f.__kwdefaults__ or {})
+        is_global = any(id(f.__globals__.get(n)) in self.memo for n in _names(f.__code__))
+        new = (*cells, defaults, keywords)
+        old = (*(f.__closure__ or ()), f.__defaults__ or (), f.__kwdefaults__ or keywords)
+        if not is_global and all(a is b for a, b in zip(new, old, strict=True)):
+            return f
+        home = f.__globals__
+        if is_global and id(home) not in self.made:
+            self.made[id(home)] = self._namespace(home)
+        home = self.made[id(home)] if is_global else home
+        again = FunctionType(f.__code__, home, f.__name__, defaults, cells or None)
+        again.__kwdefaults__ = keywords or None
+        again.__dict__.update(f.__dict__)
+        return again
+
+    def _cell(self, cell: CellType) -> CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not bound yet
+            return cell
+        new = self.of(content)
+        return cell if new is content else CellType(new)
+
+    def _object(self, x: Any) -> Any:
+        """`x`, or a shallow copy of it if one of its attributes is a part of the model."""
+        held = getattr(x, "__dict__", None)
+        if type(held) is not dict or isinstance(x, type | nn.Module) or hasattr(x, "__del__"):
+            return x  # the end of a copy might close the file of the original
+        new = {k: self.of(v) for k, v in held.items() if self._refers(v)}
+        if not new:
+            return x
+        try:
+            again = copy.copy(x)
+            again.__dict__.update(new)
+        except Exception:  # it cannot be copied: it goes on with the model itself
+            return x
+        return again
+
+    def _refers(self, x: Any) -> bool:
+        """True for a part of the model, and for a short container with one in it."""
+        inside = x.values() if type(x) is dict else x if type(x) in (list, tuple) else ()
+        return id(x) in self.memo or (
+            len(inside) <= _SHORT and any(id(v) in self.memo for v in inside)
+        )
+
+
+def _names(code: CodeType) -> set[str]:
+    """The global names in `code` and in the functions inside it."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return {*code.co_names}.union(*map(_names, inner))
