@@ -18,10 +18,10 @@ from hookkit.records import Record, Run
 mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
-plotdata = pytest.importorskip("hookkit.plotting.plotdata")
-naming = pytest.importorskip("hookkit.plotting.naming")
+arrays = pytest.importorskip("hookkit.plotting.arrays")
+labels = pytest.importorskip("hookkit.plotting.labels")
 axes = pytest.importorskip("hookkit.plotting.axes")
-canvas = pytest.importorskip("hookkit.plotting.canvas")
+figures = pytest.importorskip("hookkit.plotting.figures")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {
@@ -202,7 +202,9 @@ def test_color_dim_of_all_layers_on_one_axes_is_refused() -> None:
 
 @pytest.mark.parametrize("picture", [plotting.color_dim, plotting.plot_density])
 def test_without_histograms_the_error_says_how_to_record_them(picture: Any) -> None:
-    with pytest.raises(OptionError, match=r"none was recorded\. Record with `with_hist=True`"):
+    with pytest.raises(
+        OptionError, match=r"no histogram of .* was recorded\. Record with `with_hist=True`"
+    ):
         picture(made.run(n=20, hist=False))
 
 
@@ -221,11 +223,11 @@ def test_layers_of_any_name_are_drawn_without_a_warning(name: str) -> None:
     assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
 
 
-def test_what_the_font_has_no_sign_for_is_a_box_and_the_rest_stays() -> None:
+def test_names_of_layers_are_no_formulas_and_on_one_line() -> None:
     ax = plotting.plot_dead(made.record([(odd, "Linear") for odd in ODD], 6))
 
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    shown = ["größe_слой", "□□□", "fire□", r"a\$b\$", "<b>", "two lines"]
+    shown = ["größe_слой", "日本語", "fire🔥", r"a\$b\$", "<b>", "two lines"]
     assert names[:6] == [f"{name} Linear" for name in shown]
 
 
@@ -235,7 +237,7 @@ def test_what_holds_no_record_is_refused() -> None:
 
 
 def test_a_missing_kind_names_its_recorder() -> None:
-    with pytest.raises(OptionError, match=r"kind param is needed, .*Train with ParamStats\(\)"):
+    with pytest.raises(OptionError, match=r"kind param is needed; .*Train with ParamStats\(\)"):
         plotting.plot_updates(made.record(made.small_names(), 5))
 
 
@@ -356,7 +358,7 @@ def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
     record = made.record([(name, "Linear") for name in names], 8)
     record = replace(record, meta={**record.meta, "dtype": list(names)})
 
-    shown = naming.by_module(record)
+    shown = labels.by_module(record)
 
     assert shown.names == ("lstm", "lstm[1][0]", "lstm[1][1]", "head")
     assert shown.meta["dtype"] == list(shown.names)
@@ -372,7 +374,7 @@ def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
 def test_the_last_layer_has_a_name() -> None:
     names, types = zip(*made.transformer_names(), strict=True)
 
-    assert naming.layer_ticks(names, types, 16)[-1] == (len(names) - 1, "lm_head Linear")
+    assert labels.layer_ticks(names, types, 16)[-1] == (len(names) - 1, "lm_head Linear")
 
 
 def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
@@ -388,7 +390,7 @@ def test_a_spike_survives_the_merging_of_columns() -> None:
     table[1, 777] = 9.0
     table[0, :3] = np.nan
 
-    pooled, edges, merged = plotdata.pool(table, np.arange(2001.0), 800)
+    pooled, edges, merged = arrays.pool(table, np.arange(2001.0), 800)
 
     assert merged == 3
     assert pooled.shape == (2, 667)
@@ -467,7 +469,7 @@ def test_lines_of_a_long_run_are_smoothed_and_few_are_seen_as_they_are_too(
 
     ax = plotting.plot_stats(record).axes[0]
 
-    raw, smooth = record.value("mean", 0), plotdata.smoothed(record.value("mean", 0), 9)
+    raw, smooth = record.value("mean", 0), arrays.smoothed(record.value("mean", 0), 9)
     assert np.array_equal(ax.lines[0].get_ydata(), raw if behind else smooth)
     assert np.array_equal(ax.lines[layers if behind else 0].get_ydata(), smooth)
     assert ax.get_title(loc="left").endswith("smoothed over 9 records")
@@ -481,7 +483,7 @@ def test_a_recorder_that_saw_no_step_is_not_asked_for_again() -> None:
 
 @pytest.mark.parametrize("ground", [0.0, 1.0])
 def test_grey_words_are_read_on_white_and_on_black(ground: float) -> None:
-    rgb = np.array(mpl.colors.to_rgb(axes.FAINT))
+    rgb = np.array(mpl.colors.to_rgb(figures.FAINT))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     light, dark = sorted([float(linear @ [0.2126, 0.7152, 0.0722]), ground], reverse=True)
 
@@ -589,7 +591,8 @@ def test_one_huge_loss_does_not_press_losses_below_zero_flat(first: float, scale
     assert ax.get_yscale() == scale
     if scale == "symlog":
         labels = [label.get_text() for label in ax.get_yticklabels()]
-        assert labels == ["−0.5", "0", "0.5", "100", "1e4", "1e6"]
+        assert labels[:2] == ["−1", "0"]
+        assert labels[-1] == "1e+06"
 
 
 def test_validation_alone_stands_by_its_epochs() -> None:
@@ -613,19 +616,19 @@ def test_other_styles_draw_without_a_warning_or_a_grid_on_heat_maps(style: str) 
 
 @pytest.mark.parametrize("step", [-1, 300, 500])
 def test_density_of_a_step_that_was_not_recorded_is_refused(step: int) -> None:
-    with pytest.raises(OptionError, match=f"step {step} was asked for, .* steps 0 to 299"):
+    with pytest.raises(OptionError, match=f"step {step} was not recorded: .* steps 0 to 299"):
         plotting.plot_density(made.run(n=30, every=10), step)
 
 
 @pytest.mark.parametrize("step", [999, -1, 2.5, "last", True])
 def test_a_depth_profile_of_a_step_that_was_not_recorded_is_refused(step: Any) -> None:
-    with pytest.raises(OptionError, match=r"step .* was asked for, .*the steps 0 to .*Use one"):
+    with pytest.raises(OptionError, match=r"step .* was not recorded: .*the steps 0 to .*Use one"):
         plotting.plot_depth(made.run(n=30), steps=[0, step])
 
 
 @pytest.mark.parametrize("steps", [[], 7, "0", ()])
 def test_a_depth_profile_of_no_list_of_steps_is_refused(steps: Any) -> None:
-    with pytest.raises(OptionError, match=r"steps=.* was asked for: .*steps=\[0, 100\], or None"):
+    with pytest.raises(OptionError, match=r"steps=.*: give a list of .*\[0, 100\], or None"):
         plotting.plot_depth(made.run(n=30), steps=steps)
 
 
@@ -662,7 +665,9 @@ def test_no_colour_of_updates_is_taken_for_nan() -> None:
 
 @pytest.mark.parametrize("skip", [-1, 30, 1.5, True])
 def test_leaving_out_all_of_the_losses_is_refused(skip: Any) -> None:
-    with pytest.raises(OptionError, match=r"skip_start=.* was asked for: .*below 30, the steps"):
+    with pytest.raises(
+        OptionError, match=r"skip_start=.*steps to leave out .*below 30, the number"
+    ):
         plotting.plot_loss(made.run(n=30), skip)
 
 
@@ -719,21 +724,21 @@ def test_a_validation_loss_of_nan_is_marked() -> None:
 def test_another_fit_begins_an_epoch_of_its_own() -> None:
     record = replace(made.record(made.small_names(), 20), iters=np.arange(20) % 10)
 
-    assert plotdata.epoch_starts(record) == [(0, 0), (10, 0)]
+    assert arrays.epoch_starts(record) == [(0, 0), (10, 0)]
 
 
 def test_losses_known_every_tenth_step_only_are_not_called_nan() -> None:
     losses = np.where(np.arange(300) % 10 == 0, 1.0, np.nan)
 
-    assert not plotdata.broken_series(losses).any()
+    assert not arrays.broken_series(losses).any()
     losses[200:] = np.nan
-    assert plotdata.broken_series(losses)[200:].all()
+    assert arrays.broken_series(losses)[200:].all()
 
 
 def test_the_global_gradient_norm_comes_from_the_parameters_where_it_was_not_recorded() -> None:
     run = replace(made.run(n=10), grad_norms=None)
 
-    steps, norms = plotdata.gradient_norms(run)
+    steps, norms = arrays.gradient_norms(run)
 
     assert list(steps) == list(range(10))
     assert norms == pytest.approx(np.full(10, 0.1 * 2))  # four parameters of norm 0.1
@@ -752,7 +757,7 @@ def test_no_global_state_of_matplotlib_changes() -> None:
 def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
     tmp_path: Any,
 ) -> None:
-    canvas._offscreen.set(False)  # until the fixture ends
+    figures._offscreen.set(False)  # until the fixture ends
     ax = plotting.plot_dead(made.run(n=20))
     assert plt.get_fignums() == [ax.figure.number]
 
@@ -763,7 +768,7 @@ def test_in_a_notebook_a_new_picture_is_a_figure_of_pyplot_and_saving_closes_it(
 
 
 def test_outside_of_a_notebook_showing_a_figure_leaves_it_open() -> None:
-    canvas._offscreen.set(False)  # until the fixture ends
+    figures._offscreen.set(False)  # until the fixture ends
     figure = plotting.plot_stats(made.run(n=20))
 
     with pytest.raises(NotImplementedError):  # IPython goes on with its own formats
@@ -787,7 +792,7 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_refused_picture_leaves_no_empty_figure(what: str) -> None:
-    canvas._offscreen.set(False)  # until the fixture ends
+    figures._offscreen.set(False)  # until the fixture ends
 
     with pytest.raises(HookkitError):
         WRONG[what](made.run(n=20))
@@ -800,7 +805,7 @@ def test_a_refused_picture_leaves_no_empty_figure(what: str) -> None:
 def test_short_names_of_alike_layers_differ(part: str, width: int) -> None:
     names = [f"base_model.model.decoder.layers.{i}.{part}" for i in range(12)]
 
-    short = [naming.shorten(name, width) for name in names]
+    short = [labels.shorten(name, width) for name in names]
 
     assert len(set(short)) == 12
     assert max(map(len, short)) <= width
@@ -814,7 +819,7 @@ def test_short_names_of_alike_layers_differ(part: str, width: int) -> None:
 def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None:
     layers = names()
 
-    ticks = naming.layer_ticks(*zip(*layers, strict=True), most)
+    ticks = labels.layer_ticks(*zip(*layers, strict=True), most)
 
     places = [i for i, _ in ticks]
     assert 1 < len(ticks) <= max(most, 3) + 1
@@ -826,11 +831,11 @@ def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None
     ("edges", "expected"),
     [
         (np.linspace(0, 10, 41), ["0", "2", "4", "6", "8", "10"]),
-        (made.EDGES, ["< −1e4", "−1", "−1e−4", "0", "1e−4", "1", "> 1e4"]),
+        (made.EDGES, ["< −1e+04", "−1", "−0.0001", "0", "0.0001", "1", "> 1e+04"]),
     ],
 )
 def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str]) -> None:
-    places, labels = plotdata.bin_ticks(edges, 0, len(edges) - 2)
+    places, labels = axes.bin_ticks(edges, 0, len(edges) - 2)
 
     assert labels == expected
     assert (np.diff(places) > 0).all()
@@ -843,7 +848,7 @@ def test_negative_and_positive_values_are_labelled_at_the_same_sizes(
     edges = log_bins().edges
     first, last = np.searchsorted(edges, ends)
 
-    _, labels = plotdata.bin_ticks(edges, int(first), int(last), 7)
+    _, labels = axes.bin_ticks(edges, int(first), int(last), 7)
 
     negative, positive = (
         {x.strip("−") for x in labels if (x[0] == "−") == s} for s in (True, False)
@@ -858,7 +863,7 @@ def test_both_ends_of_a_spread_have_a_label() -> None:
     edges = log_bins().edges
     first, last = np.searchsorted(edges, (-6, 12))
 
-    _, labels = plotdata.bin_ticks(edges, int(first), int(last), 5)
+    _, labels = axes.bin_ticks(edges, int(first), int(last), 5)
 
     assert labels == ["−1", "0", "1"]
 
@@ -868,7 +873,7 @@ def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> Non
     edges = log_bins().edges
     first, last = np.searchsorted(edges, ends)
 
-    places, labels = plotdata.bin_ticks(edges, int(first) - 1, int(last), 7)
+    places, labels = axes.bin_ticks(edges, int(first) - 1, int(last), 7)
 
     assert len(labels) >= 2
     values = [float(label.replace("−", "-")) for label in labels]
@@ -879,12 +884,12 @@ def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> Non
 def test_bins_that_hold_all_beyond_the_range_say_so() -> None:
     edges = np.concatenate(([-np.inf], np.linspace(0, 10, 41), [np.inf]))
 
-    places, labels = plotdata.bin_ticks(edges, 0, 41)
+    places, labels = axes.bin_ticks(edges, 0, 41)
 
     assert (labels[0], labels[-1]) == ("< 0", "> 10")
     assert (places[0], places[-1]) == (0.5, 41.5)
     assert "0" not in labels  # it would be written over its neighbour
-    assert plotdata.bin_ticks(edges, 1, 40)[1][0] == "0"
+    assert axes.bin_ticks(edges, 1, 40)[1][0] == "0"
 
 
 def test_a_small_axes_has_few_labels_and_its_names_inside() -> None:
@@ -903,7 +908,7 @@ def test_a_small_axes_has_few_labels_and_its_names_inside() -> None:
 def test_labels_of_small_values_keep_clear_of_zero() -> None:
     edges = log_bins(-40, 8, 1).edges
 
-    places, labels = plotdata.bin_ticks(edges, 0, len(edges) - 2, 13)
+    places, labels = axes.bin_ticks(edges, 0, len(edges) - 2, 13)
 
     assert "0" in labels
     assert min(np.diff(places)) > 0.5 * len(edges) / 13
@@ -933,7 +938,7 @@ def test_a_colour_bar_of_many_layers_has_their_types() -> None:
 def test_a_long_name_leaves_room_for_its_type() -> None:
     name, kind = "model.decoder.layers.11.self_attn.q_proj", "ColumnParallelLinearWithLora"
 
-    shown = naming.label(name, kind, 34)
+    shown = labels.label(name, kind, 34)
 
     assert len(shown) <= 34
     assert shown.startswith("…")
@@ -945,18 +950,18 @@ def test_spikes_are_found_by_six_sigma_and_never_in_the_first_steps() -> None:
     values = 1 + 0.1 * rng.normal(size=500)
     values[[5, 300]] = 10.0
 
-    assert list(plotdata.spikes(values)) == [300]
+    assert list(arrays.spikes(values)) == [300]
 
 
 def test_nothing_is_smoothed_to_nothing() -> None:
-    assert len(plotdata.smoothed(np.zeros(0), 5)) == 0
+    assert len(arrays.smoothed(np.zeros(0), 5)) == 0
 
 
 def test_smoothing_does_not_lag_and_steps_over_nan() -> None:
     ramp = np.arange(100.0)
     ramp[50] = np.nan
 
-    smooth = plotdata.smoothed(ramp, 5)
+    smooth = arrays.smoothed(ramp, 5)
 
     assert smooth[20] == pytest.approx(20.0)
     assert np.isnan(smooth[50])
@@ -1011,7 +1016,7 @@ def test_few_steps_are_counted_in_whole_numbers(name: str, n: int) -> None:
 def test_a_picture_is_saved_as_what_its_name_says(tmp_path: Path) -> None:
     ax = plotting.plot_updates(made.run(n=20))
 
-    with pytest.raises(OptionError, match=r'PNG is what save writes\. Name it "run\.png"'):
+    with pytest.raises(OptionError, match=r'writes PNG files only\. Name it "run\.png"'):
         plotting.save(ax, tmp_path / "run.pdf")
     assert not list(tmp_path.iterdir())
 
@@ -1022,16 +1027,16 @@ def test_a_picture_is_saved_as_what_its_name_says(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_on_is_refused(name: str) -> None:
     given = {"ax" if name in ON_AXES else "fig": "here"}
 
-    with pytest.raises(ArgumentError, match=r"='here' was given, of type str\. Give a"):
+    with pytest.raises(ArgumentError, match=r"='here': expected an? .*, found a str\. Give"):
         PICTURES[name](made.run(n=20), **given)
 
 
 def test_what_is_no_picture_is_not_saved() -> None:
-    with pytest.raises(ArgumentError, match="a picture was expected, NoneType was given"):
+    with pytest.raises(ArgumentError, match="expected a picture, found NoneType"):
         plotting.png(None)
 
 
 @pytest.mark.parametrize("findings", ["dead", 3, [None]])
 def test_what_is_no_finding_is_refused(findings: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"is no finding\. Give what diagnose\(run\)"):
+    with pytest.raises(ArgumentError, match=r"is no finding\. Give diagnose\(run\)"):
         plotting.plot_run(made.run(n=20), findings=findings)

@@ -6,21 +6,27 @@ where there are several. Steps are optimizer steps; dotted lines mark epochs; co
 first layer (dark) to the last (light) and are safe for colour-blind readers; vermilion means NaN or
 Inf and nothing else.
 
-    canvas      figures, files, colours; imports matplotlib, or says how to get it
-    plotdata    ticks, edges, limits, smoothing: what can be decided without matplotlib
-    naming      which layers, in which order, under which names
-    axes        titles, layers' names, marks of epochs and of NaN or Inf
+    figures     figures, files, colours, text; says how to get matplotlib
+    arrays      edges, limits, smoothing, spikes: what can be decided without matplotlib
+    labels      names of layers that fit where they are drawn
+    axes        titles, scales and ticks, names of layers, marks of epochs and of NaN or Inf
     heatmaps    plot_run
-    spreads     color_dim, plot_density
-    curves      plot_stats, plot_updates, plot_dead, plot_layer_stats
-    profiles    plot_depth, plot_loss
+    histograms  color_dim, plot_density
+    lines       plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth
+    loss        plot_loss
 """
 
-from hookkit.plotting.canvas import offscreen, png, save
-from hookkit.plotting.curves import plot_dead, plot_layer_stats, plot_stats, plot_updates
+from hookkit.plotting.figures import offscreen, png, save
 from hookkit.plotting.heatmaps import plot_run
-from hookkit.plotting.profiles import plot_depth, plot_loss
-from hookkit.plotting.spreads import color_dim, plot_density
+from hookkit.plotting.histograms import color_dim, plot_density
+from hookkit.plotting.lines import (
+    plot_dead,
+    plot_depth,
+    plot_layer_stats,
+    plot_stats,
+    plot_updates,
+)
+from hookkit.plotting.loss import plot_loss
 
 __all__ = [
     "color_dim",

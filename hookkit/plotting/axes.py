@@ -1,66 +1,25 @@
-"""How every picture dresses its axes: titles, names of layers, marks of epochs and of NaN or Inf.
+"""Axes alike in every picture: titles, scales and ticks, names of layers, marks of epochs and NaN.
 
-An axis, or a figure, is given.
+Scales and their ticks are matplotlib's, but for those of histograms: their bins are drawn equally
+high, which no locator knows of. Builds on `arrays`, `figures` and `labels`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from hookkit.plotting.naming import layer_ticks
-from hookkit.plotting.plotdata import epoch_starts, step_edges
-from hookkit.records import Record
+from hookkit.plotting.arrays import epoch_starts, is_linear, step_edges
+from hookkit.plotting.figures import ALARM, FAINT, ink, literal
+from hookkit.plotting.labels import layer_ticks
+from hookkit.records import Floats, Record
 
-FAINT = "#767676"
-"""Grey that is read on white and on black alike: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3)."""
-ALARM = "#d55e00"
-"""Vermilion of Okabe and Ito's palette, which colour-blind readers can tell: NaN or Inf only."""
-NEVER = "#dcdcdc"
-BLUE = "#0072b2"
-ORANGE = "#e69f00"
 BROKEN = "NaN or Inf"
+_HUGE = 1e200
 KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
-
-
-def literal(text: str) -> str:
-    """`text` as it stands, on one line, with □ for what the user's font has no sign for.
-
-    Between two dollar signs matplotlib would read a formula; for each missing sign it would warn.
-
-    >>> literal("cost in $ or $US")
-    'cost in \\\\$ or \\\\$US'
-    """
-    text = " ".join(text.replace("$", r"\$").splitlines())
-    if text.isascii():
-        return text
-    known = _signs(_fonts())
-    box = "□" if ord("□") in known else "?"
-    return "".join(c if c.isascii() or ord(c) in known else box for c in text)
-
-
-def _fonts() -> tuple[str, ...]:
-    """The files of the fonts that text is drawn in."""
-    from matplotlib import rcParams  # late: that it is missing is for canvas to tell
-    from matplotlib.font_manager import FontProperties, findfont
-
-    return tuple(findfont(FontProperties(family=[family])) for family in rcParams["font.family"])
-
-
-@lru_cache(maxsize=8)
-def _signs(fonts: tuple[str, ...]) -> frozenset[int]:
-    """The code points that one of these fonts can draw."""
-    from matplotlib.font_manager import get_font
-
-    return frozenset(code for font in fonts for code in get_font(font).get_charmap())
-
-
-def ink(ax: Any) -> Any:
-    """The colour of text in the user's style: black, or white on a dark background."""
-    return ax.xaxis.label.get_color()
 
 
 def title(ax: Any, text: str, pad: float | None = None) -> None:
@@ -69,7 +28,7 @@ def title(ax: Any, text: str, pad: float | None = None) -> None:
 
 
 def count_steps(ax: Any) -> None:
-    """Says that x counts optimizer steps, which are whole also where there are few."""
+    """Labels x as optimizer steps, whole numbers also where there are few."""
     ax.set_xlabel("optimizer step", fontsize=9)
     ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
@@ -83,7 +42,7 @@ def plain(ax: Any) -> None:
 
 
 def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:
-    """An Axes that says why it is empty, without a scale unless x has a meaning all the same."""
+    """An Axes that says why it is empty; with `keep_x` the x axis stays."""
     ax.text(
         0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", fontsize=8, color=FAINT
     )
@@ -129,8 +88,8 @@ def mark_broken(ax: Any, steps: Any, broken: Any, *, word: bool = True) -> None:
     if not len(steps) or not np.any(broken):
         return
     edges = step_edges(np.asarray(steps))
-    turns = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(broken, int), [0]))))
-    bars = [(edges[a], edges[b] - edges[a]) for a, b in turns.reshape(-1, 2)]
+    ends = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(broken, int), [0]))))
+    bars = [(edges[a], edges[b] - edges[a]) for a, b in ends.reshape(-1, 2)]
     across = ax.get_xaxis_transform()  # x in steps, y in shares of the height
     ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0.5, zorder=4)
     if word:
@@ -142,61 +101,81 @@ def mark_broken(ax: Any, steps: Any, broken: Any, *, word: bool = True) -> None:
 def log_y(ax: Any, values: Any) -> None:
     """A logarithmic y axis with plain numbers, where there is anything positive to show on it."""
     values = np.asarray(values)
-    positive = values[np.isfinite(values) & (values > 0)]
-    if not positive.size:
+    values = values[np.isfinite(values) & (values > 0)]
+    if not values.size:
         return
-    low, high = np.log10(positive.min()), np.log10(positive.max())
-    decades = high - low
-    most = 300 - 0.35 * decades  # or matplotlib's ticks, some decades beyond, overflow
-    if max(-low, high) > most:
-        bottom, top = np.clip((low, high), -most, most)
-        ax.set_ylim(10.0 ** (bottom - 0.1), 10.0 ** (top + 0.1))  # apart, also where both were cut
-    ax.set_yscale("log", nonpositive="mask")
-    between = {2.0, 5.0} if decades < 2 else set()
-
-    def word(value: float, _: Any = None) -> str:
-        lead = round(value / 10 ** np.floor(np.log10(value) + 1e-9), 6)
-        return _number(value) if lead in between | {1.0} else ""
-
-    ax.yaxis.set_major_formatter(lambda value, _: _number(value))
-    ax.yaxis.set_minor_formatter(word)
-    ax.tick_params(axis="y", which="minor", labelsize=7)
-    if decades < 0.7:  # too little to hold two ticks: show the neighbourhood too
-        middle = float(np.clip(10 ** ((low + high) / 2), 1e-301, 1e301))
+    # Matplotlib's margins and its ticks beyond both ends would overflow near the largest float.
+    low, high = np.clip((values.min(), values.max()), 1 / _HUGE, _HUGE)
+    if high < 5 * low:  # too little to hold two ticks: show the neighbourhood too
+        middle = np.sqrt(low) * np.sqrt(high)
         ax.set_ylim(middle / 3, middle * 3)
-
-
-def _number(value: float) -> str:
-    if 1e-3 <= abs(value) < 1e4 or not value:
-        return f"{value:g}".replace("-", "−")
-    return (
-        f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
-    )
+    elif low > values.min() or high < values.max():
+        ax.set_ylim(low, high)
+    ax.set_yscale("log", nonpositive="mask")
+    leads = (1, 2, 5) if high < 100 * low else (1,)
+    ax.yaxis.set_major_locator(LogLocator(subs=leads))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def signed_log_if_wide(ax: Any, values: Any) -> None:
     """A signed-log y axis, where a few values would press all others flat."""
     size = np.abs(values[np.isfinite(values) & (values != 0)])
-    usual = float(np.percentile(size, 75)) if size.size else 0.0
-    if not size.size or size.max() <= 100 * usual:
-        if size.size and size.max() > 1e300:  # the margin that matplotlib adds would overflow
-            ax.set_ylim(-1e300, 1e300)
+    if not size.size:
         return
-    if size.max() > 1e200:  # as above, and before there is a scale to overflow
-        ax.set_ylim(*np.clip((-size.max(), size.max()), -1e200, 1e200))
-    ax.set_yscale("symlog", linthresh=usual)
-    marks = _signed_ticks(values[np.isfinite(values)], usual)
-    ax.set_yticks(marks, [_number(mark) for mark in marks])
-    ax.minorticks_off()
+    if size.max() > _HUGE:  # as in `log_y`
+        ax.set_ylim(-_HUGE, _HUGE)
+    usual = np.clip(np.percentile(size, 75), 1 / _HUGE, _HUGE)
+    if size.max() > 100 * usual:
+        ax.set_yscale("symlog", linthresh=10.0 ** np.round(np.log10(usual)))
+        ax.yaxis.get_major_locator().set_params(numticks=7)
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _signed_ticks(values: Any, usual: float) -> list[float]:
-    """0, a round value near ±`usual` (where the axis turns logarithmic), and decades beyond."""
-    power = 10.0 ** np.floor(np.log10(usual))
-    near = max(lead * power for lead in (1, 2, 5) if lead * power <= usual * 1.001)
-    last = int(np.floor(np.log10(np.abs(values).max())))
-    beyond = range(last, int(np.ceil(np.log10(3 * usual))) - 1, -1)
-    every = max(1, -(-len(beyond) // 3))
-    sizes = [near, *(10.0**k for k in beyond[::every])]
-    low, high = values.min() - near / 2, values.max() + near / 2
-    return sorted(x for x in (0.0, *sizes, *(-size for size in sizes)) if low <= x <= high)
+def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floats, list[str]]:
+    """Places (in bins) and labels of round values between the bins `first` and `last`.
+
+    Bins are drawn equally high, whatever their edges: a signed-log axis (or, for equal bins, a
+    linear one) whose ticks are true values.
+    """
+    finite = np.isfinite(edges)
+    index, value = np.arange(len(edges))[finite], edges[finite]
+    low, high = value[np.clip([first, last + 1], index[0], index[-1]) - index[0]]
+    ticks = _round_values(edges, low, high, most)
+    places, zero = np.interp(ticks, value, index), np.interp(0.0, value, index)
+    apart = 0.6 * (last + 1 - first) / most  # labels closer than this would touch
+    shown = _open_bins(edges, first, last)
+    taken = [place for place, _ in shown]
+    for place, tick in zip(places, ticks, strict=True):
+        if all(abs(place - t) >= apart for t in [*taken, *[zero] * bool(tick)]):
+            shown.append((float(place), f"{tick:.4g}"))
+    shown.sort()
+    return np.array([place for place, _ in shown]), [text.replace("-", "−") for _, text in shown]
+
+
+def _round_values(edges: Floats, low: float, high: float, most: int) -> Floats:
+    """About `most` round values from `low` to `high`, of linear or of logarithmic bins."""
+    sizes = np.abs(edges[np.isfinite(edges) & (edges != 0)])
+    least = sizes.min() if low <= 0 <= high else min(abs(low), abs(high))
+    tops = [int(np.floor(np.log10(end) + 1e-9)) for end in (-low, high) if end > least]
+    if tops and not is_linear(edges):
+        # Whole decades, the same ones for both signs, from the largest down. Where the two ends are
+        # about as large, from the smaller of them, so that both get a label.
+        bottom, alike = int(np.ceil(np.log10(least) - 1e-9)), max(tops) - min(tops) <= 1
+        n_decades = sum(top - bottom + 1 for top in tops)
+        every = max(1, -(-n_decades // (most - 1)))
+        powers = 10.0 ** np.arange(min(tops) if alike else max(tops), bottom - 1, -every)
+        ticks = np.unique(np.concatenate(([0.0], powers, -powers)))
+        ticks = ticks[(low <= ticks) & (ticks <= high)]
+        if len(ticks) > 1:
+            return ticks
+    ticks = np.asarray(MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high))
+    return np.asarray(ticks[(low <= ticks) & (ticks <= high)], dtype=np.float64)
+
+
+def _open_bins(edges: Floats, first: int, last: int) -> list[tuple[float, str]]:
+    """Middle and label of the bins, among those shown, that hold all beyond the range."""
+    low = [(0.5, f"< {edges[1]:.4g}")] if first == 0 and np.isinf(edges[0]) else []
+    n = len(edges) - 1
+    high = [(n - 0.5, f"> {edges[-2]:.4g}")] if last == n - 1 and np.isinf(edges[-1]) else []
+    return low + high

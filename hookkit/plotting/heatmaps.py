@@ -7,20 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.checks import shown
 from hookkit.errors import ArgumentError
-from hookkit.plotting import naming, plotdata
+from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
-    ALARM,
     BROKEN,
     KINDS,
-    NEVER,
     count_steps,
     mark_epochs,
     name_layers,
     nothing,
     title,
 )
-from hookkit.plotting.canvas import colour_map, key, new_figure
+from hookkit.plotting.figures import (
+    ALARM,
+    NEVER,
+    colour_map,
+    key,
+    new_figure,
+)
+from hookkit.plotting.labels import (
+    listed,
+    ordered_run,
+)
 from hookkit.records import Record, Run
 
 GREY_AND_BLACK = {
@@ -57,7 +66,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     Raises:
         ArgumentError: `findings` has something else in it.
     """
-    run = plotdata.as_run(run)
+    run = ordered_run(run)
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]
     found = diagnosed(run) if findings is None else _checked(findings)
@@ -91,18 +100,18 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     """One heat-map with its colour bar; its special colours, and what they say."""
     param = record.kind == "param"
     table, broken = (
-        plotdata.log10(record.value(_STATISTIC[record.kind])),
-        plotdata.nonfinite(record),
+        arrays.log10(record.value(_STATISTIC[record.kind])),
+        arrays.nonfinite(record),
     )
-    low, high = (-5.0, -1.0) if param else plotdata.limits(table)
-    shown = np.clip(table, low, high)
-    shown[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
-    shown[broken] = high + 9
+    low, high = (-5.0, -1.0) if param else arrays.limits(table)
+    cells = np.clip(table, low, high)
+    cells[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
+    cells[broken] = high + 9
     ends, most = np.arange(len(record.names) + 1.0) - 0.5, int((height - MARGIN) * 100)
-    shown, edges, columns = plotdata.pool(shown, plotdata.step_edges(record.steps), 800)
-    shown, ends, merged = plotdata.pool(shown.T, ends, most)
+    cells, edges, columns = arrays.pool(cells, arrays.step_edges(record.steps), 800)
+    cells, ends, merged = arrays.pool(cells.T, ends, most)
     colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under="black", over=ALARM)
-    mesh = ax.pcolormesh(edges, ends, shown.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
+    mesh = ax.pcolormesh(edges, ends, cells.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
     _bar(ax, mesh, param)
     ax.grid(False)
     ax.tick_params(labelsize=8)
@@ -112,7 +121,7 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     grey, black = GREY_AND_BLACK[record.kind]
     there = {NEVER: np.isnan(table) & ~broken, "black": np.isneginf(table) & ~broken, ALARM: broken}
     words = {NEVER: grey, "black": black, ALARM: BROKEN}
-    return {colour: words[colour] for colour, cells in there.items() if cells.any()}
+    return {colour: words[colour] for colour, mask in there.items() if mask.any()}
 
 
 _STATISTIC = {"activation": "rms", "gradient": "rms", "param": "update_ratio"}
@@ -144,8 +153,8 @@ def _checked(findings: Any) -> Sequence[Any]:
     found = list(findings) if isinstance(findings, Iterable) else [findings]
     if alien := [f for f in found if not all(hasattr(f, name) for name in _OF_A_FINDING)]:
         raise ArgumentError(
-            f"plot_run(findings=…) holds {alien[0]!r:.60}, which is no finding. "
-            f"Give what diagnose(run) gave, or some of it; [] marks nothing."
+            f"plot_run(findings=…) holds {shown(alien[0])}, which is no finding. "
+            f"Give diagnose(run), or some of its findings; [] marks nothing."
         )
     return found
 
@@ -165,7 +174,7 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
             gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
             for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
                 numbers[ax].put(number, *_box(ax, record, block[0], block[-1], finding.steps))
-        where = naming.listed([labels.get(name, name) for name in named], 90)
+        where = listed([labels.get(name, name) for name in named], 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
 
@@ -181,7 +190,7 @@ def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any,
 
 def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[float, float]:
     """A frame around rows and steps; where its number goes: its left end, in the middle."""
-    edges = plotdata.step_edges(record.steps)
+    edges = arrays.step_edges(record.steps)
     spanned = steps is not None and len(steps) > 0
     first, last = (steps[0], steps[-1] + 1) if spanned else (edges[0], edges[-1])
     left, right = max(float(first), edges[0]), min(float(last), edges[-1])
@@ -203,7 +212,7 @@ class Numbers:
 
     def __init__(self, ax: Any, record: Record) -> None:
         self.ax, self.taken = ax, list[tuple[int, int, float]]()
-        self.edges = plotdata.step_edges(record.steps)
+        self.edges = arrays.step_edges(record.steps)
         self.apart = len(record.names) * self.WIDTH / 72 / _height(record)
 
     def put(self, number: int, x: float, y: float) -> None:

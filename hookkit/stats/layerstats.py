@@ -261,7 +261,7 @@ class LayerStats(Exports, UnscaledStats):
         record = self._with_hist()  # before matplotlib is asked for
 
         from hookkit import plotting
-        from hookkit.plotting.canvas import new_axes, new_figure
+        from hookkit.plotting.figures import new_axes, new_figure
 
         if layer is None:
             figure = None if figsize is None or ax is not None else new_figure(None, *figsize)

@@ -1,4 +1,4 @@
-"""What the pictures show, as plain arrays: ticks, edges, colours' limits, spikes, chosen steps.
+"""What the pictures show, as plain arrays: edges, limits of colours, spikes, chosen steps.
 
 Everything about a picture that can be decided, and tested, without matplotlib.
 """
@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.checks import shown
 from hookkit.errors import OptionError
-from hookkit.plotting.naming import as_record, as_run
 from hookkit.records import Floats, Ints, Record, Run
-
-__all__ = ["as_record", "as_run"]  # what every picture begins with
 
 
 def epoch_starts(record: Record, most: int = 12) -> list[tuple[float, int]]:
@@ -78,8 +76,7 @@ def shares(record: Record, row: int) -> Floats:
     """(n_bins, n) share of each record's counted values in each bin, NaN where none was counted."""
     if record.hist is None:
         raise OptionError(
-            f"a histogram of {record.names[row]!r} is needed, none was recorded. "
-            f"Record with `with_hist=True`."
+            f'no histogram of "{record.names[row]}" was recorded. Record with `with_hist=True`.'
         )
     counts = record.hist[row].astype(np.float64)
     total = counts.sum(axis=0)
@@ -90,79 +87,6 @@ def is_linear(edges: Floats) -> bool:
     """Whether the finite bins have equal widths (a range of the user's) or are signed-log."""
     widths = np.diff(edges[np.isfinite(edges)])
     return len(widths) < 3 or bool(np.allclose(widths, widths[0], rtol=1e-3))
-
-
-def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floats, list[str]]:
-    """Places (in bins) and labels of round values between the bins `first` and `last`.
-
-    Bins are drawn equally high, whatever their edges: a signed-log axis (or, for equal bins, a
-    linear one) whose ticks are true values.
-    """
-    finite = np.isfinite(edges)
-    index, value = np.arange(len(edges))[finite], edges[finite]
-    low, high = value[np.clip([first, last + 1], index[0], index[-1]) - index[0]]
-    if is_linear(edges):
-        step = _round_step((high - low) / most)
-        ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
-        labels = [f"{t:.6g}" for t in ticks]
-    else:
-        ticks, labels = _log_ticks(low, high, value, most)
-    places = np.interp(ticks, value, index)
-    nil, apart = np.interp(0.0, value, index), 0.6 * (last + 1 - first) / most
-    open_ended = _open_bins(edges, first, last)
-    kept = [
-        (place, label)
-        for place, label, tick in zip(places, labels, ticks, strict=True)
-        if (not tick or abs(place - nil) >= apart)
-        and all(abs(place - middle) >= apart for middle, _ in open_ended)
-    ]
-    both = sorted([*kept, *open_ended])
-    return np.array([place for place, _ in both]), [label.replace("-", "−") for _, label in both]
-
-
-def _open_bins(edges: Floats, first: int, last: int) -> list[tuple[float, str]]:
-    """Middle and label of the bins, among those shown, that hold all beyond the range."""
-    low = [(0.5, f"< {_short(edges[1])}")] if first == 0 and np.isinf(edges[0]) else []
-    n = len(edges) - 1
-    high = [(n - 0.5, f"> {_short(edges[-2])}")] if last == n - 1 and np.isinf(edges[-1]) else []
-    return low + high
-
-
-def _short(edge: float) -> str:
-    return f"{edge:.4g}" if 1e-3 <= abs(edge) < 1e4 or not edge else _power(edge)
-
-
-def _round_step(rough: float) -> float:
-    power = 10.0 ** np.floor(np.log10(rough))
-    return float(power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999))
-
-
-def _log_ticks(low: float, high: float, value: Floats, most: int) -> tuple[Floats, list[str]]:
-    """±10^k and 0 inside [low, high]: of both signs the same decades, as many as `most` allows."""
-    if low <= 0 <= high:
-        smallest = int(np.ceil(np.log10(np.abs(value[value != 0]).min()) - 1e-9))
-    else:
-        smallest = int(np.floor(np.log10(min(abs(low), abs(high))) + 1e-9))
-    sizes = [max(-low, 1e-300), max(high, 1e-300)]  # of the negative values, of the positive
-    tops = [int(np.floor(np.log10(size) + 1e-9)) for size in sizes]
-    decades = sum(max(0, top - smallest + 1) for top in tops)
-    every = max(1, -(-decades // max(1, most - 1)))
-    alike = max(tops) - min(tops) <= 1  # then the ends of both have one
-    start = smallest + ((min if alike else max)(tops) - smallest) % every
-    powers = 10.0 ** np.arange(start, max(tops) + 1, every)
-    for lead in ([1], [1, 2, 5], np.arange(1, 10, 0.5)):  # finer, where values are close together
-        ticks = np.outer(lead, powers).ravel()
-        inside = np.unique([t for t in (0.0, *ticks, *-ticks) if low <= t <= high])
-        if len(inside) >= 2:
-            break
-    return inside, [_power(t) for t in inside]
-
-
-def _power(tick: float) -> str:
-    if 0.01 <= abs(tick) <= 1000 or not tick:
-        return f"{tick:g}"
-    lead, _, power = f"{tick:.1e}".partition("e")
-    return f"{lead.removesuffix('.0')}e{int(power)}"
 
 
 def used_bins(used: Any) -> tuple[int, int]:
@@ -184,7 +108,7 @@ def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int
     return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
 
 
-def asked_columns(record: Record, steps: Sequence[int] | None) -> list[int]:
+def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:
     """Columns of the records nearest to `steps`, each of which is within what was recorded.
 
     Raises:
@@ -194,8 +118,8 @@ def asked_columns(record: Record, steps: Sequence[int] | None) -> list[int]:
         listed = [] if isinstance(steps, str) or not isinstance(steps, Iterable) else list(steps)
         if not listed:
             raise OptionError(
-                f"steps={steps!r} was asked for: it is a list of optimizer steps. "
-                f"Use steps=[0, 100], or None for the first, 1, 10, 100, … and the last."
+                f"steps={shown(steps)}: give a list of optimizer steps, such as [0, 100], or None "
+                f"for the first, 1, 10, 100, … and the last."
             )
         for step in listed:
             check_step(record, step)
@@ -204,7 +128,7 @@ def asked_columns(record: Record, steps: Sequence[int] | None) -> list[int]:
 
 
 def check_step(record: Record, step: int) -> None:
-    """That `step` is among those recorded, or between two of them.
+    """Checks that `step` is among those recorded, or between two of them.
 
     Raises:
         OptionError: it is before the first or after the last, or no whole number.
@@ -213,7 +137,7 @@ def check_step(record: Record, step: int) -> None:
     whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
     if not whole or not first <= step <= last:
         raise OptionError(
-            f"step {step} was asked for, the records cover the steps {first} to {last}. "
+            f"step {step} was not recorded: the records cover the steps {first} to {last}. "
             f"Use one of these; the nearest record is taken."
         )
 

@@ -1,4 +1,4 @@
-"""Which rows a picture shows, in which order, and what it calls them.
+"""Names of layers and parameters that fit where they are drawn, in the order of the model.
 
 Nothing here imports matplotlib.
 """
@@ -13,12 +13,12 @@ from hookkit.records import Record, Run, by_module, in_order
 from hookkit.records import label as full_label
 
 
-def as_run(source: Any) -> Run:
+def ordered_run(source: Any) -> Run:
     """`records.as_run`, with the layers of each record as they follow each other in the model."""
     return in_order(records.as_run(source))
 
 
-def as_record(source: Any, *kinds: str) -> Record:
+def ordered_record(source: Any, *kinds: str) -> Record:
     """`records.as_record`, with its layers as they follow each other in the model."""
     return by_module(records.as_record(source, *kinds))
 

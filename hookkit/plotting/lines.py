@@ -1,19 +1,20 @@
-"""One line a layer over steps, coloured by depth: means and stds, updates, dead units."""
+"""Pictures of lines: one for each layer over steps, or one for each step over the layers.
+
+`plot_stats`, `plot_updates`, `plot_dead` and `plot_layer_stats` have steps along x and colours by
+depth; `plot_depth` has the layers along x and colours by step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hookkit.plotting import naming, plotdata
+from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
-    BLUE,
-    FAINT,
     KINDS,
     count_steps,
-    ink,
-    literal,
     log_y,
     mark_broken,
     mark_epochs,
@@ -23,16 +24,35 @@ from hookkit.plotting.axes import (
     signed_log_if_wide,
     title,
 )
-from hookkit.plotting.canvas import depth_colours, depth_scale, new_axes, new_figure
+from hookkit.plotting.figures import (
+    ALARM,
+    BLUE,
+    FAINT,
+    depth_colours,
+    depth_scale,
+    ink,
+    literal,
+    new_axes,
+    new_figure,
+)
+from hookkit.plotting.labels import (
+    listed,
+    ordered_record,
+    ordered_run,
+    row_label,
+)
 from hookkit.records import Floats, Record, as_record
 
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
 
+MOST_POINTS = 60
+"""Layers up to which a depth profile joins each with the next."""
+
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
     """Means and standard deviations of all layers over steps, coloured by depth; the Figure."""
-    record = plotdata.as_record(record, "activation", "gradient")
+    record = ordered_record(record, "activation", "gradient")
     fig = new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
@@ -49,22 +69,22 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     Vectors (biases, norms) are left out: theirs says little about the learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
     """
-    record = plotdata.as_record(record, "param")
+    record = ordered_record(record, "param")
     ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
     ax = new_axes(ax, 10, 4.5)
-    ratio = plotdata.log10(record.value("update_ratio"))
+    ratio = arrays.log10(record.value("update_ratio"))
     never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
     _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
-        low, high = plotdata.span(ratio)
+        low, high = arrays.span(ratio)
         low = max(low, float(np.nanmedian(ratio)) - 6)  # or one frozen matrix presses all flat
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # all are measured by the line
     if never.any():
         still = [record.labels[i] for i in np.flatnonzero(never)]
-        text = f"never moved: {naming.listed(still, 80)}"
+        text = f"never moved: {listed(still, 80)}"
         where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
         ax.annotate(literal(text), (0.01, 0.02), **where)
     return ax
@@ -75,7 +95,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
 
     Where units were not recorded, the share of values near zero instead, and the title says so.
     """
-    record = plotdata.as_record(record, "activation", "gradient")
+    record = ordered_record(record, "activation", "gradient")
     ax = new_axes(ax, 10, 4.5)
     if np.isfinite(record.values.get("dead", np.nan)).any():
         head = "Units that are dead (solid) or dormant (dashed)"
@@ -116,11 +136,11 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         smooth = _smooth(record)
         line(ax, record.steps, values, color=BLUE, alpha=0.35 if smooth else 1.0)
         if smooth:
-            line(ax, record.steps, plotdata.smoothed(values, smooth), color=BLUE)
+            line(ax, record.steps, arrays.smoothed(values, smooth), color=BLUE)
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
-    fig.suptitle(literal(f"{naming.row_label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
+    fig.suptitle(literal(f"{row_label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
     return fig
 
 
@@ -137,7 +157,7 @@ def _lines(
     if smooth := _smooth(record):  # or the noise of one layer hides all others
         if len(table) <= FEW:
             curves(ax, record, record.steps, table, key=False, alpha=0.25)
-        table = np.stack([plotdata.smoothed(row, smooth) for row in table])
+        table = np.stack([arrays.smoothed(row, smooth) for row in table])
         head += f", smoothed over {smooth} records"
     curves(ax, record, record.steps, table, key=key)
     title(ax, head)
@@ -160,7 +180,7 @@ def _smooth(record: Record) -> int:
 
 def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
     if len(record):
-        broken = plotdata.nonfinite(record)
+        broken = arrays.nonfinite(record)
         mark_broken(ax, record.steps, (broken if rows is None else broken[rows]).any(axis=0))
         mark_epochs(ax, record)
         ends = [(record.steps[0], 0.0), (record.steps[-1], 0.0)]
@@ -190,7 +210,7 @@ def curves(
         legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
         # named now: a label that begins with an underscore is left out of a legend
         for text, i in zip(legend.get_texts(), rows, strict=True):
-            text.set_text(literal(naming.row_label(record, i, 34)))
+            text.set_text(literal(row_label(record, i, 34)))
         return
     bar = ax.figure.colorbar(depth_scale(len(rows), ax), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()
@@ -209,3 +229,71 @@ def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
     elif len(alone):
         style |= {"marker": ".", "markevery": alone.tolist()}
     return ax.plot(x, y, **style)[0]
+
+
+def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Any:
+    """RMS through the depth of the net, forward (outputs) and backward (their gradients).
+
+    Args:
+        run: a Run, a Record, a recorder or a driver.
+        steps: optimizer steps to draw (the nearest records); default 0, 1, 10, 100, … and the last.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure; a level line is healthy, a slope is a signal that vanishes or explodes.
+
+    Raises:
+        OptionError: `steps` has one that was not recorded, or none.
+    """
+    run = ordered_run(run)
+    panels = {"activation": run.activations, "gradient": run.gradients}
+    there = {kind: r for kind, r in panels.items() if r is not None and len(r) and len(r.names)}
+    columns = {kind: arrays.columns_of(r, steps) for kind, r in there.items()}
+    fig = new_figure(fig, 10, 4.6)
+    for ax, (kind, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
+        if kind in there:
+            _profile(ax, there[kind], columns[kind])
+            way = "Forward" if kind == "activation" else "Backward"
+            title(ax, f"{way}: RMS of {KINDS[kind]}")
+        else:
+            recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[kind]
+            add = f"no {kind}s recorded: add {recorder}()"
+            nothing(ax, add if record is None else "nothing was recorded")
+    return fig
+
+
+def _profile(ax: Any, record: Record, columns: list[int]) -> None:
+    table = record.value("rms")
+    broken, at = arrays.nonfinite(record), np.arange(len(record.names))
+    wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
+    handles = []
+    for colour, j in zip(depth_colours(len(columns), ax), columns, strict=True):
+        rms, bad = table[:, j], broken[:, j]
+        fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
+        style = {"color": colour, "lw": 1.6, "label": f"{record.steps[j]}"}
+        if wide:
+            ax.plot(at[fine], rms[fine], ".", ms=2, color=colour, alpha=0.5)
+            middle = 10 ** arrays.smoothed(np.log10(rms[fine]), len(at) // 12)
+            handles += ax.plot(at[fine], middle, **style)
+        else:
+            handles += ax.plot(at[fine], rms[fine], marker="o", ms=3, **style)
+        edge = {"transform": ax.get_xaxis_transform(), "ls": "", "marker": "x", "ms": 5}
+        ax.plot(at[rms == 0], np.full((rms == 0).sum(), 0.02), color=colour, **edge)
+        ax.plot(at[bad], np.full(bad.sum(), 0.98), color=ALARM, **edge)
+    log_y(ax, table[:, columns][~broken[:, columns]])
+    notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
+    words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
+    words += [f"lines: mean over {len(at) // 12 | 1} layers"] if wide else []
+    ax.set_xlabel("; ".join(words), fontsize=9)
+    name_layers(ax.xaxis, record, 24, rotation=90)
+    ax.set_xlim(-0.5, len(record.names) - 0.5)
+    plain(ax)
+    _steps_key(ax, handles)
+
+
+def _steps_key(ax: Any, handles: list[Any]) -> None:
+    """Which colour is which step, above the panel: inside it would lie on the lines."""
+    style = {"fontsize": 7, "frameon": False, "handlelength": 1, "columnspacing": 0.8}
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "borderpad": 0, "ncols": 9}
+    nobody = ax.plot([], [], lw=0, label="step")
+    ax.legend(handles=[*nobody, *handles], handletextpad=0.4, **style, **place)

@@ -1,4 +1,7 @@
-"""Figures, files, colours: matplotlib is imported here. No global setting is changed."""
+"""Figures, files, colours and text: what every picture needs. No global setting is changed.
+
+The first file of the room to be imported, so the one that says how to get matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_path
+from hookkit.checks import check_path, kind_of, shown
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.files import write_aside
 from hookkit.interrupts import block
-from hookkit.plotting.axes import ink, literal
 
 try:
     import matplotlib as mpl
@@ -26,6 +28,14 @@ try:
     from matplotlib.patches import Patch
 except ImportError:
     raise missing_extra("matplotlib", "plot", "draw") from None
+
+FAINT = "#767676"
+"""Grey that is legible on white and on black: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3)."""
+ALARM = "#d55e00"
+"""Vermilion of Okabe and Ito's palette, which colour-blind readers can tell: NaN or Inf only."""
+NEVER = "#dcdcdc"
+BLUE = "#0072b2"
+ORANGE = "#e69f00"
 
 _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
@@ -51,7 +61,7 @@ def png(picture: Any, dpi: int = 100) -> bytes:
     figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
     if not isinstance(figure, Figure):
         raise ArgumentError(
-            f"a picture was expected, {type(picture).__name__} was given. "
+            f"expected a picture, found {type(picture).__name__}. "
             f"Give the Figure or the Axes that a plot_… function returned."
         )
     buffer = BytesIO()
@@ -73,7 +83,7 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
     path = check_path("save", path)
     if path.suffix.lower() in _OTHERS:
         raise OptionError(
-            f'"{path.name}" was to be saved, and PNG is what save writes. Name it '
+            f'save(path="{path.name}") writes PNG files only. Name it '
             f'"{path.stem}.png", or call the Figure\'s own savefig("{path.name}").'
         )
     drawn = png(picture, dpi)
@@ -111,9 +121,9 @@ def new_figure(fig: Any, width: float, height: float) -> Any:
 def _leave_pyplot(figure: Any) -> None:
     """IPython calls this before it shows `figure`: a notebook then shows it once.
 
-    Else the cell whose value it is would show it, and then again at its end, where the inline
-    backend shows every figure that pyplot has. NotImplementedError says to go on: IPython shows it
-    in the formats that the user has chosen.
+    Otherwise the cell would show it as its value, and again at its end, where the inline backend
+    shows every figure that pyplot has. NotImplementedError makes IPython go on and show it in the
+    formats that the user has chosen.
     """
     if "inline" in pyplot().get_backend():  # windows of other backends stay open
         pyplot().close(figure)
@@ -130,23 +140,37 @@ def new_axes(ax: Any, width: float, height: float) -> Any:
 def _checked(name: str, given: Any, kind: type, word: str) -> Any:
     if not isinstance(given, kind):
         raise ArgumentError(
-            f"{name}={given!r:.60} was given, of type {type(given).__name__}. Give {word} of "
-            f"matplotlib's, or none for a new one."
+            f"{name}={shown(given)}: expected {word} of matplotlib's, found {kind_of(given)}. Give "
+            f"one, or none for a new one."
         )
     return given
+
+
+def ink(ax: Any) -> Any:
+    """The colour of text in the user's style: black, or white on a dark background."""
+    return ax.xaxis.label.get_color()
+
+
+def literal(text: str) -> str:
+    """`text` on one line, with dollar signs escaped: matplotlib reads formulas between two.
+
+    >>> literal("cost in $ or $US")
+    'cost in \\\\$ or \\\\$US'
+    """
+    return " ".join(text.replace("$", r"\$").splitlines())
 
 
 def colour_map(name: str, **extremes: Any) -> Any:
     """A copy of a named colour map, with colours for `bad`, `under` and `over`.
 
-    Without the ends of those that go to black on both sides: black has a meaning of its own.
+    Maps other than viridis lose their two ends, which are nearly black: black means zero here.
     """
     ends = (0.0, 1.0) if name == "viridis" else (0.1, 0.9)
     return ListedColormap(mpl.colormaps[name](np.linspace(*ends, 256))).with_extremes(**extremes)
 
 
 def depth_colours(n: int, ax: Any) -> list[Any]:
-    """`n` colours from the first layer (dark) to the last (light), all seen on the background."""
+    """`n` colours from the first layer (dark) to the last (light), all visible on the ground."""
     ends = (0.25, 1.0) if np.mean(to_rgb(ink(ax))) > 0.5 else (0.0, 0.9)
     return list(mpl.colormaps["viridis"](np.linspace(*ends, n)))
 

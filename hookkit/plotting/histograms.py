@@ -8,21 +8,30 @@ from typing import Any
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.plotting import naming, plotdata
+from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
-    ALARM,
     BROKEN,
     KINDS,
-    NEVER,
+    bin_ticks,
     count_steps,
-    literal,
     mark_epochs,
     nothing,
     plain,
     title,
 )
-from hookkit.plotting.canvas import colour_map, new_axes, new_figure
-from hookkit.plotting.curves import curves
+from hookkit.plotting.figures import (
+    ALARM,
+    NEVER,
+    colour_map,
+    literal,
+    new_axes,
+    new_figure,
+)
+from hookkit.plotting.labels import (
+    ordered_record,
+    row_label,
+)
+from hookkit.plotting.lines import curves
 from hookkit.records import Floats, Record, as_record, by_module
 
 FLOOR = 1e-4
@@ -62,16 +71,12 @@ def color_dim(
     if layer is None:
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
-        alarm = f"; {BROKEN} in vermilion" if plotdata.nonfinite(record).any() else ""
-        of = (
-            f", {len(rows)} layers in order"
-            if len(rows) != 1
-            else f": {naming.row_label(record, 0)}"
-        )
+        alarm = f"; {BROKEN} in vermilion" if arrays.nonfinite(record).any() else ""
+        of = f", {len(rows)} layers in order" if len(rows) != 1 else f": {row_label(record, 0)}"
         title(ax, f"Spread of {KINDS[record.kind]}{of}{alarm}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
-        title(ax, f"Spread of {KINDS[record.kind]}: {naming.row_label(record, rows[0])}")
+        title(ax, f"Spread of {KINDS[record.kind]}: {row_label(record, rows[0])}")
     if rows and len(record):
         _tiles(ax, record, rows, grid)
     else:
@@ -104,27 +109,27 @@ class Grid:
 
     def name(self, record: Record, row: int) -> str:
         """What fits over a tile; of long names the end, which tells neighbours apart."""
-        return naming.row_label(record, row, self.room)
+        return row_label(record, row, self.room)
 
 
 def _check_hist(record: Record) -> None:
     if record.names:
-        plotdata.shares(record, 0)
+        arrays.shares(record, 0)
 
 
 def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
     """Every layer a tile, all in one mesh: 300 Axes would take two minutes to lay out."""
     assert record.hist is not None
-    bins = plotdata.used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
-    broken, edges = plotdata.nonfinite(record), plotdata.step_edges(record.steps)
-    high, xs = bins[1] + 1 - bins[0], plotdata.pool(edges[None, :-1], edges, 800 // grid.columns)[1]
+    bins = arrays.used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
+    broken, edges = arrays.nonfinite(record), arrays.step_edges(record.steps)
+    high, xs = bins[1] + 1 - bins[0], arrays.pool(edges[None, :-1], edges, 800 // grid.columns)[1]
     gap = (0.0, 0.0) if grid.columns == 1 else (0.06, 0.19 / (grid.height - 0.19))
     right, up = (1 + gap[0]) * (xs[-1] - xs[0]), (1 + gap[1]) * high
     image = np.full((grid.rows * (high + 1), grid.columns * len(xs)), np.nan)
     for k, row in enumerate(rows):
         r, c = grid.rows - 1 - k // grid.columns, k % grid.columns
-        tile = _tile(plotdata.shares(record, row)[bins[0] : bins[1] + 1], broken[row])
-        tile = plotdata.pool(tile, edges, 800 // grid.columns)[0]
+        tile = _tile(arrays.shares(record, row)[bins[0] : bins[1] + 1], broken[row])
+        tile = arrays.pool(tile, edges, 800 // grid.columns)[0]
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
         if grid.columns > 1:
             at, text = (c * right + xs[0], r * up + high), {"textcoords": "offset points"}
@@ -140,7 +145,7 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
 
 def _tile(table: Floats, broken: Any) -> Floats:
     """log10 of the shares; far below them where the layer did not run, above (on top) for NaN."""
-    shown = np.clip(plotdata.log10(table), np.log10(FLOOR), 0.0)
+    shown = np.clip(arrays.log10(table), np.log10(FLOOR), 0.0)
     shown[np.isnan(shown)] = -99.0
     shown[-max(1, len(shown) // 20) :, broken] = 99.0
     return shown
@@ -150,7 +155,7 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     """True values at the left, steps below the first column (alike in all), and no frame."""
     assert record.edges is not None
     most = min(9, _fitting(ax, 3.5, high=True)) if grid.rows == 1 else 5
-    places, labels = plotdata.bin_ticks(record.edges, *bins, most)
+    places, labels = bin_ticks(record.edges, *bins, most)
     ys = [place - bins[0] + r * up for r in range(grid.rows) for place in places]
     size = min(8, grid.size + 0.5)
     count_steps(ax)
@@ -182,21 +187,21 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     Raises:
         OptionError: no histograms were recorded, or none at all near `step`.
     """
-    record = plotdata.as_record(record, "activation", "gradient")
+    record = ordered_record(record, "activation", "gradient")
     _check_hist(record)
     if not record.names or not len(record):
         return nothing(new_axes(ax, 10, 4.5), "nothing was recorded")
     column = _last_counted(record)
     if step is not None:
-        (column,) = plotdata.asked_columns(record, [step])
+        (column,) = arrays.columns_of(record, [step])
     ax = new_axes(ax, 10, 4.5)
     rows = range(len(record.names))
-    tables = np.stack([plotdata.shares(record, row)[:, column] for row in rows])
-    first, last = plotdata.used_bins((tables > 0).any(axis=0))
+    tables = np.stack([arrays.shares(record, row)[:, column] for row in rows])
+    first, last = arrays.used_bins((tables > 0).any(axis=0))
     x = np.arange(len(tables[0])) + 0.5
     curves(ax, record, x[first : last + 1], 100 * tables[:, first : last + 1], key=True)
     assert record.edges is not None
-    ax.set_xticks(*plotdata.bin_ticks(record.edges, first, last, _fitting(ax, 1.6)))
+    ax.set_xticks(*bin_ticks(record.edges, first, last, _fitting(ax, 1.6)))
     ax.set_xlim(first, last + 1)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
