@@ -3,6 +3,7 @@
 rows           `Row`: what each module owns, in the order of execution, counted once.
 optimizer      What an optimizer holds of a model: its groups and the bytes of its state.
 lines          What is drawn: the content of a summary, and its rows as lines, folded and cut.
+columns        The columns of a drawn summary: their names, headings, cells and notes.
 text           A summary as text that fits the terminal.
 html           A summary as HTML that folds, for notebooks.
 diff           What differs between two summaries, by qualified name.
@@ -11,8 +12,8 @@ making         `summary`: checks, the run, and the `Summary` that is built from 
 fastai_layout  fastai's layout of a summary, and a Learner's own.
 cli            `python -m hookkit`: a summary from the shell.
 
-Each file imports only from those above it. There are ten, since each is one layout or one source of
-numbers.
+Each file imports only from those above it. There are eleven, since each is one layout, one source
+of numbers, or what two of them share.
 """
 
 from hookkit.summaries.fastai_layout import layer_info, learner_summary, module_summary

@@ -22,9 +22,9 @@ from torch import nn
 
 from hookkit.errors import HookkitError, ModelRunError, nearest
 from hookkit.files import write_aside
+from hookkit.summaries.columns import COLUMNS
 from hookkit.summaries.making import summary
 from hookkit.summaries.result import Summary
-from hookkit.summaries.text import COLUMNS
 from hookkit.texts import harmless, nbytes
 
 

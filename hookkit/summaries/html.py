@@ -1,9 +1,9 @@
 """A summary as HTML that folds, for notebooks: no script, no outside file, light and dark.
 
-Closed, a container shows the totals of all inside it (of all siblings folded into it). Open, it
-shows its own share, so that the numbers in sight add up, and its total after a Σ. Columns are as
-wide as their longest word, so that none is broken; what does not fit scrolls sideways. Colours are
-mixed from the page's own text colour, so that light and dark need no switch.
+Builds on `lines` and `columns` as `text` does, and on `markup` for the style sheet. A closed
+container shows the totals of all inside it (of all siblings folded into it). An open one shows its
+own share, so that the numbers in sight add up, and its total after a Σ. Columns are as wide as
+their longest word, so that none is broken; a table that does not fit scrolls sideways.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
+from hookkit.summaries.columns import COLUMNS, MAX_CELL, cell, notes_of
 from hookkit.summaries.lines import Content, Line, Node, View, tree
 from hookkit.summaries.rows import NUMBERS, Totals
-from hookkit.summaries.text import COLUMNS, body_is_whole, cell, footer_parts, notes_of
+from hookkit.summaries.text import footer_parts, shows_itself
 from hookkit.texts import clip, harmless, width
 
-BARS = {"params": "n_params", "macs": "macs", "saved": "saved_bytes"}
-_SHARED = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
+_BARS = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
 _RUN = ("output", "params", "train", "macs", "saved")
 _NO_RUN = ("params", "train")
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
-_WORD, _CELL = 40, 80  # signs of a word, and of a cell; the pointer shows the rest
+_WORD, _CELL = 40, 80  # characters of a word, and of a cell; the rest is in a tooltip
 
 
 def as_html(s: Content, view: View, by: str = "params") -> str:
     """One `div`: the table, then totals, how it was run and warnings."""
-    if not isinstance(by, str) or by not in BARS:
-        raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(BARS)}')
+    if not isinstance(by, str) or by not in _BARS:
+        raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(_BARS)}')
     drawing = _Drawing(s, view, by)
-    inputs, output = harmless(s.inputs, 500), harmless(s.output, 500) or ("✗" if s.failed else "–")
+    inputs, output = (
+        harmless(s.inputs, MAX_CELL),
+        harmless(s.output, MAX_CELL) or ("✗" if s.failed else "–"),
+    )
     flow = f" <i>{escape(inputs)} → {escape(output)}</i>" if s.run != "none" else ""
     title = f"<p><b>{escape(harmless(s.rows[0].type))}</b>{flow}</p>"
     facts = "".join(_paragraph(" · ".join(part)) for part in footer_parts(s))
@@ -65,31 +68,31 @@ def _short(text: str) -> str:
 
 
 class _Drawing:
-    """One rendering; the numbers of folded rows stand for all of them while they are closed."""
+    """One rendering; folded rows show the numbers of all of them while they are closed."""
 
     def __init__(self, s: Content, view: View, by: str) -> None:
         self.s, self.by, self.depth = s, by, view.depth
         self.columns = view.columns or (_RUN if s.run != "none" else _NO_RUN)
-        self.whole = getattr(s.total, BARS[by])
+        self.whole = getattr(s.total, COLUMNS[by].number)
         self.root = tree(s.rows, view.fold)
         self.open = _open_first(self.root)
-        self.widest = {c: _words_of(COLUMNS[c][0]) for c in self.columns}
+        self.widest = {c: _words_of(COLUMNS[c].heading) for c in self.columns}
         self.label = 8.0
         self.folds = self.opened = False
 
     def table(self) -> str:
         """The heading and all rows."""
-        skip = self.depth != 0 and not body_is_whole(self.s)
+        skip = self.depth != 0 and not shows_itself(self.s)
         nodes = self.root.children if skip and self.root.children else [self.root]
         rows = "".join(self.node(node, 0) for node in nodes)
         heads = "".join(
-            f'<span class="n">{COLUMNS[c][0]}</span>' if COLUMNS[c][1] else
-            f"<span>{COLUMNS[c][0]}</span>" for c in self.columns
+            f'<span class="n">{COLUMNS[c].heading}</span>' if COLUMNS[c].is_right else
+            f"<span>{COLUMNS[c].heading}</span>" for c in self.columns
         )  # fmt: skip
         sizes = [f"minmax({self.label:.0f}ch,2.2fr)"]
         for c in self.columns:
             n = self.widest[c]
-            sizes.append(f"{n}ch" if COLUMNS[c][1] or c == "train" else f"minmax({n}ch,1fr)")
+            sizes.append(f"{n}ch" if COLUMNS[c].is_right or c == "train" else f"minmax({n}ch,1fr)")
         head = f'<div class="g h"><span class="l" style="--d:0">Layer</span>{heads}</div>'
         least = self.label + sum(self.widest[c] + 2 for c in self.columns)
         style = f"--cols:{' '.join(sizes)};min-width:{least:.0f}ch"
@@ -99,7 +102,7 @@ class _Drawing:
         """What bars, sums and folds mean, where there are any."""
         said = []
         if self.by in self.columns and self.whole:
-            said.append(f'<span class="k"></span>share of all {_SHARED[self.by]}')
+            said.append(f'<span class="k"></span>share of all {_BARS[self.by]}')
         if self.opened:
             said.append("Σ an open container with all inside it")
         if self.folds:
@@ -130,35 +133,32 @@ class _Drawing:
     def both(self, column: str, node: Node, depth: int) -> str:
         """A cell of a container: its own share and Σ while it is open, the total while closed."""
         closed = self.line(node, depth, _times(node.row.total, node.fold), closed=True)
+        opened = self.line(node, depth, _times(node.row.own, node.fold), closed=False)
+        number = COLUMNS[column].number
         total = self.cell(column, closed)
-        if column not in _SUMMED:
-            own = self.cell(column, self.line(node, depth, node.row.own, closed=False))
-            pair = own, total
-        else:
-            mine = self.line(node, depth, _times(node.row.own, node.fold), closed=False)
-            own = self.cell(column, mine) if getattr(mine.shown, _SUMMED[column]) else ""
-            summed = cell(column, closed, self.s)
+        own = self.cell(column, opened) if not number or getattr(opened.shown, number) else ""
+        if number and (summed := cell(column, closed, self.s)):
             self.widest[column] = max(self.widest[column], _words_of(f"Σ {summed}"))
-            pair = own + (f"<i>Σ {escape(summed)}</i>" if summed else ""), total
-        if pair[0] == pair[1]:
+            own += f"<i>Σ {escape(summed)}</i>"
+        if own == total:
             return self.wrapped(column, total)
-        return self.wrapped(
-            column, f'<span class="o">{pair[0]}</span><span class="c">{pair[1]}</span>'
-        )
+        return self.wrapped(column, f'<span class="o">{own}</span><span class="c">{total}</span>')
 
     def wrapped(self, column: str, content: str) -> str:
         """`content` as a cell: numbers on the right."""
-        kind = ' class="n"' if COLUMNS[column][1] else "" if column == "train" else ' class="s"'
+        kind = (
+            ' class="n"' if COLUMNS[column].is_right else "" if column == "train" else ' class="s"'
+        )
         return f"<span{kind}>{content}</span>"
 
     def cell(self, column: str, line: Line) -> str:
-        """What stands in a cell, with its bar if it is in the column of bars."""
+        """The content of a cell, with its bar if it is in the column of bars."""
         full = cell(column, line, self.s)
         text = clip(_short(full), _CELL)
-        self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column][1]))
+        self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column].is_right))
         if column == "train" and text == "frozen":
             return '<span class="b">frozen</span>'
-        part = getattr(line.shown, BARS[self.by])
+        part = getattr(line.shown, COLUMNS[self.by].number)
         if column != self.by or not (self.whole and part):
             hover = f'<span title="{escape(full, quote=True)}">{escape(text)}</span>'
             return escape(text) if text == full else hover
@@ -166,7 +166,7 @@ class _Drawing:
         return f'<span class="w" style="--w:{size}">{escape(text)}</span>'
 
     def name(self, node: Node, depth: int) -> str:
-        """The name, the class if it has no column of its own, and what is worth a word."""
+        """The name, the class if it has no column of its own, and the notes."""
         row = node.row
         label = _short(harmless(node.label)) or "(model)"
         kind = "" if "type" in self.columns else _short(harmless(row.type))
@@ -181,7 +181,7 @@ class _Drawing:
         return f"{text}{self.failure(node)}</span>"
 
     def notes(self, node: Node) -> Iterator[str]:
-        """Ties, calls, odd types; a failure has a mark of its own."""
+        """The notes on a row; a failure has a mark of its own."""
         line = self.line(node, 0, Totals(), closed=False)
         return (note for note in notes_of(line, self.s) if not note.startswith("✗"))
 
@@ -192,16 +192,6 @@ class _Drawing:
             return ""
         got = f" got {harmless(row.inputs)}" if row.name == self.s.failed[-1] else ""
         return f' <span class="x">✗{escape(got)}</span>'
-
-
-_SUMMED = {
-    "params": "n_params",
-    "percent": "n_params",
-    "macs": "macs",
-    "saved": "saved_bytes",
-    "bytes": "param_bytes",
-    "buffers": "buffer_bytes",
-}
 
 
 def _times(t: Totals, n: int) -> Totals:

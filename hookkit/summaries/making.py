@@ -22,11 +22,11 @@ from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, dtype_name, numel
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.summaries import optimizer
+from hookkit.summaries.columns import as_columns
 from hookkit.summaries.lines import View
 from hookkit.summaries.optimizer import count, some
 from hookkit.summaries.result import Summary
 from hookkit.summaries.rows import rows_of
-from hookkit.summaries.text import as_columns
 
 _OPTIONS = ("opt", "fold", "depth", "columns", "model_kwargs")
 

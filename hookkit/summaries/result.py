@@ -10,13 +10,14 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
-from hookkit.checks import check_flag, check_number
+from hookkit.checks import check_flag, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
+from hookkit.summaries.columns import as_columns
 from hookkit.summaries.diff import SummaryDiff, compare
 from hookkit.summaries.html import as_html
 from hookkit.summaries.lines import Content, View
 from hookkit.summaries.rows import NUMBERS, Row
-from hookkit.summaries.text import as_columns, as_text
+from hookkit.summaries.text import as_text
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
@@ -42,7 +43,7 @@ class Summary(Content):
         if isinstance(name, int) and not isinstance(name, bool):
             return self.rows[name]
         if not isinstance(name, str):
-            raise ArgumentError(f"s[{name!r}]: give the name of a row, its place, or a slice")
+            raise ArgumentError(f"s[{name!r}]: give the name of a row, its index, or a slice")
         inner = _WRAPPED.sub("", name)  # as a wrapped model names it
         found = {r.name: r for r in self.rows if r.name in (name, inner)}
         if not found:
@@ -104,7 +105,7 @@ class Summary(Content):
         Args:
             fold: draw equal siblings once, as `0..11 ×12`.
             depth: show modules down to this depth; those at it carry what is below them.
-            columns: names of columns, in the order wanted: type, input, output, params, percent,
+            columns: names of columns, in the order drawn: type, input, output, params, percent,
                 train, macs, saved, bytes, buffers, calls, dtype, mode.
         """
         if width is not None:
@@ -134,9 +135,9 @@ class Summary(Content):
             ArgumentError: `other` is no Summary.
         """
         if not isinstance(other, Summary):
-            kind = type(other).__name__
+            kind = kind_of(other)
             hint = "hookkit.summary(model, x)" if hasattr(other, "forward") else "a Summary"
-            raise ArgumentError(f"diff of a Summary and a {kind}: give {hint}")
+            raise ArgumentError(f"Summary.diff: expected a Summary, found {kind}. Give {hint}.")
         return compare(self, other)
 
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> View:
@@ -150,7 +151,7 @@ class Summary(Content):
     def __str__(self) -> str:
         return self.text()
 
-    __repr__ = __str__  # at the prompt one wants the table
+    __repr__ = __str__  # the prompt shows the table
 
     def _repr_html_(self) -> str:
         return self.html()
