@@ -45,7 +45,10 @@ def main() -> None:
             opt.zero_grad()
             start = start or grown_mib()
             if step in (10, 100) or step % (o.steps // 10) == 0:
-                held, span = stats.tally.n_bytes / 2**20, stats.tally.axis.stride
+                held, span = (
+                    stats.accumulator.n_bytes / 2**20,
+                    stats.accumulator.history.index.stride,
+                )
                 print(f"{step:8} {held:9.2f} {grown_mib(start):7.1f}  {span}", flush=True)
 
 

@@ -552,7 +552,7 @@ def test_validating_amid_a_batch_leaves_its_record_alone(
         learn = plain((batches, batches), RegModel(), loss_func=nn.MSELoss(), cbs=both)
         learn.fit(2)
         mine = [cb.record().values for cb in cbs]
-        return [*mine, cbs[0].valid_tally.record().values, sums.hooks.stored[0]]
+        return [*mine, cbs[0].valid_accumulator.record().values, sums.hooks.stored[0]]
 
     def one(events: dict[str, Any]) -> list[Any]:
         cb = Callback(**events)

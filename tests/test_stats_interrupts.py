@@ -22,14 +22,11 @@ from torch import Tensor, nn
 
 import hookkit
 from hookkit.health import diagnose
-from hookkit.moments import accumulator, history
-from hookkit.moments.accumulator import Tally
-from hookkit.moments.banks import Bank, Options
+from hookkit.moments import buffers, history
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
-from hookkit.moments.history import Axis, Ring
-from hookkit.moments.unitarrays import UnitsByArrays
-from hookkit.moments.units import Units
-from hookkit.moments.waiting import WaitingBank
+from hookkit.moments.history import DecimatedHistory, StepIndex
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
@@ -39,7 +36,7 @@ ROOMS = tuple(str(Path(hookkit.__file__).parent / room) for room in ("moments", 
 class Lines:
     """Counts how often each line of `ROOMS` runs; interrupts `line` when it runs for the nth time.
 
-    Lines are called `"banks.py:99 Bank.commit"`.
+    Lines are called `"buffers.py:99 Buffers.clear"`.
     """
 
     def __init__(self, line: str = "", nth: int = 0) -> None:
@@ -88,47 +85,55 @@ def at_every_line(run: Callable[[Lines], Any], every: int = 1, nths: int = 1) ->
                 raise AssertionError(f"interrupted at {line}, time {nth} of {n}: {what}") from e
 
 
-# axes and rings
+@pytest.fixture
+def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_COLUMNS", "MIN_COLUMNS"):
+        monkeypatch.setattr(history, name, 4)
 
 
-def test_an_axis_is_whole_after_an_interrupt_at_any_line() -> None:
-    def run(lines: Lines) -> Axis:
-        axis = Axis(limit=4)
+# history: whoever was interrupted still has the old value, and does it again
+
+
+@pytest.mark.usefixtures("small_history")
+def test_an_index_is_as_it_was_after_an_interrupt_at_any_line() -> None:
+    def run(lines: Lines) -> StepIndex:
+        index = StepIndex()
         for step in range(13):
-            while axis.n <= step:
+            while index.n <= step:
                 try:
                     with lines.counted():
-                        axis.make_room()
-                        axis.add(step, step // 5, step)
+                        index = index.with_records([(step, step // 5, step)], 100)
                 except KeyboardInterrupt:
                     pass
-        return axis
+        return index
 
     want = run(Lines())
 
-    for where, axis in at_every_line(run, nths=6):
-        columns = axis.steps, axis.epochs, axis.iters, axis.spans
-        assert columns == (want.steps, want.epochs, want.iters, want.spans), where
+    for where, index in at_every_line(run, nths=6):
+        assert index == want, where
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_a_ring_is_whole_after_an_interrupt_at_any_line(counts: bool) -> None:
+@pytest.mark.parametrize("is_moments", [True, False])
+def test_a_history_is_as_it_was_after_an_interrupt_at_any_line(is_moments: bool) -> None:
     g = torch.Generator().manual_seed(0)
     tables = torch.rand(30, 3, 9, generator=g, dtype=torch.float64)
 
     def run(lines: Lines) -> Tensor:
-        ring, record = Ring(1, 9, torch.float64, "cpu", counts), 0
-        while record < 30:
-            n, rows = (1, 2) if record < 5 else (3, 3)
+        now = DecimatedHistory.blank(tables[0, :1], is_moments)
+        while (record := now.n) < 30:
+            n, rows = (1, 2) if record < 5 else (3 if record % 2 else 1, 3)
+            n = min(n, 30 - record)
+            columns = -(-record // now.stride)
+            before = now.read(columns).clone()
             try:
                 with lines.counted():
-                    ring.catch_up(2 ** (record // 10))
-                    ring.put(record, tables[record : record + n, :rows])
-                    ring.read(4)
+                    new = now.halved(2 ** (record // 10))
+                    new = new.with_records(record, tables[record : record + n, :rows], 64)
             except KeyboardInterrupt:
+                assert torch.equal(now.read(columns), before)
                 continue
-            record += n
-        return ring.read(8).clone()
+            now = new
+        return now.read(8).clone()
 
     want = run(Lines())
 
@@ -136,47 +141,38 @@ def test_a_ring_is_whole_after_an_interrupt_at_any_line(counts: bool) -> None:
         assert torch.equal(got, want), where
 
 
-# tallies
+# accumulators
 
 
-def filled(lines: Lines) -> Tally:
-    """A tally of 12 steps, of two batches each at times; interrupted steps are closed again."""
-    tally = Tally("activation", Options(bins=log_bins(), sample=16, window=4))
-    tally.axis.limit = 4
+def filled(lines: Lines) -> StatsAccumulator:
+    """12 steps, of two batches each at times; interrupted steps are closed again."""
+    stats = StatsAccumulator("activation", Options(bins=log_bins(), sample=16, window=4))
     g = torch.Generator().manual_seed(0)
     for step in range(12):
         for batch in range(1 + (step == 3)):
             if batch:
-                again(lines, tally.fold)
+                again(lines, stats.fold)
             for row in range(1 + step // 5):
                 width = 6 if row or step < 8 else 5
                 x = torch.randn(4, width, generator=g)
                 x[:, :2] = -x[:, :2].abs()
-                again(lines, lambda row=row: tally.rows([f"fc{row}"], ["ReLU"]))
-                tally.see(row, 0, "", x.double() if row == 1 else x)
-        wanted = tally.n_commits + 1
-        again(lines, lambda step=step: tally.commit(step, 0, step), tally, wanted)
-        tally.axis.limit = 4
+                again(lines, lambda row=row: stats.rows([f"fc{row}"], ["ReLU"]))
+                stats.see(row, 0, "", x.double() if row == 1 else x)
+        wanted = stats.n_records + 1
+        again(lines, lambda step=step: stats.commit(step, 0, step), stats, wanted)
         if step == 5:
-            again(lines, tally.record)
-    return tally
+            again(lines, stats.record)
+    return stats
 
 
-def again(lines: Lines, call: Callable[[], Any], tally: Any = None, n: int = 0) -> None:
+def again(lines: Lines, call: Callable[[], Any], stats: Any = None, n: int = 0) -> None:
     """`call()`; after an interrupt what the next call finds: the step closed, or to be closed."""
     try:
         with lines.counted():
             call()
     except KeyboardInterrupt:
-        if tally is not None:
-            tally._finish()
-        if tally is None or tally.n_commits < n:
+        if stats is None or stats.n_records < n:
             call()
-
-
-def on_any_device(options: Options, device: torch.device, rows: int) -> Bank:
-    """Tables as they are on a GPU, by tensor operations alone."""
-    return Bank(options, device, rows)
 
 
 def same(got: Any, want: Any, where: str) -> None:
@@ -201,38 +197,16 @@ def same(got: Any, want: Any, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bank", [WaitingBank, on_any_device])
-def test_nothing_is_lost_or_counted_twice_wherever_a_tally_is_interrupted(
-    bank: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("small_history")
+@pytest.mark.parametrize("by_array", [True, False])
+def test_nothing_is_lost_or_counted_twice_wherever_an_accumulator_is_interrupted(
+    by_array: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if bank is on_any_device:
-        monkeypatch.setattr(accumulator, "bank_of", bank)
+    monkeypatch.setattr(buffers, "reads_arrays", lambda device: by_array)  # False: as on a GPU
     want = filled(Lines()).record()
 
-    for where, tally in at_every_line(filled, every=5):
-        same(tally.record(), want, where)
-
-
-@pytest.mark.parametrize("kind", [Units, UnitsByArrays])
-def test_a_place_is_kept_only_with_its_table(kind: Any) -> None:
-    def run(lines: Lines) -> Any:
-        units = kind(4) if kind is UnitsByArrays else kind(4, torch.device("cpu"))
-        for step, width in enumerate([3, 4, 2000, 3, 5]):
-            x = torch.ones(2, width)
-            try:
-                with lines.counted():
-                    units._place(0, width, False)
-            except KeyboardInterrupt:
-                pass
-            units.take(0, x, "Linear")  # the next forward
-            units.take(1, x[:, :2], "Linear")
-            units.commit(step, 2, 64)
-        return units.read(5, 2).clone()
-
-    want = run(Lines())
-
-    for where, got in at_every_line(run):
-        assert torch.equal(got, want), where
+    for where, stats in at_every_line(filled, every=5):
+        same(stats.record(), want, where)
 
 
 # recorders in a training
@@ -263,12 +237,6 @@ def trained(lines: Lines) -> list[Any]:
         copied = pickle.loads(pickle.dumps([copy.copy(cb) for cb in cbs]))
     diagnose(w.run())
     return [*cbs, *copied]
-
-
-@pytest.fixture
-def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_COLUMNS", "MIN_COLUMNS"):
-        monkeypatch.setattr(history, name, 4)
 
 
 @pytest.mark.slow

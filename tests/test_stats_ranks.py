@@ -15,6 +15,7 @@ from rank_end import leave
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
+from hookkit.moments import history
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
@@ -51,12 +52,13 @@ def units(ranks: list[int], window: int, limit: int = 0, n: int = 13) -> Activat
         model[2].weight.mul_(8.0)
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     stats = ActivationStats(units=True, include_paramless=True, window=window)
-    with watch(model, opt, stats):
+    with pytest.MonkeyPatch.context() as patch, watch(model, opt, stats):
+        for name in ("MIN_COLUMNS", "MAX_COLUMNS") if limit else ():
+            patch.setattr(history, name, limit)
         for step in range(n):
             model(torch.cat([unlike(rank, step) for rank in ranks])).sum().backward()
             opt.step()
-            if limit:
-                stats.tally.axis.limit = limit
+        stats.accumulator.history  # noqa: B018  what waits is written while the limit is set
     return stats
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hookkit.moments import flat, moments, plain, triton_kernels
-from hookkit.moments.accumulator import Tally
-from hookkit.moments.banks import Options
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
@@ -72,23 +72,23 @@ def test_expanded_integers_and_flags_are_read(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_tally_records_the_same_with_and_without(
+def test_an_accumulator_records_the_same_with_and_without(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def filled() -> Tally:
+    def filled() -> StatsAccumulator:
         g = torch.Generator().manual_seed(0)
-        tally = Tally("gradient", Options(bins=log_bins()))
-        first, second = tally.rows(["a", "b"], ["Linear", "Linear"])
+        stats = StatsAccumulator("gradient", Options(bins=log_bins()))
+        first, second = stats.rows(["a", "b"], ["Linear", "Linear"])
         for step in range(3):
-            tally.see(first, 0, "", torch.randn(50, generator=g).to(device))
-            tally.see(first, 1, "[1]", torch.randn(7, generator=g).to(device))
-            tally.fold(finite_only=True)
-            tally.see(second, 0, "", torch.full((2,), float("nan"), device=device))
-            tally.fold(finite_only=True)
-            tally.see(second, 0, "", torch.randn(50, generator=g).to(device))
-            tally.see(first, 0, "", torch.randn(50, generator=g).to(device))
-            tally.commit(step, 0, step)
-        return tally
+            stats.see(first, 0, "", torch.randn(50, generator=g).to(device))
+            stats.see(first, 1, "[1]", torch.randn(7, generator=g).to(device))
+            stats.fold(finite_only=True)
+            stats.see(second, 0, "", torch.full((2,), float("nan"), device=device))
+            stats.fold(finite_only=True)
+            stats.see(second, 0, "", torch.randn(50, generator=g).to(device))
+            stats.see(first, 0, "", torch.randn(50, generator=g).to(device))
+            stats.commit(step, 0, step)
+        return stats
 
     monkeypatch.setattr(triton_kernels, "serves", lambda device: False)
     plain_record = filled().record()

@@ -1,9 +1,14 @@
-"""The tally: what hooks hand in, kept on the data's device until somebody reads.
+"""`StatsAccumulator`: statistics of named tensors over steps, kept on the data's device until read.
 
-A hook calls `see` for each tensor: its exact moments go into one row of a preallocated table,
-and a bounded sample of it into one row of another (`moments.py`, `histograms.py`). At the step
-`commit` does the rest for all rows at once, and puts the result into a ring (`banks.py`,
-`rings.py`). No value is read by the host before `record()`.
+A hook calls `see` for each tensor: its exact moments go into one row of a preallocated table, and a
+bounded sample of it into one row of another (`buffers`). At the step `commit` does the rest for all
+rows at once, and puts the result into a history (`history`). No value is read by the host before
+`record()` (`reading`).
+
+What has to change together is one tuple, `_State`: `commit`, `fold` and `drop` build the next state
+beside the old one, put it in place by one assignment, and then empty the batch at hand, which is
+repeated before anything else if an interrupt or an error comes in between. So no record is ever
+half there or counted twice, whatever line an exception leaves.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph, `observe`, which
 runs this very code: no graph break, no second implementation.
@@ -14,35 +19,41 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hookkit import ranks
 from hookkit.hooks.entries import in_thread, is_exporting
 from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
-from hookkit.moments import triton_kernels
-from hookkit.moments.banks import Bank, Options
-from hookkit.moments.histograms import sample_error
-from hookkit.moments.history import Axis, Ring
-from hookkit.moments.moments import (
-    N_FIELDS,
-    empty_rows,
-    floats_of,
-    merge,
-    plain,
-    statistics,
-    working_dtype,
-)
-from hookkit.moments.unitarrays import UnitsByArrays
-from hookkit.moments.units import CLAMPING, Units, judged, shares
-from hookkit.moments.waiting import WaitingBank
+from hookkit.moments import reading
+from hookkit.moments.buffers import Buffers, Options
+from hookkit.moments.history import DecimatedHistory, Key, Place, StepHistory
+from hookkit.moments.moments import floats_of, plain, working_dtype
+from hookkit.moments.units import UnitLayout, UnitTables
 from hookkit.records import Record
 
+_CPU = torch.device("cpu")
 
-class Tally:
+
+class _State(NamedTuple):
+    """What changes together.
+
+    Args:
+        n: how many records were made: the number of the next one.
+        history: the records, but for those that wait.
+        waiting: places of the records that wait in the buffers' slots.
+        buffers: by device.
+    """
+
+    n: int
+    history: StepHistory
+    waiting: tuple[Place, ...]
+    buffers: dict[torch.device, Buffers]
+
+
+class StatsAccumulator:
     """Moments and histograms of named tensors over steps, in bounded memory.
 
     Args:
@@ -51,40 +62,35 @@ class Tally:
 
     Attributes:
         thread: whose calls of compiled graphs are recorded; None records every thread's.
+        unscale: a 0-d tensor that values are multiplied by, or None.
+        consumers: by layer, the class of the one activation that reads it; None if not looked for.
+        unregistered: names of weights that PyTorch does not know of.
 
-    >>> t = Tally("activation")
-    >>> (row,) = t.rows(["fc"], ["Linear"])
+    >>> stats = StatsAccumulator("activation")
+    >>> (row,) = stats.rows(["fc"], ["Linear"])
     >>> for step in range(3):
-    ...     t.see(row, 0, "", torch.full((4, 2), float(step)))
-    ...     t.commit(step, epoch=0, iteration=step)
-    >>> t.record().value("mean", "fc")
+    ...     stats.see(row, 0, "", torch.full((4, 2), float(step)))
+    ...     stats.commit(step, epoch=0, iteration=step)
+    >>> stats.record().value("mean", "fc")
     array([0., 1., 2.])
     """
 
     def __init__(self, kind: str, options: Options | None = None) -> None:
         self.kind, self.options = kind, options or Options()
-        self.axis = Axis()
         # names, types, and the row of each name: one tuple, so that they never differ in length
         self._layers: tuple[list[str], list[str], dict[str, int]] = [], [], {}
-        # what is being done to all banks; done again after an interrupt
-        self._pending: Callable[[Bank], None] | None = None
-        self._place: tuple[int, int, int, int] | None = None
-        self.banks: dict[torch.device, Bank] = {}
+        self._state = _State(0, StepHistory(), (), {})
+        self._must_clear = False
         self.unscale: Tensor | None = None
+        self.unscaled = False
         self.skipped: dict[str, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
-        self.unscaled = False
-        self.feeds: dict[str, str | None] | None = None
+        self.consumers: dict[str, str | None] | None = None
         self.unregistered: list[str] = []
-        self._n_folds = 0
+        self.thread: int | None = None
         self._leaves: dict[tuple[int, str], int] = {}
         self._cache: tuple[int, bool, Record] | None = None
-        self._merged: Units | None = None  # of all ranks, at the last `record()`
-        self._merged_names: list[str] = []
-        self.thread: int | None = None
-        self._enlist()
-
-    def _enlist(self) -> None:
+        self._of_ranks: reading.RankUnits | None = None
         self.id, self.token = enlist(self), new_token()
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
@@ -113,9 +119,11 @@ class Tally:
         return self._layers[1]
 
     @property
-    def n_commits(self) -> int:
-        """How many records were closed."""
-        return self.axis.n
+    def n_records(self) -> int:
+        """How many records were made."""
+        return self._state.n
+
+    # --- the batch at hand
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Record `t`, leaf number `leaf` (called `path`) of what module `row` gave.
@@ -127,11 +135,11 @@ class Tally:
             if not is_exporting():
                 torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
             return
-        if self._pending is not None:
-            self._finish()
+        if self._must_clear:
+            self._clear()
         if self.unscale is None and not leaf and (array := floats_of(t)) is not None:
             self.dtypes[row] = t.dtype
-            self._bank(_CPU).take_array(row, array, t, self.types[row])
+            self._add(row, t, array)
         elif is_transforming():  # the values behind torch.func's wrappers, outside of them
             inner = unwrapped(t)
             with outside():
@@ -150,7 +158,7 @@ class Tally:
         if self.unscale is not None:
             self.unscaled = True
             values = values.to(working_dtype(values)) * self.unscale
-        self._bank(values.device).take(row, values, self.types[row])
+        self._add(row, values)
 
     def _leaf_row(self, row: int, path: str) -> int:
         key = row, path
@@ -158,75 +166,139 @@ class Tally:
             (self._leaves[key],) = self.rows([self.names[row] + path], [self.types[row]])
         return self._leaves[key]
 
-    def _bank(self, device: torch.device) -> Bank:
-        bank = self.banks.get(device)
-        if bank is None:
-            bank = bank_of(self.options, device, len(self.names))
-            bank.begin_at(self.axis.n)
-            self.banks[device] = bank
-        return bank
+    def _add(self, row: int, t: Tensor, array: Any = None) -> None:
+        device = _CPU if array is not None else t.device
+        buffers = self._state.buffers.get(device)
+        if buffers is None or row >= buffers.rows:
+            buffers = self._make_room(device, row)
+        if buffers.units is not None:
+            layout, kind = buffers.units.layouts.get(row), self.types[row]
+            if layout is None or layout.shape != t.shape or layout.kind != kind:
+                buffers = self._new_layout(device, row, UnitLayout.of(t.shape, kind))
+        state = self._state
+        buffers.add(len(state.waiting), row, t, state.n, array)
 
-    # An interrupt may come between any two lines. What is done to all banks is therefore kept in
-    # `_pending` until all of it is done; each bank passes over what it did before; and whatever is
-    # called next, finishes it first. The place in time comes last: no record shows before it is
-    # whole.
+    def _make_room(self, device: torch.device, row: int) -> Buffers:
+        """Room for `row` on `device`: the tables double."""
+        self._flush()
+        buffers = self._state.buffers.get(device)
+        if buffers is None:
+            new = Buffers(self.options, device, max(len(self.names), row + 1))
+        else:
+            new = buffers.resized(0, max(2 * buffers.rows, row + 1))
+        self._replace({device: new})
+        return new
 
-    def _do(self, what: Callable[[Bank], None], place: Any = None) -> None:
-        self._finish()
-        self._place = place
-        self._pending = what
-        self._finish()
+    def _new_layout(self, device: torch.device, row: int, layout: UnitLayout) -> Buffers:
+        """Has `row` give units in another way. Those of before are judged first."""
+        self._flush()
+        history, buffers = self._state.history, self._state.buffers[device]
+        assert buffers.units is not None
+        old, past = buffers.units, history.tables.get(("past", device))
+        units = old.with_layout(row, layout)
+        if past is not None and old.places.get(row, (0, layout.n))[1] != layout.n:
+            rest = old.parts_of([r for r in old.places if r != row])
+            history = history.with_table(("past", device), past.rows(rest))
+        new = buffers.with_units(units)
+        self._state = self._state._replace(
+            history=history, buffers={**self._state.buffers, device: new}
+        )
+        return new
 
-    def _finish(self) -> None:
-        if self._pending is None:
-            return
-        place = self._place
-        adds = place is not None and place[0] == self.axis.n
-        if adds:
-            self.axis.make_room()
-        for bank in self.banks.values():
-            self._pending(bank)
-        if adds and place is not None:
-            self.axis.add(*place[1:])
-        self._pending = None
+    def _replace(self, new: dict[torch.device, Buffers]) -> None:
+        self._state = self._state._replace(buffers={**self._state.buffers, **new})
+
+    def _clear(self) -> None:
+        """Empties the batch at hand; done again if it was interrupted."""
+        slot = len(self._state.waiting)
+        for buffers in self._state.buffers.values():
+            buffers.clear(slot)
+        self._must_clear = False
+
+    def _move_to(self, state: _State) -> None:
+        """Puts the next state in place, in which the batch at hand is empty."""
+        self._must_clear, self._state = True, state
+        self._clear()
+
+    # --- steps
 
     def drop(self) -> None:
         """Forget what was seen since the last `fold` or `commit` (a cancelled batch)."""
-        self._do(lambda bank: bank.drop())
+        self._must_clear = True
+        self._clear()
 
     def fold(self, *, finite_only: bool = False) -> None:
         """Count what was seen towards the record of a step that is still to come.
 
         With `finite_only` nothing is kept if any of it was not finite.
         """
-        self._finish()
-        self._n_folds += 1
-        batch = self._n_folds
-        self._do(lambda bank: bank.fold(batch, finite_only))
+        if self._must_clear:
+            self._clear()
+        slot, state = len(self._state.waiting), self._state
+        kept = {device: b.folded(slot, finite_only) for device, b in state.buffers.items()}
+        self._move_to(state._replace(buffers=kept))
 
     def forget(self) -> None:
         """Forget everything since the last `commit`."""
-        self._do(lambda bank: bank.forget())
+        buffers = {device: b.without_kept() for device, b in self._state.buffers.items()}
+        self._move_to(self._state._replace(buffers=buffers))
 
     def commit(self, step: int, epoch: int, iteration: int) -> None:
         """Close the record of one step: everything seen since the last commit."""
-        self._finish()
-        axis, record = self.axis, self.axis.n
-        if not record:
-            self._fit_axis()
-        self._do(lambda bank: bank.commit(record, axis), (record, step, epoch, iteration))
+        if self._must_clear:
+            self._clear()
+        n, history, waiting, buffers = self._state
+        place = step, epoch, iteration
+        if buffers and all(b.waits for b in buffers.values()):
+            state = _State(n + 1, history, (*waiting, place), buffers)
+            full = len(waiting) + 1 >= min(b.slots for b in buffers.values())
+            self._state = self._flushed(state) if full or (n + 1) % self._half == 0 else state
+            return
+        state, rows = self._flushed(self._state), len(self.names)
+        after, tables = _tables(state.buffers, lambda b: b.record(n + 1, rows))
+        self._move_to(_State(n + 1, state.history.with_records([place], tables), (), after))
+        more = {d: b.resized(b.slots, b.rows) for d, b in after.items() if b.wants_more_slots}
+        if more:
+            self._replace(more)
 
-    def _fit_axis(self) -> None:
-        bins = self.options.bins
-        hist = (8 if self.options.exact_hist else 4) * (bins.width - 1) if bins else 0
-        units = 4 * len(Units.FIELDS) if self.options.window else 0
-        of_units = sum(bank.units.n_bytes for bank in self.banks.values() if bank.units is not None)
-        self.axis.fit(len(self.names) * (8 * N_FIELDS + hist + units) + of_units)
+    @property
+    def _half(self) -> int:
+        """Records of half a window: what waits may not go beyond it."""
+        return max(self.options.window // 2, 1) if self.options.window else 1 << 30
+
+    def _flushed(self, state: _State) -> _State:
+        """The state with the records that wait in the history; the batch at hand is in slot 0."""
+        n, history, waiting, buffers = state
+        if not waiting:
+            return state
+        many, rows = len(waiting), len(self.names)
+        after, tables = _tables(buffers, lambda b: b.waiting_records(many, n, rows))
+        history = history.with_records(list(waiting), tables)
+        return _State(n, history, (), {d: b.resized(many, b.rows) for d, b in after.items()})
+
+    def _flush(self) -> None:
+        self._state = self._flushed(self._state)
+
+    # --- reading
+
+    @property
+    def history(self) -> StepHistory:
+        """All records."""
+        self._flush()
+        return self._state.history
+
+    @property
+    def units(self) -> list[UnitTables]:
+        """Of each device, if units are counted; up to the last record."""
+        self._flush()
+        found = [b.units for b in self._state.buffers.values()]
+        return [units for units in found if units is not None]
 
     @property
     def n_bytes(self) -> int:
         """Memory it holds now, on all devices."""
-        return sum(bank.n_bytes for bank in self.banks.values())
+        state = self._state
+        return state.history.n_bytes + sum(b.n_bytes for b in state.buffers.values())
 
     def record(self, *, local: bool = False) -> Record:
         """Everything recorded, as plain numbers; the one place where the host reads the device.
@@ -237,219 +309,111 @@ class Tally:
         Raises:
             HookError: on every rank, if they recorded different steps, or with other options.
         """
-        self._finish()
-        if self._cache is None or self._cache[:2] != (self.n_commits, local):
-            self._cache = self.n_commits, local, self._read(local)
+        if self._cache is None or self._cache[:2] != (self.n_records, local):
+            record, self._of_ranks = reading.record_of(self, local)
+            self._cache = self.n_records, local, record
         return self._cache[2]
-
-    def _read(self, local: bool) -> Record:
-        names, types = self.names, self.types
-        table, counts, units = self._tables(len(self.axis), len(names))
-        self._merged = None
-        if not local and ranks.is_distributed():
-            names, types, table, counts, units = self._over_ranks(table, counts, units)
-        values = statistics(table.transpose(0, 1).numpy())
-        if self.options.window:
-            values |= self._shares(units.transpose(0, 1).numpy(), names, types)
-        hist = self._hist(counts, values) if self.options.bins else None
-        axis = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
-        steps, epochs, iters, spans = (np.array(column, dtype=np.int64) for column in axis)
-        return Record(
-            self.kind,
-            tuple(names),
-            tuple(types),
-            steps,
-            epochs,
-            iters,
-            spans,
-            values,
-            hist,
-            self.options.bins.edges if self.options.bins else None,
-            self._meta(names),
-        )
-
-    def _shares(self, units: Any, names: Sequence[str], types: Sequence[str]) -> dict[str, Any]:
-        """Shares of units by statistic.
-
-        `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads. Of others that
-        says nothing: they are dead where they give nothing but 0. Who reads a layer is in `feeds`;
-        None if nobody asked, as in a tally of one's own.
-        """
-        values = shares(units)
-        zero = values.pop("only_zero")
-        if self.feeds is not None:
-            clamped = [self.is_clamped(*layer) for layer in zip(names, types, strict=True)]
-            low = values["never_positive"]
-            values["dead"] = np.where(np.array(clamped, bool)[:, None], low, zero)
-        return values
-
-    def is_clamped(self, name: str, kind: str) -> bool:
-        """Whether 0 is all that comes of a value below 0 in this layer's output."""
-        return kind in CLAMPING or (self.feeds or {}).get(name) in CLAMPING
 
     def units_now(self, name: str, which: str) -> Tensor | None:
         """Which units of a layer are `"dead"` or `"dormant"` at the last record; None if unseen.
 
         (units,) bool, of what `record()` has read last: of all ranks or of this one.
         """
-        self._finish()
-        found = [(self._merged, self._merged_names)] if self._merged is not None else []
-        found += [(b.units, self.names) for b in self.banks.values() if b.units is not None]
+        found = [] if self._of_ranks is None else [self._of_ranks]
+        found += [reading.RankUnits(units, self.names) for units in self.units]
         for units, names in found:
-            row = names.index(name) if name in names else -1
-            seen = units.now(row)
-            if seen is not None and which == "dormant":
-                return seen[1]
+            seen = units.now(names.index(name)) if name in names else None
             if seen is not None:
-                clamped = self.feeds is None or self.is_clamped(name, self._type_of(name))
-                return seen[0] if clamped else units.zero(row)
+                low, zero, dormant, _ = seen
+                kind = self.types[self.names.index(name)] if name in self.names else ""
+                clamped = self.consumers is None or reading.is_clamped(self.consumers, name, kind)
+                return dormant if which == "dormant" else low if clamped else zero
         return None
 
-    def _type_of(self, name: str) -> str:
-        return self.types[self.names.index(name)] if name in self.names else ""
+    def follow(self, other: StatsAccumulator) -> None:
+        """Take over the rows of `other` and its number of records: it samples the same values."""
+        self._layers, self._leaves = other._layers, other._leaves
+        self.dtypes, self.skipped = other.dtypes, other.skipped
+        self._state = self._state._replace(n=other.n_records)
 
-    def _hist(self, counts: Tensor, values: dict[str, Any]) -> Any:
-        """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
-        assert self.options.bins is not None
-        n, table = self.options.bins.n, counts.permute(1, 2, 0).numpy()
-        ran = ~np.isnan(values["count"])
-        for i, name in enumerate(("hist_zero", "hist_nan", "hist_inf")):
-            values[name] = np.where(ran, table[:, n + i], np.nan)
-        return table[:, :n].copy()
-
-    def _tables(self, n: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(n, rows, …) moments, counts and units of all devices, on the CPU."""
-        width = self.options.bins.width - 1 if self.options.bins else 0
-        table = empty_rows(n * rows).view(n, rows, N_FIELDS)
-        counts = torch.zeros(n, rows, width, dtype=torch.int64, device=_CPU)
-        units = torch.zeros(n, rows, len(Units.FIELDS), dtype=torch.float64, device=_CPU)
-        for bank in self.banks.values():
-            bank.flush()
-            bank.catch_up(self.axis.stride)
-            mine = bank.ring.read(n).double()[:, :rows]
-            here = slice(mine.shape[1])
-            table[:, here] = merge(table[:, here], mine)
-            if bank.hist is not None:
-                counts[:, here] += bank.hist.read(n)[:, :rows]
-            if bank.units is not None:
-                units += bank.units.read(n, rows)
-        return table, counts, units
-
-    def _over_ranks(self, table: Tensor, counts: Tensor, units: Tensor) -> Any:
-        """Names, types and tables of all ranks together, in one fixed order on each of them."""
-        o, bins = self.options, self.options.bins
-        edges = None if bins is None else bins.edges.tolist()
-        self.axis.check_ranks(self.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
-        types: dict[str, str] = {}
-        for names, kinds in ranks.gather_object((self.names, self.types)):
-            types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
-        order = [list(types).index(name) for name in self.names]
-        n = len(table)
-        whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
-        sums = counts.new_zeros(n, len(types), counts.shape[2])
-        whole[:, order], sums[:, order] = table, counts
-        merged, *rest = ranks.stacked(whole)
-        for part in rest:
-            merged = merge(merged, part)
-        if self.options.window:
-            units = self._units_over_ranks(types)
-        return list(types), list(types.values()), merged, ranks.all_reduce(sums), units
-
-    def _units_over_ranks(self, types: dict[str, str]) -> Tensor:
-        """(n, rows, 6) shares of units: what all ranks counted is added up, and then judged."""
-        mine: dict[str, Tensor] = {}
-        for bank in self.banks.values():
-            if bank.units is not None:
-                found = bank.units.counts(len(self.axis))
-                mine |= {self.names[row]: table for row, table in found.items()}
-        widths = {name: table.shape[1] for name, table in mine.items()}
-        most: dict[str, int] = {}
-        for theirs in ranks.gather_object(widths):
-            most |= {name: max(n, most.get(name, 0)) for name, n in theirs.items()}
-        n, names = len(self.axis), [name for name in types if name in most]
-        tables = [torch.zeros(n, most[name], 4, device=_CPU) for name in names]
-        for name, table in zip(names, tables, strict=True):
-            if name in mine:
-                table[:, : widths[name]] = mine[name]
-        blank = torch.zeros(n, 0, 4, device=_CPU)
-        whole = ranks.all_reduce(torch.cat([blank, *tables], 1))
-        layers = [(list(types).index(name), types[name], most[name]) for name in names]
-        self._merged = judged(whole, layers, self.options.window, self.axis)
-        self._merged_names = list(types)
-        return self._merged.read(n, len(types))
-
-    def _meta(self, names: Sequence[str]) -> dict[str, Any]:
-        o = self.options
-        dtypes = {self.names[row]: str(dtype) for row, dtype in self.dtypes.items()}
-        meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(self.skipped)}
-        meta["dtype"] = [dtypes.get(name, "") for name in names]
-        meta["unscaled"] = self.unscaled
-        feeds = self.feeds or {}
-        if feeds:
-            meta["feeds"] = [feeds.get(name) for name in names]
-        if self.unregistered:
-            meta["unregistered"] = list(self.unregistered)
-        if o.window:
-            meta["window"] = o.window
-        if o.bins is not None:
-            meta["exact_hist"] = o.exact_hist
-            meta["sample"] = None if o.exact_hist else o.sample
-            meta["sample_error"] = 0.0 if o.exact_hist else sample_error(o.sample)
-        return meta
+    def take_kept(self, other: StatsAccumulator) -> None:
+        """Keeps for this step what `other`, of the same rows, has folded, in place of its own."""
+        StatsAccumulator.forget(self)
+        for device, others in other._state.buffers.items():
+            own = self._state.buffers.get(device) or Buffers(self.options, device, others.rows)
+            self._replace({device: own.with_kept(others.kept)})
+        self.unscaled |= other.unscaled
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
-        self._finish()
-        one = WaitingBank(self.options, len(self.names))
-        table, counts, units = self._tables(len(self.axis), len(self.names))
-        one.ring = Ring.of(table, self.axis, counts=False)
-        if one.hist is not None:
-            counts = counts.to(one.hist.data.dtype)
-            one.hist = Ring.of(counts, self.axis, counts=True)
-        if one.units is not None:
-            seen = [bank.units for bank in self.banks.values() if bank.units is not None]
-            one.units = UnitsByArrays.of(seen[0]) if seen else one.units
-            one.units.ring = Ring.of(units.float(), self.axis, counts=True)
-        one.begin_at(self.axis.n)
-        gone = dict.fromkeys(("token", "unscale", "thread"))
-        return {**self.__dict__, **gone, "banks": {one.device: one}}
+        index, units = self.history.index, self.units
+        tables = {
+            (name, _CPU): DecimatedHistory.of(table, index, name == "moments")
+            for name, table in reading.tables_of(
+                self.history, len(self.names), self.options
+            ).items()
+        }
+        if units and (past := ("past", units[0].row_of.device)) in self.history.tables:
+            tables["past", _CPU] = DecimatedHistory.of(self.history.read(past), index, False)
+        history = StepHistory(index, tables)
+        gone = dict.fromkeys(("token", "unscale", "thread", "_of_ranks"))
+        state = _State(self.n_records, history, (), {})
+        return {
+            **self.__dict__,
+            **gone,
+            "_state": state,
+            "units": units[0].on_cpu() if units else None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        units = state.pop("units")
         self.__dict__.update(state)
-        self._enlist()
+        if units is not None:
+            self._replace({_CPU: Buffers(self.options, _CPU, len(self.names)).with_units(units)})
+        self.id, self.token = enlist(self), new_token()
 
 
-def bank_of(options: Options, device: torch.device, rows: int) -> Bank:
-    """New tables for what is on `device`."""
-    if device.type == "cpu" and not triton_kernels.serves(device):
-        return WaitingBank(options, rows)
-    return Bank(options, device, rows)
+def _tables(
+    buffers: dict[torch.device, Buffers],
+    of: Callable[[Buffers], tuple[dict[str, Tensor], Buffers]],
+) -> tuple[dict[torch.device, Buffers], dict[Key, Tensor]]:
+    """The buffers after their records were taken, and the tables of those."""
+    after: dict[torch.device, Buffers] = {}
+    tables: dict[Key, Tensor] = {}
+    with_ranks = ranks.is_distributed()
+    for device, b in buffers.items():
+        found, after[device] = of(b)
+        for name, table in found.items():
+            if name != "past" or with_ranks:
+                tables[name, device] = table
+    return after, tables
 
 
-_CPU = torch.device("cpu")
 _ids = itertools.count()
-_seers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def enlist(seer: Any) -> int:
-    """A number under which compiled graphs find `seer`, whose `see` they call; held weakly."""
+def enlist(receiver: Any) -> int:
+    """A number under which compiled graphs find `receiver`, whose `see` they call; held weakly."""
     number = next(_ids)
-    _seers[number] = seer
+    _receivers[number] = receiver
     return number
 
 
 def new_token() -> Tensor:
-    """What a compiled graph writes where it shows a tensor to a seer."""
+    """What a compiled graph writes where it shows a tensor to a receiver."""
     return torch.zeros(1, dtype=torch.float32, device=_CPU)
 
 
 # `token` is written, so no compiler pass drops the call or moves it past another one.
 _library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
-_library.define("observe(Tensor t, Tensor(a!) token, int seer, int row, int leaf, str path) -> ()")
+_library.define(
+    "observe(Tensor t, Tensor(a!) token, int receiver, int row, int leaf, str path) -> ()"
+)
 
 
-def _observe(t: Tensor, token: Tensor, seer: int, row: int, leaf: int, path: str) -> None:
-    known = _seers.get(seer)
+def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
+    known = _receivers.get(receiver)
     if known is not None and in_thread(known.thread):
         known.see(row, leaf, path, t)
 

@@ -1,116 +1,90 @@
-"""Memory that never grows past a bound: a ring of records that halves its resolution when full.
+"""The past of a run in bounded memory: tables by step, whose resolution halves when they are full.
 
-A column is one record of all rows: (rows, fields) moments and, if wanted, (rows, bins) counts.
-When the last column is full, neighbours merge pairwise and exactly, and from then on each column
-takes twice as many recorded steps: the resolution stays even over the whole run, its start
-included. Steps, epochs and spans are host numbers that nobody has to wait for.
+A column is one record of all rows: (rows, fields) moments, counts or sums. When the last column is
+full, neighbouring columns merge pairwise and exactly, and from then on each column takes twice as
+many records. A ring buffer would forget the beginning of the run, where trainings go wrong, and a
+growing stride alone would show it more finely than the end; halving keeps the resolution even over
+the whole run. It builds on `moments.merge`, which is exact, so a merged column holds what one pass
+over all its values would have given.
 
-Nothing here is ever half done: what an axis or a ring holds is one tuple, built beside the old one
-and put in its place by one assignment. Records have numbers, so what was put before is known and
-passed over: whoever was interrupted simply does it again.
+All classes here are values: `with_records` returns a new one and leaves the old one as it was. New
+columns are written into the old one's spare room, which it never reads. So an interrupt or an error
+at any line leaves the old past or the new one, once the owner assigns the result, and nothing
+between. Steps, epochs and spans are host numbers: nobody waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.moments import empty_rows, merge
+from hookkit.moments.moments import empty_rows, merge
 
 BUDGET_BYTES = 10 * 2**20
 MAX_COLUMNS = 4096
 MIN_COLUMNS = 64
 
+Place = tuple[int, int, int]
+"""Step, epoch and iteration of a record."""
+
 Column = tuple[int, int, int, int]
-"""Step, epoch and iteration of a column's first record, and how many records it has."""
+"""The place of a column's first record, and how many records it has."""
+
+Key = tuple[str, torch.device]
+"""A table's name and device. Rows of "moments" are merged, those of all other tables are added."""
 
 
-class Axis:
-    """The columns' places in time, shared by the rings of all devices.
+@dataclass(frozen=True)
+class StepIndex:
+    """Where the columns lie in time; shared by the tables of all devices.
 
     Args:
-        limit: most columns; even.
+        columns: place and number of records of each.
+        stride: how many records a full column has.
+        limit: most columns; even. 0 before the first record.
     """
 
-    def __init__(self, limit: int = MAX_COLUMNS) -> None:
-        self.limit = limit
-        self._state: tuple[list[Column], int] = [], 1
+    columns: tuple[Column, ...] = ()
+    stride: int = 1
+    limit: int = 0
 
     def __len__(self) -> int:
-        return len(self._state[0])
-
-    @property
-    def stride(self) -> int:
-        """How many recorded steps a column takes."""
-        return self._state[1]
+        return len(self.columns)
 
     @property
     def n(self) -> int:
         """How many records there are: the number of the next one."""
-        columns, stride = self._state
-        return (len(columns) - 1) * stride + columns[-1][3] if columns else 0
+        return (len(self) - 1) * self.stride + self.columns[-1][3] if self.columns else 0
 
     @property
-    def open(self) -> bool:
-        """Whether the next record still merges into the last column."""
-        columns, stride = self._state
-        return bool(columns) and columns[-1][3] < stride
+    def is_open(self) -> bool:
+        """Whether the next record merges into the last column."""
+        return bool(self.columns) and self.columns[-1][3] < self.stride
 
-    @property
-    def full(self) -> bool:
-        """Whether the next record needs a column that the limit does not leave."""
-        return len(self) >= self.limit and not self.open
+    def column(self, i: int) -> list[int]:
+        """Of each column: 0 the step, 1 the epoch, 2 the iteration, 3 the number of records."""
+        return [column[i] for column in self.columns]
 
-    @property
-    def steps(self) -> list[int]:
-        """The optimizer step of each column's first record."""
-        return [step for step, _, _, _ in self._state[0]]
-
-    @property
-    def epochs(self) -> list[int]:
-        """Its epoch."""
-        return [epoch for _, epoch, _, _ in self._state[0]]
-
-    @property
-    def iters(self) -> list[int]:
-        """Its training batch."""
-        return [iteration for _, _, iteration, _ in self._state[0]]
-
-    @property
-    def spans(self) -> list[int]:
-        """How many records each column has."""
-        return [span for _, _, _, span in self._state[0]]
-
-    def add(self, step: int, epoch: int, iteration: int) -> bool:
-        """Note a record; True if it merges into the last column."""
-        columns = self._state[0]
-        if self.open:
-            *place, span = columns[-1]
-            columns[-1] = (place[0], place[1], place[2], span + 1)
-            return True
-        columns.append((step, epoch, iteration, 1))
-        return False
-
-    def make_room(self) -> None:
-        """Have room for one more record."""
-        while self.full:
-            self.halve()
-
-    def halve(self) -> None:
-        """Merge neighbouring columns; the first one's place counts."""
-        columns, stride = self._state
-        spans = [span for _, _, _, span in columns] + [0] * (len(columns) % 2)
-        pairs = zip(columns[::2], spans[::2], spans[1::2], strict=True)
-        merged = [(step, epoch, i, a + b) for (step, epoch, i, _), a, b in pairs]
-        self._state = merged, 2 * stride
-
-    def fit(self, column_bytes: int) -> None:
-        """Set the limit so that `column_bytes` per record stay within the budget."""
-        fits = BUDGET_BYTES // max(column_bytes, 1)
-        self.limit = max(MIN_COLUMNS, min(MAX_COLUMNS, fits)) // 2 * 2
+    def with_records(self, places: Iterable[Place], column_bytes: int) -> StepIndex:
+        """The index with these records added; the first call sets `limit` to fit the budget."""
+        columns, stride, limit = list(self.columns), self.stride, self.limit
+        if not limit:
+            fits = BUDGET_BYTES // max(column_bytes, 1)
+            limit = max(MIN_COLUMNS, min(MAX_COLUMNS, fits)) // 2 * 2
+        for place in places:
+            if columns and columns[-1][3] < stride:
+                *first, span = columns[-1]
+                columns[-1] = (first[0], first[1], first[2], span + 1)
+                continue
+            if len(columns) >= limit:
+                columns, stride = _halved(columns), 2 * stride
+            columns.append((*place, 1))
+        return StepIndex(tuple(columns), stride, limit)
 
     def check_ranks(self, kind: str, layout: Any, found: str) -> None:
         """Raises on every rank, unless all of them recorded the same steps in the same `layout`.
@@ -123,10 +97,10 @@ class Axis:
         Raises:
             HookError: the ranks differ.
         """
-        n = self.n
-        many = f"{n} step{'s' * (n != 1)}" + (f" from {self.steps[0]} on" if n else "")
+        steps, spans, n = self.column(0), self.column(3), self.n
+        many = f"{n} step{'s' * (n != 1)}" + (f" from {steps[0]} on" if n else "")
         ranks.check_same(
-            (kind, self.steps, self.spans, layout),
+            (kind, steps, spans, layout),
             asked="record() merges what all ranks recorded, and they recorded different steps or "
             "layouts",
             found=f"{kind}s of {many}, {found}",
@@ -134,129 +108,166 @@ class Axis:
         )
 
 
-class Ring:
-    """The columns of one device: grown as needed, halved when the axis says so.
+def _halved(columns: list[Column]) -> list[Column]:
+    """Neighbouring columns merged; the first one's place counts."""
+    spans = [span for _, _, _, span in columns] + [0] * (len(columns) % 2)
+    pairs = zip(columns[::2], spans[::2], spans[1::2], strict=True)
+    return [(step, epoch, i, a + b) for (step, epoch, i, _), a, b in pairs]
+
+
+@dataclass(frozen=True)
+class DecimatedHistory:
+    """The columns of one table.
 
     Args:
-        rows: how many rows a column has; more may be added later.
-        fields: (rows, fields) is a column; moments have nine, counts as many as there are bins.
-        counts: True if columns are added up, False if they are rows of moments to be merged.
+        data: (columns, rows, fields), with room for more.
+        is_moments: True if rows are moments to be merged, False if they are added.
+        stride: how many records a full column has.
+        n: how many records there are.
+        last: (rows, fields) of a last column that is not full. It is kept beside `data`, because
+            a merge into `data` would change what an older value of this history reads.
     """
 
-    def __init__(self, rows: int, fields: int, dtype: torch.dtype, device: Any, counts: bool):
-        self.counts = counts
-        # columns, records a column takes, number of the next record, and the rows of a column that
-        # is still open: merging into `data` itself could not be done twice
-        self._state: tuple[Tensor, int, int, Tensor | None]
-        self._state = self._blank(16, rows, fields, dtype, device), 1, 0, None
+    data: Tensor
+    is_moments: bool
+    stride: int = 1
+    n: int = 0
+    last: Tensor | None = None
 
     @classmethod
-    def of(cls, data: Tensor, axis: Axis, counts: bool) -> Ring:
-        """A ring that holds the columns `data` of all records of `axis`."""
-        new = cls(1, data.shape[2], data.dtype, data.device, counts)
-        new._state = data, axis.stride, axis.n, data[-1].clone() if axis.open else None
-        return new
+    def blank(cls, like: Tensor, is_moments: bool) -> DecimatedHistory:
+        """Without records; of the fields, dtype and device of the (rows, fields) `like`."""
+        return cls(_blank(16, like, is_moments), is_moments)
 
-    @property
-    def data(self) -> Tensor:
-        """(columns, rows, fields), with room for more."""
-        return self._state[0]
+    @classmethod
+    def of(cls, data: Tensor, index: StepIndex, is_moments: bool) -> DecimatedHistory:
+        """Of the columns `data`, which hold all records of `index`."""
+        last = data[-1].clone() if index.is_open else None
+        return cls(data, is_moments, index.stride, index.n, last)
 
-    @property
-    def n(self) -> int:
-        """The number of the next record."""
-        return self._state[2]
-
-    def _blank(self, n: int, rows: int, fields: int, dtype: torch.dtype, device: Any) -> Tensor:
-        if self.counts:
-            return torch.zeros(n, rows, fields, dtype=dtype, device=device)
-        return empty_rows(n * rows, device, dtype).view(n, rows, fields)
-
-    def _resized(self, old: Tensor, n: int, rows: int) -> Tensor:
-        """`old` with `n` columns of `rows` rows, blank where it had none."""
-        new = self._blank(n, rows, old.shape[2], old.dtype, old.device)
+    def _resized(self, n: int, rows: int, old: Tensor | None = None) -> Tensor:
+        """The columns (or `old`) with room for `n` columns of `rows` rows."""
+        old = self.data if old is None else old
+        new = _blank(n, old.new_empty(rows, old.shape[2]), self.is_moments)
         keep = min(n, len(old))
         new[:keep, : old.shape[1]] = old[:keep]
         return new
 
-    def put(self, first: int, tables: Tensor, most: int = MAX_COLUMNS) -> None:
-        """Add (n, rows, fields) `tables`, the records `first` and on; those it has are passed over.
+    def with_records(self, first: int, tables: Tensor, limit: int) -> DecimatedHistory:
+        """With (n, rows, fields) `tables`, the records from number `first` on.
 
         Args:
-            most: columns that will ever be needed; room grows by halves up to it.
+            limit: columns that will ever be needed; room grows by halves up to it.
         """
-        data, stride, n, last = self._state
-        tables, k = tables[max(n - first, 0) :], max(first, n)
-        if not len(tables):
-            return
-        end = k + len(tables)
-        data = self._with_room(data, (end - 1) // stride, tables.shape[1], most)
+        end, stride, last = first + len(tables), self.stride, self.last
+        data = self._with_room((end - 1) // stride, tables.shape[1], limit)
         if stride == 1:
-            data[k:end, : tables.shape[1]] = tables
-        else:
-            at = (n - 1) // stride if last is not None else -1
-            for column, rows in zip((i // stride for i in range(k, end)), tables, strict=True):
-                last = self._joined(last, rows) if last is not None and column == at else rows
-                at = column
-                data[at, : len(last)] = last
-        self._state = data, stride, end, last if end % stride else None
+            data[first:end, : tables.shape[1]] = tables
+            return replace(self, data=data, n=end)
+        at = (self.n - 1) // stride if last is not None else -1
+        for column, rows in zip((i // stride for i in range(first, end)), tables, strict=True):
+            last = self._joined(last, rows) if last is not None and column == at else rows.clone()
+            at = column
+            data[at, : len(last)] = last  # an older value reads its own `last` here
+        return replace(self, data=data, n=end, last=last if end % stride else None)
 
     def _joined(self, a: Tensor, b: Tensor) -> Tensor:
         rows = max(len(a), len(b))
-        a, b = (t if len(t) == rows else self._resized(t[None], 1, rows)[0] for t in (a, b))
-        return a + b if self.counts else merge(a, b)
+        a, b = (t if len(t) == rows else self._resized(1, rows, t[None])[0] for t in (a, b))
+        return merge(a, b) if self.is_moments else a + b
 
-    def _with_room(self, data: Tensor, column: int, rows: int, most: int) -> Tensor:
-        n, rows = len(data), max(data.shape[1], rows)
-        if column < n and rows == data.shape[1]:
-            return data
-        wanted = n if column < n else min(column * 3 // 2, most)
-        return self._resized(data, max(n, wanted, column + 1), rows)
+    def _with_room(self, column: int, rows: int, limit: int) -> Tensor:
+        n, rows = len(self.data), max(self.data.shape[1], rows)
+        if column < n and rows == self.data.shape[1]:
+            return self.data
+        wanted = n if column < n else min(column * 3 // 2, limit)
+        return self._resized(max(n, wanted, column + 1), rows)
 
-    def catch_up(self, stride: int) -> None:
-        """Halve the resolution until each column takes `stride` records."""
-        while self._state[1] < stride:
-            self._halve()
-
-    def _halve(self) -> None:
-        """Merge neighbouring columns."""
-        data, stride, n, last = self._state
-        columns, stride = -(-n // stride), 2 * stride
-        if last is not None:  # as `read` has it
-            data[columns - 1, : len(last)] = last
-        halved = self._resized(data[:0], len(data), data.shape[1])
+    def halved(self, stride: int) -> DecimatedHistory:
+        """With neighbouring columns merged until each takes `stride` records."""
+        if self.stride >= stride:
+            return self
+        columns = -(-self.n // self.stride)
+        data = self._whole(columns)
+        halved = self._resized(len(self.data), data.shape[1], data[:0])
         for start in range(0, columns // 2, 32):
             end = min(start + 32, columns // 2)
             first, second = data[2 * start : 2 * end : 2], data[2 * start + 1 : 2 * end : 2]
-            halved[start:end] = first + second if self.counts else merge(first, second)
+            halved[start:end] = merge(first, second) if self.is_moments else first + second
         if columns % 2:
             halved[columns // 2] = data[columns - 1]
-        last = halved[(n - 1) // stride].clone() if n % stride else None
-        self._state = halved, stride, n, last
+        twice = 2 * self.stride
+        last = halved[(self.n - 1) // twice].clone() if self.n % twice else None
+        return DecimatedHistory(halved, self.is_moments, twice, self.n, last).halved(stride)
 
-    def rows(self, parts: list[slice]) -> Ring:
-        """A ring of these rows alone."""
-        data, stride, n, last = self._state
-        new = Ring(1, data.shape[2], data.dtype, data.device, self.counts)
-        kept = torch.cat([data[:, :0], *(data[:, part] for part in parts)], 1)
+    def _whole(self, columns: int) -> Tensor:
+        """(columns, rows, fields), the last one included."""
+        if self.last is None and columns <= len(self.data):
+            return self.data[:columns]
+        data = self._resized(columns, self.data.shape[1])
+        if self.last is not None and (self.n - 1) // self.stride < columns:
+            data[(self.n - 1) // self.stride, : len(self.last)] = self.last
+        return data
+
+    def rows(self, parts: list[slice]) -> DecimatedHistory:
+        """Of these rows alone."""
+        data = torch.cat([self.data[:, :0], *(self.data[:, part] for part in parts)], 1)
+        last = self.last
         if last is not None:
             last = torch.cat([last[:0], *(last[part] for part in parts)])
-        new._state = kept, stride, n, last
-        return new
+        return replace(self, data=data, last=last)
 
-    def read(self, n: int) -> Tensor:
-        """The first `n` columns on the CPU: (n, rows, fields). One copy, one wait."""
-        data, stride, end, last = self._state
-        if n > len(data):
-            data = self._resized(data, n, data.shape[1])
-        if last is not None and (end - 1) // stride < n:  # an interrupt may have left more there
-            data[(end - 1) // stride, : len(last)] = last
-        return data[:n].cpu()  # sync: one per read-out
+    def read(self, columns: int) -> Tensor:
+        """The first columns on the CPU: (columns, rows, fields). One copy, one wait."""
+        return self._whole(columns).cpu()  # sync: one per read-out
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling: on the CPU, so that it loads anywhere."""
-        data, stride, n, last = self._state
-        return {
-            "counts": self.counts,
-            "_state": (data.cpu(), stride, n, None if last is None else last.cpu()),
-        }
+
+def _blank(n: int, like: Tensor, is_moments: bool) -> Tensor:
+    """`n` columns without records, of the shape of `like`."""
+    if is_moments:
+        return empty_rows(n * len(like), like.device, like.dtype).view(n, *like.shape)
+    return like.new_zeros(n, *like.shape)
+
+
+@dataclass(frozen=True)
+class StepHistory:
+    """Records of steps: an index, and the tables of every device.
+
+    >>> history = StepHistory()
+    >>> loss = "loss", torch.device("cpu")
+    >>> for step in range(3):
+    ...     table = torch.full((1, 1, 1), float(step))  # one record, one row, one field
+    ...     history = history.with_records([(step, 0, step)], {loss: table})
+    >>> history.read(loss).flatten().tolist()
+    [0.0, 1.0, 2.0]
+    """
+
+    index: StepIndex = field(default_factory=StepIndex)
+    tables: Mapping[Key, DecimatedHistory] = field(default_factory=dict)
+
+    def with_records(self, places: list[Place], new: Mapping[Key, Tensor]) -> StepHistory:
+        """With records at these places, whose tables are (len(places), rows, fields) each."""
+        with torch.inference_mode(False):
+            n_bytes = sum(t[0].numel() * t.element_size() for t in new.values())
+            index = self.index.with_records(places, n_bytes)
+            tables = {key: table.halved(index.stride) for key, table in self.tables.items()}
+            for key, t in new.items():
+                before = tables.get(key)
+                if before is None:
+                    blank = DecimatedHistory.blank(t[0], key[0] == "moments")
+                    before = replace(blank, stride=index.stride)
+                tables[key] = before.with_records(self.index.n, t, index.limit)
+            return StepHistory(index, tables)
+
+    def with_table(self, key: Key, table: DecimatedHistory) -> StepHistory:
+        """With another table in place of one."""
+        return replace(self, tables={**self.tables, key: table})
+
+    def read(self, key: Key) -> Tensor:
+        """(columns, rows, fields) of a table on the CPU."""
+        return self.tables[key].halved(self.index.stride).read(len(self.index))
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all tables."""
+        return sum(t.data.numel() * t.data.element_size() for t in self.tables.values())

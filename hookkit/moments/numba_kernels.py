@@ -5,7 +5,7 @@ float64, so nothing overflows, and values of a mean up to 1e3 times their spread
 read. What a float32's bits say (zero, not finite, which is greater) is asked of the bits: such
 loops become vector instructions. The oracle is `moments.moments`.
 
-Imports numba: take it from `loading.machine`, which loads it when a watch or a fit begins.
+Imports numba: take it from `numba_loader.machine`, which loads it when a watch or a fit begins.
 """
 
 from __future__ import annotations
@@ -120,13 +120,6 @@ def row(x, eps, tiny, out):  # type: ignore[no-untyped-def]
     out[0], out[1], out[2] = count, mean, max(m2, 0.0) if count else 0.0
     out[3], out[4] = (floats[0], floats[1]) if count else (math.inf, -math.inf)
     out[5], out[6], out[7] = near, zero, n - count
-
-
-@_compiled(f"void({_TABLE}, float32, float32, float64[:, ::1])")
-def rows(table, eps, tiny, out):  # type: ignore[no-untyped-def]
-    """The row of each of the (k, n) values into (k, 8)."""
-    for i in range(len(table)):
-        row(table[i], eps, tiny, out[i])
 
 
 @_compiled(f"float64({_FLOATS})")

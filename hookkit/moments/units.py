@@ -1,23 +1,31 @@
-"""Dead, dormant and saturated units (channels): judged over a window of steps, not one batch.
+"""Dead, dormant and saturated units (channels): judged over a window of records, not one batch.
 
-A unit is one index of a layer's channel dimension. Kept per layer: the units' greatest value and
-sums of |x| over the window, as two halves of which the older is thrown away when the newer is
-full; so a judgement rests on `window / 2` to `window` records, in constant memory.
+A unit is one index of a layer's channel dimension. Kept per unit: its greatest value and the sum of
+|x| over the window, as two halves of which the older is dropped when the newer is full; so a
+judgement rests on `window / 2` to `window` records, in constant memory. It builds on
+`moments.moments` and `cpu`. The tables of all layers lie side by side, (4, units), and are judged
+for all layers and several records at once.
+
+How large tensors are read on a CPU: greatest values are searched only until all units of the layer
+have risen above zero in this record, since only that decides whether a unit is dead; and sizes are
+those of a part of a large tensor, in each record another part, since a mean |x| over the window
+needs no more. On other devices, and for classes that saturate, tensor operations read everything.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit import ranks
-from hookkit.moments.cpu import CHUNK
-from hookkit.moments.history import Axis, Ring
+from hookkit.moments.cpu import CHUNK, scratch
+from hookkit.moments.numba_loader import machine
 
 TAU = 0.025
 """A unit whose mean |x| is at most this share of its layer's mean is dormant.
@@ -26,12 +34,22 @@ Source: Sokar et al. 2023, "The Dormant Neuron Phenomenon in Deep Reinforcement 
 """
 
 TWO_SIDED = ("Tanh", "Hardtanh", "Softsign")
-CLAMPING: tuple[str | None, ...] = ("ReLU", "ReLU6")
-"""Classes of which nothing but 0 comes of a value below 0."""
-
 ONE_SIDED = ("Sigmoid", "Hardsigmoid")
+CLAMPING: tuple[str | None, ...] = ("ReLU", "ReLU6")
+"""Classes that give 0 for every value below 0."""
+
 _FIRST = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "SyncBatchNorm", "LazyConv")
 _LAST = ("Linear", "LayerNorm", "Embedding", "Bilinear", "RMSNorm", "LSTM", "GRU", "RNN")
+
+FIELDS = ("never_positive", "zero", "dormant", "saturated", "n", "n_saturable")
+"""Of a layer's record: shares of its units, and ones that say whether it was judged at all."""
+
+_PART = 1 << 15
+_LEAST = 16
+# How many values of a large tensor have their sizes read in a record, and rows at least.
+
+_LARGE = 1e25
+# Sums of smaller values do not leave float32 (np.errstate costs 40 µs in a cold cache).
 
 
 def channel_dim(kind: str, ndim: int) -> int:
@@ -53,337 +71,107 @@ def channel_dim(kind: str, ndim: int) -> int:
     return 1 if kind.startswith(_FIRST) or ndim >= 4 else ndim - 1
 
 
-@dataclass(frozen=True)
-class Tables:
-    """What `Units` holds, all rows side by side; replaced as a whole, so never half done.
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """Where the units of a tensor lie, for one module class and shape.
 
-    A (4, units) table holds of each unit the greatest value, the sum of |x|, how many values, and
-    how many of them are saturated.
+    Args:
+        n: how many units; 0 if there is nothing to read.
+        dim: the dimension that counts them.
+        can_saturate: whether the class has bounded outputs.
+        fold: rows of the tensor that numpy reads as one, since it is fast on long rows.
+        width: values in such a row; 0 if only tensor operations can read it.
+        step: one row in so many has its sizes read, beginning with another one in each record.
     """
 
-    live: Tensor
-    """Of the batch at hand; written in place."""
-
-    kept: Tensor
-    """Of earlier batches of this step; in place too, emptied after each record."""
-
-    older: Tensor
-    newer: Tensor
-    """Of the two halves of the window."""
-
-    row_of: Tensor
-    """(units,) int64: whose unit it is; `_NOBODY`'s have left."""
-
-    bounded: Tensor
-    """(units,) bool: whether it can be saturated."""
-
-    places: dict[int, tuple[int, int]]
-    """By row the first of its units, and how many they are."""
-
+    shape: torch.Size
+    kind: str
     n: int = 0
-    """Number of the next record."""
-
-    folded: int = -1
-    """Number of the last batch that was kept."""
-
-    past: Ring | None = None
-    """For several ranks, (units, 4) of each record: in how many records of the half of the window a
-    unit was seen above 0 (in one at least, if it was), and the sums. Merged over the ranks, they
-    are judged as one process would have."""
+    dim: int = 0
+    can_saturate: bool = False
+    fold: int = 1
+    width: int = 0
+    step: int = 1
 
     @classmethod
-    def blank(cls, device: torch.device) -> Tables:
-        """Of no units."""
-        row_of = torch.zeros(0, dtype=torch.int64, device=device)
-        bounded = torch.zeros(0, dtype=torch.bool, device=device)
-        past = None
-        if ranks.is_distributed():
-            past = Ring(1, 4, torch.float32, device, counts=True)
-        live, kept, older, newer = (_blank(0, device) for _ in range(4))
-        return cls(live, kept, older, newer, row_of, bounded, {}, past=past)
+    def of(cls, shape: torch.Size, kind: str) -> UnitLayout:
+        """Of what a module of class `kind` gave."""
+        size = math.prod(shape)
+        if not size or not len(shape):
+            return cls(shape, kind)
+        dim, can_saturate = channel_dim(kind, len(shape)), kind.endswith((*TWO_SIDED, *ONE_SIDED))
+        n, each = shape[dim], math.prod(shape[dim + 1 :])
+        fold = math.gcd(size // (n * each), 1024 // (n * each) or 1)
+        width = fold * n * each
+        if width > CHUNK or can_saturate:
+            return cls(shape, kind, n, dim, can_saturate)
+        step = -(-(size // width) // max(_PART // width, _LEAST))
+        return cls(shape, kind, n, dim, can_saturate, fold, width, step)
 
-    def with_row(self, row: int, n: int, bounded: bool) -> Tables:
-        """With `n` units of a new `row`."""
-        device, start = self.row_of.device, self.live.shape[1]
-        live, kept, older, newer = (torch.cat([t, _blank(n, device)], 1) for t in self.four)
-        row_of = torch.cat([self.row_of, torch.full((n,), row, device=device)])
-        flags = torch.cat([self.bounded, torch.full((n,), bounded, device=device)])
-        places = {**self.places, row: (start, n)}
-        new = replace(self, live=live, kept=kept, older=older, newer=newer)
-        return replace(new, row_of=row_of, bounded=flags, places=places)
+    def add_array(self, here: Any, values: Any, top: float, offset: int) -> None:
+        """Adds flat float32 `values`, none larger than `top`, to the (4, n) table `here`."""
+        tops, sums, counts, _ = here
+        table = values.reshape(-1, self.width)
+        if top < _LARGE:
+            n_read = self._add_sizes(table, offset, sums)
+        else:
+            with np.errstate(all="ignore"):
+                n_read = self._add_sizes(table, offset, sums)
+        np.add(counts, n_read, out=counts)
+        self._raise_to(tops, table)
 
-    def without(self, row: int) -> Tables:
-        """With the units of `row` nobody's; closed up when there are many of those."""
-        start, size = self.places[row]
-        row_of = self.row_of.clone()
-        row_of[start : start + size] = _NOBODY
-        places = {other: place for other, place in self.places.items() if other != row}
-        if len(row_of) - sum(n for _, n in places.values()) <= max(len(row_of) // 2, 1024):
-            return replace(self, row_of=row_of, places=places)
-        parts = [slice(at, at + n) for at, n in places.values()]
-        live, kept, older, newer, row_of, bounded = (
-            torch.cat([t[..., :0], *(t[..., part] for part in parts)], -1)  # no index: no wait
-            for t in (*self.four, row_of, self.bounded)
-        )
-        past = None if self.past is None else self.past.rows(parts)
-        new = replace(self, live=live, kept=kept, older=older, newer=newer, past=past)
-        return replace(new, row_of=row_of, bounded=bounded, places=_packed(places))
+    def _add_sizes(self, table: Any, offset: int, sums: Any) -> int:
+        """Adds sums of |x| of some of the (rows, width); how many values of a unit those were."""
+        start = offset % self.step
+        some = table[start :: self.step]
+        if machine.found is None:
+            np.add(sums, self._sizes(some), out=sums)
+        else:
+            each = self.width // self.fold // self.n
+            machine.found.unit_sizes(table, each, start, self.step, sums)
+        return int(some.size // self.n)
 
-    @property
-    def four(self) -> tuple[Tensor, ...]:
-        """The tables of all four times."""
-        return self.live, self.kept, self.older, self.newer
+    def _sizes(self, some: Any) -> Any:
+        total, at_once = None, max(CHUNK // self.width, 1)
+        for start in range(0, len(some), at_once):
+            part = some[start : start + at_once]
+            room = scratch.floats[: part.size].reshape(part.shape)
+            found = np.add.reduce(np.abs(part, out=room), axis=0)
+            total = found if total is None else total + found
+        return self._by_unit(total, np.add.reduce)
 
+    def _raise_to(self, tops: Any, table: Any) -> None:
+        """Raises `tops`, the greatest values, until all are above zero or all rows are read."""
+        at_once = max(_PART // self.width, 1)
+        for start in range(0, len(table), at_once):
+            if np.minimum.reduce(tops) > 0:
+                return
+            found = np.maximum.reduce(table[start : start + at_once], axis=0)
+            np.maximum(tops, self._by_unit(found, np.maximum.reduce), out=tops)
 
-def _packed(places: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """`places` one after the other."""
-    ends = accumulate(n for _, n in places.values())
-    return {row: (end - n, n) for (row, (_, n)), end in zip(places.items(), ends, strict=True)}
+    def _by_unit(self, over_rows: Any, reduce: Any) -> Any:
+        """(width,) to (n,)."""
+        if self.width == self.n:
+            return over_rows
+        shape = self.fold, self.n, self.width // self.fold // self.n
+        return reduce(over_rows.reshape(shape), axis=(0, 2))
 
-
-def _blank(n: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        table = torch.zeros(4, n, dtype=torch.float32, device=device)
-        table[0] = -math.inf
-    return table
-
-
-class Units:
-    """What a bank knows of the units of its rows.
-
-    Args:
-        window: records that a judgement looks back on.
-        device: of the data.
-    """
-
-    FIELDS = ("never_positive", "zero", "dormant", "saturated", "n", "n_saturable")
-
-    def __init__(self, window: int, device: torch.device) -> None:
-        self.window, self.device = window, device
-        self._state: tuple[Tables, Any] = Tables.blank(device), None
-        self._set(self.tables)
-        self.ring = Ring(1, len(self.FIELDS), torch.float32, device, counts=True)
-
-    def _set(self, tables: Tables) -> None:
-        self._state = tables, self._views_of(tables)
-
-    def _views_of(self, tables: Tables) -> Any:
-        """What belongs to these tables in a subclass; set with them, at once."""
-
-    @property
-    def tables(self) -> Tables:
-        """What is known."""
-        return self._state[0]
-
-    @property
-    def past(self) -> Ring | None:
-        """Counts of every record, for the ranks."""
-        return self.tables.past
-
-    @property
-    def turn(self) -> int:
-        """The number of the record that is being made."""
-        return self.tables.n
-
-    @property
-    def places(self) -> dict[int, tuple[int, int]]:
-        """By row the first of its units in the tables, and how many they are."""
-        return self.tables.places
-
-    @property
-    def live(self) -> Tensor:
-        """(4, units) of the batch at hand."""
-        return self.tables.live
-
-    @property
-    def newer(self) -> Tensor:
-        """(4, units) of the newer half of the window."""
-        return self.tables.newer
-
-    @property
-    def n_bytes(self) -> int:
-        """Of a record's counts for the ranks."""
-        return 0 if self.past is None else 16 * self.live.shape[1]
-
-    def begin_at(self, record: int) -> None:
-        """Number the records from here on."""
-        self._set(replace(self.tables, n=record))
-
-    def _place(self, row: int, n: int, bounded: bool) -> int:
-        """Where in `live` are `row`'s units; made anew when their number changes."""
-        start, size = self.places.get(row, (0, -1))
-        if size != n:
-            with torch.inference_mode(False):
-                tables = self.tables if size < 0 else self.tables.without(row)
-                self._set(tables.with_row(row, n, bounded))
-            start, _ = self.places[row]
-        return start
-
-    def take(self, row: int, x: Tensor, kind: str) -> None:
-        """Add the plain tensor `x` of a module of class `kind`."""
-        if x.numel() == 0 or x.ndim == 0:
-            return
-        dim = channel_dim(kind, x.ndim)
-        n = x.shape[dim]
-        bounded = kind.endswith((*TWO_SIDED, *ONE_SIDED))
-        start = self._place(row, n, bounded)
-        here = self.live[:, start : start + n]
-        here[2] += x.numel() // n
-        for part in _parts(x, dim):
-            self._add(here, part.float(), dim, kind)
-
-    def _add(self, here: Tensor, x: Tensor, dim: int, kind: str) -> None:
-        size = x.abs()
-        torch.maximum(here[0], _reduced(x, dim, torch.amax), out=here[0])
-        here[1] += _reduced(size, dim, torch.sum)
-        if kind.endswith((*TWO_SIDED, *ONE_SIDED)):
-            full = size > 0.97 if kind.endswith(TWO_SIDED) else (x - 0.5).abs() > 0.47
-            here[3] += _reduced(full, dim, torch.sum)
-
-    def drop(self) -> None:
-        """Forget the batch at hand."""
-        _clear(self.live)
-
-    def fold(self, batch: int) -> None:
-        """Keep the batch at hand for the step it belongs to."""
-        tables = self.tables
-        if tables.folded < batch:
-            kept = _joined(tables.kept, tables.live)
-            self._set(replace(tables, kept=kept, folded=batch))
-        _clear(self.live)
-
-    def forget(self) -> None:
-        """Forget everything since the last commit."""
-        _clear(self.tables.live)
-        _clear(self.tables.kept)
-
-    def commit(self, record: int, rows: int, most: int) -> None:
-        """Close a record: (rows, 6) shares go into the ring."""
-        tables = self.tables
-        if tables.n <= record:
-            now = _joined(tables.kept, tables.live)
-            newer = _joined(tables.newer, now)
-            seen = replace(tables, kept=now, newer=newer)
-            self.ring.put(record, _judged(seen, rows)[None], most)
-            self._put_past(record, now[None], most)
-            self._set(self._moved_on(newer, record + 1))
-        self.forget()
-
-    @property
-    def _half(self) -> int:
-        return max(self.window // 2, 1)
-
-    def _moved_on(self, newer: Tensor, n: int) -> Tables:
-        """The tables before record `n`: the older half of the window goes when the other ends."""
-        if n % self._half:
-            return replace(self.tables, newer=newer, n=n)
-        blank = _blank(newer.shape[1], self.device)
-        return replace(self.tables, older=newer, newer=blank, n=n)
-
-    def _put_past(self, record: int, tables: Tensor, most: int) -> None:
-        """(n, 4, units) of records, for the ranks."""
-        if self.past is not None:
-            counts = tables.clone()
-            counts[:, 0] = counts[:, 0] > 0
-            self.past.put(record, counts.transpose(1, 2), most)
-
-    def now(self, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Which units are never above 0, dormant, saturated over the window: (units,) bool each.
-
-        None if the row was not seen.
-        """
-        if row not in self.places:
-            return None
-        low, _, dormant, saturated = self._verdict_of(row)
-        return low, dormant, saturated
-
-    def zero(self, row: int) -> Tensor | None:
-        """Which units have given nothing but 0 over the window: (units,) bool; None if not seen."""
-        return self._verdict_of(row)[1] if row in self.places else None
-
-    def _verdict_of(self, row: int) -> list[Tensor]:
-        start, n = self.places[row]
-        return [flags[start : start + n] for flags in _verdict(self.tables, max(self.places) + 1)]
-
-    def counts(self, n: int) -> dict[int, Tensor]:
-        """By row the (n, units, 4) counts of each record, on the CPU, for the ranks."""
-        if self.past is None:
-            return {}
-        whole = self.past.read(n)
-        return {row: whole[:, at : at + many] for row, (at, many) in self.places.items()}
-
-    def read(self, n: int, rows: int) -> Tensor:
-        """(n, rows, 6) on the CPU: sums of shares and how many records they are of."""
-        mine = self.ring.read(n)[:, :rows].double()
-        whole = torch.zeros(n, rows, len(self.FIELDS), dtype=torch.float64, device="cpu")
-        whole[:, : mine.shape[1]] = mine
-        return whole
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.forget()
-        here = {k: v.cpu() for k, v in vars(self.tables).items() if isinstance(v, Tensor)}
-        tables = replace(self.tables, **here)  # type: ignore[arg-type]
-        return {**self.__dict__, "_state": (tables, None), "device": torch.device("cpu")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._set(self.tables)
-
-
-def judged(counts: Tensor, layers: list[tuple[int, str, int]], window: int, axis: Axis) -> Units:
-    """`Units` that have seen the (n, units, 4) `counts` of each column of `axis`.
-
-    Args:
-        layers: of the units, side by side: row, class of the module, how many.
-        window: in records, of which a column has several when the axis has halved.
-    """
-    half = -(-max(window // 2, 1) // axis.stride)  # rounded up: see `Tables.past`
-    units = Units(2 * half, torch.device("cpu"))
-    tables = replace(units.tables, past=None)
-    for row, kind, n in layers:
-        tables = tables.with_row(row, n, kind.endswith((*TWO_SIDED, *ONE_SIDED)))
-    units._set(tables)
-    rows = max((row for row, _, _ in layers), default=-1) + 1
-    for column, table in enumerate(counts):
-        units._set(replace(units.tables, kept=table.t().clone()))
-        units.commit(column, rows, len(counts))
-    return units
-
-
-def _judged(tables: Tables, rows: int) -> Tensor:
-    """(rows, 6): the shares of the units that ran in this record (`kept`), and ones that say so."""
-    ran = tables.kept[2] > 0
-    flags = torch.stack([*_verdict(tables, rows), ran, ran & tables.bounded], 1).float()
-    table = _by_row(tables.row_of, flags, rows)
-    n = _by_row(tables.row_of, torch.ones_like(flags[:, :1]), rows)
-    return torch.where(table[:, 4:5] > 0, table / n.clamp(min=1), 0.0)
-
-
-def _verdict(tables: Tables, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each unit over the window: is it never above 0, only 0, dormant, saturated?
-
-    (units,) bool each.
-    """
-    seen = _joined(tables.older, tables.newer)
-    size = seen[1] / seen[2].clamp(min=1)
-    sums = _by_row(tables.row_of, torch.stack([size, torch.ones_like(size)], 1), rows)
-    mean = (sums[:, 0] / sums[:, 1].clamp(min=1))[tables.row_of.clamp(max=rows - 1)]
-    ran = seen[2] > 0
-    low = (seen[0] <= 0) & ran
-    return low, low & (seen[1] == 0), (size <= TAU * mean) & ran, seen[3] > 0.5 * seen[2]
-
-
-def _by_row(row_of: Tensor, values: Tensor, rows: int) -> Tensor:
-    """Sums over the units of each row: (units, k) → (rows, k)."""
-    total = values.new_zeros(rows + 1, values.shape[1])
-    return total.index_add_(0, row_of.clamp(max=rows), values)[:rows]
-
-
-_NOBODY = 1 << 40
+    def add_tensor(self, here: Tensor, x: Tensor) -> None:
+        """Adds all of the tensor `x` to the (4, n) table `here`, on any device."""
+        here[2] += x.numel() // self.n
+        for part in _parts(x, self.dim):
+            values = part.float()
+            size = values.abs()
+            torch.maximum(here[0], _reduced(values, self.dim, torch.amax), out=here[0])
+            here[1] += _reduced(size, self.dim, torch.sum)
+            if self.can_saturate:
+                two_sided = self.kind.endswith(TWO_SIDED)
+                full = size > 0.97 if two_sided else (values - 0.5).abs() > 0.47
+                here[3] += _reduced(full, self.dim, torch.sum)
 
 
 def _parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """`x` in parts that stay in the cache of a CPU; whole elsewhere, where calls are dear."""
+    """`x` in parts that stay in the cache of a CPU; whole elsewhere, where calls are costly."""
     if not x.is_cpu or not dim or x.numel() <= CHUNK:
         return (x,)
     if x.is_contiguous() and dim == x.ndim - 1:
@@ -399,21 +187,267 @@ def _reduced(x: Tensor, dim: int, by: Any) -> Tensor:
     return by(x, rest) if rest else x
 
 
+@dataclass(frozen=True)
+class UnitTables:
+    """The units of all layers on one device, side by side. Methods return changed copies.
+
+    A (4, units) table has of each unit the greatest value, the sum of |x|, how many values were
+    read, and how many of them were saturated.
+
+    Args:
+        window: records that a judgement looks back on.
+        live: (slots, 4, units) of records that are not judged yet, then of the batch at hand;
+            the only table that is written in place.
+        kept: (4, units) of earlier batches of this step, None if there are none.
+        older, newer: (4, units) of the two halves of the window.
+        row_of: (units,) int64, whose unit it is.
+        bounded: (units,) bool, whether it can be saturated.
+        places: by row the first of its units, and how many they are.
+        layouts: by row how its tensors are read.
+    """
+
+    window: int
+    live: Tensor
+    kept: Tensor | None
+    older: Tensor
+    newer: Tensor
+    row_of: Tensor
+    bounded: Tensor
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    layouts: dict[int, UnitLayout] = field(default_factory=dict)
+
+    @classmethod
+    def blank(cls, window: int, device: torch.device, slots: int = 1) -> UnitTables:
+        """Without units."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        live = blank_tables(slots, 0, device)
+        return cls(window, live, None, live[0], live[0], none, none.bool())
+
+    @property
+    def half(self) -> int:
+        """Records in each half of the window."""
+        return max(self.window // 2, 1)
+
+    @property
+    def n_units(self) -> int:
+        """Of all rows."""
+        return len(self.row_of)
+
+    @cached_property
+    def array(self) -> Any:
+        """`live` as numpy sees it; on a CPU."""
+        return self.live.numpy()
+
+    def add(self, slot: int, row: int, x: Tensor) -> None:
+        """Adds the plain tensor `x` to the batch at hand."""
+        start, n = self.places[row]
+        self.layouts[row].add_tensor(self.live[slot, :, start : start + n], x)
+
+    def add_array(self, slot: int, row: int, values: Any, top: float, offset: int) -> None:
+        """Adds flat float32 `values`, none larger than `top`; `offset` selects what is read."""
+        start, n = self.places[row]
+        here = self.array[slot, :, start : start + n]
+        self.layouts[row].add_array(here, values, top, offset)
+
+    def with_layout(self, row: int, layout: UnitLayout) -> UnitTables:
+        """With units for a new `row`, or for one that gives another number of units now."""
+        layouts = {**self.layouts, row: layout}
+        _, n = self.places.get(row, (0, 0))
+        if not layout.n or n == layout.n:
+            return replace(self, layouts=layouts)
+        kept = self if not n else self._of_rows([r for r in self.places if r != row])
+        with torch.inference_mode(False):
+            return replace(kept._with_units(row, layout.n, layout.can_saturate), layouts=layouts)
+
+    def _with_units(self, row: int, n: int, bounded: bool) -> UnitTables:
+        device, slots = self.row_of.device, len(self.live)
+        new = blank_tables(slots, n, device)
+        older, newer = (torch.cat([t, new[0]], -1) for t in (self.older, self.newer))
+        return replace(
+            self,
+            live=torch.cat([self.live, new], -1),
+            kept=None if self.kept is None else torch.cat([self.kept, new[0]], -1),
+            older=older,
+            newer=newer,
+            row_of=torch.cat([self.row_of, torch.full((n,), row, device=device)]),
+            bounded=torch.cat([self.bounded, torch.full((n,), bounded, device=device)]),
+            places={**self.places, row: (self.n_units, n)},
+        )
+
+    def parts_of(self, rows: list[int]) -> list[slice]:
+        """Where the units of these rows lie."""
+        return [slice(start, start + n) for start, n in map(self.places.__getitem__, rows)]
+
+    def _of_rows(self, rows: list[int]) -> UnitTables:
+        """Of these rows alone. By slices: an index would make a GPU wait."""
+        parts = self.parts_of(rows)
+
+        def some(t: Any) -> Any:
+            return None if t is None else torch.cat([t[..., :0], *(t[..., p] for p in parts)], -1)
+
+        sizes = [self.places[row][1] for row in rows]
+        starts = accumulate(sizes, initial=0)
+        places = dict(zip(rows, zip(starts, sizes, strict=False), strict=True))
+        return UnitTables(
+            self.window,
+            some(self.live),
+            some(self.kept),
+            some(self.older),
+            some(self.newer),
+            some(self.row_of),
+            some(self.bounded),
+            places,
+            self.layouts,
+        )
+
+    def clear(self, slot: int) -> None:
+        """Empties the batch at hand."""
+        self.live[slot, 1:] = 0
+        self.live[slot, 0] = -math.inf
+
+    def folded(self, slot: int) -> UnitTables:
+        """With the batch at hand kept for its step."""
+        return replace(self, kept=self.with_kept(slot).clone())
+
+    def without_kept(self) -> UnitTables:
+        """With earlier batches of this step forgotten."""
+        return self if self.kept is None else replace(self, kept=None)
+
+    def with_kept(self, slot: int) -> Tensor:
+        """(4, units) of all batches of this step."""
+        live = self.live[slot]
+        return live if self.kept is None else _joined(live, self.kept)
+
+    def emptied(self, slot: int, slots: int) -> UnitTables:
+        """With room for `slots` records, of which the first is the one that was in `slot`."""
+        live = blank_tables(slots, self.n_units, self.row_of.device)
+        if slot < len(self.live):
+            live[0] = self.live[slot]
+        return replace(self, live=live)
+
+    def record(self, tables: Tensor, after: int, rows: int) -> tuple[Tensor, Tensor, UnitTables]:
+        """Records with these (n, 4, units) tables, of which only the last may end half a window.
+
+        Args:
+            after: the number of the record that comes next.
+            rows: of all layers.
+
+        Returns:
+            (n, rows, 6) shares of the units that ran in each record; (n, units, 4) counts, by
+            which several ranks are judged together; and the tables as they are afterwards.
+        """
+        seen = _joined(_accumulated(tables), self.newer)
+        newer, older = seen[-1], self.older
+        shares = self._shares(_joined(seen, older), tables[:, 2] > 0, rows)
+        counts = torch.cat([(tables[:, :1] > 0).to(tables.dtype), tables[:, 1:]], 1)
+        if after % self.half == 0:
+            older, newer = newer, blank_tables(1, self.n_units, newer.device)[0]
+        return shares, counts.transpose(1, 2), replace(self, older=older, newer=newer)
+
+    def _shares(self, seen: Tensor, ran: Tensor, rows: int) -> Tensor:
+        """(n, rows, 6) shares, from the (n, 4, units) of all that lies within the window."""
+        size = seen[:, 1] / seen[:, 2].clamp(min=1)
+        one = torch.ones_like(size)
+        sums = self._by_row(torch.stack([size, one], 1), rows)
+        mean = (sums[..., 0] / sums[..., 1].clamp(min=1)).index_select(1, self.row_of)
+        flags = torch.stack([*_verdict(seen, mean), ran, ran & self.bounded], 1)
+        table = self._by_row(flags.to(seen.dtype), rows)
+        n = sums[..., 1:].clamp(min=1)
+        return torch.where(table[..., 4:5] > 0, table / n, 0.0)
+
+    def _by_row(self, values: Tensor, rows: int) -> Tensor:
+        """Sums over the units of each row: (n, k, units) → (n, rows, k)."""
+        n, k, units = values.shape
+        total = values.new_zeros(rows, n * k)
+        total.index_add_(0, self.row_of, values.permute(2, 0, 1).reshape(units, n * k))
+        return total.view(rows, n, k).transpose(0, 1)
+
+    def now(self, row: int) -> tuple[Tensor, ...] | None:
+        """Which units were never above 0, only 0, dormant, saturated over the window: (n,) bools.
+
+        None if the row has no units.
+        """
+        if row not in self.places:
+            return None
+        start, n = self.places[row]
+        seen = _joined(self.older, self.newer)[None, :, start : start + n]
+        mean = (seen[:, 1] / seen[:, 2].clamp(min=1)).mean()
+        return tuple(flags[0] for flags in _verdict(seen, mean))
+
+    def on_cpu(self) -> UnitTables:
+        """A copy on the CPU without the batch at hand, for pickles."""
+        cpu = torch.device("cpu")
+        return replace(
+            self,
+            live=blank_tables(1, self.n_units, cpu),
+            kept=None,
+            older=self.older.to(cpu),
+            newer=self.newer.to(cpu),
+            row_of=self.row_of.to(cpu),
+            bounded=self.bounded.to(cpu),
+        )
+
+
+def blank_tables(slots: int, units: int, device: torch.device) -> Tensor:
+    """(slots, 4, units) float32 of units that were not seen."""
+    with torch.inference_mode(False):
+        tables = torch.zeros(slots, 4, units, dtype=torch.float32, device=device)
+        tables[:, 0] = -math.inf
+    return tables
+
+
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    """Greatest values and sums of `a` and `b` together."""
-    return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
+    """Greatest values and sums of `a` and `b` together, (…, 4, units) each."""
+    tops = torch.maximum(a[..., :1, :], b[..., :1, :])
+    return torch.cat([tops, a[..., 1:, :] + b[..., 1:, :]], -2)
 
 
-def _clear(table: Tensor) -> None:
-    table.zero_()
-    table[0] = -math.inf
+def _accumulated(tables: Tensor) -> Tensor:
+    """Each of the (n, 4, units) tables together with those before it."""
+    if len(tables) == 1:
+        return tables
+    tops = tables[:, :1].cummax(0).values
+    return torch.cat([tops, tables[:, 1:].cumsum(0)], 1)
+
+
+def _verdict(seen: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each unit over the window: is it never above 0, only 0, dormant, saturated?
+
+    (n, units) bool each, from (n, 4, units) and the mean sizes of the units' layers.
+    """
+    tops, sums, n_read, n_full = seen.unbind(1)
+    ran = n_read > 0
+    low = (tops <= 0) & ran
+    dormant = (sums / n_read.clamp(min=1) <= TAU * mean) & ran
+    return low, low & (sums == 0), dormant, n_full > 0.5 * n_read
+
+
+def judged(
+    counts: Tensor, layers: list[tuple[int, str, int]], window: int, stride: int, rows: int
+) -> tuple[Tensor, UnitTables]:
+    """(columns, rows, 6) shares by the (columns, units, 4) counts of all ranks, and the tables.
+
+    Args:
+        layers: of the units, side by side: row, class of the module, how many.
+        window: in records, of which a column has `stride`.
+    """
+    half = -(-max(window // 2, 1) // stride)
+    tables = UnitTables.blank(2 * half, torch.device("cpu"))
+    for row, kind, n in layers:
+        bounded = kind.endswith((*TWO_SIDED, *ONE_SIDED))
+        tables = tables._with_units(row, n, bounded)
+    shares = torch.zeros(len(counts), rows, len(FIELDS), dtype=torch.float32, device="cpu")
+    for i, column in enumerate(counts):
+        table, _, tables = tables.record(column.t()[None], i + 1, rows)
+        shares[i] = table[0]
+    return shares, tables
 
 
 def shares(table: Any) -> dict[str, Any]:
     """Fractions of units from (…, 6) sums; NaN where not judged.
 
-    `dead` is what it is for a ReLU, or before one: never above 0. Of other layers `zero` is: see
-    `Tally`.
+    `dead` is what it is for a ReLU, or before one: never above 0. Of other layers `only_zero` is:
+    see `reading.shares_of`.
     """
     n, n_saturable = table[..., 4].copy(), table[..., 5].copy()
     n[n == 0] = n_saturable[n_saturable == 0] = math.nan

@@ -1,8 +1,8 @@
 """`StatsCallback`: what the recording callbacks share, from the hook's flag to the step's record.
 
-Builds on `HookCallback` (which modules, put on and taken off) and `Tally` (what is kept). The
-step axis is the optimizer step: what several batches of one step gave is merged, and a batch that
-was cancelled, or whose step was left out, leaves nothing.
+Builds on `HookCallback` (puts hooks on and takes them off) and `StatsAccumulator` (what is kept).
+The step axis is the optimizer step: what several batches of one step gave is merged, and a batch
+that was cancelled, or whose step was left out, leaves nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hookkit.errors import OptionError
 from hookkit.hooks.entries import Attached, check_hookable
 from hookkit.interrupts import uninterrupted
-from hookkit.moments.accumulator import Tally
-from hookkit.moments.banks import Options
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
 from hookkit.recording import HookCallback
 from hookkit.recording.backward import BackwardHook
@@ -47,15 +47,18 @@ class StatsCallback(HookCallback):
     def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
         super().__init__(on_valid=on_valid, **hooking)
         self.options = options
-        self.tally, self.valid_tally = self._new_tally(), Tally(self.kind, options)
+        self.accumulator, self.valid_accumulator = (
+            self._new_accumulator(),
+            StatsAccumulator(self.kind, options),
+        )
         if self.kind == "activation":  # known from the graph of the first batches, see `_ask`
-            self.tally.feeds = self.valid_tally.feeds = {}
-        self._eye, self._valid_eye = Eye(self.tally), Eye(self.valid_tally)
+            self.accumulator.consumers = self.valid_accumulator.consumers = {}
+        self._eye, self._valid_eye = Eye(self.accumulator), Eye(self.valid_accumulator)
         self._handles: dict[Any, Any] = {}
         self._clear_fit()
 
-    def _new_tally(self) -> Tally:
-        return Tally(self.kind, self.options)
+    def _new_accumulator(self) -> StatsAccumulator:
+        return StatsAccumulator(self.kind, self.options)
 
     def _clear_fit(self) -> None:
         self._n_taken, self._iter = 0, 0
@@ -84,7 +87,7 @@ class StatsCallback(HookCallback):
         try:
             for eye in (self._eye, self._valid_eye):
                 types = [type(m).__name__ for m in modules.values()]
-                rows = eye.tally.rows(names, types)
+                rows = eye.accumulator.rows(names, types)
                 if eye is self._eye or self.on_valid:
                     for row, (name, module) in zip(rows, modules.items(), strict=True):
                         key, leaf = (eye is self._eye, row, id(module)), leaf_of(modules, name)
@@ -144,19 +147,19 @@ class StatsCallback(HookCallback):
         for eye in (self._eye, self._valid_eye):
             eye.thread = get_ident()
             # compiled graphs check it as they run; gradients may come in a thread of autograd's
-            eye.tally.thread = eye.thread if self.kind == "activation" else None
+            eye.accumulator.thread = eye.thread if self.kind == "activation" else None
         if self.learn.fitting:
             machine.load()
             self._clear_fit()
-            self.tally.forget()
+            self.accumulator.forget()
         super().before_fit()
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
         self._tried = self._cancelled = self._through = False
         if self._begun:  # it never ended
-            self.tally.drop()
-            self.valid_tally.drop()
+            self.accumulator.drop()
+            self.valid_accumulator.drop()
         if self.learn.training:
             self._iter = self.learn.train_iter
             on = self.on_train and self._n_taken % (self.every or 1) == 0
@@ -182,7 +185,7 @@ class StatsCallback(HookCallback):
         """A cancelled batch leaves nothing; in `watch` it is over with this."""
         self._cancelled = True
         if self.recording:
-            (self.tally if self.learn.training else self.valid_tally).drop()
+            (self.accumulator if self.learn.training else self.valid_accumulator).drop()
 
     def after_batch(self) -> None:
         """Closes the record of the step, or keeps this batch for it."""
@@ -194,16 +197,16 @@ class StatsCallback(HookCallback):
     def _close_batch(self, on: bool, training: bool) -> None:
         if not training:
             if on:
-                (self.valid_tally.drop if self._cancelled else self.valid_tally.fold)()
+                (self.valid_accumulator.drop if self._cancelled else self.valid_accumulator.fold)()
             return
         if self._cancelled:
-            self.tally.drop()
+            self.accumulator.drop()
         elif self.learn.stepped:
             if on:
                 self._close()
             self._n_taken += 1
         elif self._tried:
-            self.tally.forget()
+            self.accumulator.forget()
         elif on:
             self._keep()
 
@@ -211,19 +214,19 @@ class StatsCallback(HookCallback):
         """One record for the whole validation, at the step that it was made."""
         if self.on_valid and not self.learn.aside:
             step = max(self.learn.n_steps - 1, 0)
-            self.valid_tally.commit(step, self.learn.epoch, self.learn.train_iter)
+            self.valid_accumulator.commit(step, self.learn.epoch, self.learn.train_iter)
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off; a batch that was under way is forgotten."""
         super().cleanup_fit()
         self._record(False)
-        self.tally.forget()
+        self.accumulator.forget()
 
     def _keep(self) -> None:
-        self.tally.fold()
+        self.accumulator.fold()
 
     def _close(self) -> None:
-        self.tally.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
+        self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
 
     # --- reading
 
@@ -237,13 +240,13 @@ class StatsCallback(HookCallback):
         Raises:
             OptionError: validations are asked for that were not recorded.
         """
-        if valid and not (self.on_valid or self.valid_tally.n_commits):
+        if valid and not (self.on_valid or self.valid_accumulator.n_records):
             who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
             raise OptionError(
                 f"validations were asked for, {type(self).__name__} did not look at them. "
                 f"Make it with {who}(on_valid=True)."
             )
-        return (self.valid_tally if valid else self.tally).record(local=local)
+        return (self.valid_accumulator if valid else self.accumulator).record(local=local)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:

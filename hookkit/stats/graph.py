@@ -21,7 +21,7 @@ _PASSES_ON = VIEWS | _PARTS | _POOLS
 """Operations behind which a unit that is never above 0 stays so."""
 
 
-def readers(model: nn.Module, output: Any) -> dict[str, str | None]:
+def consumers(model: nn.Module, output: Any) -> dict[str, str | None]:
     """Name of each module with a weight → class of the one activation that reads its output.
 
     `"ReLU"` or `"ReLU6"`; `""` where something else reads it, or several do; None where the graph
@@ -31,7 +31,7 @@ def readers(model: nn.Module, output: Any) -> dict[str, str | None]:
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> readers(net, net(torch.ones(4, 2)))
+    >>> consumers(net, net(torch.ones(4, 2)))
     {'0': 'ReLU', '2': ''}
     """
     users, leaves = _graph(output)

@@ -233,7 +233,7 @@ class LayerStats(Exports, UnscaledStats):
                 f"Make it with {who}(units=True)."
             )
         name = self.record().names[self._row(layer)]
-        found = self.tally.units_now(name, which)
+        found = self.accumulator.units_now(name, which)
         if found is not None:
             return found.nonzero().flatten().tolist()  # sync: one per read-out
         warnings.warn(
@@ -278,7 +278,9 @@ class LayerStats(Exports, UnscaledStats):
         return plotting.plot_layer_stats(self.record(), self._row(layer))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.axis)})"
+        stats = self.accumulator
+        n = len(stats.history.index)
+        return f"{type(self).__name__}({len(stats.names)} layers × {n})"
 
 
 def _listed(record: Record, rows: list[int]) -> StatsList:

@@ -25,7 +25,7 @@ from hookkit.hooks.entries import (
 from hookkit.hooks.gradients import First, GradState, grad_dispatchers, note_version
 from hookkit.hooks.snapshot import Options
 from hookkit.hooks.views import listen
-from hookkit.moments.accumulator import Tally
+from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.nested import Inputs, describe, named_leaves, pick, tmap
 from hookkit.recording.backward import BackwardHook
 from hookkit.selecting import Selection
@@ -39,12 +39,12 @@ class Eye:
         thread: whose forwards are recorded; None records every thread's. No graph guards on it.
     """
 
-    def __init__(self, tally: Tally) -> None:
-        self.on, self.late, self.tally = False, False, tally
+    def __init__(self, accumulator: StatsAccumulator) -> None:
+        self.on, self.late, self.accumulator = False, False, accumulator
         self.thread: int | None = None
 
     def __reduce__(self) -> Any:
-        return Eye, (self.tally,)
+        return Eye, (self.accumulator,)
 
 
 class WhenOn(Dispatcher):
@@ -95,7 +95,7 @@ class Look(Dispatcher):
             return
         seen = part_of(output, leaf) if leaf else output
         if isinstance(seen, Tensor):
-            eye.tally.see(row, 0, "", seen)
+            eye.accumulator.see(row, 0, "", seen)
         else:
             show(eye, row, seen)
 
@@ -127,7 +127,7 @@ class LookThrough(Dispatcher):
 def show(eye: Eye, row: int, seen: Any) -> None:
     """Has the eye see every tensor in `seen`, which is recorded in `row`."""
     for leaf, (path, t) in enumerate(named_leaves(seen)):
-        eye.tally.see(row, leaf, path, t)
+        eye.accumulator.see(row, leaf, path, t)
 
 
 def _answers(eye: Eye, module: nn.Module) -> bool:
@@ -219,12 +219,12 @@ def attach_gradients(eye: Eye, row: int, module: nn.Module, leaf: str) -> Attach
         paths = [path for path, _ in named_leaves(part_of(output, leaf))]
 
         def receive(i: int, grad: Tensor) -> None:
-            eye.tally.see(row, i, paths[i], grad)
+            eye.accumulator.see(row, i, paths[i], grad)
 
         return receive
 
     def received(grad: Tensor) -> None:
-        eye.tally.see(row, 0, "", grad)
+        eye.accumulator.see(row, 0, "", grad)
 
     check_hookable(module, "GradientStats")
     before, *first, after = grad_dispatchers(GradState(begin, leaf), False, module)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hookkit.checks import check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
-from hookkit.moments.banks import Options
+from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import Bins, edge_bins, range_bins
 
 MOST_BINS = 4096  # of each layer, in each record

@@ -17,7 +17,7 @@ from hookkit import ranks
 from hookkit.callbacks.runner import Callback
 from hookkit.checks import check_number
 from hookkit.moments.cpu import norms
-from hookkit.moments.history import Axis, Ring
+from hookkit.moments.history import StepHistory
 from hookkit.moments.numba_loader import machine
 from hookkit.records import Exports, Record
 from hookkit.stats.bits import Bits
@@ -67,12 +67,9 @@ class ParamStats(Exports, Callback):
         if every is not None:
             every = check_number("ParamStats", "every", every, 1, whole=True)
         self.every = every
-        self.axis = Axis()
+        self.history = StepHistory()
         # names, types and facts by name: one tuple, so that they never differ in length
         self._layers: tuple[list[str], list[str], dict[str, dict[str, Any]]] = [], [], {}
-        # a step's place and tables, until they are in the rings: done again after an interrupt
-        self._pending: tuple[tuple[int, int, int, int], dict[torch.device, Tensor]] | None = None
-        self._rings: dict[torch.device, Ring] = {}
         self._before: dict[str, Tensor] = {}
         self._live: dict[str, nn.Parameter] = {}
         self._weights: list[float] | None = None  # norms of the copies, where they are known
@@ -98,7 +95,7 @@ class ParamStats(Exports, Callback):
 
     @property
     def _n_records(self) -> int:
-        return self.axis.n
+        return self.history.index.n
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
@@ -199,28 +196,9 @@ class ParamStats(Exports, Callback):
             self._parts |= grad_norms_by_id(owned)
 
     def _measure(self) -> None:
-        self._finish()
-        place = self.axis.n, self.learn.n_steps - 1, self.learn.epoch, self._iter
-        self._pending = place, self._tables()
-        self._finish()
-
-    def _finish(self) -> None:
-        """Puts a step's record into the rings; again, where that was interrupted."""
-        if self._pending is None:
-            return
-        (record, *place), tables = self._pending
-        if record == self.axis.n:
-            if not record:
-                self.axis.fit(8 * len(FIELDS) * len(self.names))
-            self.axis.make_room()
-            for device, table in tables.items():
-                if device not in self._rings:
-                    shape = len(self.names), len(FIELDS)
-                    self._rings[device] = Ring(*shape, table.dtype, device, counts=True)
-                self._rings[device].catch_up(self.axis.stride)
-                self._rings[device].put(record, table[None], self.axis.limit)
-            self.axis.add(*place)
-        self._pending = None
+        place = self.learn.n_steps - 1, self.learn.epoch, self._iter
+        tables = {("params", device): table[None] for device, table in self._tables().items()}
+        self.history = self.history.with_records([place], tables)
 
     def _tables(self) -> dict[torch.device, Tensor]:
         """By device the (rows, fields) table of this step."""
@@ -258,19 +236,18 @@ class ParamStats(Exports, Callback):
         Raises:
             HookError: on every rank, if they recorded different steps or parameters.
         """
-        self._finish()
         if self._cache is None or self._cache[:2] != (self._n_records, local):
             self._cache = self._n_records, local, self._read(local)
         return self._cache[2]
 
     def _read(self, local: bool) -> Record:
         self._bits.again(self._present())
-        n, rows = len(self.axis), len(self.names)
+        index = self.history.index
+        n, rows = len(index), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
-        for ring in self._rings.values():
-            ring.catch_up(self.axis.stride)
-            mine = ring.read(n)
-            table[:, : mine.shape[1]] += mine
+        for key in self.history.tables:
+            part = self.history.read(key)
+            table[:, : part.shape[1]] += part
         moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
         moved[(table[..., 2] > 0).any(0)] = 1.0
         if not local and ranks.is_distributed():
@@ -286,8 +263,7 @@ class ParamStats(Exports, Callback):
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         facts["moved"] = moved.numpy().astype(bool).tolist()
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
-        places = (self.axis.steps, self.axis.epochs, self.axis.iters, self.axis.spans)
-        steps, epochs, iters, spans = (np.array(x, dtype=np.int64) for x in places)
+        steps, epochs, iters, spans = (np.array(index.column(i), dtype=np.int64) for i in range(4))
         names, types = tuple(self.names), tuple(self.types)
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
 
@@ -300,7 +276,7 @@ class ParamStats(Exports, Callback):
         facts = self._layers[2]
         shards = [bool(facts[n].get("sharded")) for n in self.names]
         shapes = [(n, facts[n]["shape"], facts[n]["dtype"]) for n in self.names]
-        self.axis.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
+        self.history.index.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
         squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
@@ -328,7 +304,6 @@ class ParamStats(Exports, Callback):
         self._bits.again(trained)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._finish()
         if self.learn is not None and self.learn.fitting:
             self.learn._part_from(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
@@ -338,7 +313,7 @@ class ParamStats(Exports, Callback):
         return {**super().__getstate__(), **gone, "_constant": constant}
 
     def __repr__(self) -> str:
-        return f"ParamStats({len(self.names)} parameters × {len(self.axis)})"
+        return f"ParamStats({len(self.names)} parameters × {len(self.history.index)})"
 
 
 def _brief(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from hookkit.checks import check_choice, check_flag
 from hookkit.hooks.entries import graph_task
 from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
-from hookkit.stats.graph import readers, unregistered
+from hookkit.stats.graph import consumers, unregistered
 from hookkit.stats.layerstats import LayerStats, StatsList
 from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
@@ -127,10 +127,10 @@ class ActivationStats(LayerStats):
     def _ask(self, learn: Any) -> None:
         """Has the graph of two batches tell of the model, once a fit: it may have changed."""
         if not (self._n_asked or self._function):
-            feeds = self.tally.feeds = readers(learn.model, learn.pred)
-            self.valid_tally.feeds = feeds
+            found = self.accumulator.consumers = consumers(learn.model, learn.pred)
+            self.valid_accumulator.consumers = found
         if self._n_asked and learn.n_steps:  # by now those that step are known
-            self.tally.unregistered = unregistered(learn.model, learn.opts, learn.pred)
+            self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
     def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
@@ -233,21 +233,23 @@ class GradientStats(LayerStats):
             for name, kind, p in named_parameters(self.learn.model):
                 self._names[id(p)] = name, kind
                 if p.requires_grad if within else p.grad is not None:
-                    self.tally.rows([name], [kind])  # in the order of the model
+                    self.accumulator.rows([name], [kind])  # in the order of the model
         self._see_gradients((*self._names[id(p)], p) for p in owned if id(p) in self._names)
 
     def _see_gradients(self, parameters: Iterable[tuple[str, str, nn.Parameter]]) -> None:
         self._settle()
-        scaled, self.tally.unscale = self.tally.unscale, None  # the step's are not
+        scaled, self.accumulator.unscale = self.accumulator.unscale, None  # the step's are not
         for name, kind, p in parameters:
             if p.grad is not None and id(p) not in self._seen:
-                (row,) = self.tally.rows([name], [kind])
-                self.tally.see(row, 0, "", p.grad)
+                (row,) = self.accumulator.rows([name], [kind])
+                self.accumulator.see(row, 0, "", p.grad)
                 self._seen.add(id(p))
-        self.tally.unscale = scaled
+        self.accumulator.unscale = scaled
 
     def _keep(self) -> None:
-        self.tally.fold(finite_only=True)  # a batch with Inf is one whose step AMP has skipped
+        self.accumulator.fold(
+            finite_only=True
+        )  # a batch with Inf is one whose step AMP has skipped
 
     def _rows(self, record: Record) -> list[int]:
         return super()._rows(record) if self.of == "outputs" else list(range(len(record.names)))

@@ -16,48 +16,42 @@ from torch import Tensor
 
 from hookkit.callbacks.scaling import live_scalers, unscaling
 from hookkit.errors import HookkitWarning
-from hookkit.moments.accumulator import Tally
-from hookkit.moments.banks import Options
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
 from hookkit.stats.gathering import StatsCallback, inverse_scale
 
 
-class ScaledTally(Tally):
-    """A tally of gradients whose scale may be known only when they have been counted.
+class ScaledAccumulator(StatsAccumulator):
+    """A stats of gradients whose scale may be known only when they have been counted.
 
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    >>> tally = ScaledTally("gradient")
-    >>> (row,) = tally.rows(["fc"], ["Linear"])
-    >>> tally.divide_by([None, scaler])
-    >>> tally.see(row, 0, "", torch.full((2,), 8.0))
-    >>> tally.settle(scaler)
+    >>> stats = ScaledAccumulator("gradient")
+    >>> (row,) = stats.rows(["fc"], ["Linear"])
+    >>> stats.divide_by([None, scaler])
+    >>> stats.see(row, 0, "", torch.full((2,), 8.0))
+    >>> stats.settle(scaler)
     True
-    >>> tally.commit(0, 0, 0)
-    >>> tally.record().value("mean", "fc")
+    >>> stats.commit(0, 0, 0)
+    >>> stats.record().value("mean", "fc")
     array([2.])
     """
 
     def __init__(self, kind: str, options: Options | None = None) -> None:
         super().__init__(kind, options)
         self._scalers: list[Any] = [None]
-        self._twins: list[Tally] = []  # one for each scaler but the first
+        self._twins: list[StatsAccumulator] = []  # one for each scaler but the first
 
     def divide_by(self, scalers: list[Any]) -> None:
         """Gradients from now on belong to a loss scaled by one of `scalers`; None: by none."""
         if [*map(id, scalers)] != [*map(id, self._scalers)]:
             self._scalers, self._twins = scalers, [self._twin() for _ in scalers[1:]]
-        for tally, scaler in zip((self, *self._twins), scalers, strict=True):
-            tally.unscale = inverse_scale(scaler)
+        for stats, scaler in zip((self, *self._twins), scalers, strict=True):
+            stats.unscale = inverse_scale(scaler)
 
-    def _twin(self) -> Tally:
-        """An empty tally of the same rows, also of those that are still to come."""
-        twin = Tally(self.kind, self.options)
-        for shared in ("_leaves", "dtypes", "skipped"):
-            setattr(twin, shared, getattr(self, shared))
-        return self._alike(twin)
-
-    def _alike(self, twin: Tally) -> Tally:
-        """`twin` with the rows and the place in time that this has now: it samples the same."""
-        twin._layers, twin.axis = self._layers, self.axis
+    def _twin(self) -> StatsAccumulator:
+        """An empty accumulator of the same rows, also of those that are still to come."""
+        twin = StatsAccumulator(self.kind, self.options)
+        twin.follow(self)
         return twin
 
     def settle(self, scaler: Any) -> bool:
@@ -74,19 +68,17 @@ class ScaledTally(Tally):
         self._scalers, self._twins = [scaler], []
         return expected
 
-    def _take_over(self, twin: Tally) -> None:
+    def _take_over(self, twin: StatsAccumulator) -> None:
         twin.fold()
-        super().forget()
-        for device, bank in twin.banks.items():
-            self._bank(device).keep_of(bank)
-        self.unscaled |= twin.unscaled
+        self.take_kept(twin)
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
-        """Record `t`, as a `Tally` does, for each scale that it may have."""
+        """Record `t`, as a `StatsAccumulator` does, for each scale that it may have."""
         super().see(row, leaf, path, t)
         if not torch.compiler.is_compiling():  # else this is called again as the graph runs
             for twin in self._twins:
-                self._alike(twin).see(row, leaf, path, t)
+                twin.follow(self)
+                twin.see(row, leaf, path, t)
 
     def drop(self) -> None:
         """Forget what was seen since the last `fold` or `commit` (a cancelled batch)."""
@@ -123,8 +115,8 @@ class UnscaledStats(StatsCallback):
     _live: Sequence[Any] = ()  # the scalers that there were as the fit began
     _stepped = _settled = _missed = _warned = False
 
-    def _new_tally(self) -> Tally:
-        made = ScaledTally if self.kind == "gradient" else Tally
+    def _new_accumulator(self) -> StatsAccumulator:
+        made = ScaledAccumulator if self.kind == "gradient" else StatsAccumulator
         return made(self.kind, self.options)
 
     def before_fit(self) -> None:
@@ -137,12 +129,16 @@ class UnscaledStats(StatsCallback):
         """Notes by how much the loss of this batch may be scaled."""
         super().before_batch()
         self._settled = self._missed = False
-        if self.recording and self.learn.training and (tally := self._scaled) is not None:
-            tally.divide_by(self._possible())
+        if self.recording and self.learn.training and (stats := self._scaled) is not None:
+            stats.divide_by(self._possible())
 
     @property
-    def _scaled(self) -> ScaledTally | None:
-        return self.tally if self.of != "params" and isinstance(self.tally, ScaledTally) else None
+    def _scaled(self) -> ScaledAccumulator | None:
+        return (
+            self.accumulator
+            if self.of != "params" and isinstance(self.accumulator, ScaledAccumulator)
+            else None
+        )
 
     def _possible(self) -> list[Any]:
         """The scalers of which one has the loss of this batch; None stands for no scaling."""
@@ -161,12 +157,12 @@ class UnscaledStats(StatsCallback):
 
     def _settle(self) -> None:
         """The step was made: by which scaler decides what its record is."""
-        if self._settled or (tally := self._scaled) is None:
+        if self._settled or (stats := self._scaled) is None:
             return
         self._settled = True
         given = self._given_scaler()
         scaler = self.learn.step_scaler or unscaling(self._live) if given is None else given
-        if not tally.settle(scaler):
+        if not stats.settle(scaler):
             self._missed = True
             self._warn_of_new_scaler()
         known = [*(self._used or ())] if self._stepped else []
@@ -196,8 +192,8 @@ class UnscaledStats(StatsCallback):
     def cleanup_fit(self) -> None:
         """Takes the hooks off, and holds no scaler any longer."""
         super().cleanup_fit()
-        if (tally := self._scaled) is not None:
-            tally.divide_by([None])
+        if (stats := self._scaled) is not None:
+            stats.divide_by([None])
         self._used, self._live = None, ()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from torch import nn
 
 from hookkit import ActivationStats, ParamStats, diagnose, watch
 from hookkit.callbacks.outputs import Scores
-from hookkit.stats.graph import readers
+from hookkit.stats.graph import consumers
 
 
 def read_by(net, x):
-    return readers(net, net(x))
+    return consumers(net, net(x))
 
 
 class Calls(nn.Module):

@@ -1,0 +1,198 @@
+"""From a `StatsAccumulator`'s tables to a `Record`: of this process, or of all ranks together.
+
+It builds on `history`, `moments.merge` and `ranks`. Ranks are merged from sufficient statistics, in
+at most three reductions: moments, counts of the histogram, and counts of units, which are added up
+before they are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookkit import ranks
+from hookkit.moments.buffers import Options
+from hookkit.moments.histograms import sample_error
+from hookkit.moments.history import StepHistory
+from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
+from hookkit.moments.units import CLAMPING, FIELDS, UnitTables, judged, shares
+from hookkit.records import Record
+
+if TYPE_CHECKING:
+    from hookkit.moments.accumulator import StatsAccumulator
+
+Tables = dict[str, Tensor]
+"""(columns, rows, fields) on the CPU: "moments", and "counts" and "units" where they are kept."""
+
+
+class RankUnits(NamedTuple):
+    """The units of all ranks together, and the names of their rows."""
+
+    units: UnitTables
+    names: list[str]
+
+
+def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
+    """The tables of all devices as one."""
+    n, bins = len(history.index), options.bins
+    tables = {"moments": empty_rows(n * rows).view(n, rows, N_FIELDS)}
+    if bins is not None:
+        dtype = torch.int64 if options.exact_hist else torch.int32
+        tables["counts"] = torch.zeros(n, rows, bins.width - 1, dtype=dtype, device="cpu")
+    if options.window:
+        tables["units"] = torch.zeros(n, rows, len(FIELDS), dtype=torch.float32, device="cpu")
+    for key in history.tables:
+        if key[0] not in tables:
+            continue
+        whole, part = tables[key[0]], history.read(key)
+        here = slice(part.shape[1])
+        if key[0] == "moments":
+            whole[:, here] = merge(whole[:, here], part.double())
+        else:
+            whole[:, here] += part
+    return tables
+
+
+def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits | None]:
+    """Everything recorded, as plain numbers; of all ranks unless `local`."""
+    history, names, types, options = stats.history, stats.names, stats.types, stats.options
+    tables, of_ranks = tables_of(history, len(names), options), None
+    if not local and ranks.is_distributed():
+        names, types, tables, of_ranks = _over_ranks(stats, tables)
+    values = statistics(tables["moments"].transpose(0, 1).numpy())
+    if options.window:
+        units = tables["units"].double().transpose(0, 1).numpy()
+        values |= shares_of(units, names, types, stats.consumers)
+    hist = _hist(options, tables["counts"], values) if options.bins else None
+    columns = (np.array(stats.history.index.column(i), dtype=np.int64) for i in range(4))
+    steps, epochs, iters, spans = columns
+    edges = options.bins.edges if options.bins else None
+    meta = _meta(stats, names)
+    record = Record(
+        stats.kind,
+        tuple(names),
+        tuple(types),
+        steps,
+        epochs,
+        iters,
+        spans,
+        values,
+        hist,
+        edges,
+        meta,
+    )
+    return record, of_ranks
+
+
+def shares_of(
+    units: Any, names: Sequence[str], types: Sequence[str], consumers: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Shares of units by statistic.
+
+    `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads. Of others that
+    says nothing: they are dead where they give nothing but 0. Which activation reads a layer is in
+    `consumers`; None if that was not looked for.
+    """
+    values = shares(units)
+    zero = values.pop("only_zero")
+    if consumers is not None:
+        clamped = [is_clamped(consumers, *layer) for layer in zip(names, types, strict=True)]
+        low = values["never_positive"]
+        values["dead"] = np.where(np.array(clamped, bool)[:, None], low, zero)
+    return values
+
+
+def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
+    """Whether 0 is all that comes of a value below 0 in this layer's output."""
+    return kind in CLAMPING or consumers.get(name) in CLAMPING
+
+
+def _hist(options: Options, counts: Tensor, values: dict[str, Any]) -> Any:
+    """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
+    assert options.bins is not None
+    n, table = options.bins.n, counts.long().permute(1, 2, 0).numpy()
+    ran = ~np.isnan(values["count"])
+    for i, name in enumerate(("hist_zero", "hist_nan", "hist_inf")):
+        values[name] = np.where(ran, table[:, n + i], np.nan)
+    return table[:, :n].copy()
+
+
+def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
+    o, consumers = stats.options, stats.consumers or {}
+    dtypes = {stats.names[row]: str(dtype) for row, dtype in stats.dtypes.items()}
+    meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(stats.skipped)}
+    meta["dtype"] = [dtypes.get(name, "") for name in names]
+    meta["unscaled"] = stats.unscaled
+    if consumers:
+        meta["feeds"] = [consumers.get(name) for name in names]
+    if stats.unregistered:
+        meta["unregistered"] = list(stats.unregistered)
+    if o.window:
+        meta["window"] = o.window
+    if o.bins is not None:
+        meta["exact_hist"] = o.exact_hist
+        meta["sample"] = None if o.exact_hist else o.sample
+        meta["sample_error"] = 0.0 if o.exact_hist else sample_error(o.sample)
+    return meta
+
+
+def _over_ranks(
+    stats: StatsAccumulator, tables: Tables
+) -> tuple[list[str], list[str], Tables, RankUnits | None]:
+    """Names, types and tables of all ranks together, in one fixed order on each of them."""
+    o, n = stats.options, len(stats.history.index)
+    edges = None if o.bins is None else o.bins.edges.tolist()
+    stats.history.index.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
+    types: dict[str, str] = {}
+    for names, kinds in ranks.gather_object((stats.names, stats.types)):
+        types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
+    order = [list(types).index(name) for name in stats.names]
+    whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
+    whole[:, order] = tables["moments"]
+    merged, *rest = ranks.stacked(whole)
+    for part in rest:
+        merged = merge(merged, part)
+    found, of_ranks = {"moments": merged}, None
+    if o.bins is not None:
+        counts = tables["counts"].long()
+        sums = counts.new_zeros(n, len(types), counts.shape[2])
+        sums[:, order] = counts
+        found["counts"] = ranks.all_reduce(sums)
+    if o.window:
+        found["units"], of_ranks = _units_over_ranks(stats, types)
+    return list(types), list(types.values()), found, of_ranks
+
+
+def _units_over_ranks(stats: StatsAccumulator, types: dict[str, str]) -> tuple[Tensor, RankUnits]:
+    """(n, rows, 6) shares of units: what all ranks counted is added up, and then judged."""
+    history = stats.history
+    n, own = len(history.index), _own_counts(stats)
+    widths = {name: table.shape[1] for name, table in own.items()}
+    most: dict[str, int] = {}
+    for others in ranks.gather_object(widths):
+        most |= {name: max(width, most.get(name, 0)) for name, width in others.items()}
+    names = [name for name in types if name in most]
+    tables = [torch.zeros(n, most[name], 4, device="cpu") for name in names]
+    for name, table in zip(names, tables, strict=True):
+        if name in own:
+            table[:, : widths[name]] = own[name]
+    whole = ranks.all_reduce(torch.cat([torch.zeros(n, 0, 4, device="cpu"), *tables], 1))
+    layers = [(list(types).index(name), types[name], most[name]) for name in names]
+    table, units = judged(whole, layers, stats.options.window, history.index.stride, len(types))
+    return table, RankUnits(units, list(types))
+
+
+def _own_counts(stats: StatsAccumulator) -> Tables:
+    """By layer the (columns, units, 4) counts of this rank."""
+    found: Tables = {}
+    for units in stats.units:
+        key = "past", units.row_of.device
+        if key in stats.history.tables:
+            whole = stats.history.read(key)
+            for row, (start, n) in units.places.items():
+                found[stats.names[row]] = whole[:, start : start + n]
+    return found
