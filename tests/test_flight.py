@@ -424,7 +424,7 @@ def test_steps_within_the_backward_hide_no_gradient(gone: bool) -> None:
 def test_steps_within_the_backward_cannot_be_skipped() -> None:
     with (
         pytest.warns(HookkitWarning, match="within the backward"),
-        pytest.raises(HookError, match="asked to leave out this step"),
+        pytest.raises(HookError, match="gradients of this step are still to come"),
     ):
         step_in_backward(broken(Breaks(1)), FlightRecorder("skip"))
 
