@@ -28,7 +28,7 @@ from torch import Tensor, nn
 # to 2.13 have it; without it a fake run would not see wrong indices.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hookkit.modelinfo.flops import SPARSE, TWO_SIDED, has_formula, name_of
+from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, has_formula, name_of
 from hookkit.modelinfo.hook_copies import HookCopies
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
 from hookkit.modelinfo.tree import Tree
@@ -113,7 +113,7 @@ def needs_check(name: str) -> bool:
 def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
     """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
     name = name_of(func)
-    if (name in TWO_SIDED or name == "aten::mv") and any(_entries_unknown(a) for a in args):
+    if name in SPARSE_PRODUCTS and any(_entries_unknown(a) for a in args):
         raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
     if name in _ONE_DTYPE:
         kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}

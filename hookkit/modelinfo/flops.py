@@ -3,8 +3,11 @@
 A MAC is one multiply-add of linear algebra: matrix products, convolutions, attention, recurrent
 cells. Biases, norms, activations, softmax and look-ups count 0. Because the count is taken where
 PyTorch dispatches (`aten`), functional calls, hand-written attention and einsum are seen too, and
-it does not matter which attention kernel a device chooses. Half of what `torch.utils.flop_counter`
-gives is used where it has a formula; the rest is added here.
+it does not matter which attention kernel a device chooses.
+
+Where `torch.utils.flop_counter` has a formula, half of its result is used; the other formulas are
+here. An operation is looked up by name, without its overload; what has no formula either costs
+nothing or is listed as uncounted (`is_unknown`).
 """
 
 from __future__ import annotations
@@ -19,9 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-MacFormula = Callable[..., int]
-
-aten = torch.ops.aten
+MacFormula = Callable[..., int]  # of the operation's arguments; `out=` is its result
 
 # Names (without overload) of operations that do linear algebra for which there is no formula here.
 # Everything in a foreign namespace (custom operators) is unknown as well.
@@ -59,7 +60,7 @@ _UNKNOWN = (
     "_triton_",
     "_wrapped_quantized_linear",
     "fbgemm_linear",
-    "einsum",  # this and the next: only tensors of ragged rows come here undivided
+    "einsum",  # this and the next two: only tensors of ragged rows come here undivided
     "matmul",
     "scaled_dot_product_attention",
     "hspmm",
@@ -67,7 +68,9 @@ _UNKNOWN = (
     "sparse_sampled_addmm",
     "sspaddmm",
 )
-_HOME = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
+_TORCHS_OWN = frozenset(
+    ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
+)
 
 
 def _numel(*tensors: Any) -> int:
@@ -75,7 +78,7 @@ def _numel(*tensors: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values; all heads of the queries, however few the keys'."""
+    """Scores and their product with the values; all heads of the queries."""
     return int(prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
@@ -90,7 +93,7 @@ def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Arrives whole for nested tensors only: the rows that are there, without padding."""
+    """Arrives undivided for nested tensors only: counts their rows, without padding."""
     rows = x.values() if x.layout is torch.jagged else x
     return _numel(rows) * int(weight.shape[0])
 
@@ -101,9 +104,9 @@ def _mps_lstm(x: Tensor, _hx: Any, weight: list[Tensor], *_: Any, **__: Any) -> 
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """`F.grouped_mm`, the experts of a mixture: each row meets the one matrix of its group.
+    """`F.grouped_mm`, the experts of a mixture: each row is multiplied by the matrix of its group.
 
-    Only where `a` is a batch and `b` is not are the columns of `b` shared out among the groups.
+    Only where `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
     """
     shared = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
     return _numel(a) * int(b.shape[-1]) // shared
@@ -119,10 +122,6 @@ def _conv_tbc(_x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> in
 
 def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
     return int(a._nnz()) if a.layout in SPARSE else _numel(a)
-
-
-def _addmv(_self: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
-    return _numel(a)
 
 
 def _addbmm(_self: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
@@ -147,14 +146,33 @@ def _quantized_linear(x: Tensor, *_: Any, out: Any, **__: Any) -> int:
     return _numel(out) * int(x.shape[-1])
 
 
-def _sparse_mm(a: Tensor, b: Tensor) -> int:
-    """`a @ b` with one of them sparse: its stored elements times the other's free dimension."""
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`a @ b`; of a sparse operand the stored elements, each times the other's free dimension."""
+    # `_nnz` is private and in torch since 0.3: `values()` refuses tensors that are not coalesced.
     if a.layout is not torch.strided:
         return int(a._nnz()) * int(b.shape[-1])
-    return int(b._nnz()) * int(a.shape[0])
+    if b.layout is not torch.strided:
+        return int(b._nnz()) * int(a.shape[0])
+    return int(a.shape[0] * a.shape[1] * b.shape[-1])
 
 
-_OURS: dict[str, MacFormula] = {
+def _second(formula: MacFormula) -> MacFormula:
+    """`formula` of an operation whose first argument is only added, such as `addmm`."""
+    return lambda _added, *args, **kwargs: formula(*args, **kwargs)
+
+
+def _halved(flops: Callable[..., int]) -> MacFormula:
+    """One of torch's own formulas, which count a multiply-add as two."""
+    return lambda *args, out, **kwargs: int(flops(*args, **kwargs, out_val=out)) // 2
+
+
+_FORMULAS: dict[str, MacFormula] = {
+    # `flop_registry` is what FlopCounterMode uses, in torch since 2.1; its keys are operations.
+    **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
+    "aten::mm": _mm,
+    "aten::addmm": _second(_mm),
+    "aten::_sparse_mm": _mm,
+    "aten::_sparse_addmm": _second(_mm),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_efficient_attention": _attention,
@@ -174,23 +192,28 @@ _OURS: dict[str, MacFormula] = {
     "aten::mv": _matvec,
     "aten::dot": _matvec,
     "aten::vdot": _matvec,
-    "aten::addmv": _addmv,
-    "aten::addmv_": _addmv,
+    "aten::addmv": _second(_matvec),
     "aten::addbmm": _addbmm,
-    "aten::addbmm_": _addbmm,
     "aten::addr": _addr,
+    "aten::conv_tbc": _conv_tbc,
     "aten::_trilinear": _trilinear,
-}  # fmt: skip
-# products that may have a sparse operand -> where their two operands begin
-TWO_SIDED = {"aten::mm": 0, "aten::addmm": 1, "aten::_sparse_mm": 0, "aten::_sparse_addmm": 1}
-_TORCHS: dict[str, Callable[..., int]] = {
-    str(k).replace(".", "::", 1): f for k, f in flop_registry.items()
 }
+SPARSE_PRODUCTS = frozenset(
+    ("aten::mm", "aten::addmm", "aten::_sparse_mm", "aten::_sparse_addmm", "aten::mv")
+)
 
 
 def name_of(func: Any) -> str:
     """The operation without its overload: `aten::mm`; one of higher order has no namespace."""
+    # `_schema` is private and in torch since 1.9: the public name has the overload in it.
     return func._schema.name if hasattr(func, "_schema") else str(func)
+
+
+def _formula_of(name: str) -> MacFormula | None:
+    """The formula of an operation, also of its in-place form (`addmm_`)."""
+    if name.startswith("quantized::linear"):
+        return _quantized_linear
+    return _FORMULAS.get(name) or _FORMULAS.get(name.rstrip("_"))
 
 
 def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
@@ -201,35 +224,23 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     30
     """
     name = name_of(func)
-    if (formula := _OURS.get(name)) is not None:
-        return formula(*args, **kwargs)
-    if name in TWO_SIDED:
-        a, b = args[TWO_SIDED[name]], args[TWO_SIDED[name] + 1]
-        if a.layout is not torch.strided or b.layout is not torch.strided:
-            return _sparse_mm(a, b)
-        return int(a.shape[0] * a.shape[1] * b.shape[-1])
-    if (theirs := _TORCHS.get(name.rstrip("_"))) is not None:
-        return int(theirs(*args, **kwargs, out_val=out)) // 2
-    if name == "aten::conv_tbc":
-        return _conv_tbc(*args, **kwargs, out=out)
-    if name.startswith("quantized::linear"):
-        return _quantized_linear(*args, out=out)
+    if (formula := _formula_of(name)) is not None:
+        return formula(*args, **{**kwargs, "out": out})
     return None if is_unknown(name) else 0
 
 
 def is_foreign(func: Any) -> bool:
     """True for an operation that is not PyTorch's own."""
-    return name_of(func).partition("::")[0] not in _HOME
+    return name_of(func).partition("::")[0] not in _TORCHS_OWN
 
 
 def has_formula(name: str) -> bool:
     """True if `name` costs something, though it may be nothing on an empty batch."""
-    known = name in _OURS or name in TWO_SIDED or name.rstrip("_") in _TORCHS
-    return known or name == "aten::conv_tbc" or name.startswith("quantized::linear")
+    return _formula_of(name) is not None
 
 
 def is_unknown(name: str) -> bool:
     """True if `name` (`aten::mm`) may do linear algebra that has no formula here."""
     space, _, short = name.partition("::")
     norm = short == "linalg_vector_norm"  # a reduction, as other norms
-    return space not in _HOME or (short.startswith(_UNKNOWN) and not norm)
+    return space not in _TORCHS_OWN or (short.startswith(_UNKNOWN) and not norm)
