@@ -144,9 +144,9 @@ def test_a_bad_argument_gets_one_line_and_exit_code_two(
         (["my_nets:needs"], "TypeError: needs() missing 1 required positional argument: 'width'"),
         (["my_nets:wordy"], "RuntimeError: Error(s) in loading: missing key\\x1b[31m"),
         (["my_nets:silent"], "MemoryError: MemoryError"),
-        (["my_nets:leaves"], "calling leaves ended by sys.exit(3): leave that to a script"),
+        (["my_nets:leaves"], "calling leaves ended by sys.exit(3). Call sys.exit only if the"),
         (["torn:net"], "SyntaxError: "),
-        (["script:net"], "importing script ended by sys.exit(2): leave that to a script"),
+        (["script:net"], "importing script ended by sys.exit(2). Call sys.exit only if t"),
         (["my_nets:net", "--input", "1,3,9,9"], "cli: RuntimeError: "),
     ],
 )

@@ -40,10 +40,10 @@ class Branches(nn.Module):
         super().__init__()
         self.head = nn.Linear(8, 2)
         self.aux = nn.Linear(8, 5)
-        self.stem = nn.Linear(4, 8)
+        self.first = nn.Linear(4, 8)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"y": self.head(self.stem(x))}
+        return {"y": self.head(self.first(x))}
 
 
 @pytest.mark.parametrize(

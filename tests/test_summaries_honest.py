@@ -130,7 +130,7 @@ class Holder:
 
 
 @pytest.mark.parametrize(
-    ("ask", "kind", "message"),
+    ("call", "kind", "message"),
     [
         (lambda s: s.text(depth=-1), OptionError, "depth=-1.: Give a whole number from 0"),
         (lambda s: s.html(depth="all"), OptionError, "depth='all'.: Give a whole number"),
@@ -162,10 +162,10 @@ class Holder:
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_work_is_an_error_with_the_cure(
-    ask: Callable[[Summary], Any], kind: type[Exception], message: str
+    call: Callable[[Summary], Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        ask(summary(mlp()))
+        call(summary(mlp()))
 
 
 @pytest.mark.parametrize(

@@ -374,11 +374,11 @@ def test_backward_hooks_are_on_the_copy_and_not_called() -> None:
 
     with pytest.raises(RuntimeError) as real:
         net(x)
-    with pytest.raises(RuntimeError) as ours:
+    with pytest.raises(RuntimeError) as seen:
         summary(net, x)
     handle.remove()
 
-    assert str(ours.value) == str(real.value)
+    assert str(seen.value) == str(real.value)
     assert called == []
     assert summary(net, x).footnotes == ()
 

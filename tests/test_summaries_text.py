@@ -25,7 +25,7 @@ NASTY = [
 
 
 def named(name: str) -> Any:
-    """A model in which `name` stands wherever a user's code can put one."""
+    """A model with `name` wherever a user's code can put one."""
 
     class Layer(nn.Linear):
         def extra_repr(self) -> str:

@@ -1,8 +1,9 @@
 """`python -m hookkit.summaries.cli module:factory --input 1,3,224,224`: a summary from the shell.
 
 `python -m hookkit` is the same.
-Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the arguments are bad,
-130 it was interrupted. Whatever goes wrong is one line, after the table so far if the model failed.
+Builds on `making`. Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the
+arguments are bad, 130 it was interrupted. Each error is one line, after the table so far if the
+model failed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _width(text: str) -> int:
 
 
 def _input(text: str) -> torch.Tensor:
-    """A tensor of the shape and type that `text` asks for: `1,128:int64`."""
+    """A tensor of the shape and dtype in `text`: `1,128:int64`."""
     sizes, _, kind = text.partition(":")
     dtype = getattr(torch, kind or "float32", None)
     if not isinstance(dtype, torch.dtype):
@@ -88,15 +89,15 @@ def _input(text: str) -> torch.Tensor:
 
 def _filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        mine = torch.Generator("cpu").manual_seed(0)
-        return torch.randn(shape, generator=mine, device="cpu").to(dtype)
-    return torch.zeros(shape, dtype=dtype, device="cpu")  # ids that every vocabulary has
+        generator = torch.Generator("cpu").manual_seed(0)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")  # ids in every vocabulary
 
 
 def _memory() -> int:
-    """Bytes of memory in this machine; where nobody says so, more than any has.
+    """Bytes of memory in this machine; where the system does not say, more than any has.
 
-    Asking for more than that is not always refused: the system ends the process as it is filled.
+    A larger tensor is not always refused: the system ends the process while it is filled.
     """
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -105,7 +106,7 @@ def _memory() -> int:
 
 
 def _one_line(e: BaseException) -> str:
-    """The words of an error without its line ends; its class if it has none."""
+    """The text of an error on one line; its class if it has none."""
     return harmless(" ".join(str(e).split()), 1000) or type(e).__name__
 
 
@@ -118,7 +119,7 @@ def _columns(text: str) -> tuple[str, ...]:
 
 
 def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
-    """The model that `module:factory` names; the folder one stands in is looked in first."""
+    """The model that `module:factory` names; the working directory is searched first."""
     where, _, name = spec.partition(":")
     if not all(where.split(".")) or not all(name.split(".")):
         parser.error(f"argument model: {spec!r} is not of the form module:factory")
@@ -146,11 +147,13 @@ def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
 
 
 def _within(what: str, f: Callable[..., Any], *args: Any) -> Any:
-    """`f(*args)`, of which a `sys.exit` ends no more than itself."""
+    """`f(*args)`; a `sys.exit` in it becomes a ModelRunError."""
     try:
         return f(*args)
     except SystemExit as e:
-        raise ModelRunError(f"{what} ended by sys.exit({e.code!r}): leave that to a script") from e
+        raise ModelRunError(
+            f"{what} ended by sys.exit({e.code!r}). Call sys.exit only if the file runs as a script"
+        ) from e
 
 
 def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
@@ -163,7 +166,7 @@ def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
 
 
 def _page(made: Summary) -> str:
-    """The summary as a document of its own: as wide as the screen, light or dark as the reader."""
+    """The summary as an HTML document, light or dark as the reader's system is."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -174,14 +177,14 @@ def _page(made: Summary) -> str:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summaries.cli") -> int:
-    """Prints the summary that the command line asks for; returns the exit code."""
+    """Prints the summary of the model in `argv`; returns the exit code."""
     parser = _parser(prog)
     try:
         return _main(parser, argv)
     except KeyboardInterrupt:
         _write(sys.stderr, f"{parser.prog}: interrupted\n")
         return 130
-    except BrokenPipeError:  # of a reader such as head, which has seen enough
+    except BrokenPipeError:  # a reader such as head has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as e:
@@ -191,7 +194,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summa
 
 def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
-    if args.html and os.path.lexists(args.html):  # false for a name that no disk takes
+    if args.html and os.path.lexists(args.html):  # false for a name that no file can have
         parser.error(f"argument --html: {args.html} exists: name a new file")
     if args.html and not os.path.isdir(args.html.parent):
         parser.error(f"argument --html: there is no folder {args.html.parent}: make it first")

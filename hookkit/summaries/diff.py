@@ -1,4 +1,7 @@
-"""What differs between two summaries, by qualified name: rows, numbers, totals."""
+"""What differs between two summaries, by qualified name: rows, numbers, totals.
+
+Builds on `lines`. Own numbers are compared, not totals, so that a change shows in one row only.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,12 @@ _FACTS = ("type", "outputs", "trainable", "calls", "dtype", "training", "notes")
 
 @dataclass(frozen=True)
 class Change:
-    """One row that is not the same: "changed", "added" or "removed", and what about it."""
+    """One row that differs.
+
+    Attributes:
+        kind: "changed", "added" or "removed".
+        facts: what differs, each as `(what, before, after)`.
+    """
 
     name: str
     type: str
@@ -37,7 +45,8 @@ class SummaryDiff:
 
     Attributes:
         changes: the rows that differ, in the order of execution, removed ones last.
-        totals: per number the value before and after, for those that moved.
+        totals: the numbers that changed, with their values before and after.
+        types: the models' classes.
     """
 
     changes: tuple[Change, ...]
@@ -104,7 +113,7 @@ def _number(key: str, n: int) -> str:
 
 
 def compare(a: Content, b: Content) -> SummaryDiff:
-    """The changes from `a` to `b`; own numbers are compared, so that a change shows once."""
+    """The changes from `a` to `b`."""
     before, after = ({r.name: r for r in s} for s in (a, b))
     changes = []
     for name, row in after.items():
