@@ -186,7 +186,7 @@ def test_a_long_list_of_layers_is_cut():
 
 
 def test_rules_have_names_of_their_own():
-    assert len({r.__name__ for r in RULES}) == len(RULES)
+    assert len({r.name for r in RULES}) == len(RULES)
     assert all(r.__doc__ for r in RULES)
 
 

@@ -1,29 +1,35 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
 
-    diagnosis.py         Finding, Diagnosis: text and HTML
-    reading.py           windows, rows by type, robust averages
-    activations.py       rules on activations
-    units.py             rules on units: dead, dormant, saturated
-    attention.py         the rule on attention's logits
-    precision.py         rules on float16
-    train_only_layers.py rules on layers that act otherwise in training: dropout, batch norm
-    updates.py           rules on learning rate, weight decay and the depth of gradients
-    unmoved.py           rules on parameters that stay put, or begin all the same
-    loop_bugs.py         rules on mistakes in the loop: ascent, zero_grad forgotten, softmax twice
-    loss.py              rules on the loss
-    loss_expectations.py losses that need not fall
-    loss_bound.py        how far the steps can have moved a loss
+    diagnosis.py          Finding, Diagnosis: text and HTML
+    rule.py               Rule: texts, needs and a check; Hit: what a check saw
+    reading.py            how rules read records: windows, rows by type, robust averages
+    loss_trend.py         does the loss fall?
+    loss_bound.py         how far the steps can have moved it
+    loss_expectations.py  losses that need not fall
+    run_view.py           RunView: a run as rules see it
 
-A rule is a function from a `Run` to findings; it raises `Missing` when the run lacks what it needs.
-Each says where its line is and who published it. No rule speaks on one batch; the learning rate is
-judged by the majority of matrices, dead and unmoved by a single layer, saturation by module type,
-float16 by the dtype of each layer.
-How often they are right is measured by `benchmarks/diagnosis.py`.
+    steps.py              learning rate, momentum, weight decay, steps that go uphill
+    gradients.py          gradients that vanish, explode, or are never zeroed
+    activations.py        scale of inputs and of initial weights; dropout, batch norm
+    non_finite.py         NaN and Inf
+    units.py              dead, dormant, saturated units
+    unmoved.py            parameters that never move; constant initial weights
+    precision.py          float16
+    attention.py          attention's logits
+    loss.py               the loss: its start, its fall, its end
+    loss_input.py         probabilities where scores are expected
+
+One file for each subject, since rules are looked for by what they are about. To add a rule, write a
+check under `@rule(…)` in the file of its subject and put it in `RULES`.
+
+Each rule says where its threshold is and who published it. None reports anything that was seen in
+one batch alone; the learning rate is judged by the majority of matrices, dead and unmoved by a
+single layer, saturation by module type, float16 by the dtype of each layer. How often they are
+right is measured by `benchmarks/diagnosis.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,48 +38,48 @@ import numpy as np
 from hookkit.health import (
     activations,
     attention,
-    loop_bugs,
+    gradients,
     loss,
-    loss_expectations,
+    loss_input,
+    non_finite,
     precision,
-    train_only_layers,
+    steps,
     units,
     unmoved,
-    updates,
 )
 from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding
 from hookkit.health.reading import Missing
+from hookkit.health.rule import Rule
+from hookkit.health.run_view import RunView
 from hookkit.records import Record, Run, as_run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
-
-Rule = Callable[[Run], Iterator[Finding]]
+__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "diagnose"]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
-    loop_bugs.probabilities,
-    loop_bugs.ascent,
+    loss_input.probabilities,
+    steps.ascent,
     precision.fp16_underflow,
     unmoved.unmoved,
     unmoved.unregistered,
     unmoved.zero_init,
     unmoved.constant_init,
-    loop_bugs.grads_pile_up,
+    gradients.grads_pile_up,
     activations.input_scale,
     loss.target_scale,
     activations.bad_init,
-    updates.momentum,
-    updates.weight_decay,
-    updates.lr_too_high,
-    updates.lr_too_low,
-    train_only_layers.dropout,
-    train_only_layers.small_batch,
+    steps.momentum,
+    steps.weight_decay,
+    steps.lr_too_high,
+    steps.lr_too_low,
+    activations.dropout,
+    activations.small_batch,
     units.dead,
     units.saturated,
     unmoved.zero_gradient,
-    updates.vanishing,
-    updates.exploding,
-    activations.non_finite,
+    gradients.vanishing,
+    gradients.exploding,
+    non_finite.non_finite,
     attention.attention_logits,
     precision.fp16_range,
     loss.below_zero,
@@ -86,10 +92,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """What ails this run, gravest first, each finding with evidence, source, cause and one fix.
+    """What is wrong with this run: findings, the most severe first, with source, cause and a fix.
 
     Works from whatever was recorded (activations only, parameters only, losses only); what it
-    could not judge for want of data is in `.unjudged`. Attention inside
+    could not judge for lack of data is in `.unjudged`. Attention inside
     `F.scaled_dot_product_attention` shows nothing of its logits: see `health/attention.py`.
 
     Args:
@@ -112,24 +118,29 @@ def diagnose(run: Any) -> Diagnosis:
         ('not_learning',)
     """
     run = as_run(run)
-    with np.errstate(all="ignore"):
-        run = loss_expectations.with_excuse(loss_expectations.without_columns(run))
-    findings: list[Finding] = []
-    unjudged: list[tuple[str, str]] = []
-    for rule in RULES:
-        try:
-            with np.errstate(all="ignore"):  # a run that overflowed is what they are to judge
-                findings += rule(run)
-        except Missing as why:
-            unjudged.append((rule.__name__, str(why)))
+    findings, unjudged = _judge(run)
     types = {n: t for r in run.records for n, t in zip(r.names, r.types, strict=True)}
-    findings = [_with_types(_as_grave_as(f, findings), types) for f in findings]
+    findings = [_with_types(_as_severe_as_its_effects(f, findings), types) for f in findings]
     findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), not _from_the_start(f)))
     looked = run.activations or run.params or run.gradients
-    silent = _silent(looked) if looked else ()
+    silent = _without_values(looked) if looked else ()
     n_layers = len(looked.names) - len(silent) if looked else 0
     kinds = tuple(types[name] for name in silent)
     return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent, kinds)
+
+
+def _judge(run: Run) -> tuple[list[Finding], list[tuple[str, str]]]:
+    """The findings of all rules, in their order; and rules without what they need, with why."""
+    findings: list[Finding] = []
+    unjudged: list[tuple[str, str]] = []
+    view = RunView(run)
+    for rule in RULES:
+        try:
+            with np.errstate(all="ignore"):  # overflows in a run are what rules judge
+                findings += rule.findings(view)
+        except Missing as why:
+            unjudged.append((rule.name, str(why)))
+    return findings, unjudged
 
 
 def _with_types(f: Finding, types: dict[str, str]) -> Finding:
@@ -137,17 +148,17 @@ def _with_types(f: Finding, types: dict[str, str]) -> Finding:
     return replace(f, types=tuple(types.get(name, "") for name in f.layers))
 
 
-def _silent(record: Record) -> tuple[str, ...]:
+def _without_values(record: Record) -> tuple[str, ...]:
     """The layers of which no number was ever recorded."""
-    told = np.zeros(len(record.names), np.bool_)
+    seen = np.zeros(len(record.names), np.bool_)
     for values in record.values.values():
-        told |= np.isfinite(values).any(axis=1)
-    return tuple(name for name, seen in zip(record.names, told, strict=True) if not seen)
+        seen |= np.isfinite(values).any(axis=1)
+    return tuple(name for name, any_ in zip(record.names, seen, strict=True) if not any_)
 
 
 _BLOWS_UP = {"non_finite", "diverging", "exploding"}
 
-_BRINGS = {
+_EFFECTS = {
     "input_scale": {"saturated", "dead", "zero_gradient", *_BLOWS_UP},
     "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
     "momentum": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
@@ -155,17 +166,17 @@ _BRINGS = {
     "lr_too_high": {"dead", "saturated", *_BLOWS_UP},
     "fp16_underflow": {"zero_gradient", "vanishing"},
 }
-"""A cause, and what it brings about."""
+"""A rule, and those that report what it causes."""
 
 
-def _as_grave_as(f: Finding, findings: list[Finding]) -> Finding:
-    """An alarm as grave as the worst of its consequences, so that it is read before them."""
-    brought = [g.severity for g in findings if g.rule in _BRINGS.get(f.rule, ())]
-    worst = max([f.severity, *brought], key=SEVERITIES.index)
+def _as_severe_as_its_effects(f: Finding, findings: list[Finding]) -> Finding:
+    """A cause gets the severity of its worst effect, so that it is read before it."""
+    effects = [g.severity for g in findings if g.rule in _EFFECTS.get(f.rule, ())]
+    worst = max([f.severity, *effects], key=SEVERITIES.index)
     return f if f.severity == "note" else replace(f, severity=worst)
 
 
 def _from_the_start(f: Finding) -> bool:
-    """What was no number in the first step comes before all but what made it so."""
+    """Whether it comes first among its severity: what was wrong before the first step."""
     first = f.rule == "non_finite" and f.steps[0] == 0
     return first or f.rule in ("input_scale", "bad_init")

@@ -1,4 +1,8 @@
-"""Rules on activations: non-finite, or badly scaled from the start."""
+"""Rules on what layers give: badly scaled from the start, or too noisy in training.
+
+Units that give nothing are in `units`, NaN and Inf in `non_finite`, attention's logits in
+`attention`, the range of float16 in `precision`.
+"""
 
 from __future__ import annotations
 
@@ -6,152 +10,134 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookkit.health import loss_expectations
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import Finding
-from hookkit.records import Floats, Record, Run
+from hookkit.health.rule import LECUN, SAGEMAKER, Hit, rule
+from hookkit.health.run_view import RunView
+from hookkit.records import Floats, Record
 
-SAGEMAKER = "Amazon SageMaker Debugger"
+LARGE_INPUT, FAINT_INPUT = 20, 3e-3
+"""Sizes of the first layer's output, and of its inputs, where 1 is usual (hookkit, measured)."""
 
-_FIRST = frozenset({"RNN", "LSTM", "GRU", "MultiheadAttention", *read.EMBEDDINGS})
+VARIANCE_RATIO = 10.0
+"""SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured."""
+
+DEFAULT_SHRINKAGE = 6.0
+"""PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half."""
+
+BROKEN_RATIO = 1e6
+"""Beyond this a net that does not learn has its cause (hookkit, measured)."""
+
+ALONG_DEPTH = 0.8
+"""A correlation of log size with depth: it grows or shrinks along the depth (measured)."""
+
+HUGE = 100
+"""A recurrence's output, or a layer's against the first one's (hookkit, measured)."""
+
+LEAST_KEPT = 0.1
+"""Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 10 %: measured."""
+
+FEW_VALUES = 4
+"""Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured."""
+
+_GIVEN_NO_INPUTS = frozenset({"RNN", "LSTM", "GRU", "MultiheadAttention", *read.EMBEDDINGS})
+_DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
+_BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
-def non_finite(run: Run) -> Iterator[Finding]:
-    """NaN or Inf: the first step, and the first layer in execution order."""
-    if run.incidents:
-        i = run.incidents[0]
-        evidence = f"first non-finite {i.kind}{f' in {i.type}' if i.type else ''} at step {i.step}"
-        yield _non_finite((i.name,) if i.name else (), i.step, evidence)
+@rule(
+    needs=("activations",),
+    threshold="above 20, where standardised inputs give about 1",
+    source=f"{LECUN}; 20: hookkit, measured",
+    cause="inputs that are not standardised (0-255 images), or a first layer that begins too large",
+    fix="scale the inputs to mean 0 and standard deviation 1",
+)
+def input_scale(run: RunView) -> Iterator[Hit]:
+    """A first layer that is given huge inputs, or almost none."""
+    record = run.activations
+    which = read.rows(record, read.PRE_ACTIVATION)
+    if not which or set(record.types[: which[0]]) & _GIVEN_NO_INPUTS:
         return
-    seen = [r for r in run.records if "nonfinite" in r.values]
-    if not seen and run.losses is None:
-        raise read.Missing("no activations")
-    firsts = [f for r in seen if (f := _first(r)) is not None]
-    broken = _loss_breaks(run)
-    if not firsts and broken is not None:
-        yield _non_finite((), broken, f"the loss stops being a number at step {broken}")
-    for record, row, step in sorted(firsts, key=lambda f: f[2])[:1]:
-        what = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
-        evidence = f"the {what} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
-        note = ""
-        if broken is None and record.kind != "activation" and _survived(run, record):
-            note = ", and weights, activations and loss stay finite"
-        elif step == record.steps[0] and broken is None and loss_expectations.learns(run):
-            note = ", from the first step on, while the loss stays finite and falls"
-        severity = "note" if note else "error"
-        harmless = _MASK if record.kind == "activation" else _SKIPPED
-        yield _non_finite((record.names[row],), step, evidence + note, severity, harmless)
+    row, layer = which[0], (record.names[which[0]],)
+    normed = "Norm" in "".join(record.types[row : row + 2])
+    size = _spread_without_bias(run, record, row)
+    if size > LARGE_INPUT:
+        severity = "note" if normed else "error" if run.fails else "warning"
+        what = f"the first layer's output has standard deviation {size:.3g} before training"
+        yield Hit(severity, layer, read.span(record, slice(0, 1)), what)
+    elif not normed and (size := read.input_size(run.run.params, layer[0])) < FAINT_INPUT:
+        severity = "warning" if run.fails else "note"
+        what = f"by its gradients the first layer is given inputs of size {size:.2g}"
+        yield Hit(severity, layer, read.span(record), what, of=_FAINT)
 
 
-_MASK = "a deliberate mask of -inf, most likely", "nothing, if it is a mask"
-_SKIPPED = (
-    "steps that a GradScaler leaves out while it looks for its scale, most likely",
-    "nothing, if they are few",
+_FAINT = input_scale.but(
+    threshold="below 3e-3, where standardised inputs give about 1: |gradient of the weight| over "
+    "|gradient of the bias|, by input; a warning if the loss does not fall",
+    source=f"{LECUN}; 3e-3: hookkit, measured",
+    cause="inputs that are almost 0: divided by 255 twice, say",
 )
 
 
-def _survived(run: Run, record: Record) -> bool:
-    """Whether gradients that were not finite did no harm: a fused optimizer left the step out."""
-    own = np.nan_to_num(record.values["nonfinite"][:, -read.MIN_RECORDS :]) > 0
-    seen = run.activations, run.params
-    if seen == (None, None) or own.any(axis=0).all():
-        return False
-    if run.activations is not None and _first(run.activations) is not None:
-        return False
-    weights = None if run.params is None else run.params.values.get("weight_norm")
-    if weights is None:
-        return True
-    ever, at_last = np.isfinite(weights).any(axis=1), np.isfinite(weights[:, -1])
-    return bool((at_last | ~ever).all())
+def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
+    """The spread of a layer's first output, without what its bias adds where that is known."""
+    rms, std = (read.table(record, s)[row, 0] for s in ("rms", "std"))
+    name, params = f"{record.names[row]}.bias", run.run.params
+    if params is None or name not in params.names:
+        return float(std)
+    at = params.names.index(name)
+    n = read.meta(params, "numel", 0)[at]
+    bias = np.square(params.value("weight_norm", at)[0]) / n if n else 0.0
+    return float(min(std, np.sqrt(max(np.square(rms) - bias, 0.0))))
 
 
-def _first(record: Record) -> tuple[Record, int, int] | None:
-    """The earliest record with a non-finite value, and the row where it began."""
-    if "nonfinite" not in record.values:
-        return None
-    bad = np.nan_to_num(record.values["nonfinite"]) > 0
-    if not bad.any():
-        return None
-    at = int(bad.any(0).argmax())
-    which = np.flatnonzero(bad[:, at])
-    row = which[-1] if record.kind == "gradient" else which[0]  # backward runs from the end
-    return record, int(row), int(record.steps[at])
-
-
-def _loss_breaks(run: Run) -> int | None:
-    """The step from which on a loss that was known is no number."""
-    if run.losses is None or not np.isfinite(run.losses).any():
-        return None
-    if read.breaks_off(run.losses):
-        return int(np.flatnonzero(np.isfinite(run.losses))[-1]) + 1
-    return int(np.isinf(run.losses).argmax()) if np.isinf(run.losses).any() else None
-
-
-def _non_finite(
-    layers: tuple[str, ...],
-    step: int,
-    what: str,
-    severity: str = "error",
-    harmless: tuple[str, str] = ("", ""),
-) -> Finding:
-    return Finding(
-        "non_finite",
+@rule(
+    needs=("activations",),
+    threshold="over 10 × the number of layers, along the depth; where it shrinks, a warning from "
+    "6-fold a layer: PyTorch's own weights before a ReLU do that",
+    source=f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured; 6: "
+    "variance 1 / (3 fan_in), of which a ReLU leaves half",
+    cause="weights that begin too large or too small for this depth",
+    fix="use He or Xavier initialisation, or put norm layers between",
+)
+def bad_init(run: RunView) -> Iterator[Hit]:
+    """Activations that shrink or grow from layer to layer in the first batch."""
+    record = run.activations
+    yield from _huge_recurrence(run, record)
+    which = read.rows(record, read.PRE_ACTIVATION)
+    if len(which) < 4:
+        yield from _huge_layer(run, record, which)
+        return
+    # in the first record alone: later ones show the steps; and not of the head, whose scale is free
+    std = read.table(record, "std")[which[:-1]][:, 0]
+    if not (std > 0).all():
+        return
+    ratio = float(np.square(std.max() / std.min()))  # inf, where Python's ** would raise
+    order = _trend(np.log(std)) if ratio > 1 else 0.0
+    threshold = VARIANCE_RATIO * len(which)
+    if not (ratio > threshold and abs(order) > ALONG_DEPTH):
+        return
+    usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if order < 0 else 0.0
+    fails = run.fails and ratio > min(usual, BROKEN_RATIO)
+    severity = "note" if not fails else "error" if ratio > BROKEN_RATIO else "warning"
+    grows, large = ("grows", "large") if order > 0 else ("shrinks", "small")
+    yield Hit(
         severity,
-        layers,
-        (step, step),
-        what,
-        "any NaN or Inf",
-        "IEEE 754: both spread through every later sum",
-        "overflow, log or division by 0, or a learning rate that is too high"
-        if severity == "error"
-        else harmless[0],
-        "look at this layer's inputs in the steps before; lower the learning rate, add an eps, "
-        "or clip gradients"
-        if severity == "error"
-        else harmless[1],
+        read.names(record, which[:-1]),
+        read.span(record, slice(0, 1)),
+        f"the variance of layer outputs {grows} {ratio:.2g}-fold over {len(which)} layers before "
+        "training",
+        of=bad_init.but(
+            threshold=bad_init.threshold.replace("layers,", f"layers ({threshold:.0f}),", 1),
+            cause=f"weights that begin too {large} for this depth",
+        ),
     )
 
 
-def bad_init(run: Run) -> Iterator[Finding]:
-    """Activations that shrink or grow from layer to layer in the first batch."""
-    record = read.activations(run)
-    yield from _amplifies(run, record)
-    which = read.rows(record, read.PRE_ACTIVATION)
-    if len(which) < 4:
-        yield from _leaps(run, record, which)
-        return
-    std = read.table(record, "std")[which][:, 0]  # later ones show the steps, not the weights
-    std = std[:-1]  # the head's scale is its own affair
-    body = range(len(std))
-    if not (std > 0).all():
-        return
-    ratio = float(np.square(std.max() / std.min()))  # Inf, where Python's ** would raise
-    order = _order(np.log(std)) if ratio > 1 else 0.0
-    grows = order > 0
-    line = 10.0 * len(which)
-    by_default = float(np.float64(6.0) ** len(body)) if order < 0 else 0.0
-    if ratio > line and abs(order) > 0.8:
-        fails = loss_expectations.learns(run) is False and ratio > min(by_default, 1e6)
-        yield Finding(
-            "bad_init",
-            "note" if not fails else "error" if ratio > 1e6 else "warning",
-            read.names(record, [which[i] for i in body]),
-            read.span(record, slice(0, 1)),
-            f"the variance of layer outputs {'grows' if grows else 'shrinks'} {ratio:.2g}-fold "
-            f"over {len(which)} layers before training",
-            f"over 10 × the number of layers ({line:.0f}), along the depth; where it shrinks, an "
-            "alarm from 6-fold a layer: PyTorch's own weights behind a ReLU do that",
-            f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured; 6: "
-            "variance 1 / (3 fan_in), of which a ReLU leaves half",
-            f"weights that begin too {'large' if grows else 'small'} for this depth",
-            "use He or Xavier initialisation, or put norm layers between",
-        )
+def _trend(sizes: Floats) -> float:
+    """How strictly sizes grow (1) or shrink (-1) along the depth, whichever layer is left out.
 
-
-def _order(sizes: Floats) -> float:
-    """How strictly sizes grow (1) or shrink (-1) along the depth, but for one of five or more.
-
-    A layer may be registered out of its place: a stem behind the blocks.
+    With five layers or more one may be out of its place: modules stand in the order in which they
+    were registered, and some models register their first layer behind the blocks.
     """
     place = np.arange(len(sizes))
     rest = [np.delete(place, i) for i in place] if len(place) > 4 else []
@@ -160,98 +146,103 @@ def _order(sizes: Floats) -> float:
     return max((x for x in orders if np.isfinite(x)), key=abs, default=0.0)
 
 
-def _amplifies(run: Run, record: Record) -> Iterator[Finding]:
+def _huge_recurrence(run: RunView, record: Record) -> Iterator[Hit]:
     """A recurrence whose output is huge before training: each step makes it larger."""
     rms = read.table(record, "rms")[:, 0]
-    hit = [i for i in read.rows(record, ("RNN",)) if rms[i] > 100]
+    hit = [i for i in read.rows(record, ("RNN",)) if rms[i] > HUGE]
     if hit:
-        yield Finding(
-            "bad_init",
-            "error" if loss_expectations.learns(run) is False else "note",
-            read.names(record, hit),
-            read.span(record, slice(0, 1)),
-            f"the output of a recurrence has RMS {rms[hit].max():.3g} before training",
-            "above 100, where a tanh keeps it below 1",
-            "Pascanu et al. 2013 (arXiv 1211.5063): a recurrence whose largest singular value is "
-            "above 1 may explode; 100: hookkit, measured",
-            "recurrent weights that begin too large for the length of the sequence",
-            "begin with the identity or a smaller orthogonal matrix, use an LSTM or GRU, or clip "
-            "gradients",
-        )
+        severity = "error" if run.fails else "note"
+        what = f"the output of a recurrence has RMS {rms[hit].max():.3g} before training"
+        steps = read.span(record, slice(0, 1))
+        yield Hit(severity, read.names(record, hit), steps, what, of=_RECURRENCE)
 
 
-def _leaps(run: Run, record: Record, which: list[int]) -> Iterator[Finding]:
-    """A body layer whose first output is huge though the first layer's is not: cells in a loop."""
+_PASCANU = "Pascanu et al. 2013 (arXiv 1211.5063)"
+
+_RECURRENCE = bad_init.but(
+    threshold="above 100, where a tanh keeps it below 1",
+    source=f"{_PASCANU}: a recurrence whose largest singular value is above 1 may explode; "
+    "100: hookkit, measured",
+    cause="recurrent weights that begin too large for the length of the sequence",
+    fix="begin with the identity or a smaller orthogonal matrix, use an LSTM or GRU, or clip "
+    "gradients",
+)
+
+
+def _huge_layer(run: RunView, record: Record, which: list[int]) -> Iterator[Hit]:
+    """A layer whose first output is huge though the first layer's is not: a cell in a loop.
+
+    For nets of three layers, which have too few for a trend along the depth.
+    """
     if len(which) < 3:
         return
-    table = read.table(record, "std")[which[:-1]]  # the head's scale is its own affair
+    table = read.table(record, "std")[which[:-1]]  # without the head, whose scale is free
     std, late = table[:, 0], read.median(table[:, read.last_half(record)], axis=1)
-    hit = [i for i, s in zip(which, std, strict=False) if s > 100 and s > 100 * std[0] > 0]
+    hit = [i for i, s in zip(which, std, strict=False) if s > HUGE and s > HUGE * std[0] > 0]
     if hit:
-        stays = (late[1:] > np.maximum(100, 100 * std[0])).any()
-        yield Finding(
-            "bad_init",
-            "error" if loss_expectations.learns(run) is False else "warning" if stays else "note",
-            read.names(record, hit),
-            read.span(record, slice(0, 1)),
-            f"a layer's output has standard deviation {std.max():.3g} before training, the first "
-            f"layer's {std[0]:.3g}",
-            "above 100, and 100 times the first layer's; an alarm where the loss does not fall, or "
-            "it stays so",
-            f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; Pascanu et al. 2013 (arXiv "
-            "1211.5063), of recurrences; 100: hookkit, measured",
-            "weights that begin too large, of a layer that is called again and again perhaps",
-            "begin with smaller (or orthogonal) weights, or put a norm between",
-        )
+        stays = (late[1:] > np.maximum(HUGE, HUGE * std[0])).any()
+        severity = "error" if run.fails else "warning" if stays else "note"
+        what = f"a layer's output has standard deviation {std.max():.3g} before training, the "
+        what += f"first layer's {std[0]:.3g}"
+        steps = read.span(record, slice(0, 1))
+        yield Hit(severity, read.names(record, hit), steps, what, of=_HUGE_LAYER)
 
 
-def input_scale(run: Run) -> Iterator[Finding]:
-    """A first layer, with no norm behind it, whose output is huge: inputs nobody standardised."""
-    record = read.activations(run)
-    which = read.rows(record, read.PRE_ACTIVATION)
-    if not which:
+_HUGE_LAYER = bad_init.but(
+    threshold="above 100, and 100 times the first layer's; a warning or error where the loss does "
+    "not fall, or it stays so",
+    source=f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; {_PASCANU}, of recurrences; "
+    "100: hookkit, measured",
+    cause="weights that begin too large, of a layer that is called again and again perhaps",
+    fix="begin with smaller (or orthogonal) weights, or put a norm between",
+)
+
+
+@rule(
+    needs=("activations",),
+    threshold="less than 10 % is kept",
+    source="Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; "
+    "10 %: hookkit, measured",
+    cause="a dropout rate that is too high (p is the share that is dropped, not kept)",
+    fix="lower p to 0.5 or less",
+)
+def dropout(run: RunView) -> Iterator[Hit]:
+    """Dropout that keeps less than a tenth, while the loss does not fall."""
+    record = run.activations
+    rows = [i for i in read.rows(record, _DROPOUTS) if i]
+    if not rows or not run.fails:
         return
-    row = which[0]
-    if set(record.types[:row]) & _FIRST:
-        return  # it is not inputs that this layer is given
-    normed = "Norm" in "".join(record.types[row : row + 2])
-    size = _without_bias(run, record, row)
-    if size > 20:
-        yield Finding(
-            "input_scale",
-            "note" if normed else "error" if loss_expectations.learns(run) is False else "warning",
-            (record.names[row],),
-            read.span(record, slice(0, 1)),
-            f"the first layer's output has standard deviation {size:.3g} before training",
-            "above 20, where standardised inputs give about 1",
-            "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
-            "20: hookkit, measured",
-            "inputs that are not standardised (0-255 images), or a first layer begun too large",
-            "scale the inputs to mean 0 and standard deviation 1",
+    nonzero = 1 - read.table(record, "zero")
+    with np.errstate(all="ignore"):  # what was 0 before it does not count as dropped
+        kept = np.array([float(read.median(nonzero[i] / nonzero[i - 1])) for i in rows])
+    hit = [i for i, k in zip(rows, kept, strict=True) if k < LEAST_KEPT]
+    if hit:
+        what = (
+            f"dropout keeps {np.nanmin(kept):.1%} of what it is given, and the loss does not fall"
         )
-    elif not normed and (size := read.input_size(run.params, record.names[row])) < read.FAINT_INPUT:
-        yield Finding(
-            "input_scale",
-            "warning" if loss_expectations.learns(run) is False else "note",
-            (record.names[row],),
-            read.span(record),
-            f"by its gradients the first layer is given inputs of size {size:.2g}",
-            "below 3e-3, where standardised inputs give about 1: |gradient of the weight| over "
-            "|gradient of the bias|, by input; an alarm if the loss does not fall",
-            "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1; "
-            "3e-3: hookkit, measured",
-            "inputs that are almost 0: divided by 255 twice, say",
-            "scale the inputs to mean 0 and standard deviation 1",
-        )
+        yield Hit("error", read.names(record, hit), read.span(record), what)
 
 
-def _without_bias(run: Run, record: Record, row: int) -> float:
-    """The spread of a layer's first output, less what its bias makes where that is known."""
-    rms, std = (read.table(record, s)[row, 0] for s in ("rms", "std"))
-    name = f"{record.names[row]}.bias"
-    if run.params is None or name not in run.params.names:
-        return float(std)
-    at = run.params.names.index(name)
-    n = read.meta(run.params, "numel", 0)[at]
-    bias = np.square(run.params.value("weight_norm", at)[0]) / n if n else 0.0
-    return float(min(std, np.sqrt(max(np.square(rms) - bias, 0.0))))
+@rule(
+    needs=("activations", "params"),
+    threshold="4 or fewer",
+    source="Wu & He 2018, Group Normalization (arXiv 1803.08494): batch norm's error grows "
+    "rapidly as the batch shrinks; 4: hookkit, measured",
+    cause="batches of 1 or 2: such statistics are noise, and not those used in evaluation",
+    fix="use larger batches, or GroupNorm or LayerNorm",
+)
+def small_batch(run: RunView) -> Iterator[Hit]:
+    """Batch norm whose mean and variance come from four values or fewer."""
+    record, params = run.activations, run.params
+    facts = (read.meta(params, key, 0) for key in ("numel", "requires_grad"))
+    # a frozen one most likely runs with the statistics that it was given
+    features = {name: n * bool(free) for name, n, free in zip(params.names, *facts, strict=True)}
+    few = {}
+    for i in read.rows(record, _BATCH_NORMS):
+        n = features.get(f"{record.names[i]}.weight", 0)
+        values = float(read.median(read.table(record, "count")[i])) / n if n else 0.0
+        if 0 < values <= FEW_VALUES:
+            few[i] = values
+    if few:
+        what = f"batch norm takes each mean and variance from {min(few.values()):.0f} values"
+        yield Hit("warning", read.names(record, few), read.span(record), what)

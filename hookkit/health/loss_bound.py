@@ -1,10 +1,11 @@
-"""How far the steps can have moved the loss: to first order, and never further.
+"""How far the steps can have moved the loss: an upper bound, to first order.
 
-A step dw changes the loss by g·dw, and never by more than |g| |dw|, summed over parameters.
-Climbing uses most of that. A rate that is too high makes the loss rise as well, but then the steps
-go to and fro: where it takes ten of them or more to rise tenfold, that is a sixteenth of the sum
-(of a quadratic: (r - 1) / 2, if the distance grows r-fold a step). A rise of twice the sum is not
-theirs.
+Builds on `loss_trend`. A step dw changes the loss by g·dw, so by at most |g| |dw|, summed over the
+parameters. How much of that bound a rise uses says what kind of rise it is: going uphill on purpose
+(a wrong sign) uses most of it. A learning rate that is too high makes the loss rise as well, but
+then the steps go to and fro: on a quadratic whose distance grows r-fold a step it is (r - 1) / 2 of
+the bound, which is a sixteenth where the rise takes ten steps or more to be tenfold. A rise of
+twice the bound is not made by the steps.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from __future__ import annotations
 import numpy as np
 
 from hookkit.health import reading as read
+from hookkit.health.loss_trend import SIGMA, start_level
 from hookkit.records import Floats, Record, Run
 
 
-def climbed(record: Record, series: Floats) -> float | None:
-    """The rise of the loss over the sum of |g| |dw|, until it has risen tenfold; None if it falls.
+def _bound(record: Record) -> Floats:
+    """(n,) the sum of |gradient| × |update| over the parameters, at each record."""
+    product = read.table(record, "grad_norm") * read.table(record, "update_norm")
+    return np.asarray(np.nansum(product, axis=0))
+
+
+def rise_over_bound(record: Record, series: Floats) -> float | None:
+    """The loss's rise, until it is tenfold, as a share of the bound; None if it does not rise.
 
     Raises:
         Missing: records were merged, or hold no gradients.
     """
     if set(record.spans) != {1}:
         raise read.Missing("not each step of parameters by itself")
-    reach = np.nansum(read.table(record, "grad_norm") * read.table(record, "update_norm"), axis=0)
+    bound = _bound(record)
     loss = series[: record.steps[-1] + 1]
-    reach = np.interp(np.arange(len(loss)), record.steps, reach)  # between the records
+    bound = np.interp(np.arange(len(loss)), record.steps, bound)  # between the records
     unknown = np.flatnonzero(~np.isfinite(loss))
     loss = loss[: unknown[0]] if len(unknown) else loss
     if len(loss) < read.MIN_RECORDS:
@@ -35,25 +43,27 @@ def climbed(record: Record, series: Floats) -> float | None:
     end = int(high[0]) if len(high) else len(loss)
     if end < read.MIN_RECORDS:
         return None
-    noise = 1.4826 * float(read.median(np.abs(np.diff(loss[:end]))))
+    noise = SIGMA * float(read.median(np.abs(np.diff(loss[:end]))))
     rise = float(read.median(loss[end - 5 : end])) - start
-    total = float(reach[:end].sum())
+    total = float(bound[:end].sum())
     return rise / total if rise > 3 * noise and np.isfinite(total) and total > 0 else None
 
 
-def at_most(run: Run) -> float | None:
-    """The share of its first loss that all steps of a run can take away; None if not known."""
+def possible_fall(run: Run) -> float | None:
+    """The most that all steps of a run can take away, as a share of its first loss.
+
+    None if it is not known.
+    """
     record, series = run.params, run.losses
     if record is None or series is None or set(record.spans) != {1}:
         return None
-    reach = np.nansum(read.table(record, "grad_norm") * read.table(record, "update_norm"), axis=0)
-    start = read.start_level(series)
-    if not len(reach) or not start > 0 or not np.isfinite(reach).all():
+    bound, start = _bound(record), start_level(series)
+    if not len(bound) or not start > 0 or not np.isfinite(bound).all():
         return None
-    return float(reach.mean()) * len(series) / start
+    return float(bound.mean()) * len(series) / start
 
 
 def smoothed(values: Floats, n: int = 5) -> Floats:
-    """Medians of `n` neighbours, so that one wild batch is no peak."""
+    """Medians of `n` neighbours, so that one odd batch makes no peak."""
     views = np.lib.stride_tricks.sliding_window_view(values, min(n, len(values)))
     return np.asarray(np.median(views, axis=1))

@@ -1,0 +1,175 @@
+"""Rules on the size of gradients: over the depth of a net, and over the steps.
+
+That they are exactly 0 is in `unmoved`, that float16 loses them in `precision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.activations import FAINT_INPUT
+from hookkit.health.loss_bound import smoothed
+from hookkit.health.loss_trend import known
+from hookkit.health.rule import Hit, rule
+from hookkit.health.run_view import RunView
+from hookkit.records import Floats, Ints
+
+EXPLODED_RATIO = 70
+"""AUTOTRAINER: gradients of the first over those of the last layer."""
+
+ORDERED = 0.6
+"""A correlation of log size with depth: the size changes along the depth (hookkit, measured)."""
+
+
+@rule(
+    needs=("params",),
+    threshold="first over last below 1e-3 with the first below 1e-4",
+    source="Zhang et al., AUTOTRAINER, ICSE 2021",
+    cause="many saturating layers, small weights, or depth without skip connections",
+    fix="use ReLU-like units with He initialisation, norm layers, or skip connections",
+)
+def vanishing(run: RunView) -> Iterator[Hit]:
+    """Gradients that fade towards the input."""
+    which, size, early = _sizes_by_depth(run)
+    # by the earlier half, not the first matrix alone: one channel before a norm has no gradient
+    half = float(np.median(size[: max(1, len(size) // 2)]) / size[-1])
+    fades = size[0] / size[-1] < read.VANISHED_RATIO and size[0] < read.VANISHED
+    if not (fades and _order(size) > ORDERED and half < read.VANISHED_RATIO**0.5):
+        return
+    first = run.params.names[which[0]]
+    if read.input_size(run.params, first.rpartition(".")[0]) < FAINT_INPUT:
+        return  # errors arrive, and are multiplied by inputs that are small: `input_scale`
+    # of a loss that need not fall: actor and critic, both players, are no depth of one net
+    several = run.improved is False and run.learns is None
+    severity = "error" if run.fails else "note" if several else "warning"
+    yield _first_and_last(run, severity, which, size, early)
+
+
+@rule(
+    needs=("params",),
+    threshold="above 70",
+    source="Zhang et al., AUTOTRAINER, ICSE 2021",
+    cause="weights too large for the depth, or a recurrence that amplifies",
+    fix="use smaller initial weights, norm layers, or clip gradients",
+)
+def exploding(run: RunView) -> Iterator[Hit]:
+    """Gradients that grow towards the input."""
+    which, size, early = _sizes_by_depth(run)
+    if size[0] / size[-1] > EXPLODED_RATIO and _order(size) < -ORDERED and run.learns is not True:
+        severity = "error" if run.fails else "note"
+        yield _first_and_last(run, severity, which, size, early)
+
+
+def _sizes_by_depth(run: RunView) -> tuple[list[int], Floats, slice]:
+    """Matrices with gradients, the early RMS of each one's, and the records it is taken from."""
+    record = run.params
+    began = read.table(record, "weight_norm")[:, 0]  # one that begins at 0 holds gradients back
+    which = [i for i in read.matrices(record) if began[i] != 0]
+    early = slice(0, max(read.MIN_RECORDS, len(record) // 3))
+    size = np.asarray(read.median(read.table(record, "grad_rms")[which][:, early], axis=1))
+    known = np.isfinite(size) & (size > 0)
+    which, size = [i for i, k in zip(which, known, strict=True) if k], size[known]
+    if len(which) < 3:
+        raise read.Missing("fewer than 3 matrices with gradients")
+    return which, size, early
+
+
+def _order(size: Floats) -> float:
+    """The correlation of log size with depth."""
+    return float(np.corrcoef(np.arange(len(size)), np.log(size))[0, 1]) if np.ptp(size) else 0.0
+
+
+def _first_and_last(
+    run: RunView, severity: str, which: list[int], size: Floats, early: slice
+) -> Hit:
+    first, last = (run.params.names[i] for i in (which[0], which[-1]))
+    what = f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
+    what += f"first over last {size[0] / size[-1]:.2g}"
+    return Hit(severity, (first, last), read.span(run.params, early), what)
+
+
+# How a running sum of gradients is told from gradients that merely grow. Fresh batches make the
+# norm jitter; a sum changes little from step to step. Measured on the benchmark's trainings.
+STUCK_GROWTH, STUCK_JITTER = 10, 0.15
+"""While the loss does not fall: grown 10-fold, changing by at most 15 % a step."""
+
+SURE_JITTER = 0.03
+"""Where the loss is unknown, or falls: changing by less than 3 % a step."""
+
+SUM_GROWTH, QUIETER = 1.5, 5
+"""Where the loss falls: grown 1.5-fold, and five times as quiet as the loss."""
+
+SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
+"""The same where some steps only are recorded: the sum goes on between the records."""
+
+
+@rule(
+    threshold="at first by √n in n steps or more; and 10-fold with a median change below 15 % a "
+    "step, while the loss does not fall (3 % where it is unknown); or 1.5-fold below 3 %, where "
+    "the loss changes five times as much (3-fold below 6 %, where some steps only are recorded)",
+    source="a sum of n independent gradients is √n as long as one; the rest: hookkit, measured: "
+    "fresh batches make the norm jitter, a running sum is smooth",
+    cause="gradients are never zeroed: each step adds to the last one's",
+    fix="call optimizer.zero_grad() once per step",
+)
+def grads_pile_up(run: RunView) -> Iterator[Hit]:
+    """A gradient norm that grows as a sum does, and smoothly."""
+    norms, steps = _grad_norms(run)
+    steps, norms = steps[np.isfinite(norms)], known(norms)
+    if len(norms) < read.MIN_RECORDS:
+        raise read.Missing("no gradient norms")
+    first = float(np.median(norms[steps < steps[0] + 3]))
+    if first <= 0 or not _grows_as_a_sum(norms, steps):
+        return
+    peak = float(np.max(smoothed(norms)))
+    grown = peak >= STUCK_GROWTH * first
+    jitter = float(np.median(np.abs(np.diff(norms)) / np.maximum(norms[1:], 1e-300)))
+    lasts = norms[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
+    stuck = grown and jitter <= STUCK_JITTER and run.fails and bool(lasts)
+    unproved = grown and jitter < SURE_JITTER and run.learns is None
+    smooth = run.run.losses is not None and _quieter_than_the_loss(run, norms, steps)
+    if stuck or unproved or smooth:
+        what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n "
+        what += f"steps, and changes by only {jitter:.2g} of itself from record to record"
+        what += ", and the loss does not fall" * run.fails
+        yield Hit("error" if run.fails else "warning", (), run.all_steps, what)
+
+
+def _grows_as_a_sum(norms: Floats, steps: Ints) -> bool:
+    """Whether the first norms, of ten steps or of four records, grow by √n in n steps or more."""
+    since = steps - steps[0]
+    early = (since > 0) & (since <= max(10, 4 * since[1]))
+    return bool(np.median(norms[early] / norms[0] / np.sqrt(since[early] + 1)) >= 1)
+
+
+def _quieter_than_the_loss(run: RunView, norms: Floats, steps: Ints) -> bool:
+    """Whether batches differ, as the losses show, but the gradient norm hides it, and grew."""
+    own, loss = _jitter(norms), _jitter(known(run.losses))
+    grew = np.median(norms[-10:]) / np.median(norms[:3])
+    if steps[1] - steps[0] > 1:
+        high = np.median(norms[-10:]) > SPARSE_GROWTH * norms[0]
+        return bool(1e-5 < own < SPARSE_JITTER and high)
+    # a jitter of 0 is that of gradients that are clipped
+    return bool(1e-5 < own < SURE_JITTER and loss > QUIETER * own and grew > SUM_GROWTH)
+
+
+def _jitter(series: Floats) -> float:
+    """The median change from one step to the next, over the later half, as a share."""
+    late = series[len(series) // 2 :]
+    return float(read.median(np.abs(np.diff(late)) / np.maximum(np.abs(late[1:]), 1e-300)))
+
+
+def _grad_norms(run: RunView) -> tuple[Floats, Ints]:
+    """Norms of the whole gradient, and the steps they are of."""
+    norms = run.run.grad_norms
+    if run.run.params is None and norms is not None:
+        return np.asarray(norms, np.float64), np.arange(len(norms))
+    record = run.params
+    moved = np.nan_to_num(read.table(record, "update_norm")).max(axis=1) > 0
+    norms = read.table(record, "grad_norm")[moved]  # without what no optimizer has: never zeroed
+    known = np.isfinite(norms).any(axis=0)
+    whole = np.where(known, np.sqrt(np.nansum(norms**2, axis=0)), np.nan)
+    return np.asarray(whole), record.steps
