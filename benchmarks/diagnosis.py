@@ -49,7 +49,7 @@ def recorded(s: Setup) -> Run:
             w.loss(loss)
     w.info.update(n_classes=s.n_classes, loss_func=s.loss_name)
     w.info["momentum"] = [g.get("momentum", 0.0) for g in s.opt.param_groups]
-    return w.run()
+    return w.run_record()
 
 
 def judge(case: Case, seed: int) -> Diagnosis:

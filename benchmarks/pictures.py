@@ -69,7 +69,7 @@ def pictures() -> Iterator[tuple[str, Callable[[], Any]]]:
         "healthy": trained(0.05, 120, None),
         "broken": trained(0.05, 60, 40),
     }.items():
-        run = w.run_record() if hasattr(w, "run_record") else w.run()
+        run = w.run_record()
         record = stats.record()
         yield f"{name}_run", lambda run=run: plotting.plot_run(run)
         yield f"{name}_loss", lambda run=run: plotting.plot_loss(run)

@@ -215,10 +215,13 @@ def test_hugging_face_with_the_bridge(tmp_path, each: int):
     trainer.train()
 
     same(probe, bridge.watcher.losses, each)
-    assert len(bridge.watcher.run().valid) == EPOCHS
-    assert bridge.watcher.run().valid[0]["valid_loss"] > 0
-    assert [row["epoch"] for row in bridge.watcher.run().valid] == [0, 1]
-    assert [row["step"] for row in bridge.watcher.run().valid] == [N // each - 1, 2 * N // each - 1]
+    assert len(bridge.watcher.run_record().valid) == EPOCHS
+    assert bridge.watcher.run_record().valid[0]["valid_loss"] > 0
+    assert [row["epoch"] for row in bridge.watcher.run_record().valid] == [0, 1]
+    assert [row["step"] for row in bridge.watcher.run_record().valid] == [
+        N // each - 1,
+        2 * N // each - 1,
+    ]
     assert n_hooks(model, *bridge.watcher.loop.opts) == 0
 
 
@@ -310,8 +313,8 @@ def test_lightning(tmp_path, each: int, through: str):
 
     w = bridge.watcher
     same(probe, w.losses if through == "self" or each == 1 else None, each)
-    assert [row["epoch"] for row in w.run().valid] == [0, 1]
-    assert w.run().valid[1]["valid_loss"] > 0
+    assert [row["epoch"] for row in w.run_record().valid] == [0, 1]
+    assert w.run_record().valid[1]["valid_loss"] > 0
     assert n_hooks(module, *w.loop.opts) == 0
 
 
@@ -535,7 +538,7 @@ def test_what_fastai_s_recorder_has_of_an_epoch_is_kept(monkeypatch):
         getattr(bridge, event)()
 
     row = {"epoch": 0, "step": 0, "valid_loss": 0.5, "mae": 0.25}
-    assert bridge.watcher.run().valid == [row]
+    assert bridge.watcher.run_record().valid == [row]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -548,7 +551,7 @@ def test_fastai_tells_validation_losses_and_metrics():
 
     with learn.no_logging():
         learn.fit(EPOCHS)
-        run, values = bridge.watcher.run(), learn.recorder.values
+        run, values = bridge.watcher.run_record(), learn.recorder.values
         learn.validate()
 
     assert [list(row) for row in run.valid] == [
@@ -556,7 +559,7 @@ def test_fastai_tells_validation_losses_and_metrics():
     ] * EPOCHS
     assert [[row["valid_loss"], row["mae"]] for row in run.valid] == [v[1:3] for v in values]
     assert run.valid[1]["train_loss"] == pytest.approx(run.losses[N:].mean())
-    assert bridge.watcher.run().valid == run.valid
+    assert bridge.watcher.run_record().valid == run.valid
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -579,7 +582,7 @@ def test_fastai_s_cancelled_parts_put_no_number_under_another_name(cancelled: st
     with learn.no_logging():
         learn.fit(EPOCHS)
 
-    rows = bridge.watcher.run().valid
+    rows = bridge.watcher.run_record().valid
     assert [row.get("valid_loss") for row in rows] == (
         [values[0] for values in learn.recorder.values] if cancelled == "train" else [None, None]
     )
@@ -608,7 +611,7 @@ def test_a_validation_inside_a_fit_of_fastai_ends_nothing():
     with learn.no_logging():
         learn.fit(1)
 
-    assert len(bridge.watcher.run().valid) == 1
+    assert len(bridge.watcher.run_record().valid) == 1
     assert len(probe.rows) == bridge.watcher.n_steps == N
 
 
@@ -671,7 +674,7 @@ def test_a_library_s_own_epoch_and_step_take_no_other_s_place():
     bridge.end()
 
     told = {"logged_epoch": 0.5, "logged_step": 7.0, "accuracy": 1.0}
-    assert bridge.watcher.run().valid == [{"epoch": 0, "step": 0, **told}]
+    assert bridge.watcher.run_record().valid == [{"epoch": 0, "step": 0, **told}]
 
 
 def test_a_watcher_that_never_began_is_told():

@@ -112,7 +112,7 @@ def test_a_watcher_travels_with_what_was_recorded(way: Any, hosted: bool) -> Non
 
     again = way(Host(run.w)).watcher if hosted else way(run.w)
 
-    same(again.run(), run.w.run())
+    same(again.run_record(), run.w.run_record())
     assert repr(again) == repr(run.w)
     assert str(again.diagnose()) == str(run.w.diagnose())
     assert again.n_steps == 10
@@ -136,7 +136,7 @@ def test_a_copy_made_amid_a_run_is_at_rest_and_the_run_goes_on(way: Any) -> None
         again.stop()
         run.steps(4)
 
-    same(run.w.run(), plain.w.run())
+    same(run.w.run_record(), plain.w.run_record())
     assert seen == (4, False)
     assert "running" not in repr(again)
     if way is not copy.copy:  # which shares the recorders

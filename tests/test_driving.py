@@ -1,8 +1,7 @@
-"""Callback and Driver: names, reads and writes, order, adding and removing, notes, cleaning up."""
+"""Callback and CallbackRunner: names, reads and writes, order, adding, removing, cleaning up."""
 
 import copy
 import gc
-import inspect
 import pickle
 import warnings
 import weakref
@@ -14,7 +13,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks import Callback, Recorder, TrainEvalCallback
-from hookkit.callbacks.runner import Driver
+from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
 from hookkit.testing import EventLog, synth_learner
@@ -140,7 +139,7 @@ def test_an_unknown_event_names_the_near_ones() -> None:
 
 
 def test_an_event_needs_a_function() -> None:
-    with pytest.raises(ArgumentError, match=r"Callback\(after_fit=3\).*int cannot be called"):
+    with pytest.raises(ArgumentError, match=r"Callback\(after_fit=3\).*, found an int\."):
         Callback(after_fit=3)  # type: ignore[arg-type]
 
 
@@ -186,7 +185,7 @@ def test_a_missing_attribute_names_where_it_was_looked_for() -> None:
 
 
 def test_a_callback_without_a_learner_says_so() -> None:
-    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred', and no learner yet"):
+    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred', and belongs to no L"):
         _ = Tst().pred
 
 
@@ -276,7 +275,7 @@ def test_an_order_is_a_number(order: Any) -> None:
     cb = Tst()
     cb.order = order
 
-    with pytest.raises(ArgumentError, match=rf"added with order={order!r}.*Make it a number"):
+    with pytest.raises(ArgumentError, match=rf"Tst has order={order!r}.*Make it a number"):
         quiet(cbs=cb)
 
 
@@ -412,9 +411,9 @@ def test_of_callbacks_that_cannot_all_be_added_none_is() -> None:
     learn = quiet()
     before = list(learn.cbs)
 
-    with pytest.raises(ArgumentError, match=r"3 was to be added as a callback"):
+    with pytest.raises(ArgumentError, match=r"add_cbs\(3\): expected a callback, found int"):
         learn.add_cbs([Tst(), 3])
-    with pytest.raises(ArgumentError, match=r"3 was to be added as a callback"):
+    with pytest.raises(ArgumentError, match=r"add_cbs\(3\): expected a callback, found int"):
         learn.fit_one_cycle(1, cbs=3)
 
     assert list(learn.cbs) == before
@@ -511,7 +510,7 @@ def test_a_callback_at_work_in_one_fit_serves_no_other(verb: str) -> None:
 
     learn = quiet(cbs=[shared, Callback(before_train=inside)])
 
-    with pytest.raises(HookError, match=r"Tst was given to a second Learner while it is at work"):
+    with pytest.raises(HookError, match=r"Tst was given to a second Learner while a fit of"):
         learn.fit(1)
     other.fit(1)
 
@@ -649,10 +648,11 @@ def test_a_removed_callback_is_not_kept_alive() -> None:
     assert weak() is None
 
 
-def test_anything_can_be_a_driver() -> None:
-    class Mine(Driver):
+def test_anything_can_run_callbacks() -> None:
+    class Mine(CallbackRunner):
         def __init__(self) -> None:
-            self._own([Callback(after_fit=lambda cb: seen.append(1))])
+            super().__init__()
+            self.add_cb(Callback(after_fit=lambda cb: seen.append(1)))
 
     seen: list[int] = []
 
@@ -694,41 +694,14 @@ def test_a_callback_with_a_call_of_its_own_hears_every_event() -> None:
     assert heard[-2:] == ["after_fit", "its own method"]
 
 
-# --- keywords that a class does not take
-
-
-class Taking(Callback):
-    def __init__(self, every: int = 1, *, until: int = 2) -> None:
-        self.every, self.until = every, until
-
-
-def test_an_unknown_keyword_gets_the_nearest() -> None:
-    with pytest.raises(ArgumentError, match=r"Taking\(evry=…\).*Nearest: every. It takes every, u"):
-        Taking(evry=3)  # type: ignore[call-arg]
-
-
-def test_a_class_keeps_the_signature_of_its_init() -> None:
-    assert str(inspect.signature(Taking)) == "(every: int = 1, *, until: int = 2) -> None"
-    assert list(inspect.signature(Callback).parameters) == ["events"]
-    assert list(inspect.signature(Taking()).parameters) == ["event"]
-    assert list(inspect.signature(type(quiet())).parameters)[:3] == ["dls", "model", "loss_func"]
-
-
-def test_copies_and_pickles_pass_by_the_arguments() -> None:
-    cb = Taking(3, until=4)
-
-    for again in (copy.copy(cb), copy.deepcopy(cb), pickle.loads(pickle.dumps(cb))):
-        assert (again.every, again.until) == (3, 4)
-
-
 @pytest.mark.parametrize("cb", ["recorder", 3, int])
 def test_what_is_no_callback_cannot_be_removed(cb: Any) -> None:
     learn = quiet()
 
-    with pytest.raises(ArgumentError, match=r"to be removed as a callback.*Give the callback, or"):
+    with pytest.raises(ArgumentError, match=r"expected a callback or its class.*Give one"):
         learn.remove_cb(cb)
     with (
-        pytest.raises(ArgumentError, match="to be removed as a callback"),
+        pytest.raises(ArgumentError, match="expected a callback or its class"),
         learn.removed_cbs(cb),
     ):
         pass

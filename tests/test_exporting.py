@@ -248,7 +248,7 @@ def test_values_are_sent_whole_each_time() -> None:
     trained(w, 2)
 
     for _ in range(2):
-        log_to(writer, w.run())
+        log_to(writer, w.run_record())
         assert steps_sent(writer) == {0, 1}
 
 

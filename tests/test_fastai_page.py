@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from torch import nn
 
 from hookkit import (
     ActivationStats,
-    ArgumentError,
     Hook,
     HookCallback,
     HookkitWarning,
     Hooks,
-    Learner,
     dummy_eval,
     has_params,
     hook_input,
@@ -297,21 +294,6 @@ def test_histograms_are_recorded_when_asked_for() -> None:
 
 
 # --- the names of fastai v1
-
-
-@pytest.mark.parametrize(
-    ("make", "word", "now"),
-    [
-        (lambda **kw: Learner(None, nn.Linear(1, 1), **kw), "callback_fns", "cbs"),
-        (lambda **kw: Learner(None, nn.Linear(1, 1), **kw), "callbacks", "cbs"),
-        (lambda **kw: Learner(model=nn.Linear(1, 1), **kw), "data", "dls"),
-        (ActivationStats, "do_remove", "remove_end"),
-        (HookCallback, "do_remove", "remove_end"),
-    ],
-)
-def test_an_argument_of_v1_is_answered_with_its_name(make: Any, word: str, now: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"{word}=….* fastai v1\. Write \w+\({now}=…\)"):
-        make(**{word: None})
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def is_freed_after(use: Callable[[nn.Module], object]) -> bool:
 def test_a_watched_model_is_freed_also_if_a_recorder_is_kept(make: Any, keep: bool) -> None:
     def use(model: nn.Module) -> object:
         w = watched(model, cb := make())
-        w.run()
+        w.run_record()
         return cb if keep else None
 
     assert is_freed_after(use)
@@ -113,8 +113,8 @@ def started(model: nn.Module) -> None:
         never_entered,
         raised,
         started,
-        lambda model: watched(model, ActivationStats(), loss_func=nn.MSELoss()).run(),
-        lambda model: watched(model, ActivationStats(), each_forward=True).run(),
+        lambda model: watched(model, ActivationStats(), loss_func=nn.MSELoss()).run_record(),
+        lambda model: watched(model, ActivationStats(), each_forward=True).run_record(),
         lambda model: watched(model, ActivationStats(), ParamStats()).diagnose(),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_callback_whose_learner_is_gone_says_so() -> None:
 
     assert recorder.learn is None
     assert len(recorder.losses) == 3
-    with pytest.raises(AttributeError, match=r"'dls', and the Learner or .* is gone\. Keep the Le"):
+    with pytest.raises(AttributeError, match=r"'dls', and the Learner or .* no longer exists\. Keep"):
         _ = recorder.dls
     with pytest.raises(HookError, match=r"has none .any more.* Keep the Learner"):
         recorder.plot_loss()

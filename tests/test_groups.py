@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.learner.groups import (
     make_optimizer,
     param_groups,
-    plain_optimizer,
     set_hyper,
     spread,
     trainable_params,
@@ -157,12 +157,12 @@ def test_a_group_that_is_not_there_is_told() -> None:
         two_groups().freeze_to(5)
 
 
-def test_the_plain_optimizer_is_found_inside_a_wrapper() -> None:
+def test_the_bare_optimizer_is_found_inside_a_wrapper() -> None:
     class Wrapper:
         def __init__(self, optimizer: Any) -> None:
             self.optimizer = optimizer
 
     opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
-    assert plain_optimizer(Wrapper(opt)) is opt
-    assert plain_optimizer(opt) is opt
+    assert bare_optimizer(Wrapper(opt)) is opt
+    assert bare_optimizer(opt) is opt

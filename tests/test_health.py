@@ -630,7 +630,7 @@ def trained(*, zero_grad: bool = True, detach: bool = False) -> Diagnosis:
                 opt.zero_grad()
             loss.backward()
             opt.step()
-    return diagnose(w.run())
+    return diagnose(w.run_record())
 
 
 def test_a_sound_training_is_healthy():

@@ -182,7 +182,7 @@ def test_mean_square_over_mean_of_weights_is_the_mean_concentration():
 def test_a_real_run_is_judged_by_its_queries_and_keys(scale, alarmed):
     _, w = trained(scale, ActivationStats(include_paramless=True), ParamStats())
 
-    assert ("attention_logits" in alarms(w.run())) is alarmed
+    assert ("attention_logits" in alarms(w.run_record())) is alarmed
 
 
 def test_the_scores_of_a_real_run_are_recorded_by_a_hook():

@@ -214,7 +214,7 @@ def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
             F.cross_entropy(model(x), torch.randint(2, (8,))).backward()
             opt.step()
 
-    f = found(w.run(), "vanishing")
+    f = found(w.run_record(), "vanishing")
     assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "error")
 
 
@@ -287,7 +287,7 @@ def test_batch_norm_of_two_examples_is_named(batch, free, seen):
             model(torch.randn(batch, 4)).pow(2).mean().backward()
             opt.step()
 
-    assert alarms(w.run()) & {"small_batch"} == seen
+    assert alarms(w.run_record()) & {"small_batch"} == seen
 
 
 def test_a_run_that_overflowed_is_judged_without_a_warning():

@@ -112,7 +112,7 @@ def trained(factor, scaler=None, known=False):
                 scaler.scale(loss).backward()
                 scaler.step(opt)
                 scaler.update()
-    return w.run()
+    return w.run_record()
 
 
 def test_under_autocast_a_real_run_is_judged_with_and_without_a_scaler():

@@ -29,7 +29,7 @@ def trained(sign=1.0, lr=0.01, steps=60):
             (sign * loss).backward()
             opt.step()
             w.loss(loss)
-    return w.run()
+    return w.run_record()
 
 
 # ascent

@@ -187,7 +187,7 @@ def test_dead_units_behind_a_function_are_named_though_the_net_learns():
             opt.step()
             w.loss(loss)
 
-    f = found(w.run(), "dead")
+    f = found(w.run_record(), "dead")
 
     assert (f.severity, f.layers) == ("warning", ("b",))
     assert "from the first step on" in f.evidence

@@ -326,7 +326,7 @@ def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
     assert learn.n_steps == 6
     assert preds.shape == (12, 1)
     assert "? + ? batches" in repr(learn)
-    with pytest.raises(OptionError, match=r"the training loader does not tell its length"):
+    with pytest.raises(OptionError, match=r"length of the training loader, which has none"):
         learn.fit_one_cycle(1)
 
 
@@ -385,7 +385,7 @@ def test_a_callback_may_give_the_loss() -> None:
 
 @pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
 def test_a_loss_that_is_no_tensor_is_told(loss: Any, said: str) -> None:
-    with pytest.raises(ModelRunError, match=re.escape(f"<lambda> gave {said}. Give one number")):
+    with pytest.raises(ModelRunError, match=re.escape(f"<lambda> returned {said}. Return the")):
         quiet(loss_func=lambda pred, y: loss).fit(1)
 
 
@@ -636,7 +636,7 @@ def test_of_several_recorders_of_a_kind_those_left_out_are_told() -> None:
     learn = quiet(cbs=[first, last, ActivationStats(modules="", on_train=False)])
     learn.fit(1)
 
-    with pytest.warns(HookkitWarning, match=r"leaves out ActivationStats\(1 layers × 3\)"):
+    with pytest.warns(HookkitWarning, match=r"without ActivationStats\(1 layers × 3\)"):
         run = learn.run_record()
 
     assert run.activations is last.record()
@@ -739,7 +739,7 @@ def test_a_learner_without_data_can_be_made_and_says_so_when_it_needs_some(verb:
 
     with pytest.raises(ModelRunError, match=r"this Learner has no data. Make it with DataLoaders"):
         getattr(learn, verb)(1)
-    with pytest.raises(ModelRunError, match=r"validate was called; this Learner has no data"):
+    with pytest.raises(ModelRunError, match=r"validate: this Learner has no data"):
         learn.validate()
 
 
@@ -772,7 +772,7 @@ def test_a_weight_decay_that_cannot_be_is_refused(wd: Any) -> None:
 
 @pytest.mark.parametrize("metrics", [3, ["accuracy"]])
 def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"cannot be called\. Give a function of \(pred"):
+    with pytest.raises(ArgumentError, match=r"found an? \w+\. Give a function of \(pred"):
         quiet(metrics=metrics)
 
 
@@ -997,11 +997,6 @@ def test_a_learning_rate_is_a_number(lr: Any) -> None:
 def test_a_loss_class_is_to_be_called() -> None:
     with pytest.raises(ArgumentError, match=r"loss_func=MSELoss.*Call the class: MSELoss\(\)"):
         Learner(synth_dbunch(), RegModel(), nn.MSELoss)
-
-
-def test_a_keyword_that_a_learner_has_not_gets_the_nearest() -> None:
-    with pytest.raises(ArgumentError, match=r"Learner\(los_func=…\).*Nearest: loss_func"):
-        Learner(synth_dbunch(), RegModel(), los_func=nn.MSELoss())  # type: ignore[call-arg]
 
 
 def test_a_diagnosis_takes_no_options() -> None:

@@ -78,7 +78,7 @@ def test_the_flight_recorder_does_not_see_a_layer_called_by_itself():
 
 def test_records_go_out_from_whatever_holds_them(tmp_path):
     w = train(ActivationStats(), ParamStats())
-    for source in (w, w.run(), w.activation_stats, w.param_stats, w.param_stats.record()):
+    for source in (w, w.run_record(), w.activation_stats, w.param_stats, w.param_stats.record()):
         (back, *_) = load(source.save(tmp_path / "a.npz"))
         assert back.names
         assert source.to_csv(tmp_path / "a.csv").read_text().startswith("step,epoch,layer")
@@ -98,7 +98,7 @@ def test_records_go_out_from_whatever_holds_them(tmp_path):
 def test_a_frame_of_a_record():
     pytest.importorskip("pandas")
     w = train(ParamStats())
-    assert len(w.param_stats.to_df()) == len(w.run().to_df()) == len(w.to_df())
+    assert len(w.param_stats.to_df()) == len(w.run_record().to_df()) == len(w.to_df())
 
 
 def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):

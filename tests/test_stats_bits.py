@@ -92,7 +92,7 @@ def run(case, meanwhile=None, every=None):
 
 
 def found(w):
-    return sorted((f.rule, f.layers) for f in diagnose(w.run()))
+    return sorted((f.rule, f.layers) for f in diagnose(w.run_record()))
 
 
 CASES = ("not_in_optimizer", "no_gradient", "unmoved")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, diagnose, watch
-from hookkit.callbacks.outputs import Scores
+from hookkit.callbacks.losses import Scores
 from hookkit.stats.graph import consumers
 
 
@@ -75,7 +75,7 @@ def train(net, *callbacks, steps=12, loss_func=None, **how):
             opt.zero_grad()
             net(torch.randn(8, 4)).pow(2).mean().backward()
             opt.step()
-    return w.run()
+    return w.run_record()
 
 
 def test_activation_stats_tell_what_reads_each_row():

@@ -235,7 +235,7 @@ def trained(lines: Lines) -> list[Any]:
                 pass
             w.loss(loss)
         copied = pickle.loads(pickle.dumps([copy.copy(cb) for cb in cbs]))
-    diagnose(w.run())
+    diagnose(w.run_record())
     return [*cbs, *copied]
 
 

@@ -116,7 +116,7 @@ def test_another_thread_s_forward_is_not_recorded(where: str, grad: bool) -> Non
         for name, table in want.values.items():
             np.testing.assert_array_equal(got.values[name], table, err_msg=name)
     assert loop.w.loop.train_iter == 4
-    np.testing.assert_array_equal(loop.w.run().losses, by_itself.w.run().losses)
+    np.testing.assert_array_equal(loop.w.run_record().losses, by_itself.w.run_record().losses)
     for p, q in zip(loop.model.parameters(), by_itself.model.parameters(), strict=True):
         assert torch.equal(p, q)
 

@@ -408,7 +408,7 @@ def test_epoch_marks_at_the_top_or_the_bottom_are_the_same():
                 train(model, opt, 2)
                 if place == "bottom":
                     w.epoch()
-        epochs[place] = [row[0] for row in seen.rows], [r["epoch"] for r in w.run().valid]
+        epochs[place] = [row[0] for row in seen.rows], [r["epoch"] for r in w.run_record().valid]
 
     assert epochs["top"] == epochs["bottom"] == ([0, 0, 1, 1, 2, 2], [0, 1, 2])
 
@@ -969,7 +969,7 @@ def test_a_run_has_what_the_epochs_were_told():
                 opt.step()
             w.epoch(valid_loss=torch.tensor(0.5), accuracy=np.float32(1), each=torch.ones(2))
         w.info["n_classes"] = 2
-        run = w.run()
+        run = w.run_record()
 
     told = {"valid_loss": 0.5, "accuracy": 1.0, "each": [1.0, 1.0]}
     assert run.valid == [
@@ -990,13 +990,13 @@ def test_what_watch_counts_of_an_epoch_is_not_told():
         model(next(iter(batches(1)))).sum().backward()
         w.loss(2.0)
         opt.step()
-        with pytest.raises(ArgumentError, match=r"epoch and step were told .* name: my_epoch=…\."):
+        with pytest.raises(ArgumentError, match=r"epoch\(epoch=…, step=…\): .* name: my_epoch=…\."):
             w.epoch(step=77, epoch=3)
-        with pytest.raises(ArgumentError, match=r"step was told of an epoch; watch counts epoch"):
+        with pytest.raises(ArgumentError, match=r"epoch\(step=…\): watch counts epoch and step"):
             w.note(step=torch.tensor(7))
         w.epoch(my_step=77)
 
-    assert w.run().valid == [{"epoch": 0, "step": 0, "train_loss": 2.0, "my_step": 77}]
+    assert w.run_record().valid == [{"epoch": 0, "step": 0, "train_loss": 2.0, "my_step": 77}]
 
 
 def test_a_run_without_losses_says_so():
@@ -1006,23 +1006,23 @@ def test_a_run_without_losses_says_so():
     with watch(model, opt) as w:
         train(model, opt)
 
-    assert w.run().losses is None
-    assert w.run().valid == [{"epoch": 0, "step": w.n_steps - 1}]
+    assert w.run_record().losses is None
+    assert w.run_record().valid == [{"epoch": 0, "step": w.n_steps - 1}]
 
 
 # --- at the door
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(ArgumentError, match=r"needs a model .* was given Linear, a class"):
+    with pytest.raises(ArgumentError, match=r"expected a model .* found the class Linear"):
         watch(nn.Linear)
-    with pytest.raises(ArgumentError, match="was given list"):
+    with pytest.raises(ArgumentError, match="found a list"):
         watch([])
 
 
 @pytest.mark.parametrize("opt", [3, "adam", torch.optim.SGD])
 def test_what_is_no_optimizer_is_refused(opt: object):
-    with pytest.raises(ArgumentError, match="needs a torch optimizer, a list of them, or None"):
+    with pytest.raises(ArgumentError, match="expected a torch optimizer, a list of them, or None"):
         watch(net(), opt)
 
 
@@ -1042,7 +1042,7 @@ def test_what_is_no_callback_is_refused():
 
 
 def test_an_optimizer_of_another_model_is_told():
-    with pytest.warns(HookkitWarning, match="holds none of the model's parameters"):
+    with pytest.warns(HookkitWarning, match="SGD holds none of the parameters of Sequential"):
         watch(net(), sgd(net()))
 
 
@@ -1128,7 +1128,7 @@ def test_a_loss_that_is_nothing_like_a_number_is_refused(loss: object):
 
     with (
         watch(model, sgd(model)) as w,
-        pytest.raises(ArgumentError, match=r"loss as one number, and was given \w+.*(Give|Reduce)"),
+        pytest.raises(ArgumentError, match=r"loss as one number, found .*(Give|Reduce)"),
     ):
         w.loss(loss)
 
@@ -1155,7 +1155,7 @@ def test_options_that_cannot_work_are_refused(given: dict[str, object], message:
 def test_an_optimizer_among_the_callbacks_is_refused():
     model, log = net(), Log()
 
-    with pytest.raises(ArgumentError, match=r"given SGD among the callbacks\. .* comes second"):
+    with pytest.raises(ArgumentError, match=r"SGD is among the callbacks\. .* comes second"):
         watch(model, log, sgd(model))
     assert log.learn is None
 
@@ -1180,7 +1180,7 @@ def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
         if told:
             w.loss(loss)
 
-    stop_told_once(w, None if told else r"MSELoss called more than once.*w\.loss\(loss\)")
+    stop_told_once(w, None if told else r"MSELoss was called more than once.*w\.loss\(loss\)")
     if told:
         assert w.losses[-1] == pytest.approx(loss.item())
 

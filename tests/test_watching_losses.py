@@ -47,7 +47,7 @@ def test_a_told_loss_is_known_by_its_graph(name: str, late: bool):
         w.loss(3.0)  # a number has no graph
         opt.step()
 
-    info = w.run().info
+    info = w.run_record().info
     assert (info["loss_func"], info.get("loss_input")) == (kind, given)
     assert info.get("n_classes") == (3 if kind in ("cross_entropy", "nll_loss") else None)
 

@@ -69,7 +69,7 @@ def watched(model: nn.Module, called=None, opt=None, epochs: int = 2):
                     mse(called(x), y)
             w.epoch()
     assert n_hooks(model, opt) == 0
-    return w.run()
+    return w.run_record()
 
 
 def test_the_records_are_those_of_the_learner():
@@ -184,7 +184,7 @@ def test_the_flight_recorder_skips_a_bad_step():
 
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert w.n_steps == 2
-    assert w.run().incidents[0].step == 1
+    assert w.run_record().incidents[0].step == 1
 
 
 def test_a_run_can_be_diagnosed():
@@ -197,8 +197,8 @@ def test_a_run_can_be_diagnosed():
             opt.step()
             opt.zero_grad()
 
-    assert w.run().info["n_classes"] == 3
-    assert w.run().info["loss_func"] == "CrossEntropyLoss"
+    assert w.run_record().info["n_classes"] == 3
+    assert w.run_record().info["loss_func"] == "CrossEntropyLoss"
     assert "60 steps" in str(w.diagnose()) or w.diagnose()
 
 
@@ -287,9 +287,9 @@ def test_a_recorder_given_to_a_second_watch_goes_on():
     for record in acts.record(), grads.record(), params.record():
         assert record.steps.tolist() == list(range(7))
         assert record.iters.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert (first.n_steps, second.n_steps, second.run().n_steps) == (3, 4, 7)
+    assert (first.n_steps, second.n_steps, second.run_record().n_steps) == (3, 4, 7)
     assert np.isfinite(first.losses).tolist() == [True] * 3
-    assert np.isfinite(second.run().grad_norms).tolist() == [True] * 3 + [False] * 4
+    assert np.isfinite(second.run_record().grad_norms).tolist() == [True] * 3 + [False] * 4
     assert flight.incidents[0].step == 3
     assert str(second).startswith("Watcher(Sequential: 4 steps")
 
@@ -310,8 +310,11 @@ def test_two_watches_in_turns_share_one_axis():
     assert acts.record().steps.tolist() == [0, 2, 3, 5, 6, 8]
     assert [w.n_steps for w in watchers] == [6, 3]
     assert [len(w.losses) for w in watchers] == [6, 3]
-    assert np.isfinite(watchers[0].run().losses).tolist() == [True] * 3 + [False] * 3 + [True] * 3
-    both = [row["train_loss"] for row in watchers[0].run().valid]
+    assert (
+        np.isfinite(watchers[0].run_record().losses).tolist()
+        == [True] * 3 + [False] * 3 + [True] * 3
+    )
+    both = [row["train_loss"] for row in watchers[0].run_record().valid]
     np.testing.assert_allclose(both, watchers[0].losses.reshape(2, 3).mean(1))
 
 
@@ -440,7 +443,7 @@ def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
     assert all(pickle.loads(pickle.dumps(cb)).learn is None for cb in cbs)
     if importlib.util.find_spec("matplotlib"):
         assert acts.plot_layer_stats(0)
-    with pytest.raises(AttributeError, match=r"'train_iter', .* watched loop .* is gone\. Keep"):
+    with pytest.raises(AttributeError, match=r"'train_iter', .* watched loop .* no longer exists\. K"):
         _ = acts.train_iter
 
 

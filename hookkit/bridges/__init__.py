@@ -28,7 +28,7 @@ from typing import Any
 from ..callbacks import Callback
 from ..errors import ArgumentError, HookError, MissingExtraError
 from ..watching import Watcher, watch
-from ..watching.checks import OWN
+from ..watching.checks import COUNTED
 
 __all__ = ["Bridge", "base", "needs"]
 
@@ -88,7 +88,9 @@ class Bridge:
     def note(self, **values: Any) -> None:
         """Numbers of the last epoch; the library's own `epoch` and `step` as `logged_…`."""
         if self._watcher is not None:
-            self._watcher.note(**{f"logged_{k}" if k in OWN else k: v for k, v in values.items()})
+            self._watcher.note(
+                **{f"logged_{k}" if k in COUNTED else k: v for k, v in values.items()}
+            )
 
     def loss(self, loss: Any) -> None:
         """The loss of the batch at hand, if it is one number."""

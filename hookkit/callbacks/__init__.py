@@ -1,17 +1,16 @@
-"""The ready-made callbacks: what every run needs, and a few that people expect.
+"""Callbacks, who calls them, and those that every training needs.
 
-builtin    The smaller of them: modes, accumulation, clipping, schedules.
-callback   `Callback`: something to do at some of the events of training.
-runner     `Driver`: whatever owns callbacks and tells them what happens.
-recorder   `Recorder`: losses, learning rates and metrics of a run, read from the device only
-           when asked.
-outputs    What a classifier's scores look like: how many classes, and whether they are
-           probabilities.
-metrics    Metrics: functions averaged over samples, or objects that update and compute; read
-           late.
-progress   `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
-keywords   Keyword arguments that a class does not take: an error with the names that it does.
-runs       From a Learner to a `Run`: what its recorders hold, gathered as plain values.
+callback    `Callback`: something to do at some of the events of training.
+runner      `CallbackRunner`: owns callbacks, and calls them by event.
+builtin     Modes and counts, accumulation, clipping, schedules.
+recorder    `Recorder`: losses, learning rates and metrics of a run.
+losses      `LossHistory`; which of PyTorch's losses it is, and what it is given.
+metrics     Functions averaged over samples, or objects that update and compute.
+optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
+progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
+readout     `run_of`: what all callbacks recorded, as one `Run`.
+
+Nine files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.recorder import Recorder, Scalars
+from hookkit.callbacks.losses import Scalars
+from hookkit.callbacks.recorder import Recorder
 from hookkit.checks import check_flag, check_number, kind_of
 from hookkit.data import n_batches
 from hookkit.errors import ArgumentError, OptionError
@@ -35,7 +36,7 @@ class TrainEvalCallback(Callback):
             return
         learn.train_iter, learn.pct_train = 0, learn.epoch / max(learn.n_epoch, 1)
         if callable(reset := getattr(learn.model, "reset", None)):
-            reset()  # a recurrent model's word for "forget the state of the last sequence"
+            reset()  # as recurrent models have it: forgets the state of the last sequence
 
     def before_train(self) -> None:
         """Training mode."""
@@ -58,8 +59,8 @@ class TrainEvalCallback(Callback):
 class GradientAccumulation(Callback):
     """One optimizer step for every `n_acc` batches, with the mean of their gradients.
 
-    What is left at the end of an epoch is stepped with too. It is left out where that end is not
-    foreseen: the loader does not tell its length, or training is cancelled.
+    The last batches of an epoch make a step too, however few. They are dropped if the end is not
+    known in advance: the loader has no length, or training is cancelled.
 
     Args:
         n_acc: batches per step.
@@ -76,7 +77,7 @@ class GradientAccumulation(Callback):
         self.n_acc = check_number("GradientAccumulation", "n_acc", n_acc, 1, whole=True, what=what)
 
     def before_train(self) -> None:
-        """Leaves out what an epoch before it did not step with."""
+        """Drops gradients that the epoch before has not stepped with."""
         self.learn.opt.zero_grad()
 
     def before_batch(self) -> None:
@@ -125,8 +126,8 @@ class GradientClip(Callback):
 class SchedulerCallback(Callback):
     """Runs a torch learning-rate scheduler: one step of it for each optimizer step really made.
 
-    What it changed besides the learning rate (momentum, entries of its own) is put back at the end.
-    A fit with a `start_epoch` goes on where the epochs before it would have left the schedule.
+    What it changed besides the learning rate (momentum, entries of its own) is restored at the end.
+    A fit with a `start_epoch` continues the schedule where those epochs would have ended.
 
     Args:
         make: `make(opt, n_steps)` gives the scheduler; `n_steps` is how many optimizer steps the
@@ -165,21 +166,21 @@ class SchedulerCallback(Callback):
         self.scheduler = self.make(opt, learn.n_epoch * n)
         if not callable(getattr(self.scheduler, "step", None)):
             raise ArgumentError(
-                f"SchedulerCallback was to run what its function made, a "
-                f"{type(self.scheduler).__name__}. Return a scheduler of torch.optim.lr_scheduler."
+                f"SchedulerCallback: make must return a scheduler of torch.optim.lr_scheduler, "
+                f"found {kind_of(self.scheduler)}. Return one from make(opt, n_steps)."
             )
         if isinstance(self.scheduler, ReduceLROnPlateau) and not self.by_epoch:
             raise ArgumentError(
-                "SchedulerCallback was to run ReduceLROnPlateau by the step; it goes by the loss "
-                "of an epoch. Use SchedulerCallback(…, by_epoch=True)."
+                "SchedulerCallback: ReduceLROnPlateau needs the loss of an epoch, and would run at "
+                "each step. Use SchedulerCallback(…, by_epoch=True)."
             )
-        if not isinstance(self.scheduler, ReduceLROnPlateau):  # which nobody can foresee
+        if not isinstance(self.scheduler, ReduceLROnPlateau):  # whose steps depend on losses
             self._skip(learn.epoch * n)
 
     def _skip(self, n_steps: int) -> None:
-        """The steps of epochs that an earlier run has made."""
+        """Makes the scheduler's steps of the epochs before `start_epoch`."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer made them then
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped
             for _ in range(n_steps):
                 self.scheduler.step()
 
@@ -188,8 +189,9 @@ class SchedulerCallback(Callback):
         n = n_batches(self.learn.dls.train)
         if n is None:
             raise OptionError(
-                "A schedule by optimizer step was asked for; the training loader does not tell "
-                "its length. Give a loader with __len__, or SchedulerCallback(…, by_epoch=True)."
+                "SchedulerCallback: a schedule by optimizer step needs the length of the training "
+                "loader, which has none. Give a loader with __len__, or use "
+                "SchedulerCallback(…, by_epoch=True)."
             )
         n_acc = max([cb.n_acc for cb in self.learn._grab_cbs(GradientAccumulation)], default=1)
         return ceil(n / n_acc)
@@ -200,7 +202,7 @@ class SchedulerCallback(Callback):
             self.scheduler.step()
 
     def after_epoch(self) -> None:
-        """Steps, if it goes by the epoch."""
+        """Steps, if it runs by epoch."""
         if not (self.by_epoch and self.learn.fitting):
             return
         if not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -213,7 +215,7 @@ class SchedulerCallback(Callback):
         return row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
 
     def cleanup_fit(self) -> None:
-        """Puts the optimizer's other hyperparameters back."""
+        """Restores the optimizer's other hyperparameters."""
         kept, self._kept = self._kept, None
         groups = self.learn.opts[0].param_groups if kept else []
         for before, group in zip(kept or [], groups, strict=True):

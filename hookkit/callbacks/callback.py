@@ -1,7 +1,7 @@
-"""`Callback`: something to do at some of the events of training. Whoever calls it is a `Driver`.
+"""`Callback`: something to do at some of the events of training. A `CallbackRunner` calls it.
 
-It is written to be inherited from: a subclass has a method for each event it wants, reads the run
-as if it were its own, and changes it through `self.learn`.
+It is written to be inherited from: a subclass has a method for each event it needs, reads the
+state of the run as its own attributes, and changes it through `self.learn`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any, ClassVar
 
-from hookkit.callbacks.keywords import InitSignature, check_keywords
+from hookkit.checks import kind_of, shown
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, nearest
 from hookkit.events import BATCH_EVENTS, EVENTS, not_an_event
 
-# What the loop itself reads back: a callback that writes one of these on itself meant the learner.
+# What the loop itself reads: a callback that sets one of these on itself means the learner's.
 LOOP_STATE = frozenset(
     {"model", "dls", "opt", "loss_func", "xb", "yb", "pred", "loss", "loss_grad", "training", "dl"}
 )
@@ -34,20 +34,20 @@ V1_EVENTS = {
     "on_epoch_end": "after_epoch",
     "on_train_end": "after_fit",
 }
-"""fastai v1's events, and those that took their place."""
+"""fastai v1's events, and those of today."""
 
 _NOTICED = LOOP_STATE | frozenset(EVENTS) | {"order"}
 
 
 class Owner:
-    """Who a callback belongs to: a driver, held weakly. Its copies and pickles belong to nobody."""
+    """The runner that a callback belongs to, held weakly. Copies and pickles have none."""
 
     __slots__ = ("get", "known")
 
-    def __init__(self, driver: Any = None) -> None:
-        self.known = driver is not None
-        weak = getattr(type(driver), "holds_callbacks", False)  # else a stand-in, in a test
-        self.get: Callable[[], Any] = weakref.ref(driver) if weak else lambda: driver
+    def __init__(self, runner: Any = None) -> None:
+        self.known = runner is not None
+        weak = getattr(type(runner), "holds_callbacks", False)  # else a stand-in, in a test
+        self.get: Callable[[], Any] = weakref.ref(runner) if weak else lambda: runner
 
     def __reduce__(self) -> Any:
         return Owner, ()  # where a callback's own `__getstate__` passes it on
@@ -65,10 +65,10 @@ class Callback:
 
     Attributes:
         order: callbacks run by ascending `order`; equal ones as they were added.
-        learn: the driver it belongs to, held weakly (it holds the callback); None if there is none,
-            or it is gone.
-        run: off, it is passed over until the end of the fit.
-        run_train: whether in-batch events reach it while training.
+        learn: the Learner (or watched loop) it belongs to, held weakly, since that holds the
+            callback; None if there is none, or it no longer exists.
+        run: False skips it until the end of the fit.
+        run_train: whether it gets the events within a batch while training.
         run_valid: the same while validating.
 
     Raises:
@@ -85,15 +85,8 @@ class Callback:
     run_train: bool = True
     run_valid: bool = True
     _renamed: ClassVar[Mapping[str, str]] = {}  # fastai v1's names of attributes, and today's
-    _came_to: int = 0  # the step of a recorder: see `Driver._part_from`
+    _last_step: int = 0  # steps that a recorder has seen: see `CallbackRunner._remember_step`
     _learn: Owner = Owner()
-
-    __signature__ = InitSignature()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Callback:
-        """A callback, unless a keyword is none of the class's arguments."""
-        check_keywords(cls, kwargs)
-        return super().__new__(cls)
 
     def __init__(self, **events: Callable[[Any], object]) -> None:
         for event, f in events.items():
@@ -101,8 +94,8 @@ class Callback:
                 raise OptionError(f"{type(self).__name__}({event}=…): {not_an_event(event)}")
             if not callable(f):
                 raise ArgumentError(
-                    f"{type(self).__name__}({event}={f!r}) was asked for, {type(f).__name__} "
-                    f"cannot be called. Give a function of one argument, the callback."
+                    f"{type(self).__name__}({event}={shown(f)}): expected a function, found "
+                    f"{kind_of(f)}. Give a function of one argument, the callback."
                 )
             setattr(self, event, MethodType(f, self))
 
@@ -119,12 +112,12 @@ class Callback:
 
     @property
     def learn(self) -> Any:
-        """The driver it belongs to, or None."""
+        """The runner it belongs to, or None."""
         return self._learn.get()
 
     @learn.setter
-    def learn(self, driver: Any) -> None:
-        object.__setattr__(self, "_learn", Owner(driver))
+    def learn(self, runner: Any) -> None:
+        object.__setattr__(self, "_learn", Owner(runner))
 
     @property
     def name(self) -> str:
@@ -134,12 +127,12 @@ class Callback:
     def cleanup_fit(self) -> None:
         """Takes down what `before_fit` set up. Not an event: it is always called.
 
-        The driver calls it once a fit is over, however it ended (also when `before_fit` itself
-        failed), so it may find nothing to do.
+        It is called when a fit has ended, in whatever way (also if `before_fit` itself failed), so
+        there may be nothing to do.
         """
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_learn": Owner()}  # a copy belongs to nobody
+        return {**vars(self), "_learn": Owner()}  # a copy has no runner
 
     def __call__(self, event: str) -> None:
         """Runs the method for `event`, if there is one and `run` (`run_train`, …) allows it."""
@@ -148,42 +141,42 @@ class Callback:
             f()
 
     def __getattr__(self, name: str) -> Any:
-        # a property of ours that fails with AttributeError also lands here: show its own error
+        # Python also calls this for a property that raises AttributeError: show its own error
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
-        mine = type(self).__name__
+        own = type(self).__name__
         if name.startswith("__"):
-            raise AttributeError(f"{mine} has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f"{own} has no attribute {name!r}", name=name, obj=self)
         if (now := self._renamed.get(name)) is not None:
             raise AttributeError(
-                f"{mine} has no attribute {name!r}, its name in fastai v1. Use `{now}`.",
+                f"{own} has no attribute {name!r}, its name in fastai v1. Use `{now}`.",
                 name=name,
                 obj=self,
             )
         if self.learn is None:
             raise AttributeError(
-                f"{mine} has no attribute {name!r}, {self._why()}", name=name, obj=self
+                f"{own} has no attribute {name!r}, {self._why()}", name=name, obj=self
             )
         try:
             return getattr(self.learn, name)
         except AttributeError as error:
             if _skips_init(type(self)):
                 which = f"does not call super().__init__(…), which may set {name!r}"
-                error.add_note(f"{mine}.__init__ {which}")
+                error.add_note(f"{own}.__init__ {which}")
             if near := nearest(name, [n for n in dir(type(self)) if n[0] != "_"]):
-                error.add_note(f"nearest in {mine}: {', '.join(near)}")
+                error.add_note(f"nearest in {own}: {', '.join(near)}")
             raise
 
     def _why(self) -> str:
-        """Why there is no driver to look it up in, and what to do."""
+        """Why there is no runner to look it up in, and what to do."""
         if not self._learn.known:
             return (
-                "and no learner yet to look it up in. Read it during a fit, or after "
-                "`learn.add_cb(…)`."
+                "and belongs to no Learner yet, whose attribute it could be. Read it during a fit, "
+                "or after `learn.add_cb(…)`."
             )
         return (
-            "and the Learner or the watched loop that it belonged to is gone. Keep the Learner, or "
-            "what watch(…) returned, to read it."
+            "and the Learner or the watched loop that it belonged to no longer exists. Keep the "
+            "Learner, or what watch(…) returned, to read it."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -192,12 +185,12 @@ class Callback:
         object.__setattr__(self, name, value)
 
     def _notice(self, name: str) -> None:
-        if name not in LOOP_STATE:  # an event or the order: what the driver remembers is stale
+        if name not in LOOP_STATE:  # an event or the order: the runner's lists are stale
             self.learn._forget_order()
         elif not hasattr(type(self), name) and name not in vars(self):
             warnings.warn(
-                f"{type(self).__name__} sets `self.{name}`: that is its own attribute, and the "
-                f"loop goes on with its own `{name}`. To change the loop's, set "
+                f"{type(self).__name__} sets `self.{name}`: that is an attribute of the callback, "
+                f"and the loop's `{name}` stays as it is. To change the loop's, set "
                 f"`self.learn.{name}`.",
                 HookkitWarning,
                 stacklevel=4,
@@ -208,7 +201,7 @@ class Callback:
 
 
 def _skips_init(cls: type[Callback]) -> bool:
-    """Whether the class's `__init__` passes by that of its base, which is not `Callback`'s."""
+    """Whether the class's `__init__` does not call that of its base, which is not `Callback`'s."""
     inits = [base.__dict__["__init__"] for base in cls.__mro__ if "__init__" in base.__dict__]
     return inits[1] not in (Callback.__init__, object.__init__) and not calls(inits[0], "__init__")
 
@@ -226,29 +219,29 @@ def _snake_case(word: str) -> str:
 
 
 def _method(cb: Callback, event: str) -> Callable[[], object] | None:
-    """The callback's own method for `event`; never one of its learner's or its model's."""
+    """The callback's own method for `event`; never the learner's or the model's."""
     if event in vars(cb) or hasattr(type(cb), event):
         f: Callable[[], object] = object.__getattribute__(cb, event)
         return f
     return None
 
 
-def heard_by(cb: Callback, event: str) -> Callable[[], object] | None:
-    """What to call at `event`: the method, or at every one the class's own `__call__`."""
+def method_for(cb: Callback, event: str) -> Callable[[], object] | None:
+    """What to call at `event`: the method, or for any event the class's own `__call__`."""
     own = type(cb).__call__ is not Callback.__call__
     return partial(cb, event) if own else _method(cb, event)
 
 
 def in_phase(cb: Callback, event: str, training: bool) -> bool:
-    """Whether `event` is for `cb` now: `run_train` and `run_valid` switch those inside a batch."""
+    """Whether `cb` gets `event` now: `run_train` and `run_valid` switch those within a batch."""
     return event not in BATCH_EVENTS or (cb.run_train if training else cb.run_valid)
 
 
 def _near_events(cls: type, name: str) -> str:
     """The events that the method `name` was meant for; empty if it is one, or none is near.
 
-    `before_` and `after_` are set aside, or everything that begins so would be near. A name of
-    fastai v1 that another base of the class has is that library's event.
+    Compared without `before_` and `after_`, or everything that begins so would be near. A name of
+    fastai v1 that another base of the class has is an event of that library.
     """
     if name in V1_EVENTS and not any(hasattr(base, name) for base in cls.__bases__):
         return f"`{V1_EVENTS[name]}`"

@@ -1,7 +1,7 @@
-"""Metrics: functions averaged over samples, or objects that update and compute; read late.
+"""Metrics: functions averaged over samples, or objects that update and compute.
 
-What a batch gives is added up on its own device; the host reads when the part is over. Whatever a
-user gives, the `Recorder` meets as a `Column`, `Mean`, `Stateful` or `Accumulated`.
+Batches are added up on their own device; the host reads when training or validation ends. The
+`Recorder` uses every metric as a `Column`: `Mean`, `Stateful` or `Accumulated`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hookkit import ranks
+from hookkit.checks import kind_of
 from hookkit.data import batch_size
 from hookkit.errors import ArgumentError
 from hookkit.nested import tmap
@@ -34,7 +35,7 @@ class Column:
         raise NotImplementedError
 
     def take(self, learn: Any) -> None:
-        """Adds the batch that the Learner has just been through."""
+        """Adds the Learner's current batch."""
         raise NotImplementedError
 
     def results(self, across: bool = False) -> list[Any]:
@@ -42,7 +43,7 @@ class Column:
         raise NotImplementedError
 
     def to(self, device: Any) -> None:
-        """Moves what it keeps to where the batches are."""
+        """Moves its state to `device`, where the batches are."""
 
 
 class Mean(Column):
@@ -66,7 +67,7 @@ class Mean(Column):
         self.reset()
 
     def take(self, learn: Any) -> None:
-        """Adds the batch that the Learner has just been through."""
+        """Adds the Learner's current batch."""
         self.update(learn.pred, *learn.yb)
 
     def results(self, across: bool = False) -> list[Any]:
@@ -84,8 +85,8 @@ class Mean(Column):
         value = self.f(pred, *targets)
         if not isinstance(value, (Real, Tensor, np.ndarray)):
             raise ArgumentError(
-                f"the metric {self.name} was to be averaged; it gave {type(value).__name__}. Give "
-                f"a number or a tensor from it; of several numbers, each from a metric of its own."
+                f"the metric {self.name} returned {kind_of(value)}. Return a number or a tensor, "
+                f"to be averaged; several numbers from one metric each."
             )
         self.add(value, batch_size(targets))
 
@@ -135,12 +136,12 @@ class Stateful(Column):
         self._n = 0
 
     def take(self, learn: Any) -> None:
-        """Adds the batch that the Learner has just been through."""
+        """Adds the Learner's current batch."""
         self.metric.update(learn.pred, *learn.yb)
         self._n += 1
 
     def results(self, across: bool = False) -> list[Any]:
-        """What it computes; over all ranks if it does that itself, as torchmetrics' do."""
+        """What it computes; over all ranks if it does so itself, as torchmetrics' do."""
         if not self._n:
             return [None] * len(self.names)
         value = self.metric.compute()
@@ -149,13 +150,13 @@ class Stateful(Column):
         found = {str(key): item(one) for key, one in value.items()}
         if found.keys() != set(self.names):
             raise ArgumentError(
-                f"{metric_name(self.metric)} was to compute {', '.join(self.names)}; it gave "
+                f"{metric_name(self.metric)} has the keys {', '.join(self.names)}, and computed "
                 f"{', '.join(found)}. Give its metrics by themselves: metrics=[…]."
             )
         return [found[name] for name in self.names]
 
     def to(self, device: Any) -> None:
-        """Moves what it keeps to where the batches are."""
+        """Moves its state to `device`, where the batches are."""
         if hasattr(self.metric, "to"):
             self.metric.to(device)
 
@@ -171,7 +172,7 @@ class Accumulated(Column):
         self.metric.reset()
 
     def take(self, learn: Any) -> None:
-        """Adds the batch that the Learner has just been through."""
+        """Adds the Learner's current batch."""
         self.metric.accumulate(_ForFastai(learn))
 
     def results(self, across: bool = False) -> list[Any]:
@@ -194,11 +195,11 @@ class _ForFastai:
 
 
 def as_metric(metric: Any) -> Column:
-    """What a user gives, as the `Recorder` uses it.
+    """A user's metric as the `Recorder` uses it.
 
     A function of `(pred, *targets)` is averaged over samples. An object with `reset`, `update` and
     `compute` (torchmetrics) or with `reset`, `accumulate` and `value` (fastai) is used as it is; a
-    class is made into one.
+    class is instantiated.
 
     Raises:
         ArgumentError: it is neither.
@@ -211,14 +212,14 @@ def as_metric(metric: Any) -> Column:
         if len(has) == len(verbs) - 1:
             (lacks,) = set(verbs) - set(has)
             raise ArgumentError(
-                f"metrics={metric!r} was given, which has {' and '.join(has)} and lacks {lacks}. "
+                f"metrics={metric!r}: it has {' and '.join(has)}, and lacks {lacks}. "
                 f"A metric is a function of (pred, target), or an object with {_LISTED}: add "
                 f"{lacks} to it."
             )
     if not callable(made):
         raise ArgumentError(
-            f"metrics={metric!r} was asked for, {type(metric).__name__} cannot be called. Give a "
-            f"function of (pred, target), or an object with {_LISTED}."
+            f"metrics={metric!r}: expected a function, found {kind_of(metric)}. Give a function of "
+            f"(pred, target), or an object with {_LISTED}."
         )
     return Mean(made)
 
@@ -239,8 +240,8 @@ def _made(cls: type) -> Any:
         return cls()
     except TypeError as error:
         raise ArgumentError(
-            f"metrics={cls.__name__} was given, a class that cannot be made without arguments "
-            f"({error}). Give an object of it: metrics={cls.__name__}(…)."
+            f"metrics={cls.__name__}: the class needs arguments ({error}). Give an object of it: "
+            f"metrics={cls.__name__}(…)."
         ) from None
 
 

@@ -1,7 +1,7 @@
 """`ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
 
-In a terminal the bar is tqdm's. In a notebook bar and table are one output that is drawn anew, so
-that what stays in the notebook is the table alone, with no widget that has to be installed.
+In a terminal the bar is tqdm's. In a notebook bar and table are one output that is redrawn; at the
+end it is the table alone, and no widget has to be installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAUSE_S = 0.25  # between two readings of the loss, and between two drawings in
 class ProgressCallback(Callback):
     """A bar over the batches, and a table with a row per epoch in place of the plain log.
 
-    The bar shows in terminals and notebooks, not in files and pipes; the table shows everywhere.
+    The bar is shown in terminals and notebooks, not in files and pipes; the table everywhere.
     The loss beside the bar is read from the device four times a second at most.
 
     Raises:
@@ -41,7 +41,7 @@ class ProgressCallback(Callback):
             raise missing_extra("tqdm", "progress", "show a progress bar") from None
 
     def before_fit(self) -> None:
-        """Takes the log over, unless it is not the plain one."""
+        """Takes over the log, if it is the plain one."""
         self._screen = _Notebook() if in_notebook() else _Terminal()
         if self.learn.fitting and self.learn.logger is print:
             self._logger, self.learn.logger = print, self._write
@@ -72,7 +72,7 @@ class ProgressCallback(Callback):
         self._close()
 
     def cleanup_fit(self) -> None:
-        """Closes the bar, gives the log back."""
+        """Closes the bar, restores the log."""
         self._close()
         self._screen = None
         if self._logger is not None:
@@ -92,7 +92,7 @@ class ProgressCallback(Callback):
             self._screen.close()
 
     def _inside(self) -> bool:
-        """Whether this is a validation that a callback runs in mid fit: the bar is the fit's."""
+        """Whether this is a validation that a callback runs during a fit: the bar is the fit's."""
         return bool(self.learn.fitting and self.learn.aside)
 
     def _write(self, log: Sequence[Any]) -> None:
@@ -136,7 +136,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """One output with the bar and the table, drawn anew as they change."""
+    """One output with the bar and the table, redrawn as they change."""
 
     def __init__(self) -> None:
         self._rows: list[Sequence[str]] = []

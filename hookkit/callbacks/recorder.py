@@ -1,9 +1,7 @@
-"""`Recorder`: losses, learning rates and metrics of a run, read from the device only when asked.
+"""`Recorder`: losses, learning rates and metrics of a run, read from the device only on demand.
 
-The idea: a loss is appended as the 0-d tensor it is and packed with its neighbours on its own
-device. Smoothing, averaging by optimizer step and the move to the host wait for somebody to read,
-which at the latest is the end of the epoch. So recording costs about a microsecond a batch and no
-synchronisation.
+Builds on `LossHistory` and `metrics`. Smoothing, averaging by optimizer step and the move to the
+host wait until somebody reads, which at the latest is the end of the epoch.
 """
 
 from __future__ import annotations
@@ -15,65 +13,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.losses import Floats, LossHistory
 from hookkit.callbacks.metrics import Column, Mean, as_metric
-from hookkit.callbacks.outputs import Scores
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
 from hookkit.errors import HookError
-
-Floats = npt.NDArray[np.float64]
-
-_PACK = 1024  # scalars kept apart before they are packed: a 0-d tensor holds 512 bytes on a GPU
-
-
-class Scalars:
-    """Numbers as they come, kept on their device until read.
-
-    >>> s = Scalars()
-    >>> s.append(torch.tensor(2.0)); s.append(3.0)
-    >>> len(s), s.read()
-    (2, array([2., 3.]))
-    """
-
-    def __init__(self) -> None:
-        self._host = array("d")
-        self._packed: list[Tensor] = []
-        self._loose: list[Tensor] = []
-        self._n = 0
-
-    def append(self, value: Tensor | float) -> None:
-        """Adds one number, or the mean of a tensor of several."""
-        t = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        self._loose.append(t.mean() if t.ndim else t)
-        self._n += 1
-        if len(self._loose) >= _PACK:
-            self._pack()
-
-    def _pack(self) -> None:
-        self._packed.append(torch.stack(self._loose).double())
-        self._loose = []
-
-    def read(self, start: int = 0) -> Floats:
-        """(n − start,) float64 on the host: all numbers from `start` on."""
-        if self._loose:
-            self._pack()
-        for t in self._packed:
-            self._host.extend(t.cpu().tolist())  # sync: one per read-out
-        self._packed = []
-        return np.array(self._host[start:], dtype=np.float64)
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.read()  # a pickle loads on any machine
-        return {**vars(self), "_host": self._host[:]}
 
 
 class Recorder(Callback):
@@ -131,11 +76,10 @@ class Recorder(Callback):
         self.log: list[Any] = []
         self.lrs: list[float] = []
         self.iters: list[int] = []
-        self._raw, self._steps, self._rows = Scalars(), array("q"), list[dict[str, Any]]()
+        self._losses, self._rows = LossHistory(), list[dict[str, Any]]()
         self._fits = [0]  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
         self._valid_loss, self._cancelled = Mean(), False
-        self.scores: Scores | None = None
         self._metrics: dict[bool, list[Column]] = {True: [], False: []}
         self._train_part: list[Any] = []
         self._valid_part: list[Any] = []
@@ -151,7 +95,7 @@ class Recorder(Callback):
         self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
         if not self.learn.fitting:
             return
-        self._fits.append(len(self._raw))
+        self._fits.append(len(self._losses))
         self._begin_epoch()
         self._cancelled = False
         self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
@@ -188,16 +132,15 @@ class Recorder(Callback):
         self._cancelled = True
 
     def after_batch(self) -> None:
-        """Takes the batch's loss and metrics as they are, on their device."""
+        """Adds the batch's loss and metrics, on their device."""
         learn = self.learn
         if learn.loss is None or self._cancelled:
             self._cancelled = False
             return
         if learn.training:
-            if self.scores is None:
-                self.scores = Scores(learn.loss_func, learn.pred)
-            self._raw.append(learn.loss)
-            self._steps.append(learn.n_steps - learn.stepped)
+            learn._note_scores(learn.loss_func, learn.pred)
+            self._losses.begin(learn.n_steps - learn.stepped)
+            self._losses.put(learn.loss)
             self.lrs.append(learn.opt.param_groups[-1]["lr"])
         else:
             self._valid_loss.add(learn.loss.mean(), batch_size(learn.yb or learn.xb))
@@ -217,7 +160,7 @@ class Recorder(Callback):
             self._valid_part = part
 
     def after_epoch(self) -> None:
-        """Adds the epoch to `values` and hands the row to the learner's logger."""
+        """Adds the epoch to `values` and passes the row to the learner's logger."""
         if not self.learn.fitting:
             return
         names = self._columns()
@@ -225,7 +168,7 @@ class Recorder(Callback):
         record += [None] * (len(names) - len(record))  # a part that was cancelled as it began
         self.learn.final_record = record
         self.values.append(record)
-        self.iters.append(len(self._raw))
+        self.iters.append(len(self._losses))
         self._rows.append({"epoch": self.learn.epoch, **dict(zip(names, record, strict=True))})
         self.log = [self.learn.epoch, *record]
         if self.add_time:
@@ -247,42 +190,46 @@ class Recorder(Callback):
 
     @property
     def smooth_loss(self) -> float | None:
-        """The smoothed training loss as it stands; None before the first batch of a fit."""
+        """The smoothed training loss now; None before the first batch of a fit."""
         self._smoothen()
         return self._smooth[-1] if len(self._smooth) > self._fits[-1] else None
 
     def _smoothen(self) -> None:
-        """Carries the debiased exponential average on over the losses that came since."""
+        """Continues the debiased exponential average over the losses since the last read."""
         n = len(self._smooth)
-        for i, loss in enumerate(self._raw.read(n).tolist(), n):
+        for i, loss in enumerate(self._losses.by_batch(n).tolist(), n):
             start = self._fits[bisect_right(self._fits, i) - 1]
             before = self._average if i > start else 0.0
             self._average = self.beta * before + (1 - self.beta) * loss
             self._smooth.append(self._average / (1 - self.beta ** (i - start + 1)))
 
     def raw_losses(self) -> Floats:
-        """(n_batches,) float64: the training loss of each batch, as it was."""
-        return self._raw.read()
+        """(n_batches,) float64: the training loss of each batch, not smoothed."""
+        return self._losses.by_batch()
 
     def step_losses(self) -> Floats:
-        """(n_steps,) float64: the mean training loss of the batches behind each optimizer step.
+        """(n_steps,) float64: the mean training loss of the batches of each optimizer step.
 
         NaN for steps of which no loss is known, such as steps made outside a fit.
         """
-        steps, losses = np.array(self._steps, np.int64), self._raw.read()
-        n = int(getattr(self.learn, "n_steps", 0) or (steps.max(initial=-1) + 1))
-        taken = steps < n  # batches at the end that no step followed
-        totals = np.bincount(steps[taken], losses[taken], n)
-        counts = np.bincount(steps[taken], minlength=n)
-        with np.errstate(invalid="ignore"):
-            return np.asarray(totals / counts, np.float64)
+        n = getattr(self.learn, "n_steps", 0) or int(self._losses.steps().max(initial=-1)) + 1
+        return self._losses.by_step(n)
 
     def rows(self) -> list[dict[str, Any]]:
         """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
         return [dict(row) for row in self._rows]
 
+    def epochs(self, n_steps: int) -> list[dict[str, Any]]:
+        """`rows()` as a `Run` has them: with the last of `n_steps` steps that each epoch made."""
+        found, steps = [], self._losses.steps()
+        for row, n_batches in zip(self.rows(), self.iters, strict=True):
+            last = steps[:n_batches][-1:]
+            known = {"step": min(int(last[0]), n_steps - 1)} if len(last) and n_steps else {}
+            found.append({"epoch": row.pop("epoch"), **known, **row})
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
-        # metrics at work belong to a fit; each begins with those of its Learner
+        # metrics in use belong to a fit; each fit begins with those of its Learner
         return {**super().__getstate__(), "_metrics": {True: [], False: []}}
 
     def plot_loss(
@@ -297,14 +244,14 @@ class Recorder(Callback):
             fig: an empty Figure or SubFigure.
 
         Raises:
-            HookError: its Learner is gone.
+            HookError: its Learner no longer exists.
         """
         from hookkit.plotting import plot_loss
 
         if self.learn is None:
             raise HookError(
-                "plot_loss draws the losses of a Learner, and this Recorder has none (any more). "
-                "Keep the Learner, or draw what it gives: learn.run_record()."
+                "plot_loss: this Recorder belongs to no Learner, or to one that no longer exists. "
+                "Keep the Learner, or draw its record: plot_loss(learn.run_record())."
             )
 
         return plot_loss(self.learn.run_record(), skip_start, with_valid, ax=ax, fig=fig)

@@ -1,9 +1,9 @@
-"""`Driver`: whatever owns callbacks and tells them what happens.
+"""`CallbackRunner`: whatever owns callbacks and calls them by event.
 
-Two drivers stand on this: the `Learner`, which runs its own loop, and the `Watcher`, which follows
-anybody's. The idea that makes it cheap: for each event a driver finds once which callbacks have a
-method of that name, in order, and keeps that list until a callback is added, removed or reordered.
-An event nobody listens to costs one dict lookup.
+Two are built on it: the `Learner`, which runs its own loop, and the `ExternalLoop` behind `watch`,
+which follows anybody's. The idea that makes it cheap: for each event a runner finds once which
+callbacks have a method of that name, in order, and keeps that list until a callback is added,
+removed or reordered. An event that no callback has costs one dict lookup.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from typing import Any, TypeVar
 
 from fastcore.foundation import L
 
-from hookkit.callbacks.callback import Callback, heard_by, in_phase
+from hookkit.callbacks.callback import Callback, in_phase, method_for
+from hookkit.callbacks.losses import Floats, Scores
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.interrupts import Undo, block, uninterrupted
 
-__all__ = ["Callback", "Driver", "listed"]
-
-D = TypeVar("D", bound="Driver")
+R = TypeVar("R", bound="CallbackRunner")
 
 
-class Driver:
-    """Owns callbacks, calls them by event, and finds them by name. `Learner` and `Watcher` are two.
+class CallbackRunner:
+    """Owns callbacks, calls them by event, and finds them by name.
 
     Of several callbacks of one name the first has it; the others are `name_2`, `name_3`, … in the
     order they were added.
@@ -38,8 +37,8 @@ class Driver:
             evaluation of it.
         step_scaler: the GradScaler that made the last optimizer step, None if none did.
         finds_opts: the optimizers become known as they step.
-        n_steps: optimizer steps so far, on the axis of its recorders: one that has recorded
-            elsewhere is carried on, so that no step comes twice in what it holds.
+        n_steps: optimizer steps so far, as its recorders count them: it goes on from the last step
+            that one of them recorded elsewhere, so that no step comes twice in what it holds.
     """
 
     holds_callbacks = True  # which therefore hold it weakly
@@ -52,13 +51,13 @@ class Driver:
     step_scaler: Any = None
     finds_opts: bool = False
     n_steps: int = 0
-    _listeners: dict[str, list[tuple[Callback, Callable[[], object]]]]
+    _scores: Scores | None = None  # of the first training batch
+    _loss_facts: dict[str, str] | None = None  # of the first loss, by its graph
+    _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _past: list[Callback]  # added for a fit that is over
 
-    def _own(self, cbs: Any) -> None:
-        """Starts with `cbs` as the callbacks."""
-        self.cbs, self._listeners, self._past = L(), {}, []
-        self.add_cbs(cbs)
+    def __init__(self) -> None:
+        self.cbs, self._by_event, self._past = L(), {}, []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -68,8 +67,8 @@ class Driver:
 
     # --- adding and removing
 
-    def add_cb(self: D, cb: Callback | type[Callback]) -> D:
-        """Adds a callback, an instance or a class to be made into one; the driver itself.
+    def add_cb(self: R, cb: Callback | type[Callback]) -> R:
+        """Adds a callback, an instance or a class to be made into one; the runner itself.
 
         One added while a fit is under way gets its `before_fit` at once.
 
@@ -78,12 +77,12 @@ class Driver:
         """
         return self.add_cbs([cb])
 
-    def add_cbs(self: D, cbs: Any) -> D:
+    def add_cbs(self: R, cbs: Any) -> R:
         """Adds one callback, several, or None: all of them, or it raises.
 
         Raises:
             ArgumentError: one of them is not a callback.
-            HookError: one of them is at work in a fit of another driver.
+            HookError: one of them is in use in a fit of another runner.
         """
         made = _made(cbs)
         self._check_free(made)
@@ -98,20 +97,20 @@ class Driver:
         self._past = [past for past in self._past if past.name != cb.name]
         self._forget_order()
         if self.fitting:
-            self._carry_on(cb)
+            self._continue_from(cb)
             cb("before_fit")
 
-    def remove_cb(self: D, cb: Callback | type[Callback]) -> D:
-        """Removes a callback, or all callbacks of a class; the driver itself.
+    def remove_cb(self: R, cb: Callback | type[Callback]) -> R:
+        """Removes a callback, or all callbacks of a class; the runner itself.
 
-        One removed while a fit is under way is cleaned up after at once.
+        For one removed while a fit is under way `cleanup_fit` is called at once.
 
         Raises:
             ArgumentError: `cb` is neither a callback nor a class of them.
         """
         return self.remove_cbs([cb])
 
-    def remove_cbs(self: D, cbs: Any) -> D:
+    def remove_cbs(self: R, cbs: Any) -> R:
         """Removes what `add_cbs` takes."""
         for cb in self._meant(cbs):
             self._drop(cb)
@@ -128,37 +127,37 @@ class Driver:
                 found += [cb] * self._owns(cb)
             else:
                 raise ArgumentError(
-                    f"{cb!r} was to be removed as a callback, its type is {type(cb).__name__}. "
-                    f"Give the callback, or its class; there are {list(self.cbs)}."
+                    f"remove_cbs({cb!r}): expected a callback or its class, found "
+                    f"{type(cb).__name__}. Give one of {list(self.cbs)}."
                 )
         return list({id(cb): cb for cb in found}.values())
 
     def _owns(self, cb: Callback) -> bool:
-        return any(cb is mine for mine in self.cbs)
+        return any(cb is own for own in self.cbs)
 
     def _drop(self, cb: Callback) -> None:
         if self.fitting:
-            self._let_go(cb)
+            self._release(cb)
         self.cbs = L(c for c in self.cbs if c is not cb)
         self._forget_order()
 
     @block
-    def added_cbs(self: D, cbs: Any) -> Iterator[D]:
-        """The driver with `cbs` added, until the end of the `with`.
+    def added_cbs(self: R, cbs: Any) -> Iterator[R]:
+        """The runner with `cbs` added, until the end of the `with`.
 
         Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
         """
-        mine = [cb for cb in _made(cbs) if not self._owns(cb)]
+        new = [cb for cb in _made(cbs) if not self._owns(cb)]
         try:
-            yield self.add_cbs(mine)
+            yield self.add_cbs(new)
         finally:
-            for cb in self._meant(mine):
+            for cb in self._meant(new):
                 self._drop(cb)
                 self._past.append(cb)
 
     @block
-    def removed_cbs(self: D, cbs: Any) -> Iterator[D]:
-        """The driver without `cbs` (instances, classes), until the end of the `with`."""
+    def removed_cbs(self: R, cbs: Any) -> Iterator[R]:
+        """The runner without `cbs` (instances, classes), until the end of the `with`."""
         gone, before = self._meant(cbs), list(self.cbs)
         self.remove_cbs(gone)
         try:
@@ -197,34 +196,37 @@ class Driver:
         Raises:
             OptionError: there is no such event.
         """
-        return L(cb for cb, _ in self._listening(event))
+        return L(cb for cb, _ in self._having(event))
 
-    def _listening(self, event: str) -> list[tuple[Callback, Callable[[], object]]]:
-        if event not in self._listeners:
+    def _having(self, event: str) -> list[tuple[Callback, Callable[[], object]]]:
+        """The callbacks that have a method for `event`, with it, in the order they run."""
+        if event not in self._by_event:
             if event not in EVENTS:
-                raise OptionError(f"An event was to be fired: {not_an_event(event)}")
-            found = [(cb, heard_by(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)]
-            self._listeners[event] = [(cb, f) for cb, f in found if f is not None]
-        return self._listeners[event]
+                raise OptionError(not_an_event(event))
+            found = [
+                (cb, method_for(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)
+            ]
+            self._by_event[event] = [(cb, f) for cb, f in found if f is not None]
+        return self._by_event[event]
 
     def _forget_order(self) -> None:
         # a new dict: an event that is just being fired goes on with its own list
-        self._listeners = {}
+        self._by_event = {}
 
     # --- firing
 
     def __call__(self, *events: str) -> None:
-        """Fires events, in turn, at the callbacks that have a method for them."""
+        """Fires events, in turn: each callback that has a method for one is called."""
         for event in events:
-            listening = self._listeners.get(event)
-            if listening is None:
-                listening = self._listening(event)
-            if listening:
-                self._fire(event, listening)
+            callbacks = self._by_event.get(event)
+            if callbacks is None:
+                callbacks = self._having(event)
+            if callbacks:
+                self._fire(event, callbacks)
 
-    def _fire(self, event: str, listening: list[tuple[Callback, Callable[[], object]]]) -> None:
+    def _fire(self, event: str, callbacks: list[tuple[Callback, Callable[[], object]]]) -> None:
         try:
-            for cb, f in listening:
+            for cb, f in callbacks:
                 if cb.run and cb.learn is self and in_phase(cb, event, self.training):
                     f()
         except CANCEL_EXCEPTIONS:
@@ -234,33 +236,35 @@ class Driver:
             raise
 
     def _where(self) -> str:
-        """Where the run stands, for a note: `, epoch 0, batch 3 (training)`."""
+        """How far the run is, for a note: `, epoch 0, batch 3 (training)`."""
         return ""
 
+    # --- a fit
+
     def _claim(self) -> None:
-        """Makes every callback answer to this driver: another one may have had it since."""
+        """Makes this the runner of every callback: another one may have had it since."""
         self._check_free(self.cbs)
         for cb in self.cbs:
             cb.learn = self
-            self._carry_on(cb)
+            self._continue_from(cb)
         self._forget_order()
 
     def _check_free(self, cbs: Iterable[Callback]) -> None:
         for cb in cbs:
             if cb.learn is not self and getattr(cb.learn, "fitting", False):
                 raise HookError(
-                    f"{cb!r} was given to a second {type(self).__name__} while it is at work in a "
-                    f"fit. Give each its own: {type(cb).__name__}(…)."
+                    f"{cb!r} was given to a second {type(self).__name__} while a fit of another "
+                    f"one uses it. Give each its own: {type(cb).__name__}(…)."
                 )
 
-    def _carry_on(self, cb: Callback) -> None:
-        """Counts on from the step that `cb` has come to, here or elsewhere."""
-        self.n_steps = max(self.n_steps, cb._came_to)
+    def _continue_from(self, cb: Callback) -> None:
+        """Continues the step count after the last step that `cb` recorded, here or elsewhere."""
+        self.n_steps = max(self.n_steps, cb._last_step)
 
-    def _part_from(self, cb: Callback) -> None:
-        """Has a recorder know which step it has come to."""
+    def _remember_step(self, cb: Callback) -> None:
+        """Notes in a recorder how many steps it has recorded."""
         if hasattr(type(cb), "record") or "incidents" in vars(cb):
-            cb._came_to = self.n_steps
+            cb._last_step = self.n_steps
 
     @uninterrupted
     def _clean_up(self) -> None:
@@ -268,15 +272,37 @@ class Driver:
         with Undo() as stack:
             for cb in self.cbs:
                 cb.run = True
-                stack.callback(self._let_go, cb)
+                stack.callback(self._release, cb)
 
-    def _let_go(self, cb: Callback) -> None:
-        self._part_from(cb)
+    def _release(self, cb: Callback) -> None:
+        self._remember_step(cb)
         try:
             cb.cleanup_fit()
         except Exception as error:
             error.add_note(f"in callback {cb!r}, cleanup_fit{self._where()}")
             raise
+
+    # --- what a `Run` needs
+
+    def _note_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
+        """Reads the first batch's scores: see `Scores`."""
+        if self._scores is None:
+            self._scores = Scores(loss_func, pred, fed=fed)
+
+    def _known_of_loss(self) -> dict[str, Any]:
+        """Facts of a `Run`: number of classes, whether outputs are probabilities, kind of loss."""
+        scores = {} if self._scores is None else self._scores.read()
+        return {**scores, **(self._loss_facts or {})}
+
+    def _step_losses(self) -> Floats | None:
+        """(n_steps,) the training loss by optimizer step; None if it is not recorded."""
+        recorder: Any = self._cb_named("recorder")
+        return None if recorder is None else recorder.step_losses()
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        """A dict for each epoch, with its last step."""
+        recorder: Any = self._cb_named("recorder")
+        return [] if recorder is None else recorder.epochs(self.n_steps)
 
 
 def listed(cbs: Any) -> list[Any]:
@@ -295,12 +321,12 @@ def _made(cbs: Any) -> list[Callback]:
         made.append(cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb)
         if not isinstance(made[-1], Callback):
             raise ArgumentError(
-                f"{cb!r} was to be added as a callback, its type is {type(cb).__name__}. Give a "
+                f"add_cbs({cb!r}): expected a callback, found {type(cb).__name__}. Give a "
                 f"Callback, a Callback class, or Callback(after_fit=f) around a function."
             )
         if not isinstance(made[-1].order, Real):
             raise ArgumentError(
-                f"{cb!r} was to be added with order={made[-1].order!r}: callbacks run by ascending "
-                f"order. Make it a number, such as 0."
+                f"{cb!r} has order={made[-1].order!r}: callbacks run by ascending order. Make it "
+                f"a number, such as 0."
             )
     return made

@@ -9,8 +9,8 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hookkit.callbacks.losses import loss_name
 from hookkit.callbacks.metrics import as_metric
-from hookkit.callbacks.outputs import loss_name
 from hookkit.checks import check_module, check_number, kind_of, shown
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError

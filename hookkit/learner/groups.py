@@ -151,14 +151,6 @@ def freeze_groups(opt: Any, model: nn.Module, n: int, train_bn: bool) -> int:
     return first
 
 
-def plain_optimizer(opt: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside `opt`: accelerate's wrapper has no step hooks of its own."""
-    while isinstance(inner := getattr(opt, "optimizer", None), torch.optim.Optimizer):
-        opt = inner
-    plain: torch.optim.Optimizer = opt
-    return plain
-
-
 def one_cycle(
     lr: Any, div: float, div_final: float, pct_start: float, moms: tuple[float, float]
 ) -> Callable[[Any, int], Any]:

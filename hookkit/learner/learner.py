@@ -1,8 +1,8 @@
 """`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
 
-The loop itself is in `loop`, `validate` and `get_preds` in `predicting`, what one reads in
-`readout`. Optimizers, schedulers, loaders and distribution are torch's and
-accelerate's own; nothing here wraps them. Names, order and defaults are fastai's (2.8).
+Builds on `loop` (the loop itself), `predicting` (`validate`, `get_preds`) and `readout` (what one
+reads). Optimizers, schedulers, loaders and distribution are torch's and accelerate's own, not
+wrapped. Names, order and defaults are fastai's (2.8).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
-from hookkit.callbacks.keywords import InitSignature, check_keywords
 from hookkit.callbacks.runner import listed
 from hookkit.checks import check_flag, check_path
 from hookkit.events import CancelFitException
@@ -46,17 +45,17 @@ from hookkit.learner.saving import load_state, save_state
 
 
 class Learner(Predicting, ReadOut):
-    """Trains a model, and tells callbacks what happens.
+    """Trains a model, and calls callbacks at each event.
 
     Args:
         dls: `DataLoaders`, a pair of loaders `(train, valid)`, or one; None for a Learner that only
-            summarises, or validates and predicts on batches it is given.
+            summarises, or validates and predicts on batches given to it.
         model: any `nn.Module`. A tuple or list batch is called as `model(*inputs)`, a mapping as
             `model(**batch)`.
         loss_func: `loss_func(pred, *targets)`; None takes `dls.train_ds.loss_func`, else the `loss`
             in what the model returns.
         opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
-        lr: of fits that name none: a number, one per group, or `slice(lowest, highest)`.
+        lr: of fits without one of their own: a number, one per group, or `slice(lowest, highest)`.
         splitter: `splitter(model)` gives the parameters, or a list of them for each group.
         cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`, and of
             several of one name as `activation_stats`, `activation_stats_2`, …
@@ -65,19 +64,19 @@ class Learner(Predicting, ReadOut):
             `value` (fastai); instances or classes.
         path: folder of `model_dir`; None for the current one.
         model_dir: where `save` writes.
-        wd: weight decay; None leaves the optimizer's own.
+        wd: weight decay; None for the optimizer's own.
         train_bn: whether batch norms in frozen groups still learn.
         default_cbs: whether to begin with TrainEvalCallback and Recorder; one of these in `cbs`
-            takes the place of the default.
+            replaces the default.
 
     Attributes:
-        epoch, n_epoch, iter, n_iter: where the run stands (`n_iter` None: unknown).
+        epoch, n_epoch, iter, n_iter: how far the run is (`n_iter` None: unknown).
         train_iter, pct_train: training batches done in this fit, and their share of it.
-        n_steps: optimizer steps really made, over all fits; counted on from the steps that its
+        n_steps: optimizer steps really made, over all fits; it goes on from the steps that its
             recorders have seen in another Learner or loop before.
         stepped: whether the batch at hand has made one.
         steps_now: whether the batch at hand is to be followed by a step.
-        xb, yb, x, y: the batch as tuples, and its only item where there is but one.
+        xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.
         frozen_idx: the first parameter group that is trained.
@@ -93,13 +92,6 @@ class Learner(Predicting, ReadOut):
     >>> len(learn.recorder.values), learn.n_steps
     (3, 30)
     """
-
-    __signature__ = InitSignature()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Learner:
-        """A Learner, unless a keyword is none of its arguments."""
-        check_keywords(cls, kwargs)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -118,21 +110,20 @@ class Learner(Predicting, ReadOut):
         train_bn: bool = True,
         default_cbs: bool = True,
     ) -> None:
-        self.model, self.dls = checked_model(model), as_loaders(dls)
+        model, dls = checked_model(model), as_loaders(dls)
         for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
             check_function(what, f)
         if loss_func is None and dls is not None:
-            loss_func = getattr(self.dls.train_ds, "loss_func", None)
-        self.loss_func, self.opt_func, self.splitter = loss_func, opt_func, splitter
+            loss_func = getattr(dls.train_ds, "loss_func", None)
         check_decay("Learner", wd)
+        super().__init__(dls, model, loss_func)
+        self.opt_func, self.splitter = opt_func, splitter
         self.lr, self.wd, self.frozen_idx = lr, wd, 0
         self.train_bn = check_flag("Learner", "train_bn", train_bn)
         self.metrics = checked_metrics(metrics)
         self.path = Path() if path is None else check_path("Learner", path)
         self.model_dir = check_path("Learner", model_dir, "model_dir")
         self.logger: Callable[[list[Any]], Any] = print
-        self._at_start()
-        self._own(None)
         given = listed(cbs)
         kinds = [cb if isinstance(cb, type) else type(cb) for cb in given]
         if check_flag("Learner", "default_cbs", default_cbs):
@@ -153,7 +144,7 @@ class Learner(Predicting, ReadOut):
     ) -> None:
         """Trains for `n_epoch` epochs, validating after each if there is validation data.
 
-        However it ends, by an exception or Ctrl-C too, every callback's `cleanup_fit()` has run.
+        However it ends, also by an exception or Ctrl-C, every callback's `cleanup_fit()` runs.
 
         Args:
             n_epoch: the number of epochs in all.
@@ -161,7 +152,7 @@ class Learner(Predicting, ReadOut):
             wd: weight decay; None takes the Learner's.
             cbs: further callbacks for this fit; they stay readable by name afterwards.
             reset_opt: whether to begin with a new optimizer.
-            start_epoch: the first epoch's number, to go on where a run was interrupted.
+            start_epoch: the first epoch's number, to resume a run that was interrupted.
 
         Raises:
             ModelRunError: there is no training data, or no loss.
@@ -179,7 +170,7 @@ class Learner(Predicting, ReadOut):
             self._set_hypers(lr, wd)
             self.opt.zero_grad()  # of a fit that was interrupted, or of somebody's own backward
             self.n_epoch, self.epoch = n_epoch, start_epoch
-            self._epochs = range(start_epoch, n_epoch)
+            self._epoch_range = range(start_epoch, n_epoch)
             self._with_events(self._do_fit, "fit", CancelFitException)
 
     def fit_one_cycle(
@@ -205,7 +196,7 @@ class Learner(Predicting, ReadOut):
             pct_start: the share of the steps that warm up.
             wd: weight decay, as in `fit`.
             moms: lowest and highest momentum (Adam: first beta), cycled against the learning
-                rate, and put back afterwards. Left alone in an SGD without momentum.
+                rate, and restored afterwards. Not changed in an SGD without momentum.
             cbs: as in `fit`.
             reset_opt: as in `fit`.
             start_epoch: as in `fit`.
@@ -215,7 +206,7 @@ class Learner(Predicting, ReadOut):
         self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
 
     def create_opt(self) -> None:
-        """Makes the optimizer anew: `opt_func(groups, lr=lr)` of the splitter's groups.
+        """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups.
 
         Raises:
             ArgumentError: `opt_func` returned no optimizer, or one without the model's parameters.
@@ -244,7 +235,7 @@ class Learner(Predicting, ReadOut):
         """Trains every parameter group."""
         self.freeze_to(0)
 
-    # --- keeping
+    # --- files
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes weights (and the optimizer's state) to `path/model_dir/file.pth`; that path."""
@@ -252,7 +243,7 @@ class Learner(Predicting, ReadOut):
         return save_state(self._file("save", file), self.model, self.opt if with_opt else None)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
-        """Reads what `save` wrote, to where the model is; the Learner.
+        """Reads what `save` wrote, to the model's device; the Learner.
 
         Raises:
             OptionError: there is no such file, or it is not one that `save` wrote.
@@ -275,7 +266,7 @@ class Learner(Predicting, ReadOut):
 
     @block
     def no_logging(self) -> Iterator[Learner]:
-        """The Learner without its log, until the end of the `with`."""
+        """The Learner without printing its log, until the end of the `with`."""
         kept, self.logger = self.logger, _no_log
         try:
             yield self
@@ -293,7 +284,7 @@ class Learner(Predicting, ReadOut):
 
         Inside the `with`, model, optimizer and loaders are accelerate's: DDP or FSDP, mixed
         precision, gradient accumulation, each as `accelerate.Accelerator(**options)` says.
-        Afterwards they are the plain ones again. In a single process it works just as well.
+        Afterwards they are the plain ones again. A single process works too.
 
         Raises:
             MissingExtraError: accelerate is not installed.
@@ -302,4 +293,4 @@ class Learner(Predicting, ReadOut):
 
 
 def _no_log(row: list[Any]) -> None:
-    """Takes a row, shows nothing; a function of the module's, so that a Learner can be pickled."""
+    """Ignores a row; a function at module level, so that a Learner can be pickled."""

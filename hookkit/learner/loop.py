@@ -2,10 +2,10 @@
 
 It reads from top to bottom as it runs: `_do_fit`, `_do_epoch`, `_do_epoch_train`,
 `_do_epoch_validate`, `all_batches`, `one_batch`, `_do_one_batch`, `_do_grad_opt`. Each part runs
-inside `_with_events`, which fires its events and takes its `Cancel…Exception`. What learns, counts,
-records, shows or schedules is a callback; `Learner` adds data, options and everything around. After
-fastai's Learner, 2.8, with these repairs: whatever a fit set up is taken down in a `finally`, and a
-batch begins without the last one's `pred` and `loss`.
+inside `_with_events`, which fires its events and handles its `Cancel…Exception`. Modes, counts,
+recording, schedules and progress are callbacks; `Learner` adds data, options and everything else.
+After fastai's Learner, 2.8, with two repairs: whatever a fit set up is undone in a `finally`, and a
+batch begins without the `pred` and `loss` of the one before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.outputs import loss_name
-from hookkit.callbacks.runner import Driver
-from hookkit.callbacks.scaling import stepping_scaler
+from hookkit.callbacks.losses import loss_name
+from hookkit.callbacks.optimizers import bare_optimizer, stepping_scaler
+from hookkit.callbacks.runner import CallbackRunner
 from hookkit.data import n_batches, no_batches, split_batch, to_device
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.events import (
@@ -33,7 +33,6 @@ from hookkit.events import (
 )
 from hookkit.interrupts import Guard, block, interruptible, uninterrupted
 from hookkit.learner.checks import no_loss
-from hookkit.learner.groups import plain_optimizer
 from hookkit.nested import describe
 
 T = TypeVar("T", bound="Loop")
@@ -49,49 +48,45 @@ BATCH = {
 }
 
 
-class Loop(Driver):
-    """Runs epochs and batches over `model`, `dls`, `loss_func`, `opt`, and fires their events."""
+class Loop(CallbackRunner):
+    """Runs epochs and batches over `model`, `dls`, `loss_func`, `opt`, and fires their events.
 
-    model: nn.Module
-    dls: Any
-    loss_func: Any
-    accelerator: Any
-    n_epoch: int
-    epoch: int
-    n_iter: int | None
+    `Learner` says what its attributes are. All of them are set here, but for what the Learner is
+    given beyond these arguments.
+    """
+
     loss: Any
     loss_grad: Any
-    _amid: bool  # whether a batch is under way, from before its `before_batch`
-    _device: torch.device | None
-    _guard: Guard
-    _epochs: range
 
-    def _at_start(self) -> None:
-        """The state before the first fit."""
+    def __init__(self, dls: Any, model: nn.Module, loss_func: Any) -> None:
+        super().__init__()
+        self.dls, self.model, self.loss_func = dls, model, loss_func
+        self.accelerator: Any = None
+        self.epoch, self.n_epoch, self._epoch_range = 0, 1, range(0)
+        self.iter, self.n_iter = 0, None  # type: int, int | None
+        self.train_iter, self.pct_train = 0, 0.0
+        self.n_steps, self.stepped, self.steps_now, self.aside = 0, False, True, False
+        self.final_record: list[Any] | None = None
         self._opt: Any = None
         self._step_hooks: list[Any] = []
-        self.accelerator = None
-        self.epoch, self.n_epoch, self.train_iter, self.pct_train = 0, 1, 0, 0.0
-        self.n_steps, self.stepped, self.steps_now = 0, False, True
-        self.iter, self.n_iter, self.aside = 0, None, False
-        self.final_record: list[Any] | None = None
-        self._by_keyword, self._device = False, None
+        self._by_keyword, self._device = False, None  # type: bool, torch.device | None
+        self._guard = Guard()
         self._forget_batch()
 
     def _forget_batch(self) -> None:
-        self._amid = False
+        self._in_batch = False  # from before its `before_batch` to after its `after_batch`
         for name, value in BATCH.items():
             setattr(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy made in mid fit is at rest, and holds no graph
-        rest = dict.fromkeys(("fitting", "training", "aside", "_broken", "_amid"), False)
+        # a copy that is made during a fit is not in one, and holds no graph
+        rest = dict.fromkeys(("fitting", "training", "aside", "_broken", "_in_batch"), False)
         return {**vars(self), **BATCH, **rest, "_step_hooks": []}
 
     # --- the loop, from the outside in
 
     def _do_fit(self) -> None:
-        for epoch in self._epochs:
+        for epoch in self._epoch_range:
             self.epoch = epoch
             self._with_events(self._do_epoch, "epoch", CancelEpochException)
 
@@ -124,9 +119,9 @@ class Loop(Driver):
         self.iter, self.stepped = i, False
         self.pred = self.loss = self.loss_grad = None
         self.xb, self.yb = self._split(b if self._device is None else to_device(b, self._device))
-        self._amid = True
+        self._in_batch = True
         self._with_events(self._do_one_batch, "batch", CancelBatchException)
-        self._amid = False
+        self._in_batch = False
 
     def _do_one_batch(self) -> None:
         self.pred = self._predict()
@@ -174,8 +169,8 @@ class Loop(Driver):
         if not isinstance(self.loss_grad, Tensor):
             who = loss_name(self.loss_func) or "the model"
             raise ModelRunError(
-                f"A loss was needed{self._where()}; {who} gave {describe(self.loss_grad)}. "
-                f"Give one number, as the tensor it was computed as."
+                f"The loss must be a tensor{self._where()}; {who} returned "
+                f"{describe(self.loss_grad)}. Return the tensor that the loss was computed as."
             )
         self.loss = self.loss_grad.clone()
 
@@ -191,7 +186,7 @@ class Loop(Driver):
 
     def _step(self) -> None:
         self.opt.step()
-        if not self._step_hooks:  # an optimizer of the user's own, without torch's hooks
+        if not self._step_hooks:  # the user's own optimizer, without torch's hooks
             self._on_step()
 
     def _on_step(self, *_: Any) -> None:
@@ -209,18 +204,18 @@ class Loop(Driver):
             self(f"after_cancel_{part}")
         self(f"after_{part}")
 
-    # --- what surrounds it
+    # --- around it
 
-    def _check_idle(self, asked: str) -> None:
+    def _check_idle(self, call: str) -> None:
         if self.fitting:
             raise OptionError(
-                f"{asked} inside a fit of the same Learner. End that one first "
+                f"{call} inside a fit of the same Learner. End that one first "
                 f"(CancelFitException), or use a second Learner."
             )
 
     @block
     def _fit_under_way(self) -> Iterator[None]:
-        """Marks a fit and counts its optimizer steps; takes everything down, however it ends."""
+        """Marks a fit and counts its optimizer steps; undoes everything, however it ends."""
         self._check_idle("fit was called")
         self._claim()
         self._broken = True  # until it is known to have ended well: `after_fit` may fail too
@@ -243,7 +238,7 @@ class Loop(Driver):
                 self._forget_batch()
 
     def __enter__(self: T) -> T:
-        """`with learn:` fires `before_fit`, `before_epoch`, and in the end their `after_`."""
+        """`with learn:` fires `before_fit`, `before_epoch`; at the end their `after_` events."""
         self._check_idle("`with learn` was entered")
         self._claim()
         self._guard = Guard()
@@ -277,14 +272,14 @@ class Loop(Driver):
         self._opt = opt
         for handle in self._step_hooks:
             handle.remove()
-        # torch's own hook fires when a step really happens: not when GradScaler leaves it out
+        # torch's own hook runs when a step is really made: not when a GradScaler skips it
         able = [o for o in self.opts if hasattr(o, "register_step_post_hook") and self.fitting]
         self._step_hooks = [o.register_step_post_hook(self._on_step) for o in able]
 
     @property
     def opts(self) -> list[Any]:
         """The plain torch optimizers: none before the first fit, then one."""
-        return [] if self._opt is None else [plain_optimizer(self._opt)]
+        return [] if self._opt is None else [bare_optimizer(self._opt)]
 
     @property
     def stepped_opts(self) -> list[Any]:

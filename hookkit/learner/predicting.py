@@ -1,4 +1,4 @@
-"""Passes without learning: `Learner.validate` and `Learner.get_preds`, which leave no trace.
+"""Passes without training: `Learner.validate` and `Learner.get_preds`, which change nothing.
 
 Builds on `loop`. `GatherPreds` is the callback behind `get_preds`.
 """
@@ -23,17 +23,17 @@ from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
 
 _STATE = [*BATCH, "iter", "n_iter", "training", "stepped", "aside", "final_record"]
-_STATE += ["_amid", "_by_keyword", "_device"]
+_STATE += ["_in_batch", "_by_keyword", "_device"]
 
 
 class Predicting(Loop):
-    """The half of a Learner that learns nothing."""
+    """The part of a Learner that does not train."""
 
     def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
         """The mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
 
-        What was recorded, the modules' modes and the state of a fit that calls this stay as they
-        are. Inside a fit only the events of validation fire.
+        Records, the modules' modes and the state of a surrounding fit do not change. Inside a fit
+        only the events of validation fire.
 
         Args:
             ds_idx: which loader of `dls`.
@@ -62,21 +62,21 @@ class Predicting(Loop):
         """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
 
         Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
-        Nothing that was recorded is changed.
+        Records do not change.
 
         Args:
             ds_idx: which loader of `dls`.
             dl: batches to use instead: a loader or a list.
             with_input: whether to return the inputs too.
-            with_loss: whether to return the loss of each sample too, (n,), or of each batch where
-                the loss function cannot be told not to reduce.
+            with_loss: whether to return the loss of each sample too, (n,), or of each batch if the
+                loss function has no `reduction`.
             act: applied to each prediction.
             inner: whether to fire the events of validation only, not those of fit and epoch.
             cbs: further callbacks.
             concat_dim: the dimension batches are joined along; None gives lists of them.
 
         Raises:
-            ModelRunError: there is no data, or the batches' shapes do not join.
+            ModelRunError: there is no data, or the batches' shapes do not fit together.
         """
         dl = self._loader(ds_idx, dl, "get_preds")
         gather = GatherPreds(with_input, with_loss, act)
@@ -88,20 +88,20 @@ class Predicting(Loop):
     def _needs_data(self, verb: str) -> None:
         if self.dls is None:
             raise ModelRunError(
-                f"{verb} was called; this Learner has no data. Make it with DataLoaders(train, "
-                f"valid), set `learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
+                f"{verb}: this Learner has no data. Make it with DataLoaders(train, valid), set "
+                f"`learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
             )
-        self.dls = as_loaders(self.dls)  # set by hand, it may be what the Learner takes
+        self.dls = as_loaders(self.dls)  # a user may have set it to anything that the Learner takes
 
     def _loader(self, ds_idx: int, dl: Any, verb: str) -> Any:
         if dl is None:
             self._needs_data(verb)
             return self.dls[ds_idx]
-        return DataLoaders(dl).train  # the same check at the same door
+        return DataLoaders(dl).train  # its check
 
     @block
     def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
-        """Surrounds a pass without learning: afterwards state and modes are as they were.
+        """Around a pass without training: afterwards state and modes are as before.
 
         Outside a fit the events of a fit and an epoch are fired around it, unless `inner`.
         """
@@ -134,13 +134,13 @@ class Predicting(Loop):
                 cb._record(True)
 
     def _recording(self) -> list[Any]:
-        """The HookCallbacks at work on the batch at hand: what comes amid it is not of it."""
-        mine = [cb for cb in self.cbs if self._amid and hasattr(type(cb), "_record")]
-        return [cb for cb in mine if cb.run and cb.recording]
+        """The HookCallbacks that record the batch at hand: a pass within it is no part of it."""
+        known = [cb for cb in self.cbs if self._in_batch and hasattr(type(cb), "_record")]
+        return [cb for cb in known if cb.run and cb.recording]
 
 
 class GatherPreds(Callback):
-    """Keeps each batch's predictions, targets and, if asked, inputs and losses, on the CPU."""
+    """Keeps each batch's predictions and targets on the CPU; inputs and losses with `with_…`."""
 
     order = 70
 
@@ -150,12 +150,12 @@ class GatherPreds(Callback):
         self.targets, self.losses = list[Any](), list[Any]()
 
     def before_batch(self) -> None:
-        """Keeps the input as the model gets it."""
+        """Copies the input before the model can change it."""
         if self.with_input:
             self._x = kept(self.learn.x)
 
     def after_batch(self) -> None:
-        """Keeps the rest, unless the batch was cancelled before there was a prediction."""
+        """Keeps the batch, unless it was cancelled before there was a prediction."""
         learn = self.learn
         if learn.pred is None:
             return
@@ -216,8 +216,8 @@ def joined(batches: list[Any], dim: int = 0) -> Any:
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(dict.fromkeys(describe(b) for b in batches))
         raise ModelRunError(
-            f"Batches were to be joined along dimension {dim}; their shapes are {shapes}. "
-            f"Pad them to one size, or use get_preds(…, concat_dim=None) for lists."
+            f"get_preds: batches cannot be joined along dimension {dim}; their shapes are "
+            f"{shapes}. Pad them to one size, or use get_preds(…, concat_dim=None) for lists."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """What one reads of a Learner: its callbacks and its model by name, and what they recorded.
 
-Builds on `loop`. Pictures, summaries and pages are opened when they are asked for.
+Builds on `callbacks.readout` and `records`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from typing import Any
 
 from fastcore.basics import PrettyString
 
-from hookkit.callbacks.runs import run_of
+from hookkit.callbacks.readout import run_of
 from hookkit.errors import nearest
-from hookkit.learner.loop import Loop
 from hookkit.records import Run, Tables, Views
 
 
-class ReadOut(Loop, Tables, Views):
-    """The half of a Learner that reads."""
+class ReadOut(Tables, Views):
+    """The part of a Learner that reads: for a class that is also a `CallbackRunner`."""
+
+    _named: Any
+    _cb_named: Any
+    ordered_cbs: Any
 
     def summary(self) -> Any:
         """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
@@ -27,12 +30,12 @@ class ReadOut(Loop, Tables, Views):
     def run_record(self) -> Run:
         """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
 
-        `.save(path)` keeps it, for `Run.load(path)`; the Learner's own `save` keeps the weights.
+        `.save(path)` writes it, for `Run.load(path)`; the Learner's own `save` writes the weights.
         """
         return run_of(self)
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property that failed with AttributeError: its own error
+        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
             return object.__getattribute__(self, name)
         cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
         if cb is not None:
@@ -55,7 +58,8 @@ class ReadOut(Loop, Tables, Views):
         return f"Neither the Learner, its callbacks nor its model ({model}) has {name!r}.{hint}"
 
     def __repr__(self) -> str:
-        return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"
+        model, dls, cbs = (vars(self)[name] for name in ("model", "dls", "cbs"))
+        return f"Learner({type(model).__name__}, {dls!r}, cbs={list(cbs)})"
 
     @property
     def smooth_loss(self) -> float | None:
@@ -64,7 +68,7 @@ class ReadOut(Loop, Tables, Views):
         return None if recorder is None else recorder.smooth_loss
 
     def show_training_loop(self) -> PrettyString:
-        """The loop as text: every event in its place, with the callbacks that listen to it."""
+        """The loop as text: every event in its place, with the callbacks that have it."""
         depth, lines = 0, []
         for line in _LOOP.split():
             if line.startswith("end:"):

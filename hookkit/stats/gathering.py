@@ -250,7 +250,7 @@ class StatsCallback(HookCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
-            self.learn._part_from(self)
+            self.learn._remember_step(self)
         gone = dict.fromkeys(("hooks", "_hooked", "_parts"))
         return {**super().__getstate__(), **gone, "_handles": {}, "recording": False}
 

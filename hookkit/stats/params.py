@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.callbacks.runner import Callback
+from hookkit.callbacks.callback import Callback
 from hookkit.checks import check_number
 from hookkit.moments.cpu import norms
 from hookkit.moments.history import StepHistory
@@ -305,7 +305,7 @@ class ParamStats(Exports, Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
-            self.learn._part_from(self)
+            self.learn._remember_step(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"_before": {}, "_live": {}, "_copies": None}
         gone["_known"], gone["_compared"] = None, []

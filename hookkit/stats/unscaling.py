@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.callbacks.scaling import live_scalers, unscaling
+from hookkit.callbacks.optimizers import live_scalers, unscaling
 from hookkit.errors import HookkitWarning
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options

@@ -7,7 +7,6 @@ loop_hooks        `LoopHooks`: where a batch and a step begin and end; sends the
 optimizer_groups  `OptimizerGroups`: which of several optimizers make a step together.
 losses            The losses of such a loop: found in what a model or a loss function returns.
 checks            `watch`'s arguments, checked and unwrapped; its warnings for runs without steps.
-readout           What was recorded, read: as a `Run`, a diagnosis, a page.
 """
 
 from hookkit.watching.watcher import Watcher, watch

@@ -11,24 +11,25 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.outputs import Scores, loss_by_graph
-from hookkit.callbacks.runner import Driver
-from hookkit.callbacks.runs import info_of
-from hookkit.callbacks.scaling import stepping_scaler
+from hookkit.callbacks.losses import Floats, LossHistory, loss_by_graph
+from hookkit.callbacks.optimizers import stepping_scaler
+from hookkit.callbacks.readout import info_of
+from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
 from hookkit.watching.loop_table import TABLE, Signal, State
-from hookkit.watching.losses import LossTape, loss_in
+from hookkit.watching.losses import epoch_rows, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
 
 
-class ExternalLoop(Driver):
+class ExternalLoop(CallbackRunner):
     """A training loop that is not ours, as callbacks see it in `self.learn`.
 
     Attributes:
@@ -47,9 +48,7 @@ class ExternalLoop(Driver):
         scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
-        losses: the `LossTape`.
-        scores: what a cross entropy was fed first.
-        loss_facts: what the graph of the first reported loss says of it; None before, or if named.
+        losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
 
     Args:
@@ -64,8 +63,6 @@ class ExternalLoop(Driver):
     scaler: Any = None
     pred: Any = None
     loss: Tensor | None = None
-    scores: Scores | None = None
-    loss_facts: dict[str, str] | None = None
     epoch = n_left_out = 0
 
     def __init__(
@@ -76,13 +73,13 @@ class ExternalLoop(Driver):
         unseen: Callable[[], Callable[[], None] | None] = lambda: None,
         finds_opts: bool = False,
     ) -> None:
+        super().__init__()
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
         self._unseen, self.finds_opts = unseen, finds_opts
         self.elsewhere: list[tuple[int, int]] = []
-        self.losses, self.spans = LossTape(), list[dict[str, Any]]()
+        self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.groups = OptimizerGroups()
         self._reset()
-        self._own(None)
 
     def _reset(self) -> None:
         self.state = self._state_before_eval = State.BETWEEN
@@ -140,9 +137,9 @@ class ExternalLoop(Driver):
         self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
         self("before_fit")
 
-    def _carry_on(self, cb: Callback) -> None:
+    def _continue_from(self, cb: Callback) -> None:
         own = self.n_steps
-        super()._carry_on(cb)
+        super()._continue_from(cb)
         if self.n_steps > own:
             self.elsewhere.append((own, self.n_steps))
 
@@ -412,11 +409,11 @@ class ExternalLoop(Driver):
 
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """Takes the loss of the batch at hand, or of the step just made."""
-        if self.loss_facts is None and self.loss_func is None:
-            self.loss_facts = loss_by_graph(loss)
-            by_class = self.loss_facts.get("loss_func") in ("cross_entropy", "nll_loss")
-            if self.scores is not None and by_class:
-                self.scores.by_class = True
+        if self._loss_facts is None and self.loss_func is None:
+            self._loss_facts = loss_by_graph(loss)
+            by_class = self._loss_facts.get("loss_func") in ("cross_entropy", "nll_loss")
+            if self._scores is not None and by_class:
+                self._scores.by_class = True
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
         self.losses.put(kept, guess, share)
         if self.training:
@@ -426,9 +423,15 @@ class ExternalLoop(Driver):
         loss, guess = loss_in(output)
         if loss is not None:
             self.report_loss(loss, guess, share)
-        if self.scores is None and not isinstance(self.loss_func, nn.Module):
-            # of a loss function that is a module, its own input is read
-            self.scores = Scores(self.loss_func, output, fed=False)
+        if not isinstance(self.loss_func, nn.Module):  # else its own input is read
+            self._note_scores(self.loss_func, output, fed=False)
+
+    def _step_losses(self) -> Floats | None:
+        losses = self.losses.by_step(self.n_steps)
+        return losses if np.isfinite(losses).any() else None
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        return epoch_rows(self.spans, self.losses.by_step(self.n_steps))
 
 
 ACTIONS: dict[str, Callable[[ExternalLoop], None]] = {

@@ -1,12 +1,11 @@
-"""The losses of a loop that is not ours: found in what a model returns, kept on their device.
+"""The losses of a loop that is not ours: found in what a model or a loss function returns.
 
-Builds on `recorder.Scalars`: nothing is read by the host before somebody asks. `Criterion` finds
-them in a loss function that is a module.
+Builds on `ExternalLoop`, which keeps them; `LossFunctionHook` finds them in a loss function that is
+a module.
 """
 
 from __future__ import annotations
 
-from array import array
 from threading import get_ident
 from typing import Any
 
@@ -14,19 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.outputs import Scores
-from hookkit.callbacks.recorder import Scalars
+from hookkit.callbacks.losses import Floats
+from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError
 from hookkit.hooks.entries import attach, in_thread
 from hookkit.nested import named_leaves
-from hookkit.records import Floats
-from hookkit.watching.checks import tell_no_loss, tell_twice
+from hookkit.watching.checks import warn_called_twice, warn_no_loss
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, bool]:
-    """The loss that a model returned by itself, and whether that is only a guess.
+    """The loss in a model's output, and whether that is only a guess.
 
-    It is the output, or its `loss`, or as a guess the only scalar with a gradient among others.
+    It is the output itself, or its `loss`, or, as a guess, its only scalar that has a gradient.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> loss_in({"logits": x, "loss": x.sum()}), loss_in((x, x.sum()))[1], loss_in(x)
@@ -51,98 +49,56 @@ def one_number(loss: Any) -> Tensor:
         value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
     except (TypeError, ValueError, RuntimeError):
         raise ArgumentError(
-            f"w.loss needs the batch's loss as one number, and was given {type(loss).__name__}. "
+            f"w.loss: expected the batch's loss as one number, found {kind_of(loss)}. "
             f"Give the tensor you call backward() on, or a float."
         ) from None
     if value.numel() != 1 or value.is_complex():
         raise ArgumentError(
-            f"w.loss needs the batch's loss as one number, and was given a tensor of shape "
+            f"w.loss: expected the batch's loss as one number, found a tensor of shape "
             f"{tuple(value.shape)}{' of complex numbers' * value.is_complex()}. Reduce it first, "
             f"as in w.loss(loss.mean())."
         )
     return value if value.dim() == 0 else value.reshape(())
 
 
-class LossTape:
-    """The loss of each batch, kept on its device until read. Guesses count if there is no other.
+def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, Any]]:
+    """The epochs as a `Run` has them: number, last step, mean training loss, reported values.
 
-    >>> tape = LossTape()
-    >>> for step, loss in (0, 4.0), (0, 2.0), (2, 1.0):
-    ...     tape.begin(step); tape.put(torch.tensor(loss))
-    >>> tape.read(3)
-    array([ 3., nan,  1.])
-    >>> for loss in 0.5, 0.25:
-    ...     tape.begin(3); tape.put(torch.tensor(loss), share=True)
-    >>> tape.read(4)[3]
-    np.float64(0.75)
+    Args:
+        spans: for each epoch its number, its first step, and the values reported with it.
+        losses: (n_steps,) the loss of each step, NaN where it is not known.
+
+    >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], np.array([1.0, np.nan, 3.0]))
+    [{'epoch': 0, 'step': 2, 'train_loss': 2.0, 'valid_loss': 0.5}]
     """
-
-    def __init__(self) -> None:
-        self._values, self._steps = Scalars(), array("q")
-        self._guessed, self._shares = array("b"), array("b")
-        self._step, self._now, self._guess = 0, None, False  # type: tuple[int, Tensor | None, bool]
-        self._share = False
-        self._device: torch.device | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether no batch has had a loss."""
-        return self._now is None and not self._steps
-
-    def begin(self, step: int) -> None:
-        """A batch begins; `step` is the optimizer step it is for."""
-        if self._now is not None:
-            self._values.append(self._now)
-            self._steps.append(self._step)
-            self._guessed.append(self._guess)
-            self._shares.append(self._share)
-        self._step, self._now = step, None
-
-    def put(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
-        """The batch's loss; a second one, also after the step, takes the place of the first.
-
-        Args:
-            loss: 0-d.
-            guess: it may be something else.
-            share: the losses of a step's batches add up to the step's; else that is their mean.
-        """
-        self._device = self._device or loss.device
-        self._now, self._guess, self._share = loss.to(self._device), guess, share
-
-    def drop(self) -> None:
-        """The batch does not count."""
-        self._now = None
-
-    def read(self, n_steps: int) -> Floats:
-        """(n_steps,) float64 on the host: each step's loss, NaN if none of its batches' is known.
-
-        Sync: one per 1024 losses.
-        """
-        self.begin(self._step)
-        steps, losses = np.array(self._steps, np.int64), self._values.read()
-        guessed, shares = np.array(self._guessed, bool), np.array(self._shares, bool)
-        taken = steps < n_steps  # a batch at the end that no step followed
-        taken &= ~guessed | guessed.all()
-        counts = np.bincount(steps[taken], minlength=n_steps)
-        added = np.bincount(steps[taken & shares], minlength=n_steps) > 0
-        totals = np.bincount(steps[taken], losses[taken], n_steps)
-        with np.errstate(invalid="ignore"):
-            return np.asarray(totals / np.where(added, 1, counts))
-
-    def __getstate__(self) -> dict[str, Any]:
-        now = None if self._now is None else self._now.cpu()  # a pickle loads on any machine
-        return {**vars(self), "_now": now, "_device": None}
+    rows = []
+    ends = [span["step"] for span in spans[1:]] + [len(losses)]
+    for span, end in zip(spans, ends, strict=True):
+        reported = dict(span)
+        first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
+        if end > first:
+            row["step"] = end - 1
+        known = losses[first:end][~np.isnan(losses[first:end])]
+        if len(known):
+            row["train_loss"] = float(known.mean())
+        rows.append(row | {k: _plain(v) for k, v in reported.items()})
+    return rows
 
 
-class Criterion:
-    """The user's loss function, if it is a module: what it gives is told as the batch's loss.
+def _plain(value: Any) -> Any:
+    """A tensor, an array or a number of numpy's as Python numbers; anything else as it is."""
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
+
+
+class LossFunctionHook:
+    """Reports what the user's loss function returns as the batch's loss, if it is a module.
+
+    Args:
+        loop: the loop to report to.
+        loss_func: anything; a plain function cannot be hooked.
 
     Attributes:
         twice: it was called again within a batch, whose loss is then the last call's alone.
-
-    Args:
-        loop: the followed loop, which is told.
-        loss_func: anything; what is no module cannot be watched.
     """
 
     def __init__(self, loop: Any, loss_func: Any) -> None:
@@ -152,22 +108,22 @@ class Criterion:
         self._last: Tensor | None = None
 
     def attach(self) -> None:
-        """Begins to listen."""
+        """Registers the hook."""
         self._thread = get_ident()
         if isinstance(self.loss_func, nn.Module):
             self._handle = attach(self.loss_func, self._after)
 
-    def tell(self) -> bool:
-        """Warns of losses that it could not see, or not whole; whether there was a cause to."""
-        missing = self.loss_func is not None and self.loop.n_steps and self.loop.losses.empty
+    def warn(self) -> bool:
+        """Warns of losses that could not be seen, or not whole; whether there was a reason to."""
+        missing = self.loss_func is not None and self.loop.n_steps and not len(self.loop.losses)
         if missing:
-            tell_no_loss(self.loss_func)
+            warn_no_loss(self.loss_func)
         elif self.twice:
-            tell_twice(self.loss_func)
+            warn_called_twice(self.loss_func)
         return bool(missing or self.twice)
 
     def remove(self) -> None:
-        """Ends it."""
+        """Removes the hook."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._last = None
@@ -180,5 +136,5 @@ class Criterion:
             self.twice |= loop.loss is not None and loop.loss is self._last
             loop.report_loss(one_number(output))
             self._last = loop.loss
-            if loop.scores is None and args:
-                loop.scores = Scores(module, args[0])
+            if args:
+                loop._note_scores(module, args[0])

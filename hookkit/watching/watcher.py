@@ -4,8 +4,8 @@
         ...                                         # your loop, or any library's
 
 Builds on `LoopHooks` (which see batches and steps) and `ExternalLoop` (what callbacks see).
-The callbacks are those of the Learner, and get the same events; only what a loop does between
-forward and step (loss, backward) has no event here.
+The callbacks are those of the Learner, and get the same events, except those between forward and
+step (loss, backward), which cannot be seen.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.readout import run_of
 from hookkit.errors import HookError, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.interrupts import Guard, interruptible, uninterrupted
 from hookkit.modules import unwrap
+from hookkit.records import Exports, Floats, Run, Views
 from hookkit.watching.checks import (
     check_free,
+    check_reported,
     check_rest,
-    check_told,
     one_model,
     optimizers,
-    tell_elsewhere,
-    tell_foreign,
-    tell_idle,
-    tell_unseen,
-    tell_unstepped,
+    warn_foreign,
+    warn_other_thread,
+    warn_steps_ceased,
+    warn_unseen,
+    warn_unstepped,
 )
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.loop_hooks import LoopHooks
-from hookkit.watching.losses import Criterion, one_number
-from hookkit.watching.readout import ReadOut
+from hookkit.watching.losses import LossFunctionHook, one_number
 
 
 def watch(
@@ -52,29 +55,29 @@ def watch(
     loss_func: Callable[..., Any] | None = None,
     each_forward: bool = False,
 ) -> Watcher:
-    """Drives `callbacks` around any training loop, between `with` and its end.
+    """Runs `callbacks` around any training loop, inside the `with`.
 
     A batch is a forward of the model in training mode with gradients on; a step is a step of
     the optimizer, and callbacks read gradients right after it. So gradient accumulation, AMP
-    steps that are skipped, closures and validation in between all come out right, in a plain
-    loop and in any library that steps a torch optimizer. On leaving, everything is taken off,
-    also after an error or Ctrl-C; what was recorded stays. Entering again appends.
+    steps that are skipped, closures and validation in between are all recorded right, in a plain
+    loop and in any library that steps a torch optimizer. At the end of the `with` all hooks are
+    removed, also after an error or Ctrl-C; what was recorded stays. Entering again appends.
 
     Args:
-        model: what you train, wrapped (compile, DDP, FSDP, accelerate) or not; several models in
+        model: the model you train, wrapped (compile, DDP, FSDP, accelerate) or not; several in
             a list or dict (a GAN) count as one. Compile it before, and pass the compiled one.
         opt: its torch optimizer, in any wrapper, or a list of them. None: every torch optimizer
             that steps a parameter of the model, also one made later. (fastai's own optimizers
             run no step hooks: use its OptimWrapper, or hookkit's Learner.)
         callbacks: instances or classes: ActivationStats, ParamStats, your own.
         loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
-            loss; not needed for that where the model returns its loss, or with `w.loss(loss)`. A
-            plain function cannot be hooked: it only tells what kind of loss it is.
+            loss; not needed if the model returns its loss, or with `w.loss(loss)`. A plain
+            function cannot be hooked: it only says what kind of loss it is.
         each_forward: each training forward is a step: for loops without a torch optimizer.
             Gradients are then read when the next forward begins.
 
     Raises:
-        ArgumentError: something is not a model, an optimizer, a callback, or what else it should.
+        ArgumentError: an argument is of a kind that cannot work.
         HookError: the model is scripted.
 
     Cost: four hooks a step, about 30 µs on a CPU (`benchmarks/watching.py`).
@@ -100,22 +103,22 @@ def watch(
     return Watcher(found, opts, callbacks, loss_func, each_forward)
 
 
-class Watcher(ReadOut):
-    """What `watch` returns: follows a loop while it is entered, and reads out what was recorded.
+class Watcher(Exports, Views):
+    """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
 
     Callbacks are found by name: `w.activation_stats`; of several of one name the others are
-    `w.activation_stats_2`, … in the order they were given. `start()` and `stop()` do what entering
-    and leaving do, for places without a `with`. A copy or a pickle holds what was
-    recorded, and reads the same; model, optimizer and hooks stay with the original.
-
-    Attributes:
-        model: as given.
-        loop: what the callbacks see as `self.learn`: epoch, train_iter, n_steps, …
-        info: facts to add to the run, such as `w.info["n_classes"] = 10`.
+    `w.activation_stats_2`, … in the order they were given. `start()` and `stop()` do the same as
+    the `with`, for places without one. A copy or a pickle holds what was recorded, and reads the
+    same; model, optimizer and hooks stay with the original.
 
     Args:
         model, opts, callbacks, loss_func, each_forward: as for `watch`, checked and unwrapped.
-        by_hand: no optimizer hooks: whoever owns it calls `loop.step_began` and `step_ended`.
+        by_hand: no optimizer is hooked: the caller calls `loop.step_began` and `step_ended`.
+
+    Attributes:
+        model: as given.
+        loop: the `ExternalLoop` that callbacks have as `self.learn`: epoch, train_iter, n_steps, …
+        info: facts to add to the run, such as `w.info["n_classes"] = 10`.
     """
 
     def __init__(
@@ -129,33 +132,33 @@ class Watcher(ReadOut):
     ) -> None:
         self.model, self.loss_func = model, loss_func
         finds = not (opts or by_hand)
-        unseen = WeakMethod(self._on_unseen)  # so that all is freed with the last reference to it
+        unseen = WeakMethod(self._on_unseen)  # weak, or the two would keep each other alive
         self.loop = ExternalLoop(unwrap(model), opts, each_forward, unseen, finds)
         self.loop.loss_func = loss_func
         check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
-        self.criterion = Criterion(self.loop, loss_func)
-        self._told = self._told_loss = False
+        self.loss_hook = LossFunctionHook(self.loop, loss_func)
+        self._warned = self._warned_of_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
             if not self.hooks.owns(opt):
-                tell_foreign(opt, self.loop.model)
+                warn_foreign(opt, self.loop.model)
 
     # --- begin and end
 
     def start(self) -> Watcher:
-        """Begins to follow: the callbacks' `before_fit`, then the hooks.
+        """Begins: calls the callbacks' `before_fit`, then registers the hooks.
 
         Raises:
-            HookError: it follows already, or one of its callbacks records another run just now.
+            HookError: it is running, or one of its callbacks records another run.
         """
         self._check_whole()
         if self.loop.fitting:
             raise HookError(
-                "watch was started again while it is running. Stop it first, or use a second "
-                "watch(…) with other callbacks."
+                "watch was started while it is running. Stop it first, or use a second watch(…) "
+                "with other callbacks."
             )
         check_free(self.cbs)
         self._with_grad = torch.is_grad_enabled()
@@ -165,14 +168,14 @@ class Watcher(ReadOut):
             self.hooks.attach()
             if self.loop.cbs:
                 forget_graphs(self.model)  # one that has run would not see the hooks
-            self.criterion.attach()
+            self.loss_hook.attach()
         except BaseException:
             self._take_down()
             raise
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Ends it: closes what is open, takes everything off. Nothing happens if it is not running.
+        """Ends it: closes what is open, removes all hooks. Does nothing if it is not running.
 
         Args:
             error: the exception that ended the loop; the callbacks then get no `after_` events.
@@ -185,7 +188,7 @@ class Watcher(ReadOut):
             self._take_down()
         if error is None:
             self._check_stepped()
-            self._told_loss = self._told_loss or self.criterion.tell()
+            self._warned_of_loss = self._warned_of_loss or self.loss_hook.warn()
 
     def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, CancelFitException):
@@ -199,7 +202,7 @@ class Watcher(ReadOut):
             torch.set_grad_enabled(self._with_grad)
         try:
             self.hooks.detach()
-            self.criterion.remove()
+            self.loss_hook.remove()
         finally:
             self.loop.end()
             self._guard.end()
@@ -214,42 +217,42 @@ class Watcher(ReadOut):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """A callback's CancelFitException ends the block, and goes no further."""
+        """A callback's CancelFitException ends the block, and is not raised."""
         self.stop(error)
         return isinstance(error, CancelFitException)
 
     def follow(self, opt: Any) -> None:
-        """Another optimizer from the next start on: libraries make one for each training."""
+        """Takes another optimizer, from the next start on: libraries make one for each training."""
         self._check_whole()
         opts = optimizers(opt)
         self.hooks.opts, self.loop.opts = opts, list(opts)
 
-    # --- what the user may tell
+    # --- what the user may report
 
     def epoch(self, **values: Any) -> None:
         """Marks an epoch: batches from now on belong to the next one. Optional.
 
-        At the top or the bottom of the loop over epochs, both are right: an epoch without
-        batches is not counted.
+        It can be called at the top or the bottom of the loop over epochs: an epoch without batches
+        is not counted.
 
         Args:
-            values: what to keep of the epoch that ends, such as `valid_loss=…`, `accuracy=…`:
-                numbers or scalar tensors, read by the host when the run is read.
+            values: of the epoch that ends, such as `valid_loss=…`, `accuracy=…`: numbers or
+                tensors, read by the host when the run is read.
 
         Raises:
-            ArgumentError: one of them is `epoch` or `step`, which are counted here.
+            ArgumentError: one of them is `epoch` or `step`, which watch counts itself.
         """
-        check_told(values)
+        check_reported(values)
         self.loop.mark_epoch()
         self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Adds to what is kept of the last epoch, as `epoch` does, without ending it.
+        """Adds values to the last epoch, as `epoch` does, without ending it.
 
         Raises:
             ArgumentError: as `epoch`.
         """
-        check_told(values)
+        check_reported(values)
         if self.loop.spans:
             now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
             self.loop.spans[-1].update(now)
@@ -257,26 +260,46 @@ class Watcher(ReadOut):
     def batch(self) -> None:
         """Marks that a training batch begins. Only for forwards that cannot be seen.
 
-        That is a train step compiled as a whole, where model hooks are part of the graph.
+        Such as those of a train step compiled as a whole, where model hooks are part of the graph.
         """
         if self.loop.fitting:
             self.loop.mark_batch()
 
     def loss(self, loss: Tensor | float) -> None:
-        """Tells the loss of this batch, before or after its step. Optional; kept on its device.
+        """Reports the loss of this batch, before or after its step. Optional; kept on its device.
 
-        Given the tensor itself, its graph tells which of PyTorch's losses it is, for `diagnose`.
-        Under gradient accumulation tell each batch's own loss, undivided: the step's is their mean.
+        From the tensor's graph `diagnose` knows which of PyTorch's losses it is. Under gradient
+        accumulation report each batch's own loss, undivided: the step's is their mean.
 
         Raises:
             ArgumentError: it is not one number.
         """
         value = one_number(loss)
-        self._told_loss = True
+        self._warned_of_loss = True
         if self.loop.fitting:
             self.loop.report_loss(value)
 
-    # --- looking
+    # --- reading
+
+    @property
+    def losses(self) -> Floats:
+        """(n_steps,) float64: the training loss by optimizer step, NaN where it is not known."""
+        losses = self.loop.losses.by_step(self.loop.n_steps)
+        own = np.ones(len(losses), np.bool_)
+        for first, end in self.loop.elsewhere:
+            own[first:end] = False
+        return losses[own]
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
+
+        Steps are counted as the recorders count them: those of a callback that has recorded in
+        another `watch` before come first.
+
+        Sync: one per recorder.
+        """
+        run = run_of(self.loop)
+        return replace(run, info={**run.info, **self.info})
 
     @property
     def opt(self) -> Optimizer | None:
@@ -285,7 +308,7 @@ class Watcher(ReadOut):
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps so far, over all times it was entered."""
+        """Optimizer steps so far, in all its runs."""
         return self.loop.n_steps - sum(end - first for first, end in self.loop.elsewhere)
 
     @property
@@ -303,7 +326,7 @@ class Watcher(ReadOut):
         near = nearest(name, [*known, *(n for n in dir(type(self)) if n[0] != "_")]) or known
         raise AttributeError(
             f"Neither Watcher nor its callbacks have {name!r}. "
-            f"Nearest: {', '.join(near) or 'none: it was given no callbacks'}.",
+            f"Nearest: {', '.join(near) or 'none: it has no callbacks'}.",
             name=name,
             obj=self,
         )
@@ -315,17 +338,16 @@ class Watcher(ReadOut):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what was recorded, not what runs."""
         kept = {"loop": copy.copy(self.loop), "info": dict(self.info)}
-        return {**kept, "_told": True, "_told_loss": True}
+        return {**kept, "_warned": True, "_warned_of_loss": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, model=None, loss_func=None, hooks=None, criterion=None)
+        vars(self).update(state, model=None, loss_func=None, hooks=None, loss_hook=None)
 
     def _check_whole(self) -> None:
         if self.model is None:
             raise HookError(
-                "watch was to go on with a Watcher that was copied or loaded: it holds what was "
-                "recorded, and neither model nor optimizer. Make a new one around them: "
-                "watch(model, opt, *w.cbs)."
+                "This Watcher was copied or loaded: it has the records, and neither model nor "
+                "optimizer. Make a new one around them: watch(model, opt, *w.cbs)."
             )
 
     def __repr__(self) -> str:
@@ -337,29 +359,29 @@ class Watcher(ReadOut):
         model = type(loop.model).__name__ if kept is None else kept["model"]
         return f"Watcher({model}: {steps} in {epochs}; {names}; {state})"
 
-    # --- what is told
+    # --- warnings
 
     def _on_unseen(self) -> None:
         never = not (self.hooks.root_ran or self.n_steps)
-        if not self._told and (never or self.hooks.in_eval):
-            self._told = True
-            tell_unseen(self.loop.model, self.hooks.compiled)
+        if not self._warned and (never or self.hooks.in_eval):
+            self._warned = True
+            warn_unseen(self.loop.model, self.hooks.compiled)
 
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.hooks.compiled_step
         stepped = self.n_steps or loop.n_left_out or loop.each_forward
         n_idle = loop.n_batches_since_step
-        if not (self._told or self.n_steps or loop.train_iter) and self.hooks.other_thread:
-            self._told = True
-            tell_elsewhere(loop.model)
+        if not (self._warned or self.n_steps or loop.train_iter) and self.hooks.other_thread:
+            self._warned = True
+            warn_other_thread(loop.model)
             return
-        if self._told or not (n_idle if stepped else loop.train_iter or compiled):
+        if self._warned or not (n_idle if stepped else loop.train_iter or compiled):
             return
-        self._told = True
+        self._warned = True
         if stepped:
-            tell_idle(loop.model, n_idle, [] if loop.finds_opts else loop.opts)
+            warn_steps_ceased(loop.model, n_idle, [] if loop.finds_opts else loop.opts)
         else:
-            tell_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
+            warn_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
 
 
 def _count(n: int, what: str) -> str:

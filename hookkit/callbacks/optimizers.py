@@ -1,0 +1,69 @@
+"""The torch optimizer inside a library's wrapper, and the GradScaler that scaled a step's loss.
+
+PyTorch keeps no list of GradScalers, nor has it hooks for them. A scaler is known for certain while
+it makes a step: its `step` is then the caller of the optimizer's. One that only unscales, before a
+step that others make, keeps a note of it. Before the first step all that can be known is which
+scalers exist.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.amp import GradScaler
+
+_STEP = getattr(GradScaler.step, "__code__", None)
+
+
+def bare_optimizer(opt: Any) -> Any:
+    """The innermost optimizer in `opt`, whose step hooks run; `opt` itself if it wraps none.
+
+    Accelerate, Lightning and others keep it as `.optimizer`, fastai's `OptimWrapper` as `.opt`,
+    sharpness-aware optimizers as `.base_optimizer`.
+    """
+    for _ in range(8):  # at most: a wrapper may contain itself
+        inside = [getattr(opt, name, None) for name in ("optimizer", "opt", "base_optimizer")]
+        inner = next((o for o in inside if hasattr(o, "param_groups")), None)
+        if inner is None:
+            break
+        opt = inner
+    return opt
+
+
+def stepping_scaler() -> Any:
+    """The enabled GradScaler that makes the optimizer's step at hand; None if none does.
+
+    For an optimizer's step hook. It looks for `GradScaler.step` among the callers, since neither
+    the scaler nor the optimizer refers to the other. The loops of libraries (accelerate, Lightning)
+    and subclasses call it too. Cost: 2 µs.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP:
+            scaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None  # disabled, it scales nothing
+        frame = frame.f_back
+    return None
+
+
+def live_scalers() -> list[Any]:
+    """Every enabled GradScaler of the process. Cost: reads all objects of the process, 50 ms."""
+    kinds = [GradScaler]
+    for kind in kinds:  # the list grows in the loop
+        kinds += kind.__subclasses__()
+    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), GradScaler)]
+    return [x for x in found if x.is_enabled()]
+
+
+def unscaling(scalers: Sequence[Any]) -> Any:
+    """Of `scalers` the first that has unscaled gradients since its last `update()`, or None.
+
+    fastai's MixedPrecision makes the scaler step something else, and the optimizer after it.
+    """
+    # Private: `_per_optimizer_states`, what a GradScaler notes of each optimizer, emptied by
+    # `update()` (since 1.6). Without it such a loop's gradients are recorded scaled, as if it had
+    # no scaler.
+    return next((s for s in scalers if getattr(s, "_per_optimizer_states", None)), None)
