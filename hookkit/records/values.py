@@ -67,7 +67,7 @@ def read_source(source: Any) -> Any:
     """
     if isinstance(source, Plain) and hasattr(source, "records"):
         return source
-    for name in () if isinstance(source, type) else ("run_record", "run", "record"):
+    for name in () if isinstance(source, type) else ("run_record", "record"):
         # looked up without __getattr__: a callback also answers with what its learner has, and
         # would be read as the run of all callbacks
         if callable(getattr_static(source, name, None)):
