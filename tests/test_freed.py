@@ -166,7 +166,9 @@ def test_a_callback_whose_learner_is_gone_says_so() -> None:
 
     assert recorder.learn is None
     assert len(recorder.losses) == 3
-    with pytest.raises(AttributeError, match=r"'dls', and the Learner or .* no longer exists\. Keep"):
+    with pytest.raises(
+        AttributeError, match=r"'dls', and the Learner or .* no longer exists\. Keep"
+    ):
         _ = recorder.dls
     with pytest.raises(HookError, match=r"has none .any more.* Keep the Learner"):
         recorder.plot_loss()

@@ -443,7 +443,9 @@ def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
     assert all(pickle.loads(pickle.dumps(cb)).learn is None for cb in cbs)
     if importlib.util.find_spec("matplotlib"):
         assert acts.plot_layer_stats(0)
-    with pytest.raises(AttributeError, match=r"'train_iter', .* watched loop .* no longer exists\. K"):
+    with pytest.raises(
+        AttributeError, match=r"'train_iter', .* watched loop .* no longer exists\. K"
+    ):
         _ = acts.train_iter
 
 
