@@ -219,7 +219,7 @@ class Recorder(Callback):
         """Per epoch a dict: `{"epoch": 0, "train_loss": 6.58, "valid_loss": 5.40, …}`."""
         return [dict(row) for row in self._rows]
 
-    def epochs(self, n_steps: int) -> list[dict[str, Any]]:
+    def _epochs(self, n_steps: int) -> list[dict[str, Any]]:
         """`rows()` as a `Run` has them: with the last of `n_steps` steps that each epoch made."""
         found, steps = [], self._losses.steps()
         for row, n_batches in zip(self.rows(), self.iters, strict=True):

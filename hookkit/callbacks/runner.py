@@ -302,7 +302,7 @@ class CallbackRunner:
     def _epochs(self) -> list[dict[str, Any]]:
         """A dict for each epoch, with its last step."""
         recorder: Any = self._cb_named("recorder")
-        return [] if recorder is None else recorder.epochs(self.n_steps)
+        return [] if recorder is None else recorder._epochs(self.n_steps)
 
 
 def listed(cbs: Any) -> list[Any]:
