@@ -1,8 +1,8 @@
 """One check for each kind of argument: module, function, flag, number, choice, path.
 
-Each returns the checked value, or raises before anything has changed, with what was given, what
-was expected, and what to give. Builds on `errors`. Every public function checks its arguments
-here, so that the same mistake gets the same answer everywhere.
+Each returns the checked value, or raises before anything has changed. Its message says what was
+given, what was expected, and what to do. Every public function checks its arguments here, so that
+the same mistake gets the same message everywhere. Builds on `errors`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 import os
 from collections.abc import Callable, Collection
 from inspect import Parameter, signature
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from hookkit.errors import ArgumentError, OptionError, is_number, is_whole, nearest
+from hookkit.errors import ArgumentError, OptionError, nearest
 
 
 def check_module(who: str, module: Any, hint: str = "") -> nn.Module:
@@ -75,7 +76,7 @@ def check_number(
     whole: bool = False,
     what: str = "",
 ) -> Any:
-    """`value`, one finite number from `low` to `high`, between `above` and `below`, whole if asked.
+    """`value`, one number from `low` to `high`, above `above` and below `below`.
 
     Args:
         who: the function or class called.
@@ -83,9 +84,9 @@ def check_number(
         value: what it was given.
         low: the smallest value that can work.
         high: the largest.
-        above: a limit that is itself too small.
-        below: a limit that is itself too large.
-        whole: whether it counts something.
+        above: as `low`, but itself too small.
+        below: as `high`, but itself too large.
+        whole: whether only whole numbers will do.
         what: what the number means, for the message: `"batches in one step"`.
 
     Returns:
@@ -134,9 +135,9 @@ def check_path(who: str, path: Any, name: str = "path") -> Path:
 def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -> Any:
     """A function of `arguments`, such as `("module", "input", "output")`, made from the user's `f`.
 
-    The one rule for how many arguments a user's function takes, decided when it is registered: all
-    of them; or the last alone, if it has one required parameter, or no signature that Python can
-    read, as many of torch's own functions (`torch.mean`).
+    One rule, decided when the function is registered: it gets all `arguments`; or only the last,
+    if it has one required parameter, or if Python cannot read its signature, as with many of
+    torch's own functions (`torch.mean`).
 
     Returns:
         `f`, or `OfLast(f)`, which passes the last argument on.
@@ -155,7 +156,7 @@ Give f(module, input, output), or f(output).
     if not callable(f) or (isinstance(f, type) and issubclass(f, nn.Module)):
         raise ArgumentError(f"{who}: {name} must be a function, found {kind_of(f)}. Give {forms}.")
     try:
-        # what a module is called with is what its forward takes
+        # a module takes the arguments of its forward
         params = signature(f.forward if isinstance(f, nn.Module) else f).parameters.values()
     except (TypeError, ValueError):
         return OfLast(f)
@@ -201,6 +202,24 @@ def kind_of(x: Any) -> str:
         return f"the class {x.__name__}"
     name = type(x).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is one real number, of Python or numpy; True and False are not.
+
+    >>> is_number(0.5), is_number(True), is_number("1")
+    (True, False, False)
+    """
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def is_whole(x: Any) -> bool:
+    """Whether `x` is an integer of Python or numpy; True and False are not.
+
+    >>> is_whole(3), is_whole(3.0)
+    (True, False)
+    """
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def shown(x: Any, most: int = 60) -> str:

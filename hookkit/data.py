@@ -82,8 +82,9 @@ class DataLoaders:
         known = isinstance(i, int) and -len(self) <= i < len(self)
         if not known or self.loaders[i] is None:
             raise SelectionError(
-                f"Loader {i!r} was asked for; there are {sum(x is not None for x in self.loaders)} "
-                f"(0 is training, 1 validation). Give it to DataLoaders, or a `dl=` to the call."
+                f"there is no loader {i!r}: DataLoaders has "
+                f"{sum(x is not None for x in self.loaders)} (0 is training, 1 validation). Give "
+                f"it to DataLoaders, or a `dl=` to the call."
             )
         return self.loaders[i]
 
@@ -157,7 +158,7 @@ def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], 
 
 
 def n_batches(loader: Any) -> int | None:
-    """How many batches `loader` says it gives; None if it cannot tell.
+    """`len(loader)`, the number of its batches; None if it has no length.
 
     A DataLoader over an `IterableDataset` has a length that raises.
 
@@ -171,10 +172,10 @@ def n_batches(loader: Any) -> int | None:
 
 
 def no_batches(what: str) -> str:
-    """The message for a loader that came up empty."""
+    """The message for a loader that gave no batch."""
     return (
-        f"A batch of {what} was asked for; it gave none. A generator can be read only once: give "
-        f"a list or a DataLoader; and drop_last=True drops a dataset smaller than a batch."
+        f"{what} gave no batch. A generator can be read only once: give a list or a DataLoader; "
+        f"and drop_last=True drops a dataset smaller than a batch."
     )
 
 
@@ -184,10 +185,10 @@ def _check_loader(role: str, loader: Any) -> None:
         good = False
     if (loader is None and role == "train") or (loader is not None and not good):
         raise ArgumentError(
-            f"The {role} loader is {type(loader).__name__}: it does not give batches. Give a torch "
+            f"The {role} loader is {kind_of(loader)}, which gives no batches. Give a torch "
             f"DataLoader, a list of batches, or any object that can be iterated over repeatedly."
         )
-    if role != "train" and isinstance(loader, Iterator):  # to train one epoch, it may do
+    if role != "train" and isinstance(loader, Iterator):  # enough to train for one epoch
         raise ArgumentError(
             f"The {role} loader is {kind_of(loader)}, which gives its batches only once: from the "
             f"second epoch on there would be none. Give a list of them, or a torch DataLoader."
@@ -200,7 +201,7 @@ def _device(device: torch.device | str | int) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise OptionError(
-            f"device={device!r} was asked for: {first} Use 'cpu', 'cuda' or 'cuda:1'."
+            f"DataLoaders(device={device!r}): {first} Use 'cpu', 'cuda' or 'cuda:1'."
         ) from None
     if named.type == "cuda" and named.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())  # as tensors there report it

@@ -4,33 +4,31 @@
     ├── SelectionError      (KeyError)      no module of that name, pattern or type
     ├── OptionError         (ValueError)    an argument has a value that cannot work
     ├── ArgumentError       (TypeError)     an argument is of a kind that cannot work
-    ├── HookError           (RuntimeError)  a hook, edit or swap cannot do what was asked
+    ├── HookError           (RuntimeError)  a hook, edit or swap cannot work here
     ├── ModelRunError       (RuntimeError)  the model cannot take the input it was given
-    ├── NonFiniteError      (ArithmeticError)  NaN or Inf met where the user asked to be told
+    ├── NonFiniteError      (ArithmeticError)  NaN or Inf, where the user wants an error for it
     └── MissingExtraError   (ImportError)   an optional package is needed; prints its pip command
 
     HookkitWarning (UserWarning)
     ├── NeverFiredWarning   a hook, edit or stop was never reached
-    ├── OverwrittenWarning  what is stored is no copy, and was changed since, or is not detached
+    ├── OverwrittenWarning  a stored value is no copy, and was changed since, or is not detached
     └── CompiledWarning     a compiled model will not see this hook
 
-Each message has three parts: what was asked, what was found, what to do.
+Each message has three parts: what was given, what was found, what to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from numbers import Integral, Real
-from typing import Any
 
 
 class HookkitError(Exception):
-    """Base of every error that hookkit raises on its own account."""
+    """Base of every error that hookkit raises itself."""
 
 
 class SelectionError(HookkitError, KeyError):
-    """No module (or layer, or unit) answers to what was asked for."""
+    """No module (or layer, or unit) has this name, pattern or type."""
 
     __str__ = Exception.__str__  # a KeyError shows the repr of its message
 
@@ -44,7 +42,7 @@ class ArgumentError(HookkitError, TypeError):
 
 
 class HookError(HookkitError, RuntimeError):
-    """A hook, an edit or a swap cannot do what was asked of it."""
+    """A hook, an edit or a swap cannot work here."""
 
 
 class ModelRunError(HookkitError, RuntimeError):
@@ -52,11 +50,11 @@ class ModelRunError(HookkitError, RuntimeError):
 
 
 class NonFiniteError(HookkitError, ArithmeticError):
-    """A NaN or an Inf was met where the user asked to be told."""
+    """A NaN or an Inf was found, and the user wants an error for it."""
 
 
 class MissingExtraError(HookkitError, ImportError):
-    """An optional package is needed; the message is the pip command that brings it."""
+    """An optional package is needed; the message is the pip command that installs it."""
 
 
 class HookkitWarning(UserWarning):
@@ -64,11 +62,11 @@ class HookkitWarning(UserWarning):
 
 
 class NeverFiredWarning(HookkitWarning):
-    """A hook, an edit or a stop was asked for and never reached."""
+    """A hook, an edit or a stop was never reached."""
 
 
 class OverwrittenWarning(HookkitWarning):
-    """What is stored is no copy, and has been changed since, or cannot be as the options ask."""
+    """A stored value is no copy, and was changed since, or is not what the options say."""
 
 
 class CompiledWarning(HookkitWarning):
@@ -76,7 +74,7 @@ class CompiledWarning(HookkitWarning):
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """The `n` of `names` that look most like `name`, best first; empty when none does.
+    """The `n` of `names` that are most like `name`, best first; empty when none is.
 
     >>> nearest("layer1.conv", ["layer1.conv1", "layer1.conv2", "fc"], n=2)
     ['layer1.conv2', 'layer1.conv1']
@@ -93,21 +91,3 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     return MissingExtraError(
         f'hookkit needs {package} to {purpose}: pip install "hookkit[{extra}]"'
     )
-
-
-def is_number(x: Any) -> bool:
-    """Whether `x` is one real number, of Python's or of numpy's; True and False are none.
-
-    >>> is_number(0.5), is_number(True), is_number("1")
-    (True, False, False)
-    """
-    return isinstance(x, Real) and not isinstance(x, bool)
-
-
-def is_whole(x: Any) -> bool:
-    """Whether `x` is a number without a fraction by its kind, as in `is_number`.
-
-    >>> is_whole(3), is_whole(3.0)
-    (True, False)
-    """
-    return isinstance(x, Integral) and not isinstance(x, bool)

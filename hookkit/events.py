@@ -11,8 +11,8 @@ One `fit` is a nest of parts. Each part fires `before_<part>`, does its work, an
        │     ├─ backward
        │     └─ step
 
-A callback that raises `Cancel<Part>Exception` ends that part at once: what was left of it is
-skipped, `after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
+A callback that raises `Cancel<Part>Exception` ends that part at once: the rest of it is skipped,
+`after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
 fit; no further event fires, but every callback's `cleanup_fit()` is called.
 """
 
@@ -69,15 +69,15 @@ class CancelValidException(Exception):
 
 
 class CancelBatchException(Exception):
-    """Ends this batch: what it has not done yet (loss, backward, step, zero_grad) is left out."""
+    """Ends this batch: the rest of it (loss, backward, step, zero_grad) is skipped."""
 
 
 class CancelBackwardException(Exception):
-    """Leaves out the backward pass of this batch; the step follows."""
+    """Skips the backward pass of this batch; the step follows."""
 
 
 class CancelStepException(Exception):
-    """Leaves out the optimizer step of this batch; its gradients are zeroed all the same."""
+    """Skips the optimizer step of this batch; its gradients are still zeroed."""
 
 
 CANCELS: dict[str, type[Exception]] = {

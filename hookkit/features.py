@@ -28,8 +28,7 @@ from hookkit.hooks.taps import tap
 from hookkit.interrupts import Undo
 from hookkit.modules import can_run, find
 from hookkit.nested import describe, paths_of, pick, tmap
-from hookkit.selecting import select
-from hookkit.selecting.resolving import Selector
+from hookkit.selecting import Selector, select
 from hookkit.swapping import Wrapper
 
 

@@ -1,8 +1,8 @@
-"""Several processes as one: who am I, gather, reduce. The only file that imports torch.distributed.
+"""Several processes as one: gather, compare, reduce. Only this file imports torch.distributed.
 
 Alone (no process group) every function is the identity, so callers need no `if`. Nothing here is
 ever called inside a hook: a collective that only some ranks reach blocks all of them, so gathering
-happens where the user reads a value, and **every rank has to read it**.
+happens where the user reads a value, and **every rank has to read it**. Builds on `nested`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hookkit.errors import HookError, OptionError
-from hookkit.nested import describe, named_leaves, tmap
+from hookkit.nested import describe, leaves, named_leaves, tmap
 
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX"}
 
@@ -35,13 +35,13 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
 
     `x` is a tensor or any structure of tensors, whose batch sizes may differ from rank to rank;
     scalars (0-d) become a vector with one entry for each rank. The result is detached, of the
-    dtype and on the device of `x`. Alone: `x` itself. Cost: one exchange of names, structures,
+    dtype and on the device of `x`. Alone: `x` itself. Cost: two exchanges of names, structures,
     dtypes and shapes, then one collective per tensor.
 
     Args:
         x: what to join; a list as long as `names`, where they are given.
-        names: what the parts of `x` are, which has to be the same on all ranks: values are joined
-            by position, and two ranks may list the same layers in another order.
+        names: of the parts of `x`. They must be the same on all ranks: values are joined by
+            position, and two ranks may list the same layers in another order.
 
     Raises:
         HookError: on every rank, if the names, structures, dtypes or inner shapes differ.
@@ -51,32 +51,48 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     """
     if not is_distributed():
         return x
-    shapes = _check_alike(*(([x], ["the value"]) if names is None else (x, list(names))))
-    each = iter(zip(*shapes, strict=True))
-    return tmap(lambda t: _gather_one(t, [shape[0] if shape else 1 for shape in next(each)]), x)
+    parts, named = ([x], ["the value"]) if names is None else (x, list(names))
+    check_alike(
+        list(zip(named, map(_joinable, parts), strict=True)),
+        [f"{name}, {describe(part)}" for name, part in zip(named, parts, strict=True)],
+        problem="gather: the ranks hold different values",
+        cure="Values are joined by position, and only their first dimension may differ: give all "
+        "ranks the same layers in the same order and read them on all ranks, or pass gather=False "
+        "and join them yourself (ranks.gather_object).",
+    )
+    lengths = gather_object([t.shape[0] if t.ndim else 1 for t in leaves(x)])
+    each = iter(zip(*lengths, strict=True))
+    return tmap(lambda t: _gather_one(t, next(each)), x)
 
 
-def check_same(mine: Any, *, asked: str, found: str, cure: str) -> None:
-    """Raises on every rank, or on none: `mine` has to be the same on all of them.
+def _joinable(x: Any) -> list[Any]:
+    """What has to be the same of two structures whose tensors are joined."""
+    return [(path, str(t.dtype), t.ndim, tuple(t.shape[1:])) for path, t in named_leaves(x)]
 
-    Called before collectives that join by position or need one shape: there gloo ends the process
-    where shapes differ, and mixes rows where names do. Costs one collective.
+
+def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure: str) -> None:
+    """Raises on every rank, or on none: `own` has to be the same on all of them.
+
+    Called before collectives that join by position or need one shape: gloo ends the process where
+    shapes differ, and joins the wrong rows where names do. Costs one collective.
 
     Args:
-        mine: names, shapes, dtypes, steps: any picklable object, compared by `==`.
-        asked: the operation and what is wrong; begins the message.
-        found: `mine` in a few words, which the message shows for each rank.
+        own: this rank's names, shapes, dtypes, steps: picklable objects, compared by `==`.
+        texts: each of `own` in a few words.
+        problem: the operation and what is wrong; begins the message.
         cure: what to do; ends the message.
 
     Raises:
-        HookError: `mine` differs between ranks.
+        HookError: `own` differs between ranks; shows the first item that does, for each rank.
 
-    >>> check_same(("fc", 3), asked="merge: the layers differ", found="fc", cure="Name the same.")
+    >>> check_alike([("fc", 3)], ["fc"], problem="merge: other layers", cure="Name the same.")
     """
-    everyone = gather_object((mine, found))
-    if any(theirs != everyone[0][0] for theirs, _ in everyone):
-        each = "; ".join(f"rank {r}: {text}" for r, (_, text) in enumerate(everyone))
-        raise HookError(f"{asked} ({each}). {cure}")
+    everyone = gather_object((list(own), list(texts)))
+    for i in range(max(len(items) for items, _ in everyone)):
+        if any(items[i : i + 1] != everyone[0][0][i : i + 1] for items, _ in everyone):
+            words = [found[i] if i < len(found) else "nothing" for _, found in everyone]
+            each = "; ".join(f"rank {r}: {text}" for r, text in enumerate(words))
+            raise HookError(f"{problem} ({each}). {cure}")
 
 
 def gather_object(x: Any) -> list[Any]:
@@ -128,41 +144,7 @@ def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
     return _on_wire(t, reduce)
 
 
-def _check_alike(parts: list[Any], names: list[str]) -> list[list[tuple[int, ...]]]:
-    """The shapes of all tensors in `parts`, for each rank.
-
-    Raises:
-        HookError: the same one on all ranks, if what they hold does not fit.
-    """
-    specs = [[(p, str(t.dtype), tuple(t.shape)) for p, t in named_leaves(part)] for part in parts]
-    everyone = gather_object((names, [describe(part) for part in parts], specs))
-    if any(theirs != everyone[0][0] for theirs, _, _ in everyone):
-        raise HookError(
-            "gather: the ranks do not read the same layers in the same order. "
-            f"{_difference([theirs for theirs, _, _ in everyone])}. Values are joined by their "
-            "place: give all ranks the same layers in the same order, and read them on all ranks."
-        )
-    for i, name in enumerate(names):
-        inner = [[(p, d, shape[1:], not shape) for p, d, shape in s[i]] for _, _, s in everyone]
-        if any(spec != inner[0] for spec in inner):
-            found = "; ".join(f"rank {r}: {texts[i]}" for r, (_, texts, _) in enumerate(everyone))
-            raise HookError(
-                f"gather: the ranks hold different structures for {name} ({found}). Only the "
-                "first dimension may differ: pass gather=False and join them yourself "
-                "(ranks.gather_object)."
-            )
-    return [[shape for spec in s for _, _, shape in spec] for _, _, s in everyone]
-
-
-def _difference(names: list[list[str]]) -> str:
-    """The first place at which the ranks' names differ, in words."""
-    longest = max(map(len, names))
-    at = next(i for i in range(longest) if len({tuple(n[i : i + 1]) for n in names}) > 1)
-    each = (n[at] if at < len(n) else "nothing" for n in names)
-    return f"At place {at} " + ", ".join(f"rank {r} has {n}" for r, n in enumerate(each))
-
-
-def _gather_one(t: Tensor, sizes: list[int]) -> Tensor:
+def _gather_one(t: Tensor, sizes: Sequence[int]) -> Tensor:
     """Batches of unequal size are padded to the largest, sent, and cut again."""
     t = t.detach()
     if t.ndim == 0:
@@ -179,7 +161,7 @@ def _gather_one(t: Tensor, sizes: list[int]) -> Tensor:
 def _all_gather(w: Tensor) -> list[Tensor]:
     w = w.contiguous()
     parts = [torch.empty_like(w) for _ in range(world_size())]
-    # as bytes: gloo knows no int16 and no float8
+    # as bytes, since gloo takes no int16 and no float8
     dist.all_gather([_bytes(part) for part in parts], _bytes(w))
     return parts
 

@@ -1,7 +1,8 @@
-"""Text that lines up: true widths of characters, and short forms of numbers.
+"""Text that lines up: columns in a terminal, and short forms of numbers.
 
-A terminal gives CJK signs and most emoji two columns and combining marks none, so `len` lies about
-where a column ends. The rules are Unicode's East Asian Width (UAX #11) from the standard library.
+A terminal gives CJK characters and emoji two columns and combining marks none, so `len` is not the
+width. The rule is `wcwidth`'s, by Unicode's East Asian Width (UAX #11) from the standard library,
+one character at a time: an emoji made of several (a family, a skin tone) counts each of its parts.
 """
 
 from __future__ import annotations
@@ -9,40 +10,23 @@ from __future__ import annotations
 import unicodedata
 from functools import lru_cache
 
-_JOINER = "\u200d"  # joins emoji into one picture: 👨‍👩‍👧
-_JOINERS = (_JOINER, "\u200c")  # the other one keeps letters apart in Persian
-_SIGNS = 16  # characters in a column, at the most that is worth a look
-_PICTURE = "\ufe0f"  # asks for the colour form of the sign before it, which is two columns wide
-_FLAG = range(0x1F1E6, 0x1F200)  # regional letters; two of them make one flag
-_SKIN = range(0x1F3FB, 0x1F400)  # skin tones, drawn onto the emoji before them
+_JOINERS = "\u200d\u200c"  # between emoji that make one picture; between letters in Persian
 
 
 @lru_cache(maxsize=4096)
 def width(text: str) -> int:
     """Columns that `text` takes in a terminal.
 
-    >>> width("conv"), width("卷积"), width("e\\u0301"), width("👍🏽"), width("👨‍👩‍👧")
-    (4, 4, 1, 2, 2)
+    >>> width("conv"), width("卷积"), width("e\\u0301"), width("👍")
+    (4, 4, 1, 2)
     """
-    if text.isascii():
-        return len(text)
-    return sum(_cell(text, i) for i in range(len(text)))
+    return len(text) if text.isascii() else sum(map(_columns, text))
 
 
-def _cell(text: str, i: int) -> int:
-    sign, code = text[i], ord(text[i])
-    if unicodedata.category(sign) in ("Mn", "Me", "Cf") and sign != _PICTURE:
+def _columns(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # combining marks, joiners
         return 0
-    if sign == _PICTURE:
-        return 1 if i and unicodedata.east_asian_width(text[i - 1]) not in "WF" else 0
-    if i and (text[i - 1] == _JOINER or code in _SKIN):
-        return 0
-    if code in _FLAG:
-        letters = 0  # the second letter of a pair is drawn into the first
-        while letters <= i and ord(text[i - letters]) in _FLAG:
-            letters += 1
-        return 2 if letters % 2 else 0
-    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def pad(text: str, n: int, *, right: bool = False) -> str:
@@ -56,25 +40,29 @@ def pad(text: str, n: int, *, right: bool = False) -> str:
 
 
 def clip(text: str, n: int) -> str:
-    """`text` in at most `n` columns; what is cut leaves an ellipsis.
+    """`text` in at most `n` columns; an ellipsis replaces what is cut.
 
     >>> clip("TransformerEncoder", 12), clip("卷积层一二三", 6)
     ('Transformer…', '卷积…')
     """
-    if len(text) <= _SIGNS * n and width(text) <= n:
+    if len(text) <= n and text.isascii():  # most names
         return text
-    text = text[: max(0, _SIGNS * n)]
-    while text and width(text) > n - 1:
-        text = text[:-1]
-    return text.rstrip(_JOINER) + "…" if n > 0 else ""
+    used = fit = 0  # columns so far; how many characters fit with the ellipsis
+    for i, character in enumerate(text):
+        used += _columns(character)
+        if used > n:
+            return text[:fit] + "…" if n > 0 else ""
+        if used < n:
+            fit = i + 1
+    return text
 
 
 def harmless(text: str, n: int = 200) -> str:
-    """`text` on one line, with what would act on a terminal or reorder a line written as an escape.
+    """`text` on one line, with escapes for characters that control a terminal or reorder a line.
 
     Control characters, marks of writing direction, line separators and halves of surrogate pairs
-    come from names and class names that a user's code makes. What is longer than `n` signs loses
-    its middle.
+    can come from the names of a user's modules and classes. A text longer than `n` characters
+    loses its middle.
 
     >>> harmless("a\\x1b[31m\\nb\\u202e"), harmless("x" * 300, 9)
     ('a\\\\x1b[31m\\\\nb\\\\u202e', 'xxxx…xxxx')
@@ -91,7 +79,7 @@ def _is_harmless(c: str) -> bool:
 
 
 def csv_cell(text: str) -> str:
-    """`text` as a cell of a CSV file that no spreadsheet takes for a formula.
+    """`text` as a cell of a CSV file that a spreadsheet does not read as a formula.
 
     >>> csv_cell("=1+1"), csv_cell("layer1.0")
     ("'=1+1", 'layer1.0')
@@ -116,7 +104,7 @@ def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:
 
 
 def si(n: float) -> str:
-    """`n` in three digits and a unit of a thousand: for counts too long to compare at a glance.
+    """`n` in three digits with a unit of thousands: for counts too long to compare at a glance.
 
     >>> [si(n) for n in (0, 999, 25_165_824, 4_089_184_256, 999_999)]
     ['0', '999', '25.2 M', '4.09 G', '1.00 M']

@@ -10,12 +10,12 @@ from hookkit.errors import HookkitError, HookkitWarning, missing_extra, nearest
     "kind",
     [k for k in vars(errors).values() if inspect.isclass(k) and k.__module__ == errors.__name__],
 )
-def test_every_kind_has_its_base_and_stands_in_the_drawing(kind: type) -> None:
+def test_every_kind_has_its_base_and_is_in_the_drawing(kind: type) -> None:
     assert issubclass(kind, (HookkitError, HookkitWarning))
     assert kind.__name__ in (errors.__doc__ or "")
 
 
-def test_errors_are_kin_of_pythons_own() -> None:
+def test_errors_derive_from_pythons_own() -> None:
     assert issubclass(errors.SelectionError, KeyError)
     assert issubclass(errors.OptionError, ValueError)
     assert issubclass(errors.ArgumentError, TypeError)

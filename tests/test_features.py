@@ -382,7 +382,7 @@ def test_features_on_a_gpu_are_safe_from_in_place_operations(lenet: LeNet) -> No
     torch.testing.assert_close(extract(IMAGE.cuda())["conv2"].cpu(), wanted, rtol=1e-3, atol=1e-3)
 
 
-# --- what is told
+# --- warnings and errors
 
 
 def test_a_layer_that_is_not_reached() -> None:

@@ -17,7 +17,7 @@ from interrupting import interrupted_everywhere, left_behind
 from torch import nn
 
 from hookkit import Learner, files, records, report
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.learner.saving import load_state, save_state
 from hookkit.records import Record, Run
 from hookkit.testing import synth_learner
@@ -107,7 +107,7 @@ def test_nothing_is_lost_wherever_ctrl_c_comes(tmp_path: Path) -> None:
     others = []
 
     def scenario() -> None:
-        with write_aside(path, text=True) as file:
+        with atomic_write(path, text=True) as file:
             file.write("b")
             file.write("b" * 8)
 
@@ -126,7 +126,7 @@ def test_a_new_file_gets_the_usual_permissions_and_an_old_one_keeps_its_own(tmp_
     old.chmod(0o640)
 
     for path in (new, old):
-        with write_aside(path) as file:
+        with atomic_write(path) as file:
             file.write(b"x")
 
     assert stat.S_IMODE(new.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
@@ -139,7 +139,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     target.write_text("old")
     link.symlink_to(target)
 
-    with write_aside(link, text=True) as file:
+    with atomic_write(link, text=True) as file:
         file.write("new")
 
     assert link.is_symlink()
@@ -152,7 +152,7 @@ def test_a_relative_path_is_of_the_folder_it_was_given_in(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
 
-    with write_aside("file", text=True) as file:
+    with atomic_write("file", text=True) as file:
         monkeypatch.chdir(tmp_path / "other")
         file.write("here")
 
@@ -164,7 +164,7 @@ def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
-    with write_aside(pipe) as file:
+    with atomic_write(pipe) as file:
         file.write(b"through")
 
     assert os.read(reader, 100) == b"through"
@@ -173,7 +173,7 @@ def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match=tmp_path.name), write_aside(tmp_path):
+    with pytest.raises(IsADirectoryError, match=tmp_path.name), atomic_write(tmp_path):
         pass
 
 

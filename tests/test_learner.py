@@ -334,7 +334,7 @@ def test_a_generator_is_used_up_and_told() -> None:
     batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
     learn = quiet(data=(batches, None))
 
-    with pytest.raises(ModelRunError, match=r"it gave none. A generator can be read only once"):
+    with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
         learn.fit(2)
 
 

@@ -147,7 +147,7 @@ def test_paths_may_be_written_another_way() -> None:
 
 
 @pytest.mark.parametrize("path", ["0", "a.b", "[x]", "[0", "..a"])
-def test_a_path_that_cannot_be_read_is_told(path: str) -> None:
+def test_a_path_that_cannot_be_read_is_an_error(path: str) -> None:
     with pytest.raises(ValueError, match="cannot read the path"):
         pick((A,), path)
 

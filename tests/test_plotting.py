@@ -475,7 +475,7 @@ def test_lines_of_a_long_run_are_smoothed_and_few_are_seen_as_they_are_too(
     assert ax.get_title(loc="left").endswith("smoothed over 9 records")
 
 
-def test_a_recorder_that_saw_no_step_is_not_asked_for_again() -> None:
+def test_a_recorder_without_a_step_is_not_reported_as_missing() -> None:
     figure = plotting.plot_depth(made.run(n=0))
 
     assert [ax.texts[0].get_text() for ax in figure.axes] == ["nothing was recorded"] * 2

@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU; and alone, where every function is the identity."""
+"""Two gloo processes on the CPU; and one alone, where every function is the identity."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
     assert torch.equal(g.stored[0], torch.ones(4, 3))
 
 
-def test_an_unknown_reduction_is_told() -> None:
+def test_an_unknown_reduction_is_an_error() -> None:
     with pytest.raises(OptionError, match=r'op="mean" is unknown\. Use one of sum, min, max'):
         ranks.all_reduce(torch.ones(1), "mean")
 
@@ -75,35 +75,39 @@ def gathers_what_hooks_stored(r: int) -> None:
 
 
 def refuses_what_does_not_fit(r: int) -> None:
-    with pytest.raises(HookError, match=r"different structures .* \(rank 0: 2×3; rank 1: 2×4\)"):
+    with pytest.raises(
+        HookError, match=r"different values \(rank 0: the value, 2×3; rank 1: the value, 2×4\)"
+    ):
         ranks.gather(torch.ones(2, 3 + r))
     a, b = torch.ones(2, 3), torch.zeros(2, 3)
-    with pytest.raises(HookError, match=r"rank 0: {'a': 2×3, 'b': 2×3}; rank 1: {'b'"):
+    with pytest.raises(
+        HookError, match=r"rank 0: the value, {'a': 2×3, 'b': 2×3}; rank 1: the value, {'b'"
+    ):
         ranks.gather({"b": b, "a": a} if r else {"a": a, "b": b})
-    with pytest.raises(HookError, match="different structures"):
+    with pytest.raises(HookError, match="different values"):
         ranks.gather(torch.ones(2, dtype=torch.float64 if r else torch.float32))
-    with pytest.raises(HookError, match="rank 0: 2; rank 1: scalar"):
+    with pytest.raises(HookError, match="rank 0: the value, 2; rank 1: the value, scalar"):
         ranks.gather(torch.ones(()) if r else torch.ones(2))
-    with pytest.raises(HookError, match="rank 0: 2×3; rank 1: None"):
+    with pytest.raises(HookError, match="rank 0: the value, 2×3; rank 1: the value, None"):
         ranks.gather(None if r else torch.ones(2, 3))
 
 
-def compares_what_all_ranks_have_to_share(r: int) -> None:
-    words = {"asked": "merge: the layers differ", "found": f"fc{r}", "cure": "Name the same."}
+def compares_the_values_of_all_ranks(r: int) -> None:
+    words = {"problem": "merge: the layers differ", "cure": "Name the same."}
 
-    ranks.check_same({"layer": ("fc", 3)}, **words)
+    ranks.check_alike([{"layer": ("fc", 3)}], [f"fc{r}"], **words)
     with pytest.raises(HookError, match=r"layers differ \(rank 0: fc0; rank 1: fc1\)\. Name the"):
-        ranks.check_same(("fc", 3 + r), **words)
+        ranks.check_alike([0, ("fc", 3 + r)], ["same", f"fc{r}"], **words)
 
 
 def refuses_layers_in_another_order(r: int) -> None:
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
     order = ("1", "0") if r else ("0", "1")
-    differs = "At place 0 rank 0 has the output of '0', rank 1 has the output of '1'"
+    differs = "rank 0: the output of '0', 2×3; rank 1: the output of '1', 2×3"
 
     with hook_outputs(select(net, *order), gather=True) as h:
         net(x)
-    for _ in range(2):  # what was refused is not taken for the whole when it is read again
+    for _ in range(2):  # a refused value is not taken for the whole when it is read again
         with pytest.raises(HookError, match=differs):
             _ = h.stored
         with pytest.raises(HookError, match=differs):
@@ -119,13 +123,13 @@ def refuses_what_only_some_ranks_have(r: int) -> None:
 
     with hook_outputs(fewer, gather=True) as h, hook_output(net[2], gather=True) as one:
         net(x)
-    with pytest.raises(HookError, match="At place 1 rank 0 has the output of ReLU, rank 1 has not"):
+    with pytest.raises(HookError, match="rank 0: the output of ReLU, 2×3; rank 1: nothing"):
         _ = h.stored
-    with pytest.raises(HookError, match=r"the output of Linear, rank 1 has the output of ReLU"):
+    with pytest.raises(HookError, match=r"the output of Linear, .*; rank 1: the output of ReLU"):
         _ = (hook_output(net[1], gather=True) if r else one).stored
     with hook_output(net[2], gather=True) as out, hook_input(net[2], gather=True) as given:
         net(x)
-    with pytest.raises(HookError, match=r"the output of Linear, rank 1 has the inputs of Linear"):
+    with pytest.raises(HookError, match=r"the output of Linear, .*; rank 1: the inputs of Linear"):
         _ = (given if r else out).stored
 
 
@@ -135,13 +139,13 @@ def refuses_calls_and_gradients_that_only_some_ranks_have(r: int) -> None:
     with hook_output(net[0], keep="all", gather=True) as h:
         for _ in range(2 + r):
             net(x)
-    with pytest.raises(HookError, match=r"At place 2 rank 0 has nothing, rank 1 has .* in call 2"):
+    with pytest.raises(HookError, match=r"rank 0: nothing; rank 1: .* in call 2"):
         _ = h.calls
     y = net(x)
     t = hook_tensor(y, gather=True)
     if r:
         y.sum().backward()
-    with pytest.raises(HookError, match=r"rank 0: None; rank 1: 2×3"):
+    with pytest.raises(HookError, match=r"rank 0: .*None; rank 1: .*2×3"):
         _ = t.stored
     with hook_output(net[0], grad=True, gather=True) as g:
         net(x).sum().backward()
@@ -181,7 +185,7 @@ CHECKS = (
     gathers_structures,
     gathers_what_hooks_stored,
     refuses_what_does_not_fit,
-    compares_what_all_ranks_have_to_share,
+    compares_the_values_of_all_ranks,
     refuses_layers_in_another_order,
     refuses_what_only_some_ranks_have,
     refuses_calls_and_gradients_that_only_some_ranks_have,

@@ -121,15 +121,15 @@ def test_tables_have_captions_and_scopes(sick: str) -> None:
     assert {attrs.get("scope") for attrs in page.all("th")} == {"row", "col"}
 
 
-@pytest.mark.parametrize(("n", "told"), [(1, "1 rule could not"), (2, "2 rules could not")])
+@pytest.mark.parametrize(("n", "text"), [(1, "1 rule could not"), (2, "2 rules could not")])
 def test_rules_that_could_not_judge_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, text: str
 ) -> None:
     unjudged = tuple((f"rule {i}", "why") for i in range(n))
     found = hookkit.Diagnosis((), 3, 40, unjudged)
     monkeypatch.setattr("hookkit.health.diagnose", lambda run: found)
 
-    assert told in html_of(made.run(n=40), tmp_path)
+    assert text in html_of(made.run(n=40), tmp_path)
 
 
 def test_a_healthy_run_gets_one_calm_line(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_report_is_a_function_of_the_package(tmp_path: Path) -> None:
     assert "<h1>" in page.read_text()
 
 
-def test_what_is_missing_is_told(tmp_path: Path) -> None:
+def test_missing_parts_are_named_with_their_recorder(tmp_path: Path) -> None:
     text = Outline(html_of(Run(), tmp_path)).text
 
     assert "Not recorded: activations (ActivationStats()), gradients (GradientStats())" in text
@@ -235,9 +235,9 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extr
     html = pages.report(made.exploding(made.run(n=300)), tmp_path / "bare.html").read_text()
 
     bare, whole = Outline(html), Outline(sick)
-    told = 'No picture: hookkit needs matplotlib to draw: pip install "hookkit[plot]"'
+    why = 'No picture: hookkit needs matplotlib to draw: pip install "hookkit[plot]"'
     assert bare.all("img") == []
-    assert bare.text.count(told) == len(whole.all("img"))
+    assert bare.text.count(why) == len(whole.all("img"))
     assert all((p["alt"] or "") in bare.text for p in whole.all("img"))
     for tag in ("section", "table", "article"):
         assert bare.all(tag) == whole.all(tag)
@@ -262,7 +262,7 @@ def test_the_summary_is_shown_as_html_or_as_text(tmp_path: Path) -> None:
     assert '<pre tabindex="0">a &lt; b</pre>' in html_of(Run(), tmp_path, summary="a < b")
 
 
-def test_incidents_of_the_flight_recorder_are_told(tmp_path: Path) -> None:
+def test_incidents_of_the_flight_recorder_are_listed(tmp_path: Path) -> None:
     run = replace(Run(), incidents=(Incident("activation", "act", "ReLU", 41),))
 
     assert "step 41 (epoch 0): first non-finite activation of act (ReLU)" in html_of(run, tmp_path)

@@ -136,7 +136,7 @@ def test_the_empty_name_is_the_model(net: Net) -> None:
     assert select(net, "")[""] is net
 
 
-def test_nothing_asked_is_every_module_that_runs_but_the_root(net: Net) -> None:
+def test_without_a_selector_every_module_that_runs_but_the_root_is_selected(net: Net) -> None:
     names = [name for name, _ in net.named_modules()][1:]
     assert list(select(net)) == [n for n in names if n != "blocks" and "out_proj" not in n]
     assert list(select(nn.Linear(2, 2))) == [""]
@@ -303,7 +303,7 @@ def test_a_pattern_gives_a_shared_module_once_and_it_knows_all_its_names() -> No
         (["module.b", "module.a"], ["b", "a"]),
     ],
 )
-def test_every_name_that_is_asked_for_answers_in_order(what: Any, names: list[str]) -> None:
+def test_every_given_name_has_its_entry_in_order(what: Any, names: list[str]) -> None:
     shared = nn.Sequential(Block())
     model = nn.DataParallel(nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(2, 2)}))
 
@@ -414,7 +414,7 @@ class Odd(nn.Module):
         return x
 
 
-def test_modules_are_not_asked_for_length_truth_equality_or_attributes() -> None:
+def test_no_length_truth_equality_or_attribute_of_a_module_is_used() -> None:
     odd = Odd()
     model = nn.Sequential(odd, odd, nn.ReLU())
 
@@ -425,7 +425,7 @@ def test_modules_are_not_asked_for_length_truth_equality_or_attributes() -> None
         select(model, "0.fcc")
 
 
-def test_a_predicate_object_and_a_falsy_module_are_told_apart() -> None:
+def test_a_predicate_object_is_no_falsy_module() -> None:
     model = nn.Sequential(nn.Sequential(), nn.ReLU())
 
     assert list(select(model, model[0])) == ["0"]
@@ -589,12 +589,12 @@ def error(model: nn.Module, *what: Any) -> str:
         ),
         (
             "stem[out][0]",
-            'no module matches "stem[out][0]". A key of what a module gives stands in quotes: '
+            'no module matches "stem[out][0]". A key of an output is written in quotes: '
             "\"stem['out'][0]\".",
         ),
         (
             "[logits]",
-            'no module matches "[logits]". A key of what a module gives stands in quotes: '
+            'no module matches "[logits]". A key of an output is written in quotes: '
             "\"['logits']\".",
         ),
         (
@@ -611,17 +611,19 @@ def error(model: nn.Module, *what: Any) -> str:
             nn.Conv2d,
             "no module is a Conv2d. There are Linear (9), Block (3), LayerNorm (3), "
             "MultiheadAttention (3), NonDynamicallyQuantizableLinear (3), Sequential (3) and 4 "
-            "more classes. Ask for one of these, or by name: select(model) lists all 25.",
+            "more classes. Select one of these, or by name: select(model) lists all 25.",
         ),
         (
             nn.Linear(1, 1),
             "the Linear given is no module of this Net. A copied, pickled or converted model has "
-            "modules of its own: ask by name, select(model) lists all 25.",
+            "modules of its own: select by name, select(model) lists all 25.",
         ),
     ],
     ids=str,
 )
-def test_what_is_not_there_is_said_with_what_is_near(net: Net, what: Any, message: str) -> None:
+def test_an_unknown_name_is_an_error_with_the_names_that_are_near(
+    net: Net, what: Any, message: str
+) -> None:
     assert error(net, what) == message
 
 
@@ -643,27 +645,29 @@ def test_many_near_names_are_counted() -> None:
     )
 
 
-def test_a_wrong_kind_of_request(net: Net) -> None:
-    with pytest.raises(ArgumentError, match=r"cannot ask by 3 of type int. Give a name, a glob"):
+def test_a_selector_of_a_wrong_kind(net: Net) -> None:
+    with pytest.raises(ArgumentError, match=r"select: 3 selects nothing. Give a name, a glob"):
         select(net, 3)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="cannot ask by None of type NoneType"):
+    with pytest.raises(ArgumentError, match="select: None selects nothing"):
         select(net, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"needs a model .* and was given list"):
+    with pytest.raises(ArgumentError, match=r"select: expected an nn.Module, found a list"):
         select([net])  # type: ignore[arg-type]
 
 
 def test_a_dict_the_wrong_way_round(net: Net) -> None:
-    with pytest.raises(ArgumentError, match=r"given Linear as the new name of 'h'. Turn it round"):
+    with pytest.raises(ArgumentError, match=r"the new name of 'h' is .*Linear. Give text"):
         select(net, {"h": net.head1})  # type: ignore[dict-item]
 
 
 def test_one_new_name_for_several_modules(net: Net) -> None:
-    with pytest.raises(OptionError, match=r'gives "h" to one module, and .* matches 3. Ask for'):
+    with pytest.raises(
+        OptionError, match=r'gives the name "h" to one module, and .* matches 3. Select'
+    ):
         select(net, {"blocks.*.mlp": "h"})
 
 
 def test_one_name_for_two_things(net: Net) -> None:
-    with pytest.raises(OptionError, match='name "stem" is asked for twice, for "head1" and for'):
+    with pytest.raises(OptionError, match='two modules have the name "stem", "head1" and'):
         select(net, {"head1": "stem"}, "stem")
 
 
@@ -754,10 +758,10 @@ def test_a_leaf_of_a_container_is_an_error_that_names_the_entry() -> None:
         select(net, "ml[0]")
 
 
-def test_a_dict_the_wrong_way_round_is_told() -> None:
+def test_the_error_for_a_dict_the_wrong_way_round_shows_the_right_one() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
 
-    with pytest.raises(SelectionError, match=r"turn it round, \{'0': 'z'\}"):
+    with pytest.raises(SelectionError, match=r"so write \{'0': 'z'\}"):
         select(net, {"z": "0"})
 
 
@@ -767,10 +771,15 @@ def test_a_model_without_modules_inside_says_so() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, [nn.Linear(1, 1)], nn.Linear])
-def test_what_is_no_model_is_told(wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"leaf_modules needs a model .*leaf_modules\(model\)"):
+def test_what_is_no_model_is_an_error(wrong: Any) -> None:
+    with pytest.raises(
+        ArgumentError,
+        match=r"leaf_modules: expected an nn.Module.*(leaf_modules\(model\)|Linear\()",
+    ):
         leaf_modules(wrong)
-    with pytest.raises(ArgumentError, match=r"select needs a model .*select\(model, what\)"):
+    with pytest.raises(
+        ArgumentError, match=r"select: expected an nn.Module.*(select\(model, what\)|Linear\()"
+    ):
         select(wrong, "x")
 
 

@@ -223,7 +223,7 @@ def test_a_state_dict_loads_into_a_swapped_model() -> None:
     torch.testing.assert_close(net[3].weight, other[3].weight)
 
 
-def test_a_missing_and_a_wrong_key_are_still_told() -> None:
+def test_a_missing_and_a_wrong_key_are_still_errors() -> None:
     net = mlp()
     state = net.state_dict()
     del state["3.weight"]
@@ -543,7 +543,7 @@ def test_a_module_that_other_code_put_there_is_kept_and_reported() -> None:
     assert net[1] is relu
 
 
-def test_it_is_told_as_a_note_when_the_block_itself_failed() -> None:
+def test_it_is_a_note_when_the_block_itself_failed() -> None:
     net = mlp()
 
     with pytest.raises(ZeroDivisionError) as caught, swap(net, {"0": Doubled}):  # noqa: PT012
@@ -553,7 +553,7 @@ def test_it_is_told_as_a_note_when_the_block_itself_failed() -> None:
     assert "another module in the place of" in caught.value.__notes__[0]
 
 
-def test_a_catcher_that_was_never_called_is_told() -> None:
+def test_a_catcher_that_was_never_called_warns() -> None:
     net = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
 
     with (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_number, shown
-from hookkit.errors import ArgumentError, OptionError, is_number
+from hookkit.checks import check_number, is_number, shown
+from hookkit.errors import ArgumentError, OptionError
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 

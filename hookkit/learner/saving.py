@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import OptionError, nearest
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 
 
 def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
@@ -18,7 +18,7 @@ def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
     state: dict[str, Any] = {"model": model.state_dict()}
     if opt is not None:
         state["opt"] = opt.state_dict()
-    with write_aside(where) as file:
+    with atomic_write(where) as file:
         torch.save(state, file)
     return where
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_module
-from hookkit.errors import ArgumentError, OptionError, is_whole
+from hookkit.checks import check_module, is_whole
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.modules import submodules, unwrap, walk
 
 _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence

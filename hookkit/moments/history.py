@@ -99,11 +99,11 @@ class StepIndex:
         """
         steps, spans, n = self.column(0), self.column(3), self.n
         many = f"{n} step{'s' * (n != 1)}" + (f" from {steps[0]} on" if n else "")
-        ranks.check_same(
-            (kind, steps, spans, layout),
-            asked="record() merges what all ranks recorded, and they recorded different steps or "
+        ranks.check_alike(
+            [(kind, steps, spans, layout)],
+            [f"{kind}s of {many}, {found}"],
+            problem="record() merges what all ranks recorded, and they recorded different steps or "
             "layouts",
-            found=f"{kind}s of {many}, {found}",
             cure="Record the same on every rank, or use record(local=True) for this rank's own.",
         )
 

@@ -17,7 +17,7 @@ import torch
 
 from hookkit import health
 from hookkit.errors import ArgumentError, HookkitError, OptionError
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.markup import details, table, terms
 from hookkit.pages.webpage import GENERATOR, figure, missing, page
 from hookkit.records import Record, Run, as_run, in_order
@@ -79,7 +79,7 @@ def report(
         ("model", "Model", _model(summary)),
         ("environment", "Environment", _environment(record)),
     ]
-    with write_aside(target, text=True) as file:
+    with atomic_write(target, text=True) as file:
         file.write(page(title, top, sections))
     return target
 

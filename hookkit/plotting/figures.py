@@ -16,7 +16,7 @@ import numpy as np
 
 from hookkit.checks import check_path, kind_of, shown
 from hookkit.errors import ArgumentError, OptionError, missing_extra
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.interrupts import block
 
 try:
@@ -87,7 +87,7 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
             f'"{path.stem}.png", or call the Figure\'s own savefig("{path.name}").'
         )
     drawn = png(picture, dpi)
-    with write_aside(path) as file:
+    with atomic_write(path) as file:
         file.write(drawn)
     return path
 

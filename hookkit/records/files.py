@@ -18,7 +18,7 @@ import numpy as np
 
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.records.values import read_source, records_of
 
 _SERIES = ("losses", "grad_norms")
@@ -56,7 +56,7 @@ def save(source: Any, path: str | Path) -> Path:
         "incidents": [vars(incident) for incident in getattr(run, "incidents", ())],
     }
     text = json.dumps(head, default=_plain)
-    with write_aside(path) as file:  # a file, since numpy adds .npz to a name that lacks it
+    with atomic_write(path) as file:  # a file, since numpy adds .npz to a name that lacks it
         np.savez_compressed(file, head=np.array(text), **arrays)
     return path
 

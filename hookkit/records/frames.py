@@ -13,7 +13,7 @@ import numpy as np
 
 from hookkit.checks import check_path
 from hookkit.errors import OptionError, missing_extra
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.records.values import records_of
 from hookkit.texts import csv_cell
 
@@ -66,7 +66,7 @@ def to_csv(source: Any, path: str | Path) -> Path:
     """
     path = check_path("to_csv", path)
     records = records_of(source)  # before the file is opened: an error here must leave no file
-    with write_aside(path, text=True) as file:
+    with atomic_write(path, text=True) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for record in records:

@@ -1,22 +1,12 @@
-"""Which modules of a model: one way to ask, for every function that hooks, edits or swaps.
+"""Which modules of a model: names, globs, classes and other selectors, for every function.
 
-globbing   Globs over module names, matched part by part along the model's tree.
-resolving  From what the user asks for to modules: the selectors behind `select`, and what they
-           answer if
+selecting  `select`, `leaf_modules`, and what they return.
+resolving  From a selector to modules, and the message if there are none.
+patterns   Globs over module names, paths into outputs.
 """
 
-from hookkit.selecting.selecting import (
-    Selection,
-    Selector,
-    leaf_modules,
-    select,
-    unwrap,
-)
+from hookkit.modules import unwrap
+from hookkit.selecting.resolving import Selector
+from hookkit.selecting.selecting import Selection, leaf_modules, select
 
-__all__ = [
-    "Selection",
-    "Selector",
-    "leaf_modules",
-    "select",
-    "unwrap",
-]
+__all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]

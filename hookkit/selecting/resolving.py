@@ -1,5 +1,9 @@
-"""From what the user asks for to modules: the selectors behind `select`, and what they answer if
-nothing is there. Built on `walking` (names and wrappers) and `globbing` (patterns)."""
+"""From a selector to modules, and the message if there are none.
+
+`Resolver` has a method for each kind of selector; half of it are messages that name what the user
+probably meant, which is why the file is longer than others. Builds on `modules` (names, wrappers)
+and `patterns`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.checks import check_function
+from hookkit.checks import check_function, kind_of, shown
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.modules import can_run, children, find, unwrap, walk
-from hookkit.selecting.globbing import expand, glob, is_glob, parts
+from hookkit.selecting.patterns import expand, glob, is_glob, parts, splits
 
 Selector = (
     str
@@ -30,8 +34,6 @@ Selector = (
 
 _CALLED_WITH = "(name, module), or with the module if it takes one argument"
 
-_LEAF = re.compile(r"""(?:\.[A-Za-z_]\w*|\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+""")
-
 _BARE_KEY = re.compile(r"(.*?)\[([^\W\d]\w*)\](.*)", re.DOTALL)
 _BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
 
@@ -43,17 +45,6 @@ class Pick:
     name: str
     module: nn.Module
     leaf: str = ""
-
-
-def splits(text: str) -> Iterator[tuple[str, str]]:
-    """Each way to read `text` as a name and a path into an output, the longest name first.
-
-    >>> list(splits("enc.attn[0]"))
-    [('enc.attn', '[0]'), ('enc', '.attn[0]')]
-    """
-    for i in range(len(text) - 1, -1, -1):
-        if text[i] in ".[" and text[i - 1 : i] != "." and _LEAF.fullmatch(text[i:]):
-            yield text[:i], text[i:].replace('"', "'")
 
 
 def may_return(module: nn.Module, leaf: str) -> bool:
@@ -79,7 +70,7 @@ def _tensors(module: nn.Module) -> set[str]:
 
 
 def running(picks: list[Pick]) -> list[Pick]:
-    """Those whose module can run; all if none can (somebody asks for the containers)."""
+    """Those whose module can run; all if none can (a selector of containers only)."""
     return [pick for pick in picks if can_run(pick.module)] or picks
 
 
@@ -87,15 +78,15 @@ def _by_names(picks: list[Pick]) -> list[tuple[str | None, Pick]]:
     return [(pick.name + pick.leaf, pick) for pick in picks]
 
 
-def _answers(text: str, picks: list[Pick]) -> list[tuple[str | None, Pick]]:
+def _named_if_literal(text: str, picks: list[Pick]) -> list[tuple[str | None, Pick]]:
     """The picks of `text`: by their names if it is a name, or names in braces: `{q,k}_proj`."""
     if any(is_glob(name) for name in expand(text)):
         return [(None, pick) for pick in picks]
     return _by_names(picks)
 
 
-class Asked:
-    """What one call of `select` needs to know of its model, each walk made once and if needed."""
+class Resolver:
+    """Finds the modules of one model; it is walked once at most, and only if necessary."""
 
     def __init__(self, root: nn.Module):
         self.root = root
@@ -116,12 +107,12 @@ class Asked:
         return sum(1 for _ in self.everything())
 
     def everything(self) -> Iterator[tuple[str | None, Pick]]:
-        """Each module that runs, but the root, which counts only if there is no other."""
+        """Each module that runs, without the root unless there is no other."""
         below = [Pick(n, m) for n, m, first in self.places if first and n]
         yield from ((None, pick) for pick in running(below) or [Pick("", self.root)])
 
     def of(self, what: Any) -> Iterator[tuple[str | None, Pick]]:
-        """`(new name or None, pick)` of whatever one selector asks for."""
+        """`(new name or None, pick)` of each module that one selector matches."""
         if isinstance(picks := getattr(what, "picks", None), dict):  # a Selection
             for new, pick in picks.items():
                 if id(pick.module) not in self.names:
@@ -139,13 +130,13 @@ class Asked:
                 yield from self.of(each)
         else:
             raise ArgumentError(
-                f"select cannot ask by {what!r} of type {type(what).__name__}. Give a name, a "
+                f"select: {shown(what)} selects nothing. Give a name, a "
                 f"glob, a compiled regex, a class, a predicate of (name, module) or of the module, "
                 f"a module, or a list or dict of these."
             )
 
     def found_by(self, what: Any) -> list[Pick] | None:
-        """The picks of a selector that is no text and no collection; None if it is neither."""
+        """The picks of a module, regex, class or predicate; None for any other selector."""
         if isinstance(what, nn.Module):
             return None if isinstance(what, nn.ModuleList) else [self.by_module(what)]
         if isinstance(what, re.Pattern) and isinstance(what.pattern, str):
@@ -157,12 +148,11 @@ class Asked:
         return None
 
     def renamed(self, key: Any, new: Any) -> tuple[str, Pick]:
-        """A dict's entry: the one thing that `key` asks for, under the name `new`."""
+        """A dict's entry: the one module that `key` matches, under the name `new`."""
         if not isinstance(new, str):
             raise ArgumentError(
-                f"a dict in select renames, {{asked for: new name}}, and was given "
-                f"{type(new).__name__} as the new name of {key!r}. Turn it round, "
-                f'{{"layer2": "h"}}.'
+                f"select: a dict renames, {{selector: new name}}, and the new name of {key!r} is "
+                f'{kind_of(new)}. Give text, as in {{"layer2": "h"}}.'
             )
         try:
             picks = [pick for _, pick in self.of(key)]
@@ -170,13 +160,13 @@ class Asked:
             if find(self.root, new) is None:
                 raise
             raise SelectionError(
-                f'{e} "{new}" is a module: a dict in select renames, so turn it round, '
+                f'{e} "{new}" is a module: a dict in select is {{selector: new name}}, so write '
                 f"{{{new!r}: {key!r}}}."
             ) from None
         if len(picks) != 1:
             raise OptionError(
-                f'a dict in select gives "{new}" to one module, and {key!r} matches '
-                f"{len(picks)}. Ask for one, or keep the names: select(model, {key!r})."
+                f'select: a dict gives the name "{new}" to one module, and {key!r} matches '
+                f"{len(picks)}. Select one, or keep the names: select(model, {key!r})."
             )
         return new, picks[0]
 
@@ -191,7 +181,7 @@ class Asked:
             raise SelectionError(
                 f"the {type(inner).__name__} given is no module of this "
                 f"{type(self.root).__name__}. A copied, pickled or converted model has modules of "
-                f"its own: ask by name, select(model) lists all {self.n_names}."
+                f"its own: select by name, select(model) lists all {self.n_names}."
             )
         return Pick(name, inner)
 
@@ -213,7 +203,7 @@ class Asked:
             found = ", ".join(f"{k} ({n})" for k, n in kinds.most_common(6))
             rest = f" and {len(kinds) - 6} more classes" if len(kinds) > 6 else ""
             raise SelectionError(
-                f"no module is a {kind.__name__}. There are {found}{rest}. Ask for one of these, "
+                f"no module is a {kind.__name__}. There are {found}{rest}. Select one of these, "
                 f"or by name: select(model) lists all {self.n_names}."
             )
         return running(hits)
@@ -223,9 +213,9 @@ class Asked:
 
         Each module is given once, the root included.
         """
-        asked = check_function("select", wanted, "name", "module", name="predicate")
+        test = check_function("select", wanted, "name", "module", name="predicate")
         try:
-            hits = [Pick(n, m) for n, m, first in self.places if first and asked(n, m)]
+            hits = [Pick(n, m) for n, m, first in self.places if first and test(n, m)]
         except Exception as e:
             e.add_note(f"raised in a predicate of select, which is called with {_CALLED_WITH}")
             raise
@@ -238,7 +228,7 @@ class Asked:
         return running(hits)
 
     def listing(self) -> str:
-        """The last resort of a message: what names look like here."""
+        """For a message without a better hint: what names look like here."""
         some = [f'"{name}"' for name in self.names.values() if name][:3]
         if not some:
             return 'It has no modules inside it: select(model, "") is the model itself.'
@@ -247,8 +237,8 @@ class Asked:
     def by_text(self, text: str) -> list[tuple[str | None, Pick]]:
         """`(name or None, pick)` of a name or glob, with its leaf path if it has one.
 
-        What is asked for by a name answers to that name, also where another name of the same
-        module was asked for before; a glob finds each module once.
+        A module selected by a name is given under that name, also where it was selected by another
+        name before; a glob finds each module once.
         """
         if (found := find(self.root, text)) is not None:
             return _by_names([Pick(*found)])
@@ -258,17 +248,17 @@ class Asked:
                 if not any(can_run(m) for _, m in modules):
                     raise SelectionError(
                         f'no module matches "{text}": "{name}" is a '
-                        f"{type(modules[0][1]).__name__}, which is never called and gives "
-                        f'nothing. Its entries are modules: "{name}.{leaf.strip("[]")}".'
+                        f"{type(modules[0][1]).__name__}, which is never called and has no "
+                        f'output. Its entries are modules: "{name}.{leaf.strip("[]")}".'
                     )
-                return _answers(name, running([Pick(n, m, leaf) for n, m in modules]))
+                return _named_if_literal(name, running([Pick(n, m, leaf) for n, m in modules]))
         if modules := self.named(text):
-            return _answers(text, running([Pick(n, m) for n, m in modules]))
+            return _named_if_literal(text, running([Pick(n, m) for n, m in modules]))
         for name, leaf in ways:
             if leaf[0] == "." and (modules := self.named(name)):
                 picks = [Pick(n, m, leaf) for n, m in modules if not name or may_return(m, leaf)]
                 if picks:
-                    return _answers(name, picks)
+                    return _named_if_literal(name, picks)
                 break
         raise SelectionError(self.unknown(text))
 
@@ -291,30 +281,30 @@ class Asked:
         if (bare := _BARE_KEY.fullmatch(text)) and find(self.root, bare[1]) is not None:
             name, key, rest = bare.groups()
             return (
-                f'no module matches "{text}". A key of what a module gives stands in quotes: '
+                f'no module matches "{text}". A key of an output is written in quotes: '
                 f"\"{name}['{key}']{rest}\"."
             )
         name, leaf = _BRACKETS.fullmatch(text).groups()  # type: ignore[union-attr]
-        mended = self.mended(name) or self.mended(text)
-        hits = [name for name, _ in self.named(mended)] if mended else self.similar(text)
-        if mended and len(hits) == 1:  # its sisters may be as near
+        corrected = self.corrected(name) or self.corrected(text)
+        hits = [name for name, _ in self.named(corrected)] if corrected else self.similar(text)
+        if corrected and len(hits) == 1:  # its siblings may be as near
             parent, _, _ = hits[0].rpartition(".")
-            sisters = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
-            hits = list(dict.fromkeys([*hits, *nearest(name, sisters)]))[:3]
+            siblings = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
+            hits = list(dict.fromkeys([*hits, *nearest(name, siblings)]))[:3]
         kind = self.of_class(last, whole=bool(hits))
         if not hits:
             return f'no module matches "{text}". {kind or self.listing()}'
-        shown = ", ".join(f'"{name}"' for name in hits)
+        near = ", ".join(f'"{name}"' for name in hits)
         if len(hits) > 3:
-            shown = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
-        use = f'Use "{mended or hits[0]}{leaf if mended else ""}", or'
+            near = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
+        use = f'Use "{corrected or hits[0]}{leaf if corrected else ""}", or'
         return (
-            f'no module matches "{text}". Nearest: {shown}. {use} select(model) to list all '
+            f'no module matches "{text}". Nearest: {near}. {use} select(model) to list all '
             f"{self.n_names} names.{' ' if kind else ''}{kind}"
         )
 
     def of_class(self, word: str, whole: bool) -> str:
-        """A sentence on the modules whose class is called `word`, or begins so; "" without any."""
+        """A sentence on the modules whose class is called `word`, or begins with it; "" if none."""
         word = word.replace("_", "").lower()
         kinds = Counter(type(m) for _, m, first in self.places if first)
         names = {kind: kind.__name__.lower() for kind in kinds}
@@ -328,7 +318,7 @@ class Asked:
         few = "1 module is" if n == 1 else f"{n} modules are"
         return f"{few} of class {kind.__name__}: select(model, {spelt}) gives every module of it."
 
-    def mended(self, text: str) -> str | None:
+    def corrected(self, text: str) -> str | None:
         """`text` with each part that matches nothing replaced by the child's name nearest to it."""
         words = parts(text)
         for i, word in enumerate(words):

@@ -1,9 +1,8 @@
-"""Which modules of a model: one way to ask, for every function that hooks, edits or swaps.
+"""`select`: which modules of a model; used by every function that hooks, edits or swaps.
 
 `select(model, *what)` takes names, patterns, types, predicates, modules, lists and dicts, and gives
-an ordered mapping from name to module. It is built on `walking` (names and wrappers), `globbing`
-(patterns) and `nearest` (what the user may have meant): a name that is not there is an error, with
-the names that are near, before anything is attached.
+an ordered mapping from name to module. An unknown name is an error with the names that are near,
+before anything is attached. Builds on `resolving`, which finds the modules.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from weakref import ref
 
 from torch import nn
 
-from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.checks import check_module
+from hookkit.errors import OptionError, SelectionError, nearest
 from hookkit.modules import all_names, is_leaf, is_observer, opens, unwrap, walk
-from hookkit.selecting.resolving import Asked, Pick, Selector
-
-__all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
+from hookkit.selecting.resolving import Pick, Resolver, Selector
 
 
 class Selection(Mapping[str, nn.Module]):
-    """Selected modules by name, in the order asked for. What `select` returns.
+    """Selected modules by name, in the order of the selectors. What `select` returns.
 
     It holds the modules strongly and the model weakly. Two entries can share a module: when they
-    pick different leaves of its output, or when both of its names were asked for.
+    pick different leaves of its output, or when both of its names were selected.
 
     >>> s = select(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1", "0")
     >>> s
@@ -76,7 +74,7 @@ class Selection(Mapping[str, nn.Module]):
         return self._pick(name).name + self._pick(name).leaf
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """Every name of the entry's module in the model (at most 64), the one asked for first.
+        """Every name of the entry's module in the model (at most 64), the selected one first.
 
         Cost: one walk through the model per call.
         """
@@ -102,12 +100,12 @@ class Selection(Mapping[str, nn.Module]):
 
 
 def _selected(model: nn.Module | None, picks: Mapping[str, Pick]) -> Selection:
-    """A selection out of a pickle or a copy; of no model if that was gone."""
+    """A selection from a pickle or a copy; without a model if there was none any more."""
     return Selection(nn.Module() if model is None else model, picks)
 
 
 def select(model: nn.Module, *what: Selector) -> Selection:
-    """The modules of `model` that `what` asks for, by name, in the order asked for.
+    """The modules of `model` that the selectors `what` match, by name, in their order.
 
     Each of `what` is one of
 
@@ -120,17 +118,17 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     - a compiled regex: its `search` is tried on each name, so `^` and `$` are yours to write;
     - a class, by `isinstance`; a predicate `f(name, module)` or `f(module)`; a module of the model;
     - a list, or any iterable, of all these (a ModuleList is its entries, since it never runs);
-    - a dict that renames, `{"layer2": "h"}`: what is asked for, and its name in the result.
+    - a dict that renames, `{"layer2": "h"}`: a selector, and the name in the result.
 
-    Nothing at all gives every module below the root that runs. So do globs, regexes, classes and
-    predicates: what PyTorch never calls (a ModuleList, attention's output projection) they give
-    only if they match nothing else; by its name it can always be had.
+    Without a selector it gives every module below the root that runs. Modules that PyTorch never
+    calls (a ModuleList, attention's output projection) are given for their name, and by a glob,
+    regex, class or predicate only if it matches nothing else.
 
     Names are canonical: those of the model inside compile, DDP, DataParallel and FSDP wrappers.
-    Each name that is asked for has its entry, also two names of a shared module; globs, classes
-    and the like give it once, under its first name (`Selection.aliases` has them all), and
-    modules of `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per
-    part, globs the part of the model that they can reach, the others one walk through the model.
+    Each given name has its entry, also two names of a shared module; globs, classes and the like
+    give it once, under its first name (`Selection.aliases` has them all), and modules of
+    `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per part, globs a walk
+    through the part of the model that they can reach, the others one walk through the model.
 
     Raises:
         SelectionError: nothing matches; the message has the nearest names.
@@ -143,11 +141,11 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     >>> list(select(net, {"0": "first"}, "[1-2]"))
     ['first', '1', '2']
     """
-    _check_model(model, "select", "select(model, what)")
-    asked = Asked(unwrap(model))
+    check_module("select", model, "The model comes first: select(model, what).")
+    resolver = Resolver(unwrap(model))
     picks: dict[str, Pick] = {}
     taken: set[tuple[int, str]] = set()
-    for renamed, pick in asked.of(what) if what else asked.everything():
+    for renamed, pick in resolver.of(what) if what else resolver.everything():
         if renamed is None and (id(pick.module), pick.leaf) in taken:
             continue
         taken.add((id(pick.module), pick.leaf))
@@ -156,27 +154,19 @@ def select(model: nn.Module, *what: Selector) -> Selection:
             continue
         if key in picks:
             raise OptionError(
-                f'select: the name "{key}" is asked for twice, for "{picks[key].name}" and for '
+                f'select: two modules have the name "{key}", "{picks[key].name}" and '
                 f'"{pick.name}". Give one of them another name.'
             )
         picks[key] = pick
-    return Selection(asked.root, picks)
-
-
-def _check_model(model: Any, who: str, cure: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"{who} needs a model (nn.Module) first, and was given {type(model).__name__}. "
-            f"Write {cure}."
-        )
+    return Selection(resolver.root, picks)
 
 
 def leaf_modules(model: nn.Module) -> Selection:
-    """The modules at the model's ends that run as modules, in the model's order.
+    """The modules that run and have none inside that does, in the model's order.
 
-    Shared ones once, no parametrizations, no containers that are never called, nothing inside
-    `nn.MultiheadAttention`, which calls no module, and no observers of quantization: a layer that
-    holds some is a leaf. A model without children is its own leaf, `""`.
+    Shared ones are given once. Left out are parametrizations, containers that are never called,
+    what is inside `nn.MultiheadAttention`, which calls no module, and observers of quantization: a
+    layer that holds some is a leaf. A model without children is its own leaf, `""`.
 
     Raises:
         ArgumentError: `model` is no module.
@@ -184,7 +174,7 @@ def leaf_modules(model: nn.Module) -> Selection:
     >>> list(leaf_modules(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.ReLU()]))))
     ['0', '1.0']
     """
-    _check_model(model, "leaf_modules", "leaf_modules(model)")
+    check_module("leaf_modules", model, "Write leaf_modules(model).")
     root = unwrap(model)
     places = [(n, m) for n, m, first in walk(root, into=opens) if first and is_leaf(m)]
     return Selection(root, {n: Pick(n, m) for n, m in places if m is root or not is_observer(m)})

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import HookkitError, ModelRunError, nearest
-from hookkit.files import write_aside
+from hookkit.files import atomic_write
 from hookkit.summaries.columns import COLUMNS
 from hookkit.summaries.making import summary
 from hookkit.summaries.result import Summary
@@ -207,7 +207,7 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         return 1
     if args.html:
         try:
-            with write_aside(args.html, text=True) as file:
+            with atomic_write(args.html, text=True) as file:
                 file.write(_page(made))
         except (OSError, ValueError) as e:  # ValueError: a name with a null character
             why = getattr(e, "strerror", None) or _one_line(e)
