@@ -1,16 +1,17 @@
 """A model's inner outputs as an ordinary module, which runs the model only as far as needed.
 
-Built on `Wrapper` (so the state dict has the model's own keys) and `attach`: each call puts hooks
-on the wanted layers, runs the model, and takes them off again. What a call collects is its own, so
-threads do not meet, and nothing of it is in a copy, a pickle or a state dict. Layers are known by
-name, so a copy extracts from its own model.
+Each call puts hooks on the wanted layers, runs the model, and removes them. What it collects
+belongs to that call: threads do not interfere, and copies, pickles and state dicts hold nothing of
+it. Layers are known by name, so a copy extracts from its own model.
+
+Builds on `Wrapper` (the state dict has the model's own keys) and on `attach`. Not on `Hooks`: only
+the first call of a layer is wanted, and outputs keep their graph without being copied.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import GeneratorType
 from typing import Any
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag
 from hookkit.errors import HookError, NeverFiredWarning
+from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Handle, attach, check_hookable, is_exporting
+from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
 from hookkit.hooks.snapshot import lent, owned, snapshot
 from hookkit.hooks.taps import tap
-from hookkit.interrupts import Undo
+from hookkit.interrupts import block
 from hookkit.modules import can_run, find
-from hookkit.nested import describe, paths_of, pick, tmap
+from hookkit.nested import tmap
 from hookkit.selecting import Selector, select
 from hookkit.swapping import Wrapper
 
@@ -41,9 +43,9 @@ def feature_extractor(
 ) -> FeatureExtractor:
     """A module that gives the outputs of the layers `what` of `model`, as a dict by name.
 
-    Calling it runs the model, with all its hooks, until the last wanted layer has given its
-    output. It shares the model: train, move, save, copy or pickle it as any module; parameters
-    behind the last wanted layer just get no gradient. Compiled models run eagerly in it;
+    Calling it runs the model, with all its hooks, until the last wanted layer has returned. It
+    shares the model's modules: train, move, save, copy or pickle it as any module; parameters
+    behind the last wanted layer get no gradient. Compiled models run eagerly in it;
     `torch.export.export(extractor, (x,))` exports it.
 
     Args:
@@ -56,9 +58,9 @@ def feature_extractor(
         stop: False lets the whole model run in any case.
 
     Returns:
-        A `FeatureExtractor`. What it gives is not changed by what the model does in place later on
+        A `FeatureExtractor`. Later in-place operations of the model do not change the features
         (copy-on-write on the CPU, a copy elsewhere). A layer that was not reached gives None, and
-        a `NeverFiredWarning`. A model that returns a generator is run to the generator's end.
+        a `NeverFiredWarning`. If the model returns a generator, it is run to its end.
 
     Raises:
         SelectionError: no such layer.
@@ -75,10 +77,10 @@ def feature_extractor(
     for name, module in chosen.items():
         check_hookable(module, "feature_extractor")
         if not can_run(module):
-            cure = f'for its entries: "{name}.*"' if module._modules else "for the module around it"
+            cure = f'its entries: "{name}.*"' if module._modules else "the module around it"
             raise HookError(
                 f'feature_extractor: "{name}" is a {type(module).__name__}, which is never called '
-                f"and has no output. Ask {cure}."
+                f"and has no output. Select {cure}."
             )
     wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
     return FeatureExtractor(model, wanted, detach=detach, keep=keep, stop=stop)
@@ -108,7 +110,7 @@ class FeatureExtractor(Wrapper):
         self.stop = check_flag(who, "stop", stop, hint)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The features of this input, by name in the order asked for. Takes the model's inputs."""
+        """The features of these inputs (those of the model), by name in the order selected."""
         if torch.compiler.is_compiling():
             eager: Callable[..., Any] = torch.compiler.disable
             features: dict[str, Any] = eager(self._extract)(*args, **kwargs)
@@ -116,24 +118,11 @@ class FeatureExtractor(Wrapper):
         return self._extract(*args, **kwargs)
 
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        call = _Call(self)
-        try:
-            with Undo() as undo:
-                undo.callback(call.end)
-                self._run(call, args, kwargs)
-        except _Enough as e:
-            if e.call is not call:
-                raise
+        with _collecting(self) as call:
+            output = self.wrapped(*args, **kwargs)
+            if isinstance(output, GeneratorType):
+                deque(output, maxlen=0)
         return call.features()
-
-    def _run(self, call: _Call, args: Any, kwargs: Any) -> None:
-        enter_eager(call)
-        for key, (name, leaf) in self.wanted.items():
-            _, module = find(self.wrapped, name) or (name, select(self.wrapped, name)[name])
-            call.handles.append(attach(module, partial(call.see, key, leaf)))
-        output = self.wrapped(*args, **kwargs)
-        if isinstance(output, GeneratorType):
-            deque(output, maxlen=0)
 
     def extra_repr(self) -> str:
         """The features, and where they come from."""
@@ -141,12 +130,21 @@ class FeatureExtractor(Wrapper):
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
 
 
-class _Enough(BaseException):
-    """Ends the model's forward. No `Exception`: models that catch those let it through."""
-
-    def __init__(self, call: _Call):
-        super().__init__("feature_extractor: the last wanted layer has given its output")
-        self.call = call
+@block
+def _collecting(extractor: FeatureExtractor) -> Iterator[_Call]:
+    """Hooks on the wanted layers during the `with` block, which ends quietly at their stop."""
+    call, model = _Call(extractor), extractor.wrapped
+    try:
+        enter_eager(call)
+        for key, (name, leaf) in extractor.wanted.items():
+            _, module = find(model, name) or (name, select(model, name)[name])
+            call.attach(module, key, leaf)
+        yield call
+    except StopForward as e:
+        if e.owner is not call:
+            raise
+    finally:
+        call.end()
 
 
 class _Call:
@@ -155,24 +153,32 @@ class _Call:
     def __init__(self, extractor: FeatureExtractor):
         self.keep = extractor.keep
         self.detach = extractor.detach
-        # torch.export cannot leave a model in its middle; what nobody needs falls out of its graph
+        # torch.export needs the whole forward; operations without a use fall out of its graph
         self.stop = extractor.stop and extractor.keep == "first" and not is_exporting()
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
         self.thread, self.elsewhere = get_ident(), False
         self.handles: list[Handle] = []
 
+    def attach(self, module: nn.Module, key: str, leaf: str) -> None:
+        """Puts a hook on `module` that stores its output, or the part of it at `leaf`."""
+
+        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.see(key, leaf, output, owned(module, args, kwargs))
+
+        self.handles.append(attach(module, see))
+
     def end(self) -> None:
-        """Takes its hooks off; one that is still called does nothing."""
+        """Removes its hooks; one that is still called does nothing."""
         self.thread = -1
         leave_eager(self)
         for handle in self.handles:
             handle.remove()
 
-    def see(self, key: str, leaf: str, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
-        """Forward hook: takes what is wanted of the output, and ends the forward if that is all."""
+    def see(self, key: str, leaf: str, output: Any, given: Any) -> None:
+        """Stores what is wanted of `output`, and ends the forward if nothing else is missing."""
         found = self.found[key]
-        if get_ident() != self.thread:
+        if not in_thread(self.thread):
             self.elsewhere = True
             return
         if found and self.keep == "first":
@@ -180,27 +186,17 @@ class _Call:
         self.n_missing -= not found
         if self.keep == "last":
             found.clear()
-        given = owned(module, args, kw)
-        part = self._part(key, leaf, output) if leaf else output
+        part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
 
-        def own(t: Tensor) -> Tensor:  # which later in-place operations miss
+        def own(t: Tensor) -> Tensor:  # later in-place operations do not change it
             if self.detach:
                 return snapshot(t, given)
             return t.clone() if lent(t, given) else tap(t)
 
         found.append(tmap(own, part))
         if self.stop and not self.n_missing:
-            self.stop = False  # once: whatever goes wrong, other forward passes are whole
-            raise _Enough(self)
-
-    def _part(self, key: str, leaf: str, output: Any) -> Any:
-        try:
-            return pick(output, leaf)
-        except (KeyError, IndexError, AttributeError, TypeError) as e:
-            raise HookError(
-                f'feature_extractor: "{key}" asks for {leaf} of what the layer gave, '
-                f"{describe(output)}. Ask for a path that is there: {paths_of(output)}."
-            ) from e
+            self.stop = False  # once: if the model swallows it, other forward passes still end
+            raise StopForward(self)
 
     def features(self) -> dict[str, Any]:
         """What was collected, by name; None, with a warning, for layers that did not run."""

@@ -1,17 +1,24 @@
-"""Ctrl-C and undoing: what hookkit has begun to take back, it takes back, whenever Ctrl-C comes.
+"""Ctrl-C: whatever hookkit has changed is restored, whenever the interrupt comes.
 
 Python raises KeyboardInterrupt where it next looks for signals: as a function begins, after a call,
-when a loop goes round. Three rules keep hooks, switches and modules from being left behind:
+when a loop starts its next turn. Three rules keep hooks, switches and modules from staying behind:
 
-1. What is to be undone is noted before it is done, and undoing can be repeated. So a constructor
-   or an `__enter__` needs only `try: … except BaseException: undo; raise`.
+1. A change is noted before it is made, and undoing it can be repeated. So a constructor or an
+   `__enter__` needs only `try: … except BaseException: undo; raise`.
 2. An `__exit__` needs more: Python looks for signals as it begins, before any `try` inside it. So
    an open block has a `Guard`: a SIGINT handler that passes a Ctrl-C on to the user's handler at
-   once, unless it falls into a function marked `uninterrupted`, which then ends first.
-3. A second Ctrl-C is never held back, so nothing that hangs has to be killed.
+   once, unless a function marked `uninterrupted` is running, which then ends first.
+3. A second Ctrl-C is never delayed, so a process that hangs need not be killed.
 
-The guard exists in the main thread only, the only one that gets signals, and where the handler is a
-Python function. It takes itself off with the last block, unless somebody has set a handler since.
+There is a guard in the main thread only, which alone gets signals, and where the handler is a
+Python function. It is removed with the last block, unless other code has set a handler since.
+
+    Guard              the handler of one open block; the others are built on it
+    uninterrupted      a function that ends before a Ctrl-C is raised: registering, removing
+    interruptible      user code inside such a function: a Ctrl-C is raised at once
+    block              `with` from a generator       (as contextlib.contextmanager)
+    Undo               `with` around many undo steps (as contextlib.ExitStack)
+    Scope              `with` of a class, which can be entered again inside itself
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ _NUMBER = int(SIGINT)
 
 
 class _Handler:
-    """The SIGINT handler while guards are up: passes a Ctrl-C on to `users`, or holds it back."""
+    """The SIGINT handler of open guards: passes a Ctrl-C on to `users` now, or afterwards."""
 
     __slots__ = ("n_guards", "users")
 
@@ -44,19 +51,19 @@ class _Handler:
         self.users, self.n_guards = users, 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        global _held
-        if _held is None and _is_uninterrupted(frame):
-            _held = self
+        global _delayed
+        if _delayed is None and _is_uninterrupted(frame):
+            _delayed = self
         else:
             self.users(number, frame)
 
 
-# The handler that holds a Ctrl-C back. Only the main thread reads and writes it.
-_held: _Handler | None = None
+# The handler that has delayed a Ctrl-C. Only the main thread reads and writes it.
+_delayed: _Handler | None = None
 
 
 class Guard:
-    """Has a SIGINT handler watch over a block, from `begin` to `end`; both can be repeated."""
+    """The SIGINT handler of a block, from `begin` to `end`; both can be repeated."""
 
     __slots__ = ("_handler",)
 
@@ -67,12 +74,12 @@ class Guard:
         return Guard, ()  # of a copy, whose block is not open
 
     def begin(self) -> None:
-        """Sets the handler. Nothing where no KeyboardInterrupt can come. Cost: 1.5 µs."""
+        """Sets the handler, where a KeyboardInterrupt can come. Cost: 1.5 µs."""
         if self._handler is not None or not _in_main_thread():
             return
         users = getsignal(_NUMBER)
         if type(users) is not _Handler and not callable(users):
-            return  # ignored, the system's own, or not Python's
+            return  # SIGINT is ignored, or its handler is no Python function
         # There is no call between these three: no signal comes in between.
         self._handler = handler = users if type(users) is _Handler else _Handler(users)
         handler.n_guards += 1
@@ -80,20 +87,20 @@ class Guard:
             signal(_NUMBER, handler)
 
     def end(self) -> None:
-        """Sets the user's handler again if this was the last guard and nobody set another."""
+        """Restores the user's handler if this was the last guard and there is no newer handler."""
         handler, self._handler = self._handler, None
         if handler is None:
             return
         handler.n_guards -= 1
-        # A block that ends in another thread leaves the handler, which passes every Ctrl-C on.
+        # A block that ends in another thread cannot restore; our handler passes every Ctrl-C on.
         if not handler.n_guards and getsignal(_NUMBER) is handler and _in_main_thread():
             signal(_NUMBER, handler.users)
 
 
 def uninterrupted(f: Callable[P, T]) -> Callable[P, T]:
-    """`f`, in which no Ctrl-C is raised: one that comes is raised right after it.
+    """`f`, in which no Ctrl-C is raised: it is raised right after `f`.
 
-    For the few microseconds of registering and removing; user code belongs into `interruptible`.
+    For the few microseconds of registering and removing; user code inside is `interruptible`.
 
     >>> @uninterrupted
     ... def both(a: list[int], b: list[int]) -> None:
@@ -111,18 +118,18 @@ def uninterrupted(f: Callable[P, T]) -> Callable[P, T]:
             return f(*args, **kwargs)
         finally:
             guard.end()
-            _raise_held(sys._getframe().f_back)
+            _raise_delayed(sys._getframe().f_back)
 
     _uninterrupted_code = run.__code__  # one object, whatever `f` is
     return wraps(f)(run)
 
 
 def interruptible(f: Callable[P, T]) -> Callable[P, T]:
-    """`f`, in which Ctrl-C is raised at once, also where an `uninterrupted` function calls it."""
+    """`f`, in which Ctrl-C is raised at once, also when an `uninterrupted` function calls it."""
     global _interruptible_code
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        _raise_held(sys._getframe())
+        _raise_delayed(sys._getframe())
         return f(*args, **kwargs)
 
     _interruptible_code = run.__code__
@@ -134,7 +141,7 @@ _interruptible_code: CodeType | None = None
 
 
 def _is_uninterrupted(frame: FrameType | None) -> bool:
-    """Whether the innermost marked function that `frame` stands in is an uninterrupted one."""
+    """Whether the innermost marked function around `frame` is an uninterrupted one."""
     while frame is not None:
         if frame.f_code is _uninterrupted_code:
             return True
@@ -144,12 +151,12 @@ def _is_uninterrupted(frame: FrameType | None) -> bool:
     return False
 
 
-def _raise_held(frame: FrameType | None) -> None:
-    """Hands a Ctrl-C that was held back to the user's handler, unless `frame` must end first."""
-    global _held
-    if _held is None or not _in_main_thread() or _is_uninterrupted(frame):
+def _raise_delayed(frame: FrameType | None) -> None:
+    """Passes a delayed Ctrl-C on to the user's handler, unless `frame` must end first."""
+    global _delayed
+    if _delayed is None or not _in_main_thread() or _is_uninterrupted(frame):
         return
-    handler, _held = _held, None
+    handler, _delayed = _delayed, None
     handler.users(_NUMBER, frame)
 
 
@@ -160,7 +167,7 @@ def _in_main_thread() -> bool:
 class Undo(ExitStack):
     """An ExitStack whose callbacks all run, whenever Ctrl-C comes.
 
-    Note with `callback` how to undo something before you do it.
+    Before each change call `callback` with what undoes it.
 
     >>> with Undo() as undo:
     ...     _ = undo.callback(print, "undone")
@@ -183,7 +190,7 @@ class Undo(ExitStack):
 
     @uninterrupted
     def enter_context(self, cm: AbstractContextManager[T, Any]) -> T:
-        """Enters `cm`, which is left at the end: a Ctrl-C in between is raised afterwards."""
+        """Enters `cm`, to be exited at the end: a Ctrl-C in between is raised afterwards."""
         return super().enter_context(cm)
 
     @uninterrupted
@@ -200,16 +207,16 @@ def block(f: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T, 
     """`contextlib.contextmanager` for a generator whose `finally` no Ctrl-C can cut short.
 
     >>> @block
-    ... def door():
+    ... def opened():
     ...     try:
     ...         yield print("open")
     ...     finally:
-    ...         print("shut")
-    >>> with door():
+    ...         print("closed")
+    >>> with opened():
     ...     print("inside")
     open
     inside
-    shut
+    closed
     """
     make = contextmanager(f)
 
@@ -231,7 +238,7 @@ class _Block(AbstractContextManager[T, bool | None]):
             self._guard.begin()
             value: T = self._made.__enter__()
         except BaseException:
-            self._made.gen.close()  # an interrupt after the `yield`: the `finally` is still to run
+            self._made.gen.close()  # after an interrupt behind the `yield` this runs its `finally`
             self._guard.end()
             raise
         return value
@@ -248,22 +255,22 @@ class _Block(AbstractContextManager[T, bool | None]):
 
 
 class Scope:
-    """Base of what has a `with` block: derive `_begin`, `_undo`, and `_ended` for what is reported.
+    """Base of classes with a `with` block: override `_begin`, `_undo` and, to report, `_ended`.
 
-    Entered again inside its own block, it goes on until the outer block ends.
+    Entered again inside its own block, it stays open until the outer block ends.
     """
 
     _depth = 0
     _guard: Guard | None = None
 
     def _begin(self) -> None:
-        """Whatever entering does."""
+        """Called when the block begins."""
 
     def _undo(self) -> None:
-        """Undoes `_begin`, also half of it; can be repeated."""
+        """Undoes `_begin`, also half of it; can be called again."""
 
     def _ended(self, e: BaseException | None) -> None:
-        """Reports on a block that ended, by `e` or well."""
+        """Called after the block, with the exception that ended it, or None."""
 
     def __enter__(self) -> Self:
         if self._depth:

@@ -38,13 +38,13 @@ def join(name: str, key: str) -> str:
 def held_by(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The module's own table of direct children: not to be changed."""
     held: Mapping[str, nn.Module | None] | None = module.__dict__.get("_modules")
-    if held is None:  # traced modules keep theirs behind an attribute
+    if held is None:  # of a traced module it is an attribute, no entry of its dict
         held = getattr(module, "_modules", {})
     return held
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's direct children as they are registered, wrappers included, `None` left out."""
+    """The module's direct children as they are registered, wrappers included, without `None`."""
     return {key: child for key, child in held_by(module).items() if child is not None}
 
 

@@ -169,9 +169,9 @@ def left_behind(*models: nn.Module) -> str:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         found.append("the SIGINT handler")
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupts._held is not None:
+    if interrupts._delayed is not None:
         found.append("a Ctrl-C that is held back")
-        interrupts._held = None
+        interrupts._delayed = None
     return ", ".join(found)
 
 

@@ -1,4 +1,4 @@
-"""Bad arguments are refused at every door alike, before anything has changed."""
+"""Each kind of bad argument has one message everywhere, before anything has changed."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -49,36 +49,36 @@ SEEN = ("module", "input", "output")
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_, 0, 1])
-def test_a_flag_is_true_or_false(value: Any) -> None:
+def test_check_flag_takes_true_and_false(value: Any) -> None:
     assert check_flag("f", "cpu", value) is bool(value)
 
 
 @pytest.mark.parametrize("value", ["no", None, 2, 0.0, [], nn.ReLU()])
-def test_what_is_no_flag_is_refused(value: Any) -> None:
+def test_check_flag_refuses_other_values(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"f\(cpu=.*\): give True or False\. So there"):
         check_flag("f", "cpu", value, "So there")
 
 
 @pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), 1j, -1, 11])
-def test_what_is_no_number_in_the_range_is_refused(value: Any) -> None:
+def test_check_number_refuses_numbers_out_of_range(value: Any) -> None:
     with pytest.raises(OptionError, match=r"f\(k=.*k is a size\. Give a number from 0 to 10\."):
         check_number("f", "k", value, 0, 10, what="a size")
 
 
-def test_limits_that_are_themselves_too_small_or_large() -> None:
+def test_check_number_with_open_limits() -> None:
     assert check_number("f", "k", 0.5, above=0, below=1) == 0.5
     for value in (0, 1):
         with pytest.raises(OptionError, match="Give a number above 0 below 1"):
             check_number("f", "k", value, above=0, below=1)
 
 
-def test_a_whole_number_is_an_int() -> None:
+def test_check_number_gives_an_int_for_a_whole_number() -> None:
     assert type(check_number("f", "k", np.int64(3), 1, whole=True)) is int
     with pytest.raises(OptionError, match="Give a whole number from 1"):
         check_number("f", "k", 3.0, 1, whole=True)
 
 
-def test_a_choice_names_the_nearest() -> None:
+def test_check_choice_names_the_nearest() -> None:
     assert check_choice("f", "keep", "all", ("last", "all")) == "all"
     with pytest.raises(
         OptionError, match=r'keep=\'al\'\): give one of "last", "all"\. Did .*"all"'
@@ -87,12 +87,12 @@ def test_a_choice_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("path", ["", " ", "a\0b", b"x", 3, None, ["a"]])
-def test_what_is_no_path_is_refused(path: Any) -> None:
+def test_check_path_refuses_other_values(path: Any) -> None:
     with pytest.raises(ArgumentError, match=r"save\(file=.*give the path of a file"):
         check_path("save", path, "file")
 
 
-def test_a_path_is_a_path() -> None:
+def test_check_path_gives_a_path() -> None:
     assert check_path("save", "a/b.npz") == check_path("save", Path("a/b.npz")) == Path("a/b.npz")
 
 
@@ -107,12 +107,12 @@ def test_a_path_is_a_path() -> None:
         (lambda x: x, "a function"),
     ],
 )
-def test_what_is_no_module_is_refused(module: Any, found: str) -> None:
+def test_check_module_refuses_other_values(module: Any, found: str) -> None:
     with pytest.raises(ArgumentError, match=rf"f: expected an nn\.Module, found {found}"):
         check_module("f", module)
 
 
-def test_an_object_that_cannot_be_printed_is_shown_by_its_kind() -> None:
+def test_shown_gives_the_kind_of_an_object_that_cannot_be_printed() -> None:
     class Mute:
         def __repr__(self) -> str:
             raise RuntimeError("no text")
@@ -151,7 +151,7 @@ class Method:
 @pytest.mark.parametrize(
     "f", [three, rest, with_default, Method().three, lambda *all_: all_[-1], partial(three)]
 )
-def test_a_function_of_all_arguments_is_called_with_all(f: Callable[..., Any]) -> None:
+def test_check_function_passes_all_arguments(f: Callable[..., Any]) -> None:
     made = check_function("Hook", f, *SEEN)
 
     assert made is f
@@ -178,7 +178,9 @@ def test_a_function_of_all_arguments_is_called_with_all(f: Callable[..., Any]) -
     ],
     ids=lambda f: getattr(f, "__name__", type(f).__name__),
 )
-def test_a_function_of_one_argument_gets_the_last_alone(f: Callable[..., Any]) -> None:
+def test_check_function_passes_the_last_to_a_function_of_one_argument(
+    f: Callable[..., Any],
+) -> None:
     made = check_function("Hook", f, *SEEN)
 
     assert isinstance(made, OfLast)
@@ -198,13 +200,13 @@ def test_a_function_of_one_argument_gets_the_last_alone(f: Callable[..., Any]) -
         (nn.Bilinear(1, 1, 1), "Bilinear.* takes 2 arguments"),
     ],
 )
-def test_what_takes_other_arguments_is_refused_and_named(f: Any, found: str) -> None:
+def test_check_function_refuses_a_function_of_other_arguments(f: Any, found: str) -> None:
     form = r"Give f\(module, input, output\), or f\(output\)"
     with pytest.raises(ArgumentError, match=rf"Hook: hook_func .*{found}.*{form}"):
         check_function("Hook", f, *SEEN)
 
 
-def test_one_argument_is_enough_wherever_a_function_is_taken() -> None:
+def test_every_public_function_takes_a_function_of_one_argument() -> None:
     net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2, requires_grad=True)
     seen: list[Any] = []
 
@@ -346,7 +348,7 @@ def test_a_validation_loader_that_can_be_read_once_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["x", [1], object()])
-def test_what_is_kept_of_an_epoch_is_a_number(value: Any) -> None:
+def test_the_values_of_an_epoch_are_numbers(value: Any) -> None:
     w = watch(LINEAR, None, ActivationStats()).start()
 
     with pytest.raises(ArgumentError, match=r"w\.epoch\(valid_loss=.*expected a number"):

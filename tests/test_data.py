@@ -1,4 +1,4 @@
-"""DataLoaders and batches: any iterable, any structure, where they go; errors at the door."""
+"""DataLoaders and batches: any iterable, any structure, any device; errors when they are made."""
 
 from typing import Any
 
@@ -66,13 +66,13 @@ def test_one_batch_draws_no_random_numbers() -> None:
     deep = BatchSampler(RandomSampler(x, generator=own), 4, drop_last=False)  # type: ignore[arg-type]
     by_batch = DataLoader(TensorDataset(x, x), batch_sampler=deep)
     for dl in (loader(shuffle=True), loader(shuffle=True, generator=own), by_batch):
-        before, mine = torch.get_rng_state(), own.get_state()
+        before, state = torch.get_rng_state(), own.get_state()
 
         x, _ = DataLoaders(dl, device="cpu").one_batch()
 
         assert x.shape == (4, 1)
         assert torch.get_rng_state().equal(before)
-        assert own.get_state().equal(mine)
+        assert own.get_state().equal(state)
 
 
 def test_one_batch_of_an_empty_loader_is_an_error() -> None:

@@ -108,7 +108,7 @@ def test_plain_and_live_hooks_left_in_place_have_the_last_replica_s(
         assert not stored.requires_grad
 
 
-def test_in_a_block_a_replica_s_calls_are_told_and_the_whole_is_captured(
+def test_in_a_block_calls_of_replicas_are_reported_and_the_whole_is_captured(
     parallel: Parallel, net: nn.Sequential, x: Tensor
 ) -> None:
     model = parallel(net)
@@ -153,7 +153,7 @@ def test_an_edit_left_in_place_changes_every_replica(
     torch.testing.assert_close(model(x), net(x))
 
 
-def test_an_edit_in_a_block_tells_that_replicas_are_left_alone(
+def test_an_edit_in_a_block_warns_that_replicas_are_not_edited(
     parallel: Parallel, net: nn.Sequential, x: Tensor
 ) -> None:
     model, plain = parallel(net), net(x)
@@ -170,7 +170,7 @@ def test_an_edit_in_a_block_tells_that_replicas_are_left_alone(
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])
-def test_features_of_all_replicas_are_put_together(
+def test_features_of_all_replicas_are_joined(
     parallel: Parallel, net: nn.Sequential, x: Tensor, keep: str
 ) -> None:
     extract = parallel(feature_extractor(net, {"1": "h"}, keep=keep))
@@ -183,7 +183,7 @@ def test_features_of_all_replicas_are_put_together(
     assert not net[1]._forward_hooks
 
 
-def test_features_of_replicas_that_are_asked_for_outside_of_them_are_told(
+def test_an_extractor_around_data_parallel_warns_that_replicas_ran(
     parallel: Parallel, net: nn.Sequential, x: Tensor
 ) -> None:
     extract = feature_extractor(parallel(net), "1")

@@ -211,7 +211,7 @@ def test_a_cancelled_part_skips_its_work_and_ends_with_its_two_events(part: str)
     assert seen == CANCELLED[part]
 
 
-def test_a_batch_cancelled_after_its_loss_skips_what_is_left() -> None:
+def test_a_batch_cancelled_after_its_loss_skips_the_rest() -> None:
     seen = events_of(lambda learn: learn.fit(1), raiser("after_loss", CANCELS["batch"]))
 
     train = [*TRAIN_BATCH[:2], "after_cancel_batch", "after_batch"]

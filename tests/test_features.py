@@ -249,13 +249,13 @@ def test_copies_and_pickles_extract_from_their_own_model(lenet: LeNet) -> None:
     torch.testing.assert_close(extract(IMAGE)["conv2"], conv2_by_hand(lenet))
 
 
-def test_it_reads_well(lenet: LeNet) -> None:
+def test_its_repr_shows_the_features_and_their_layers(lenet: LeNet) -> None:
     extract = feature_extractor(lenet, "conv2", {"fc[0]": "row"}, stop=False)
 
     assert repr(extract).split("\n")[1].strip() == "conv2, row = fc[0]"
 
 
-def test_the_model_is_left_as_it_was(lenet: LeNet) -> None:
+def test_the_model_is_not_changed(lenet: LeNet) -> None:
     before = {name: dict(vars(m)) for name, m in lenet.named_modules()}
 
     feature_extractor(lenet, "conv2")(IMAGE)
@@ -266,7 +266,7 @@ def test_the_model_is_left_as_it_was(lenet: LeNet) -> None:
     assert not any(m._forward_hooks for m in lenet.modules())
 
 
-def test_threads_do_not_meet() -> None:
+def test_threads_do_not_interfere() -> None:
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             time.sleep(0.01)
@@ -411,14 +411,14 @@ def test_a_container_has_no_output() -> None:
 
     with pytest.raises(HookError, match='"blocks" is a ModuleList, which is never called and'):
         feature_extractor(net, "blocks")
-    with pytest.raises(HookError, match=r"never called and .* Ask for the module around it\."):
+    with pytest.raises(HookError, match=r"never called and .* Select the module around it\."):
         feature_extractor(nn.MultiheadAttention(4, 2), "out_proj")
 
 
 def test_a_path_that_is_not_there() -> None:
     net = nn.Sequential(nn.LSTM(4, 3))
 
-    with pytest.raises(HookError, match=r'"0\[7\]" asks for \[7\] of what the layer gave.*\[0\]'):
+    with pytest.raises(HookError, match=r'"0\[7\]" has nothing at \[7\]; there is .*\[0\]'):
         feature_extractor(net, "0[7]")(torch.randn(2, 1, 4))
 
 

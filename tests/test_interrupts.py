@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere: what hookkit has begun to take back, it takes back."""
+"""Ctrl-C anywhere: whatever hookkit has changed is restored."""
 
 import signal
 import threading
@@ -105,13 +105,13 @@ def test_the_users_own_handler_is_called_and_kept() -> None:
     seen = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
-        mine = handler()
+        own = handler()
         with Undo():
             ctrl_c()
         uninterrupted(ctrl_c)()
 
         assert seen == [signal.SIGINT] * 2
-        assert handler() is mine
+        assert handler() is own
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -127,7 +127,7 @@ def test_a_handler_set_inside_a_block_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_blocks_that_end_out_of_order_leave_the_users_handler() -> None:
+def test_blocks_that_end_out_of_order_restore_the_users_handler() -> None:
     before, one, two = handler(), Guard(), Guard()
 
     one.begin()
@@ -139,7 +139,7 @@ def test_blocks_that_end_out_of_order_leave_the_users_handler() -> None:
     assert handler() is before
 
 
-def test_a_handler_that_is_no_python_function_is_left_alone() -> None:
+def test_a_handler_that_is_no_python_function_is_not_replaced() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Undo():
@@ -204,7 +204,7 @@ def _unguarded() -> None:
         int("1")
 
 
-def test_the_search_finds_what_a_plain_exit_leaves() -> None:
+def test_the_search_finds_what_a_plain_exit_does_not_undo() -> None:
     found = interrupted_everywhere(_unguarded, lambda: f"left {state}" if state else "")
     state.clear()
 

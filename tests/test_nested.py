@@ -91,7 +91,7 @@ def test_a_structure_is_walked_mapped_and_described(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_what_is_left_alone_is_the_very_same_object(name: str) -> None:
+def test_tmap_gives_the_same_object_where_nothing_changed(name: str) -> None:
     x = STRUCTURES[name][0]
 
     assert tmap(lambda t: t, x) is x
@@ -139,7 +139,7 @@ def test_inputs_are_read_by_position_and_by_name() -> None:
         x["other"]
 
 
-def test_paths_may_be_written_another_way() -> None:
+def test_pick_and_put_take_other_spellings_of_a_path() -> None:
     assert put(Pair(A, B), "[1]", 3) == Pair(A, 3)
     assert pick(Pair(A, B), "[-1]") is B
     assert put((1, 2), "[-1]", 3) == (1, 3)
@@ -153,7 +153,7 @@ def test_a_path_that_cannot_be_read_is_an_error(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_described() -> None:
+def test_describe_of_nested_tensors() -> None:
     t = torch.nested.nested_tensor([A, A[:1]])
 
     assert describe(t) == "nested 2×…"

@@ -377,7 +377,7 @@ def test_the_last_layer_has_a_name() -> None:
     assert labels.layer_ticks(names, types, 16)[-1] == (len(names) - 1, "lm_head Linear")
 
 
-def test_plot_run_asks_the_diagnosis_when_no_findings_are_given() -> None:
+def test_plot_run_diagnoses_when_no_findings_are_given() -> None:
     figure = plotting.plot_run(made.exploding(made.run(n=300)))
 
     shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
@@ -409,7 +409,7 @@ def test_plot_updates_leaves_vectors_out_and_names_matrices_that_never_moved() -
     assert -3.0 in [line.get_ydata()[0] for line in ax.lines]
 
 
-def test_plot_updates_shows_its_line_whatever_the_pace() -> None:
+def test_plot_updates_shows_the_dashed_line_whatever_the_values() -> None:
     record = made.params(made.small_names(), 300)
     table = np.full_like(record.value("update_ratio"), 0.3)
 
@@ -429,7 +429,7 @@ def test_plot_updates_shows_the_fastest_matrix_whole() -> None:
     assert ax.get_ylim()[1] > 2
 
 
-def test_where_no_matrix_ever_moved_the_steps_are_those_of_the_run() -> None:
+def test_plot_updates_of_a_run_that_moved_nothing_has_its_steps() -> None:
     record = made.params(made.small_names(), 50)
     still = {**record.values, "update_ratio": np.zeros_like(record.value("update_ratio"))}
 
@@ -482,7 +482,7 @@ def test_a_recorder_without_a_step_is_not_reported_as_missing() -> None:
 
 
 @pytest.mark.parametrize("ground", [0.0, 1.0])
-def test_grey_words_are_read_on_white_and_on_black(ground: float) -> None:
+def test_grey_words_are_legible_on_white_and_on_black(ground: float) -> None:
     rgb = np.array(mpl.colors.to_rgb(figures.FAINT))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     light, dark = sorted([float(linear @ [0.2126, 0.7152, 0.0722]), ground], reverse=True)
@@ -520,7 +520,7 @@ def test_the_depth_profile_draws_chosen_steps() -> None:
     assert figure.axes[0].get_yscale() == "log"
 
 
-def test_a_depth_profile_of_a_deep_net_that_blew_up_marks_every_layer() -> None:
+def test_a_depth_profile_of_a_deep_net_that_diverged_marks_every_layer() -> None:
     figure = plotting.plot_depth(blown_up(deep(24), np.nan, slice(12, None)))
 
     forward = figure.axes[0]
@@ -582,7 +582,7 @@ def test_spikes_and_epochs_are_marked_in_the_gradient_norm_too() -> None:
 
 
 @pytest.mark.parametrize(("first", "scale"), [(1e6, "symlog"), (3.0, "linear")])
-def test_one_huge_loss_does_not_press_losses_below_zero_flat(first: float, scale: str) -> None:
+def test_one_huge_loss_does_not_flatten_losses_below_zero(first: float, scale: str) -> None:
     losses = np.linspace(1, -1, 50)
     losses[0] = first
 
@@ -595,7 +595,7 @@ def test_one_huge_loss_does_not_press_losses_below_zero_flat(first: float, scale
         assert labels[-1] == "1e+06"
 
 
-def test_validation_alone_stands_by_its_epochs() -> None:
+def test_validation_alone_is_drawn_by_its_epochs() -> None:
     rows = [{"epoch": 0, "valid_loss": 1.0}, {"epoch": 1, "valid_loss": 0.5}]
 
     assert points_of(plotting.plot_loss(Run(valid=rows)).axes[0]) == [(0, 1), (1, 0.5)]
@@ -638,7 +638,7 @@ def test_density_takes_the_nearest_record_and_says_which() -> None:
     assert ax.get_title(loc="left").endswith("at step 100")
 
 
-def test_density_shows_the_last_step_with_values_after_a_run_broke_down() -> None:
+def test_density_shows_the_last_step_with_values_after_a_run_diverged() -> None:
     run = made.run(n=30)
     assert run.activations is not None
     assert run.activations.hist is not None
@@ -683,7 +683,7 @@ def points_of(ax: Any) -> list[tuple[float, float]]:
     return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
 
 
-def test_validation_after_a_second_fit_stands_in_the_second_fit() -> None:
+def test_validation_after_a_second_fit_is_drawn_in_the_second_fit() -> None:
     run = made.run(n=40, epoch=10)
     again = np.arange(40) // 10 % 2  # epochs 0, 1 and again 0, 1
     assert run.activations is not None
@@ -695,7 +695,7 @@ def test_validation_after_a_second_fit_stands_in_the_second_fit() -> None:
     assert points_of(ax) == [(9, 0), (19, 1), (29, 2), (39, 3)]
 
 
-def test_validation_stands_where_its_row_says() -> None:
+def test_validation_is_drawn_at_the_step_of_its_row() -> None:
     rows = [{"epoch": 0, "step": 3, "valid_loss": 1.0}, {"epoch": 1, "valid_loss": np.float32(2)}]
 
     ax = plotting.plot_loss(Run(losses=np.ones(40), valid=rows)).axes[0]
@@ -703,7 +703,7 @@ def test_validation_stands_where_its_row_says() -> None:
     assert points_of(ax) == [(3, 1), (39, 2)]
 
 
-def test_a_validation_loss_far_above_the_training_loss_does_not_press_it_flat() -> None:
+def test_a_validation_loss_far_above_the_training_loss_does_not_flatten_it() -> None:
     rows = [{"epoch": 0, "valid_loss": 5e5}]
 
     assert (

@@ -45,8 +45,8 @@ def test_an_unknown_reduction_is_an_error() -> None:
 
 
 def gathers_structures(r: int) -> None:
-    mine = Pair(torch.full((r + 1, 2), float(r)), [torch.tensor(r), None, "text"])
-    both = ranks.gather(mine)
+    own = Pair(torch.full((r + 1, 2), float(r)), [torch.tensor(r), None, "text"])
+    both = ranks.gather(own)
 
     assert type(both) is Pair
     assert both.a.tolist() == [[0, 0], [1, 1], [1, 1]]

@@ -65,13 +65,13 @@ def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def sick(tmp_path_factory: pytest.TempPathFactory) -> str:
+def broken_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = made.exploding(made.run(n=300))
     return html_of(run, tmp_path_factory.mktemp("failing"))
 
 
-def test_the_page_has_every_part_in_order_and_its_tags_balance(sick: str) -> None:
-    page = Outline(sick)
+def test_the_page_has_every_part_in_order_and_its_tags_balance(broken_page: str) -> None:
+    page = Outline(broken_page)
 
     ids = [attrs["id"] for attrs in page.all("section")]
     assert ids == ["findings", "run", "loss", "layers", "model", "environment"]
@@ -80,20 +80,20 @@ def test_the_page_has_every_part_in_order_and_its_tags_balance(sick: str) -> Non
     assert "error 1. " in page.text
 
 
-def test_every_picture_says_what_it_shows_and_its_size(sick: str) -> None:
-    pictures = Outline(sick).all("img")
+def test_every_picture_says_what_it_shows_and_its_size(broken_page: str) -> None:
+    pictures = Outline(broken_page).all("img")
 
     assert len(pictures) >= 8
     assert all(len(p["alt"] or "") > 60 and p["width"] and p["height"] for p in pictures)
     assert "NaN or Inf in 2 rows" in str(pictures[0]["alt"])
 
 
-def test_a_picture_fits_a_narrow_page_and_scrolls_by_itself_when_enlarged(sick: str) -> None:
-    regions = [a for a in Outline(sick).all("div") if a.get("role") == "group"]
+def test_a_picture_fits_a_narrow_page_and_scrolls_by_itself_when_enlarged(broken_page: str) -> None:
+    regions = [a for a in Outline(broken_page).all("div") if a.get("role") == "group"]
 
-    assert len(regions) == len(Outline(sick).all("img"))
+    assert len(regions) == len(Outline(broken_page).all("img"))
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
-    rules = sick.rpartition("</style>")[0].split("}")
+    rules = broken_page.rpartition("</style>")[0].split("}")
     wider = [rule.partition("{")[0] for rule in rules if "max-width:none;width" in rule]
     assert wider == ["figure .wide:focus img"]
     assert any("figure img{max-width:100%;" in rule for rule in rules)
@@ -107,15 +107,15 @@ def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) 
     assert "<td>32,768</td>" in html_of(replace(bad, activations=many), tmp_path)
 
 
-def test_nothing_is_loaded_from_elsewhere(sick: str) -> None:
+def test_nothing_is_loaded_from_elsewhere(broken_page: str) -> None:
     outside = re.compile(r"""(?:src|href|url)\s*[=(]\s*["']?+(?!data:|#)""")
-    assert not outside.search(re.sub(r"base64,[^\"]*", "", sick))
-    assert "<script" not in sick
-    assert "default-src 'none'" in sick
+    assert not outside.search(re.sub(r"base64,[^\"]*", "", broken_page))
+    assert "<script" not in broken_page
+    assert "default-src 'none'" in broken_page
 
 
-def test_tables_have_captions_and_scopes(sick: str) -> None:
-    page = Outline(sick)
+def test_tables_have_captions_and_scopes(broken_page: str) -> None:
+    page = Outline(broken_page)
 
     assert len(page.all("caption")) == len(page.all("table")) == 4
     assert {attrs.get("scope") for attrs in page.all("th")} == {"row", "col"}
@@ -132,7 +132,7 @@ def test_rules_that_could_not_judge_are_counted(
     assert text in html_of(made.run(n=40), tmp_path)
 
 
-def test_a_healthy_run_gets_one_calm_line(tmp_path: Path) -> None:
+def test_a_healthy_run_gets_one_line(tmp_path: Path) -> None:
     page = Outline(html_of(Run(losses=2.3 * np.exp(-np.arange(300) / 80)), tmp_path))
 
     assert "healthy" in page.text
@@ -189,7 +189,7 @@ def test_without_histograms_the_page_says_how_to_have_them(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("n_layers", [1, 64])
 @pytest.mark.parametrize("broken", [slice(12, None), slice(None)])
-def test_the_page_of_a_net_that_blew_up_has_every_picture(
+def test_the_page_of_a_net_that_diverged_has_every_picture(
     n_layers: int, broken: slice, tmp_path: Path
 ) -> None:
     run = made.run([(f"{i}", "Linear") for i in range(n_layers)], n=24)
@@ -208,7 +208,7 @@ def test_the_page_of_a_net_that_blew_up_has_every_picture(
     assert html.count("<img") == 11
 
 
-def test_a_picture_that_fails_does_not_cost_the_page(
+def test_without_a_picture_that_fails_there_is_still_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
@@ -222,19 +222,19 @@ def test_a_picture_that_fails_does_not_cost_the_page(
 
 
 def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extra(
-    sick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken_page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [n for n in sys.modules if re.match(r"hookkit\.(plotting|report)\b", n)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(hookkit, "plotting")
-    monkeypatch.setattr(hookkit, "report", None)  # and so put back
+    monkeypatch.setattr(hookkit, "report", None)  # to be restored at the end
     for name in ["matplotlib", *(n for n in sys.modules if n.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
 
     pages = import_module("hookkit.pages.pages")
     html = pages.report(made.exploding(made.run(n=300)), tmp_path / "bare.html").read_text()
 
-    bare, whole = Outline(html), Outline(sick)
+    bare, whole = Outline(html), Outline(broken_page)
     why = 'No picture: hookkit needs matplotlib to draw: pip install "hookkit[plot]"'
     assert bare.all("img") == []
     assert bare.text.count(why) == len(whole.all("img"))
@@ -243,7 +243,7 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extr
         assert bare.all(tag) == whole.all(tag)
 
 
-def test_names_and_facts_are_escaped_and_paths_are_left_out(tmp_path: Path) -> None:
+def test_names_and_facts_are_escaped_and_paths_are_not_shown(tmp_path: Path) -> None:
     run = Run(made.record([("<b>fc", "Linear"), ("act", "ReLU")], 3, hist=False))
     info = {"model": "<Net>", "data_from": "/home/somebody/data", "lr": [0.1, 0.01]}
 
@@ -279,8 +279,8 @@ def test_a_record_of_few_statistics_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "what"), [({"path": 3}, "path"), ({"title": 3}, "title")])
-def test_what_is_no_name_is_refused(options: Any, what: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"report\({what}=3\) was asked for, an int"):
+def test_a_path_or_title_that_is_no_text_is_refused(options: Any, what: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"report\({what}=3\): expected text, found an int"):
         report(made.run(n=20), **options)
 
 
@@ -300,11 +300,13 @@ def test_an_earlier_report_is_replaced_and_folders_are_made(tmp_path: Path) -> N
     assert [p.name for p in path.parent.iterdir()] == ["run.html"]
 
 
-def test_a_file_that_is_not_a_report_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
     path.write_text("my page")
 
-    with pytest.raises(OptionError, match="is not a report of hookkit's: it is left alone"):
+    with pytest.raises(
+        OptionError, match="is no report written by hookkit, so it is not overwritten"
+    ):
         report(Run(), path)
     assert path.read_text() == "my page"
 

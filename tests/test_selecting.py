@@ -267,7 +267,7 @@ def test_brackets_are_a_glob_where_no_module_has_the_name_before_them(net: Net) 
     "wrong",
     ["stem.foo", "blocks.foo", "blocks.1.nrm", "blocks.1.mlpp", "blocks.0.mlp.0.weigth", "blck.x"],
 )
-def test_a_wrong_name_is_not_taken_for_a_leaf_path(net: Net, wrong: str) -> None:
+def test_a_wrong_name_is_not_read_as_a_leaf_path(net: Net, wrong: str) -> None:
     with pytest.raises(SelectionError, match="no module matches"):
         select(net, wrong)
 
@@ -341,7 +341,7 @@ def test_exponentially_many_names_are_cut() -> None:
     assert (n_all, n_globbed, n_names) == (1, 1, 64)
 
 
-def test_many_modules_refer_to_each_other() -> None:
+def test_a_module_graph_with_many_edges_takes_linear_time() -> None:
     agents = [nn.Linear(1, 1) for _ in range(10)]
     for a in agents:
         for i, b in enumerate(agents):
@@ -526,7 +526,7 @@ def test_a_selection_is_a_mapping(net: Net) -> None:
     assert len(chosen) == 2
 
 
-def test_a_selection_reads_well(net: Net) -> None:
+def test_the_repr_of_a_selection(net: Net) -> None:
     assert repr(select(net, "stem")) == "Selection(1 module: 'stem')"
     assert repr(select(net, [])) == "Selection(0 modules)"
     assert repr(select(net)) == (
@@ -666,7 +666,7 @@ def test_one_new_name_for_several_modules(net: Net) -> None:
         select(net, {"blocks.*.mlp": "h"})
 
 
-def test_one_name_for_two_things(net: Net) -> None:
+def test_one_name_for_two_modules_is_an_error(net: Net) -> None:
     with pytest.raises(OptionError, match='two modules have the name "stem", "head1" and'):
         select(net, {"head1": "stem"}, "stem")
 
@@ -801,12 +801,12 @@ def test_the_name_of_a_class_points_to_the_class(net: Net, text: str, hint: str)
 
 
 @pytest.mark.parametrize("text", ["xyz", "re", "gelu", "stem.weight"])
-def test_what_is_no_class_here_points_to_none(net: Net, text: str) -> None:
+def test_a_word_that_is_no_class_here_points_to_none(net: Net, text: str) -> None:
     with pytest.raises(SelectionError, match=r"^((?!of class).)*$"):
         select(net, text)
 
 
-def test_a_selection_says_what_is_near_to_a_name_that_it_has_not(net: Net) -> None:
+def test_a_selection_names_what_is_near_an_unknown_name(net: Net) -> None:
     chosen = select(net, "stem", "lstm", "blocks.*")
     near = r'no entry "stemm"\. Nearest: "stem", "lstm"\. list\(selection\) has all 5'
 
@@ -817,7 +817,7 @@ def test_a_selection_says_what_is_near_to_a_name_that_it_has_not(net: Net) -> No
         _ = chosen["zz"]
 
 
-def test_a_selection_is_a_mapping_for_a_name_that_it_has_not(net: Net) -> None:
+def test_a_selection_is_a_mapping_for_an_unknown_name(net: Net) -> None:
     chosen = select(net, "stem")
 
     assert "zz" not in chosen

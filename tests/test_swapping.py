@@ -48,7 +48,7 @@ def places(model: nn.Module) -> list[tuple[int, str, int]]:
     return [(id(parent), key, id(child)) for parent, key, child in edges(model)]
 
 
-def test_a_replacement_stands_in_and_the_original_comes_back() -> None:
+def test_a_replacement_runs_and_the_original_is_restored() -> None:
     net = mlp()
     relu, x = net[1], torch.randn(5, 4)
 
@@ -87,7 +87,7 @@ def test_places_are_as_before_also_after_errors() -> None:
     assert places(net) == before
 
 
-def test_ctrl_c_puts_the_originals_back() -> None:
+def test_ctrl_c_restores_the_originals() -> None:
     net = mlp()
     before = places(net)
 
@@ -145,7 +145,7 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     "wanted", [{"a": Catcher, "c": Catcher, "b": Catcher}, {("a", "c", "b"): Catcher}]
 )
-def test_both_names_of_a_shared_module_answer_with_its_replacement(wanted: Any) -> None:
+def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None:
     model = tied()
 
     with pytest.warns(NeverFiredWarning, match='never called: "c"'), swap(model, wanted) as new:
@@ -256,7 +256,7 @@ def test_gradients_reach_the_wrapped_weights() -> None:
     assert new["3"].scale.grad is not None
 
 
-def test_a_wrapper_passes_for_what_it_wraps() -> None:
+def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
     wrapper = Doubled(nn.Linear(4, 3))
 
     assert wrapper.in_features == 4
@@ -431,7 +431,7 @@ def test_an_unknown_name() -> None:
         pass
 
 
-def test_not_a_dict() -> None:
+def test_replacements_that_are_no_dict_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"needs a dict .* found str"), swap(mlp(), "0"):  # type: ignore[arg-type]
         pass
 

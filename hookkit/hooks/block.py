@@ -41,7 +41,7 @@ class StopForward(BaseException):
     No `Exception`, so a model's own `except Exception` lets it through; the block swallows it.
     """
 
-    def __init__(self, owner: Stop) -> None:
+    def __init__(self, owner: object) -> None:
         super().__init__(
             "stop=True: the last wanted layer has fired. Run the model inside the `with` block "
             "of the hooks, which ends here."

@@ -1,7 +1,7 @@
 """`report(run, "run.html")`: one self-contained page of a run, the findings first.
 
-What was not recorded is told, with the recorder that brings it; a picture that cannot be drawn does
-not cost the page. Nothing of the machine's or the user's name, and no path, goes into it.
+What was not recorded is named, with the recorder for it; a picture that cannot be drawn is replaced
+by the reason. No name of the machine or the user, and no path, is written into the page.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hookkit import health
+from hookkit.checks import kind_of, shown
 from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.files import atomic_write
 from hookkit.markup import details, table, terms
@@ -26,8 +27,8 @@ from hookkit.version import __version__
 DPI = 130
 """Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
 
-SHOWN = 100
-"""Rows of the table of layers that stand open; the others are folded."""
+UNFOLDED = 100
+"""Rows up to which the table of layers is shown unfolded."""
 
 
 def report(
@@ -61,8 +62,8 @@ def report(
     for name, value in (("path", path), ("title", title)):
         if value is not None and not isinstance(value, (str, Path)):
             raise ArgumentError(
-                f"report({name}={value!r:.60}) was asked for, an {type(value).__name__}. "
-                f'Give text, such as report(run, "run.html", title="My run").'
+                f"report({name}={shown(value)}): expected text, found {kind_of(value)}. "
+                f'Write report(run, "run.html", title="My run").'
             )
     target = _writable(Path("report.html" if path is None else path))
     record = in_order(as_run(run))
@@ -89,7 +90,7 @@ def _writable(path: Path) -> Path:
         raise OptionError(f'"{path}" is a folder. Name a file in it, such as "{path}/report.html".')
     if path.exists() and GENERATOR.encode() not in path.read_bytes()[:1000]:
         raise OptionError(
-            f'"{path}" is there already and is not a report of hookkit\'s: it is left alone. '
+            f'"{path}" exists and is no report written by hookkit, so it is not overwritten. '
             "Choose another name, or remove the file."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,14 +106,14 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
         parts.append(f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>")
     if diagnosis.unjudged:
         n = len(diagnosis.unjudged)
-        what = f"{n} rule{'' if n == 1 else 's'} could not judge, for want of data"
+        what = f"{n} rule{'' if n == 1 else 's'} could not judge, for lack of data"
         parts.append(details(what, terms(diagnosis.unjudged)))
     return "".join(parts)
 
 
 def _finding(number: int, f: health.Finding) -> str:
-    said = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
-    said += [("Threshold", f.threshold), ("Source", f.source)]
+    facts = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
+    facts += [("Threshold", f.threshold), ("Source", f.source)]
     head = f'<span class="tone">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
     layers = ""
     if len(f.layers) > 3:
@@ -120,7 +121,7 @@ def _finding(number: int, f: health.Finding) -> str:
         layers = details(f"All {len(f.layers)} layers", f"<p>{names}</p>")
     return (
         f'<article class="finding {escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
-        f"{terms(said)}{layers}</article>"
+        f"{terms(facts)}{layers}</article>"
     )
 
 
@@ -128,15 +129,15 @@ def _whole(run: Run, findings: Any) -> Iterator[str]:
     names = {"activations": "ActivationStats", "gradients": "GradientStats", "params": "ParamStats"}
     absent = [f"{k} ({r}())" for k, r in names.items() if getattr(run, k) is None]
     if run.records:
-        told = "; ".join(_told(record) for record in run.records)
-        alt = f"Layer by step heat-maps. {told}."
+        text = "; ".join(_in_words(record) for record in run.records)
+        alt = f"Layer by step heat-maps. {text}."
         caption = "Layers from top to bottom, steps from left to right; numbers mark the findings."
         yield _picture(lambda p: p.plot_run(run, findings=findings), alt, caption)
     if absent:
         yield missing(f"Not recorded: {', '.join(absent)}.")
 
 
-def _told(record: Record) -> str:
+def _in_words(record: Record) -> str:
     """What a heat-map of `record` shows, in words and numbers."""
     param = record.kind == "param"
     name = "update:weight" if param else f"RMS of {record.kind}s"
@@ -158,9 +159,9 @@ def _loss(run: Run) -> Iterator[str]:
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
     fine = losses[np.isfinite(losses)]
     if len(fine) or run.valid:
-        told = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
+        text = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
         least = min(fine, default=float("nan"))
-        alt = f"Training loss over {len(losses)} steps, {told}, least {least:.3g}."
+        alt = f"Training loss over {len(losses)} steps, {text}, least {least:.3g}."
         yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes (6 sigma).")
     else:
         yield missing("No loss was recorded.")
@@ -183,7 +184,7 @@ def _layers(run: Run) -> Iterator[str]:
         caption = "Through the depth of the net: a slope is a signal that vanishes or explodes."
         yield _picture(lambda p: p.plot_depth(run), alt, caption)
     if run.params is not None and len(run.params):
-        alt = f"log10 of update:weight of matrices over steps. {_told(run.params)}."
+        alt = f"log10 of update:weight of matrices over steps. {_in_words(run.params)}."
         caption = "How far each matrix moves in a step, relative to its size."
         yield _picture(lambda p: p.plot_updates(run), alt, caption)
     if run.records:
@@ -193,7 +194,7 @@ def _layers(run: Run) -> Iterator[str]:
 
 
 def _pictures_of(record: Record) -> Iterator[str]:
-    kind, told = f"{record.kind}s", _told(record)
+    kind, text = f"{record.kind}s", _in_words(record)
     yield f"<h3>{kind.capitalize()}</h3>"
     alike, each = "a line a layer", "a panel a layer"
     drawn: list[tuple[Callable[[Any], Any], str, str]] = [
@@ -207,7 +208,7 @@ def _pictures_of(record: Record) -> Iterator[str]:
             (lambda p: p.plot_density(record), f"How {kind} are spread at the end", alike),
         ]
     for draw, what, how in drawn:
-        yield _picture(draw, f"{what}, {how}. {told}.", f"{what}, {how}.")
+        yield _picture(draw, f"{what}, {how}. {text}.", f"{what}, {how}.")
     if record.hist is None:
         yield missing(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
 
@@ -225,7 +226,7 @@ def _layer_table(run: Run) -> Iterator[str]:
         what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
         html = table(f"{what} at the last step that each was seen", head, rows)
         folded = details(f"{what}: the numbers of {len(rows)} rows", html)
-        yield folded if len(rows) > SHOWN else html
+        yield folded if len(rows) > UNFOLDED else html
 
 
 def _last(row: Any) -> float:
@@ -242,7 +243,7 @@ def _cell(value: Any, key: str = "") -> str:
 
 
 def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
-    """A figure, or a line that says why there is none: a picture must not cost the whole page."""
+    """A figure, or a line that says why there is none: without it there is still a page."""
     try:
         from hookkit import plotting
 
@@ -279,7 +280,7 @@ def _environment(run: Run) -> str:
 
 
 def _fact(value: Any) -> str:
-    """A plain value as text; nothing for what could hold a path or is no plain value."""
+    """A plain value as text; "" for what could hold a path, or is no plain value."""
     if isinstance(value, (list, tuple)):
         return ", ".join(filter(None, map(_fact, value[:8]))) + (", …" if len(value) > 8 else "")
     if isinstance(value, str):

@@ -43,8 +43,8 @@ def step_edges(steps: Ints) -> Floats:
 def pool(table: Floats, edges: Floats, most: int) -> tuple[Floats, Floats, int]:
     """`table` (rows, n) with its columns merged to at most `most`; its edges; how many were merged.
 
-    Each cell keeps the largest of its group, so that one spike in 2,000 steps stays visible: to
-    leave the merging to the renderer would drop columns at random.
+    Each cell keeps the largest of its group, so that one spike in 2,000 steps stays visible; the
+    renderer would drop columns at random.
     """
     n = table.shape[1]
     k = max(1, -(-n // most))
@@ -165,7 +165,7 @@ def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 
     """Where `values` exceed the mean of the `window` before by `sigmas` standard deviations.
 
     Source: OLMo-core's `StabilityMonitor` (6 sigma, 128 steps). The first `least` steps are never
-    called spikes: there is nothing yet to compare them with.
+    called spikes: there is too little to compare them with.
     """
     found = []
     with np.errstate(over="ignore", invalid="ignore"):

@@ -93,7 +93,7 @@ def mark_broken(ax: Any, steps: Any, broken: Any, *, word: bool = True) -> None:
     across = ax.get_xaxis_transform()  # x in steps, y in shares of the height
     ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0.5, zorder=4)
     if word:
-        late = bars[0][0] > (edges[0] + edges[-1]) / 2  # write to the side that has room
+        late = bars[0][0] > (edges[0] + edges[-1]) / 2  # on the side that has room
         x, ha = (edges[-1], "right") if late else (bars[0][0], "left")
         ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7, color=ALARM)
 
@@ -119,7 +119,7 @@ def log_y(ax: Any, values: Any) -> None:
 
 
 def signed_log_if_wide(ax: Any, values: Any) -> None:
-    """A signed-log y axis, where a few values would press all others flat."""
+    """A signed-log y axis, where a few values would flatten all others."""
     size = np.abs(values[np.isfinite(values) & (values != 0)])
     if not size.size:
         return

@@ -37,14 +37,13 @@ GREY_AND_BLACK = {
     "gradient": ("no gradient", "all zero"),
     "param": ("not recorded", "did not move"),
 }
-"""What a cell without a number, and one of zero, says of a layer or parameter."""
+"""What a cell without a number means, and one of zero, for each kind of record."""
 
 MOST_BOXES = 12
 """Of one finding: more would hide what they mark."""
 
-
 LEAST_GAP = 0.15
-"""Inches between two boxes; where rows are so thin that they would touch, one box holds both."""
+"""Inches between two boxes; rows that are closer share one box."""
 
 
 def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
@@ -97,7 +96,7 @@ SHARPNESS, MARGIN = 90, 0.4
 
 
 def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
-    """One heat-map with its colour bar; its special colours, and what they say."""
+    """One heat-map with its colour bar; its special colours, and what they mean."""
     param = record.kind == "param"
     table, broken = (
         arrays.log10(record.value(_STATISTIC[record.kind])),
@@ -180,7 +179,7 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
 
 
 def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any, Record]]:
-    """The panel a finding belongs to: of those that know its layers, the one its rule speaks of."""
+    """The panel a finding belongs to: of those with its layers, the one that its rule is about."""
     named = {str(layer) for layer in finding.layers or ()}
     able = [(ax, r) for ax, r in zip(axes, panels, strict=True) if named & set(r.names)]
     if any(word in str(finding.rule).lower() for word in ("grad", "vanish", "explod")):
@@ -204,7 +203,7 @@ def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[fl
 class Numbers:
     """The numbers of findings in one panel, each inside its box and beside those put before.
 
-    On the edge of a box they would hide a layer's name, one on the other each other.
+    On the edge of a box they would hide a layer's name.
     """
 
     WIDTH, ACROSS = 15.0, 8.2 * 72
@@ -222,7 +221,7 @@ class Numbers:
         near = {s: n for n, s, row in self.taken if abs(row - y) < self.apart}
         while slot in near:
             if near[slot] == number:
-                return  # the box above says it
+                return  # the box above has this number
             slot += 1
         self.taken.append((number, slot, y))
         style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}

@@ -66,7 +66,7 @@ def plot_stats(record: Any, *, fig: Any = None) -> Any:
 def plot_updates(record: Any, *, ax: Any = None) -> Any:
     """log10 of update:weight of every matrix over steps, with the −3 that is a healthy pace.
 
-    Vectors (biases, norms) are left out: theirs says little about the learning rate.
+    Vectors (biases, norms) are not drawn: their updates say little about the learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
     """
     record = ordered_record(record, "param")
@@ -79,12 +79,16 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
         low, high = arrays.span(ratio)
-        low = max(low, float(np.nanmedian(ratio)) - 6)  # or one frozen matrix presses all flat
+        low = max(
+            low, float(np.nanmedian(ratio)) - 6
+        )  # or one frozen matrix would flatten all others
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
-        ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # all are measured by the line
+        ax.set_ylim(
+            min(low - 0.1, -3.3), max(high + 0.1, -2.7)
+        )  # the dashed line is always in view
     if never.any():
-        still = [record.labels[i] for i in np.flatnonzero(never)]
-        text = f"never moved: {listed(still, 80)}"
+        unmoved = [record.labels[i] for i in np.flatnonzero(never)]
+        text = f"never moved: {listed(unmoved, 80)}"
         where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
         ax.annotate(literal(text), (0.01, 0.02), **where)
     return ax
@@ -154,7 +158,7 @@ def _lines(
     ylabel: str = "",
 ) -> None:
     """One line a layer over steps, with the axis in order."""
-    if smooth := _smooth(record):  # or the noise of one layer hides all others
+    if smooth := _smooth(record):  # or the noise of one layer would hide all others
         if len(table) <= FEW:
             curves(ax, record, record.steps, table, key=False, alpha=0.25)
         table = np.stack([arrays.smoothed(row, smooth) for row in table])
@@ -205,10 +209,10 @@ def curves(
         return
     if len(rows) <= FEW:
         beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-        alone = ax.figure.get_layout_engine() is None  # nobody would make room beside the Axes
+        alone = ax.figure.get_layout_engine() is None  # nothing makes room beside the Axes
         place = {"loc": "best", "framealpha": 0.6} if alone else beside
         legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
-        # named now: a label that begins with an underscore is left out of a legend
+        # set now: a legend skips labels that begin with an underscore
         for text, i in zip(legend.get_texts(), rows, strict=True):
             text.set_text(literal(row_label(record, i, 34)))
         return
@@ -295,5 +299,5 @@ def _steps_key(ax: Any, handles: list[Any]) -> None:
     """Which colour is which step, above the panel: inside it would lie on the lines."""
     style = {"fontsize": 7, "frameon": False, "handlelength": 1, "columnspacing": 0.8}
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "borderpad": 0, "ncols": 9}
-    nobody = ax.plot([], [], lw=0, label="step")
-    ax.legend(handles=[*nobody, *handles], handletextpad=0.4, **style, **place)
+    head = ax.plot([], [], lw=0, label="step")
+    ax.legend(handles=[*head, *handles], handletextpad=0.4, **style, **place)
