@@ -1,5 +1,6 @@
 """Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.zoo)
         if old and item.get_closest_marker("traces_gradients"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _figures_closed() -> Iterator[None]:
+    """Pyplot holds every figure until it is closed, and warns when there are many."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture
