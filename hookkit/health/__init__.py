@@ -3,18 +3,16 @@
     diagnosis.py          Finding, Diagnosis: text and HTML
     rule.py               Rule: texts, needs and a check; Hit: what a check saw
     reading.py            how rules read records: windows, rows by type, robust averages
-    loss_trend.py         does the loss fall?
-    loss_bound.py         how far the steps can have moved it
+    loss_trend.py         does the loss fall, and have the steps done it?
     loss_expectations.py  losses that need not fall
     run_view.py           RunView: a run as rules see it
 
     steps.py              learning rate, momentum, weight decay, steps that go uphill
     gradients.py          gradients that vanish, explode, or are never zeroed
     activations.py        scale of inputs and of initial weights; dropout, batch norm
-    non_finite.py         NaN and Inf
     units.py              dead, dormant, saturated units
     unmoved.py            parameters that never move; constant initial weights
-    precision.py          float16
+    precision.py          NaN and Inf, the range of float16
     attention.py          attention's logits
     loss.py               the loss: its start, its fall, its end
     loss_input.py         probabilities where scores are expected
@@ -41,7 +39,6 @@ from hookkit.health import (
     gradients,
     loss,
     loss_input,
-    non_finite,
     precision,
     steps,
     units,
@@ -53,7 +50,7 @@ from hookkit.health.rule import Rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Record, Run, as_run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "diagnose"]
+__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
@@ -79,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     unmoved.zero_gradient,
     gradients.vanishing,
     gradients.exploding,
-    non_finite.non_finite,
+    precision.non_finite,
     attention.attention_logits,
     precision.fp16_range,
     loss.below_zero,

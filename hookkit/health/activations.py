@@ -64,7 +64,7 @@ def input_scale(run: RunView) -> Iterator[Hit]:
         severity = "note" if normed else "error" if run.fails else "warning"
         what = f"the first layer's output has standard deviation {size:.3g} before training"
         yield Hit(severity, layer, read.span(record, slice(0, 1)), what)
-    elif not normed and (size := read.input_size(run.run.params, layer[0])) < FAINT_INPUT:
+    elif not normed and (size := read.input_size(run.recorded.params, layer[0])) < FAINT_INPUT:
         severity = "warning" if run.fails else "note"
         what = f"by its gradients the first layer is given inputs of size {size:.2g}"
         yield Hit(severity, layer, read.span(record), what, of=_FAINT)
@@ -81,7 +81,7 @@ _FAINT = input_scale.but(
 def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
     """The spread of a layer's first output, without what its bias adds where that is known."""
     rms, std = (read.table(record, s)[row, 0] for s in ("rms", "std"))
-    name, params = f"{record.names[row]}.bias", run.run.params
+    name, params = f"{record.names[row]}.bias", run.recorded.params
     if params is None or name not in params.names:
         return float(std)
     at = params.names.index(name)

@@ -11,8 +11,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.activations import FAINT_INPUT
-from hookkit.health.loss_bound import smoothed
-from hookkit.health.loss_trend import known
+from hookkit.health.loss_trend import known, smoothed
 from hookkit.health.rule import Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints
@@ -130,7 +129,7 @@ def grads_pile_up(run: RunView) -> Iterator[Hit]:
     lasts = norms[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
     stuck = grown and jitter <= STUCK_JITTER and run.fails and bool(lasts)
     unproved = grown and jitter < SURE_JITTER and run.learns is None
-    smooth = run.run.losses is not None and _quieter_than_the_loss(run, norms, steps)
+    smooth = run.recorded.losses is not None and _quieter_than_the_loss(run, norms, steps)
     if stuck or unproved or smooth:
         what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n "
         what += f"steps, and changes by only {jitter:.2g} of itself from record to record"
@@ -164,8 +163,8 @@ def _jitter(series: Floats) -> float:
 
 def _grad_norms(run: RunView) -> tuple[Floats, Ints]:
     """Norms of the whole gradient, and the steps they are of."""
-    norms = run.run.grad_norms
-    if run.run.params is None and norms is not None:
+    norms = run.recorded.grad_norms
+    if run.recorded.params is None and norms is not None:
         return np.asarray(norms, np.float64), np.arange(len(norms))
     record = run.params
     moved = np.nan_to_num(read.table(record, "update_norm")).max(axis=1) > 0

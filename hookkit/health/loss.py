@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.loss_bound import possible_fall
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.loss_trend import (
     SIGMA,
     end_level,
     known,
     noise_may_hide_a_fall,
+    possible_fall,
     start_level,
 )
 from hookkit.health.rule import CHECKER, CS231N, LECUN, SAGEMAKER, Hit, rule
@@ -79,7 +79,7 @@ def target_scale(run: RunView) -> Iterator[Hit]:
     error = max(first, 0.0) ** (0.5 if name == "mse" else 1.0)
     if error <= LARGE_ERROR:
         return
-    share = possible_fall(run.run)
+    share = possible_fall(run.recorded)
     far = share is not None and share < OUT_OF_REACH and not run.falls_slowly
     fails = run.fails and not run.falls_slowly
     what = f"the first error is {error:.3g} ({name} {first:.3g})"
@@ -105,17 +105,11 @@ def not_learning(run: RunView) -> Iterator[Hit]:
     worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
     if run.falls_slowly:
         yield Hit("note", (), steps, f"{what}: it falls slowly, and steadily", of=_SLOW)
-    elif not worse and noise_may_hide_a_fall(run.run):
+    elif not worse and noise_may_hide_a_fall(run.recorded):
         what += ", and is so noisy that a fall of 5 % may hide in it"
         yield Hit("note", (), steps, what, of=_NOISY)
     elif np.isfinite(end) and (why := run.need_not_fall) is not None:
-        expected = not_learning.but(
-            threshold=f"less than 5 % below its start, {why.threshold}",
-            source=f"{CHECKER}: 5 %; {why.source}",
-            cause=why.cause,
-            fix=why.fix,
-        )
-        yield Hit("note", (), steps, f"{what}; {why.evidence}", of=expected)
+        yield Hit("note", (), steps, f"{what}; {why.evidence}", of=why.texts)
     elif worse:
         yield Hit("error", (), steps, what, of=_DIVERGING)
     else:
@@ -149,7 +143,7 @@ _NOISY = _UNDECIDED.but(
 
 def _mostly_frozen(run: RunView) -> str:
     """The cause of not learning, if most matrices are frozen; else ""."""
-    params = run.run.params
+    params = run.recorded.params
     if params is None:
         return ""
     ndim = read.meta(params, "ndim", 2)
@@ -239,7 +233,7 @@ def _jumps(series: Floats, t: int, level: float) -> bool:
 )
 def overfit(run: RunView) -> Iterator[Hit]:
     """A validation loss that rises while the training loss falls: a note."""
-    rows = [r for r in run.run.valid if {"train_loss", "valid_loss"} <= set(r)]
+    rows = [r for r in run.recorded.valid if {"train_loss", "valid_loss"} <= set(r)]
     if len(rows) < 4:
         raise read.Missing("fewer than 4 epochs with validation")
     train = np.array([r["train_loss"] for r in rows], float)

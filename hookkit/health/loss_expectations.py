@@ -1,6 +1,6 @@
 """Losses that need not fall: of players, of policies and energies, of a target that moves.
 
-Builds on `loss_trend` and `loss_bound`. Where no training is meant to bring the loss down, a loss
+Builds on `loss_trend` and `loss_trend`. Where no training is meant to bring the loss down, a loss
 that does not fall is no problem. `why_it_need_not_fall` finds out; then `not_learning` is a note,
 and for all other rules it is unknown whether the run learns.
 """
@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hookkit.health import reading as read
-from hookkit.health.loss_bound import rise_over_bound
-from hookkit.health.loss_trend import end_level, known, losses
-from hookkit.health.rule import TAYLOR
+from hookkit.health.loss_trend import end_level, known, losses, rise_over_bound
+from hookkit.health.rule import CHECKER, TAYLOR, Rule
 from hookkit.records import Floats, Record, Run
 
 NEVER_BELOW_ZERO = frozenset(
@@ -31,13 +30,59 @@ ABOVE_BOUND = 2.0
 
 
 class ExpectedNonDecrease(NamedTuple):
-    """Why a loss need not fall: texts for a finding, the evidence first."""
+    """Why a loss need not fall: what was seen, and the texts of a finding about it."""
 
     evidence: str
-    threshold: str
-    source: str
-    cause: str
-    fix: str
+    texts: Rule
+
+
+def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
+    """The rule `not_learning` with texts about a loss that need not fall."""
+    threshold = f"less than 5 % below its start, {threshold}"
+    return Rule("not_learning", threshold, f"{CHECKER}: 5 %; {source}", cause, fix)
+
+
+_PLAYERS = _expected(
+    threshold="where no matrix moves at every step, or steps differ in turns",
+    source="Goodfellow et al. 2014 (arXiv 1406.2661): at a GAN's optimum neither player gains",
+    cause="players that learn against each other: such a loss need not fall",
+    fix="judge by samples or scores, not by this loss",
+)
+
+_DIFFERENCE = _expected(
+    threshold="where a loss has both signs in the first fifth of the run, or begins at 0, and "
+    "stays within ten times that",
+    source='OpenAI, Spinning Up, part 3, of policy gradients: "The loss function means nothing"; '
+    "Hugging Face, open-r1 issue 239: GRPO's starts at 0 and then increases",
+    cause="a loss that is a difference, of advantages, energies or a critic's scores: 0 is not its "
+    "floor",
+    fix="judge by the reward, or by samples, not by this loss",
+)
+
+_MOVING_TARGET = _expected(
+    threshold="where frozen matrices change",
+    source="Grill et al. 2020 (BYOL, arXiv 2006.07733): no loss is known of which such a training "
+    "is a gradient descent",
+    cause="a target that moves with the model (a teacher, a target network): such a loss need not "
+    "fall",
+    fix="judge by the reward, or by a probe, not by this loss",
+)
+
+_CHANGING_DATA = _expected(
+    threshold="above twice the sum of |gradient| × |update|, which no step can exceed to first "
+    "order",
+    source=f"{TAYLOR}; 2: hookkit, measured",
+    cause="data or targets that change with the run: returns that grow as an agent learns",
+    fix="judge by the reward, or by the loss on data that stay the same",
+)
+
+_GROWING_DATA = _expected(
+    threshold="where a step of the last third sees more than twice as much as one of the first",
+    source="the definition: the losses of different data cannot be compared",
+    cause="data that grow with the run: episodes that last longer as the agent learns, longer "
+    "sequences",
+    fix="judge by the reward, or by the loss on data that stay the same",
+)
 
 
 def loss_name(run: Run) -> str:
@@ -52,32 +97,24 @@ def why_it_need_not_fall(run: Run) -> ExpectedNonDecrease | None:
     Raises:
         Missing: there are no losses.
     """
+    because = ExpectedNonDecrease
     if read.trained_in_turns(run):
-        return _players("parts of the model move in turns")
+        return because("parts of the model move in turns", _PLAYERS)
     seen = [r for r in (run.activations, run.gradients) if r is not None]
     if run.params is None and (period := max(map(_period, seen), default=0)):
-        return _players(f"every {period} steps the batch takes the same turns through the layers")
+        what = f"every {period} steps the batch takes the same turns through the layers"
+        return because(what, _PLAYERS)
     if _has_both_signs(run):
-        return _DIFFERENCE
+        return because("it is above 0 and below it, or begins at 0", _DIFFERENCE)
     if run.params is not None and (names := _moving_targets(run.params)):
-        return ExpectedNonDecrease(f"{names[0]}, frozen, follows what is trained", *_MOVING)
+        return because(f"{names[0]}, frozen, follows what is trained", _MOVING_TARGET)
     if (rise := _rise_over_bound(run)) > ABOVE_BOUND:
-        evidence = f"it rises {rise:.3g} times as far as gradients and steps explain"
-        return ExpectedNonDecrease(evidence, *_CHANGING_DATA)
+        what = f"it rises {rise:.3g} times as far as gradients and steps explain"
+        return because(what, _CHANGING_DATA)
     if (growth := max(map(_batch_growth, seen), default=0)) > GROWN_BATCH:
-        evidence = f"a step saw {growth:.2g} times as much at the end as at first"
-        return ExpectedNonDecrease(evidence, *_GROWING_DATA)
+        what = f"a step saw {growth:.2g} times as much at the end as at first"
+        return because(what, _GROWING_DATA)
     return None
-
-
-def _players(evidence: str) -> ExpectedNonDecrease:
-    return ExpectedNonDecrease(
-        evidence,
-        "where no matrix moves at every step, or steps differ in turns",
-        "Goodfellow et al. 2014 (arXiv 1406.2661): at a GAN's optimum neither player gains",
-        "players that learn against each other: such a loss need not fall",
-        "judge by samples or scores, not by this loss",
-    )
 
 
 def _period(record: Record) -> int:
@@ -145,36 +182,3 @@ def _batch_growth(record: Record) -> float:
     third = len(record) // 3
     grew = counts[:, -third:].mean(axis=1) / counts[:, :third].mean(axis=1)
     return float(grew.min()) if len(counts) else 0.0
-
-
-_DIFFERENCE = ExpectedNonDecrease(
-    "it is above 0 and below it, or begins at 0",
-    "where a loss has both signs in the first fifth of the run, or begins at 0, and stays within "
-    "ten times that",
-    'OpenAI, Spinning Up, part 3, of policy gradients: "The loss function means nothing"; '
-    "Hugging Face, open-r1 issue 239: GRPO's starts at 0 and then increases",
-    "a loss that is a difference, of advantages, energies or a critic's scores: 0 is not its floor",
-    "judge by the reward, or by samples, not by this loss",
-)
-
-_MOVING = (
-    "where frozen matrices change",
-    "Grill et al. 2020 (BYOL, arXiv 2006.07733): no loss is known of which such a training is a "
-    "gradient descent",
-    "a target that moves with the model (a teacher, a target network): such a loss need not fall",
-    "judge by the reward, or by a probe, not by this loss",
-)
-
-_CHANGING_DATA = (
-    "above twice the sum of |gradient| × |update|, which no step can exceed to first order",
-    f"{TAYLOR}; 2: hookkit, measured",
-    "data or targets that change with the run: returns that grow as an agent learns",
-    "judge by the reward, or by the loss on data that stay the same",
-)
-
-_GROWING_DATA = (
-    "where a step of the last third sees more than twice as much as one of the first",
-    "the definition: the losses of different data cannot be compared",
-    "data that grow with the run: episodes that last longer as the agent learns, longer sequences",
-    "judge by the reward, or by the loss on data that stay the same",
-)

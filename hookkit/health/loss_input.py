@@ -7,7 +7,6 @@ of inputs between 0 and 1 cannot leave.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +24,6 @@ MASK_SIZE = -1e3
 _ENDS = ("Softmax", "Sigmoid")
 
 
-class _Proof(NamedTuple):
-    severity: str
-    layers: tuple[str, ...]
-    evidence: str
-
-
 @rule(
     threshold="rows of non-negative numbers that sum to 1 (or a loss that cannot pass below "
     "ln(e + C - 1) - 1)",
@@ -44,15 +37,13 @@ def probabilities(run: RunView) -> Iterator[Hit]:
     nll, binary = name == "nll", name.endswith("withlogits")
     if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
         raise read.Missing("loss function unknown")
-    proof = _by_last_layer(run)
-    if proof is None and binary:
-        proof = _by_narrow_range(run)
-    elif proof is None and not nll:
-        proof = _by_output(run) or _by_floor(run)
-    if proof is not None:
-        severity, layers, what = proof
-        of = _BINARY if binary else _NLL if nll else None
-        yield Hit(severity, layers, run.all_steps, what, of)
+    hit = _by_last_layer(run)
+    if hit is None and binary:
+        hit = _by_narrow_range(run)
+    elif hit is None and not nll:
+        hit = _by_output(run) or _by_floor(run)
+    if hit is not None:
+        yield hit._replace(of=_BINARY if binary else _NLL if nll else None)
 
 
 _BINARY = probabilities.but(
@@ -69,27 +60,28 @@ _NLL = probabilities.but(
 )
 
 
-def _by_output(run: RunView) -> _Proof | None:
+def _by_output(run: RunView) -> Hit | None:
     if run.info.get("output_is_probabilities"):
-        return _Proof("error", (), "the model's output rows are probabilities")
+        return Hit("error", (), run.all_steps, "the model's output rows are probabilities")
     return None
 
 
-def _by_last_layer(run: RunView) -> _Proof | None:
+def _by_last_layer(run: RunView) -> Hit | None:
     if (given := run.info.get("loss_input")) in _ENDS:
-        return _Proof("error", (), f"the loss is given what a {given.lower()} gives")
-    record = run.run.activations
+        return Hit("error", (), run.all_steps, f"the loss is given what a {given.lower()} gives")
+    record = run.recorded.activations
     if record is None or not record.names or record.types[-1] not in _ENDS:
         return None
-    return _Proof("error", (record.names[-1],), f"the last layer is {record.types[-1]}")
+    what = f"the last layer is {record.types[-1]}"
+    return Hit("error", (record.names[-1],), run.all_steps, what)
 
 
-def _by_narrow_range(run: RunView) -> _Proof | None:
+def _by_narrow_range(run: RunView) -> Hit | None:
     """With inputs in [0, 1] no batch of a binary cross entropy is below .313, or above 1.313.
 
     Scores as large as 4 would make it almost 0 where they are right, and large where they are not.
     """
-    record, series = run.run.activations, run.losses_of(50)
+    record, series = run.recorded.activations, run.losses_of(50)
     low, high = float(np.nanmin(series)), float(np.nanmax(series))
     if record is None or len(record) < read.MIN_RECORDS:
         return None
@@ -99,13 +91,13 @@ def _by_narrow_range(run: RunView) -> _Proof | None:
     rms, least = (read.median(record.value(s, -1)[read.last_half(record)]) for s in ("rms", "min"))
     if not inside or not rms > SCORES_SIZE or least < MASK_SIZE:
         return None
-    given = f"{record.names[-1]} gives values of RMS {rms:.3g}"
-    return _Proof("warning", (), f"the loss stays within {low:.3g} and {high:.3g} while {given}")
+    what = f"the loss stays within {low:.3g} and {high:.3g} while {record.names[-1]} gives values "
+    return Hit("warning", (), run.all_steps, f"{what}of RMS {rms:.3g}")
 
 
-def _by_floor(run: RunView) -> _Proof | None:
+def _by_floor(run: RunView) -> Hit | None:
     """With inputs in [0, 1] a cross entropy stays in [floor, floor + 1]; learning nears floor."""
-    losses = run.run.losses
+    losses = run.recorded.losses
     if losses is None or not run.info.get("n_classes") or len(losses) < 50:
         return None
     series = known(losses)
@@ -118,4 +110,4 @@ def _by_floor(run: RunView) -> _Proof | None:
     if before - end > end - floor:
         return None  # it is falling past the floor, and does not settle there
     what = f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
-    return _Proof("warning", (), what)
+    return Hit("warning", (), run.all_steps, what)

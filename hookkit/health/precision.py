@@ -1,7 +1,6 @@
-"""Rules on float16: values near its end, gradients that fall below its smallest number.
+"""Rules on what floating-point numbers cannot hold: NaN and Inf, and the two ends of float16.
 
-Judged by layer: under autocast the outputs of some are float16 and those of others are not. An
-overflow is Inf, which `non_finite` reports.
+float16 is judged by layer: under autocast the outputs of some are float16 and those of others not.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hookkit.health import reading as read
+from hookkit.health.loss_trend import stops_being_a_number
 from hookkit.health.rule import Hit, rule
 from hookkit.health.run_view import RunView
-from hookkit.records import Ints, Record
+from hookkit.records import Floats, Ints, Record
 
 LARGEST, SMALLEST, NORMAL = 65504.0, 2.0**-24, 2.0**-14
 """IEEE 754 binary16: its largest number, its smallest, and its smallest with all bits."""
@@ -24,6 +24,95 @@ TWO_BITS = 4 * SMALLEST
 
 _IEEE = "IEEE 754 binary16"
 _AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zero"
+
+
+@rule(
+    threshold="any NaN or Inf",
+    source="IEEE 754: both spread through every later sum",
+    cause="overflow, log or division by 0, or a learning rate that is too high",
+    fix="look at this layer's inputs in the steps before; lower the learning rate, add an eps, or "
+    "clip gradients",
+)
+def non_finite(run: RunView) -> Iterator[Hit]:
+    """NaN or Inf: the first step, and the first layer in execution order."""
+    if run.recorded.incidents:
+        i = run.recorded.incidents[0]
+        what = f"first non-finite {i.kind}{f' in {i.type}' if i.type else ''} at step {i.step}"
+        yield Hit("error", (i.name,) if i.name else (), (i.step, i.step), what)
+        return
+    seen = [r for r in run.recorded.records if "nonfinite" in r.values]
+    losses = run.recorded.losses
+    if not seen and losses is None:
+        raise read.Missing("no activations")
+    firsts = [f for r in seen if (f := _first_non_finite(r)) is not None]
+    broken = None if losses is None else _loss_breaks_at(losses)
+    if firsts:
+        yield _first_of(run, min(firsts, key=lambda f: f[2]), broken)
+    elif broken is not None:
+        what = f"the loss stops being a number at step {broken}"
+        yield Hit("error", (), (broken, broken), what)
+
+
+def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Hit:
+    """The hit for the first non-finite record: a note if nothing came of it."""
+    record, row, step = first
+    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
+    what = f"the {kind} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
+    harmless = ""
+    if broken is None and record.kind != "activation" and _did_no_harm(run, record):
+        harmless = ", and weights, activations and loss stay finite"
+    elif step == record.steps[0] and broken is None and run.learns:
+        harmless = ", from the first step on, while the loss stays finite and falls"
+    of = None if not harmless else _MASK if record.kind == "activation" else _SKIPPED
+    severity = "note" if harmless else "error"
+    return Hit(severity, (record.names[row],), (step, step), what + harmless, of)
+
+
+_MASK = non_finite.but(
+    cause="a deliberate mask of -inf, most likely", fix="nothing, if it is a mask"
+)
+
+_SKIPPED = non_finite.but(
+    cause="steps that a GradScaler skips while it looks for its scale, most likely",
+    fix="nothing, if they are few",
+)
+
+
+def _did_no_harm(run: RunView, record: Record) -> bool:
+    """Whether weights and activations stay finite: a fused optimizer skipped those steps."""
+    activations, params = run.recorded.activations, run.recorded.params
+    own = np.nan_to_num(record.values["nonfinite"][:, -read.MIN_RECORDS :]) > 0
+    if (activations is None and params is None) or own.any(axis=0).all():
+        return False
+    if activations is not None and _first_non_finite(activations) is not None:
+        return False
+    weights = None if params is None else params.values.get("weight_norm")
+    if weights is None:
+        return True
+    ever, at_last = np.isfinite(weights).any(axis=1), np.isfinite(weights[:, -1])
+    return bool((at_last | ~ever).all())
+
+
+def _first_non_finite(record: Record) -> tuple[Record, int, int] | None:
+    """The earliest record with a non-finite value: the row where it began, and the step."""
+    if "nonfinite" not in record.values:
+        return None
+    bad = np.nan_to_num(record.values["nonfinite"]) > 0
+    if not bad.any():
+        return None
+    at = int(bad.any(0).argmax())
+    which = np.flatnonzero(bad[:, at])
+    row = which[-1] if record.kind == "gradient" else which[0]  # backward runs from the end
+    return record, int(row), int(record.steps[at])
+
+
+def _loss_breaks_at(losses: Floats) -> int | None:
+    """The step from which on a loss that was known is no number."""
+    if not np.isfinite(losses).any():
+        return None
+    if stops_being_a_number(losses):
+        return int(np.flatnonzero(np.isfinite(losses))[-1]) + 1
+    return int(np.isinf(losses).argmax()) if np.isinf(losses).any() else None
 
 
 @rule(
@@ -61,10 +150,10 @@ def fp16_underflow(run: RunView) -> Iterator[Hit]:
     if (hit := _zero_outputs(run) or _zero_weights(run)) is not None:
         yield hit
         return
-    small = [*_sizes(run, run.run.gradients), *_sizes(run, run.run.params)]
+    small = [*_sizes(run, run.recorded.gradients), *_sizes(run, run.recorded.params)]
     if not small:
-        record = run.run.activations
-        if record is not None and len(_half_rows(run, record)) and run.run.gradients is None:
+        record = run.recorded.activations
+        if record is not None and len(_half_rows(run, record)) and run.recorded.gradients is None:
             raise read.Missing("no gradients of outputs")
         return
     early = [(x.name, x.early) for x in small if x.early < TWO_BITS]
@@ -107,7 +196,7 @@ def _sizes(run: RunView, record: Record | None) -> Iterator[_Size]:
 
 def _zero_outputs(run: RunView) -> Hit | None:
     """Gradients of outputs that are exactly 0 in every float16 layer, also in the last."""
-    record = run.run.gradients
+    record = run.recorded.gradients
     if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return None
     broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
@@ -124,7 +213,7 @@ def _zero_outputs(run: RunView) -> Hit | None:
 
 def _zero_weights(run: RunView) -> Hit | None:
     """Matrices' gradients that are all exactly 0 or subnormal, where the last layer is float16."""
-    record, seen = run.run.params, run.run.activations
+    record, seen = run.recorded.params, run.recorded.activations
     if record is None or seen is None or len(record) < read.MIN_RECORDS:
         return None
     if record.meta.get("unscaled") or len(seen.names) - 1 not in _half_rows(run, seen):

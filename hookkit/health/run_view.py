@@ -21,33 +21,33 @@ class RunView:
     """What rules read of a run. Each property raises `Missing` where the run does not hold it.
 
     Args:
-        run: kept as `.run`, for what may be absent; but without `info["n_classes"]` where the loss
-            has no classes.
+        run: in `.recorded`, for what a rule can do without; there `info["n_classes"]` is absent if
+            the loss has no classes.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = _without_columns(run)
-        self.info: dict[str, Any] = self.run.info
+        self.recorded = _without_columns(run)
+        self.info: dict[str, Any] = self.recorded.info
         self.all_steps = (0, max(run.n_steps - 1, 0))
 
     @property
     def activations(self) -> Record:
         """The record of activations, long enough to judge."""
-        return read.enough(self.run.activations, "activations")
+        return read.enough(self.recorded.activations, "activations")
 
     @property
     def params(self) -> Record:
         """The record of parameters, long enough to judge."""
-        return read.enough(self.run.params, "parameters")
+        return read.enough(self.recorded.params, "parameters")
 
     @property
     def losses(self) -> Floats:
         """(n_steps,) losses, of which at least one is known."""
-        return loss_trend.losses(self.run)
+        return loss_trend.losses(self.recorded)
 
     def losses_of(self, at_least: int) -> Floats:
         """(n_steps,) losses of at least so many steps."""
-        return loss_trend.losses(self.run, at_least)
+        return loss_trend.losses(self.recorded, at_least)
 
     @property
     def n_classes(self) -> int:
@@ -60,17 +60,17 @@ class RunView:
     @cached_property
     def loss_name(self) -> str:
         """The loss function's name as one word in small letters; "" if unknown."""
-        return loss_expectations.loss_name(self.run)
+        return loss_expectations.loss_name(self.recorded)
 
     @cached_property
     def improved(self) -> bool | None:
         """Whether the loss fell by 5 % or more; None if it is unknown."""
-        return loss_trend.improved(self.run)
+        return loss_trend.improved(self.recorded)
 
     @cached_property
     def need_not_fall(self) -> ExpectedNonDecrease | None:
         """Why the loss need not fall, or None."""
-        return loss_expectations.why_it_need_not_fall(self.run)
+        return loss_expectations.why_it_need_not_fall(self.recorded)
 
     @cached_property
     def learns(self) -> bool | None:
@@ -88,7 +88,7 @@ class RunView:
     @cached_property
     def falls_slowly(self) -> bool:
         """Whether the loss falls by less than 5 %, but steadily."""
-        return loss_trend.falls_slowly(self.run)
+        return loss_trend.falls_slowly(self.recorded)
 
 
 def _without_columns(run: Run) -> Run:

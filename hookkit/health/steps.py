@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hookkit.health import reading as read
-from hookkit.health.loss_bound import rise_over_bound
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
-from hookkit.health.loss_trend import end_level, start_level
+from hookkit.health.loss_trend import end_level, rise_over_bound, start_level
 from hookkit.health.rule import CHECKER, CS231N, TAYLOR, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
@@ -41,7 +40,7 @@ DECAY_PER_STEP, SHRUNK = 0.01, 0.1
 """Weight decay that takes 1 % a step; or weights below 10 % of their first norm (measured)."""
 
 UPHILL = 0.12
-"""Of the bound in `loss_bound`: twice what steps reach that are too large (hookkit, measured)."""
+"""Of the bound in `loss_trend`: twice what steps reach that are too large (hookkit, measured)."""
 
 
 @rule(
@@ -90,7 +89,7 @@ def lr_too_low(run: RunView) -> Iterator[Hit]:
     """Most matrices hardly move; a warning only if the loss does not fall either."""
     record, which, ratio = _update_ratios(run)
     whole = read.median(ratio, axis=1)
-    slow = (whole < SLOW) & (not read.trained_in_turns(run.run))
+    slow = (whole < SLOW) & (not read.trained_in_turns(run.recorded))
     broke = (_early(record, ratio) > LEAPT).mean() > 0.5
     if run.learns or broke or read.gradients_fade(record):
         return
@@ -118,7 +117,7 @@ def _why_slow(record: Record, whole: Floats) -> str:
 
 
 def _falls_slowly(run: RunView) -> bool:
-    losses = run.run.losses
+    losses = run.recorded.losses
     return losses is not None and bool(np.isfinite(losses).any()) and run.falls_slowly
 
 
@@ -192,7 +191,7 @@ def momentum(run: RunView) -> Iterator[Hit]:
     most = max(run.info["momentum"], default=0.0)
     if HIGH_MOMENTUM < most < 1 and run.fails:
         what = f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps (the "
-        what += f"run has {run.run.n_steps}), and the loss does not fall"
+        what += f"run has {run.recorded.n_steps}), and the loss does not fall"
         yield Hit("warning", (), run.all_steps, what)
 
 
@@ -205,7 +204,7 @@ def momentum(run: RunView) -> Iterator[Hit]:
 )
 def weight_decay(run: RunView) -> Iterator[Hit]:
     """Weights that decay faster than the gradient can hold them."""
-    params = run.run.params
+    params = run.recorded.params
     if params is None and "weight_decay" not in run.info:
         raise read.Missing("no parameters")
     layers: tuple[str, ...] = ()
@@ -249,7 +248,7 @@ def _shrunk(run: RunView, record: Record) -> tuple[str | None, tuple[str, ...]]:
 def ascent(run: RunView) -> Iterator[Hit]:
     """A loss that the steps push up, as far as their size and the gradients' explains.
 
-    What they can do, and how much of it steps that go to and fro use, is in `loss_bound`.
+    What they can do, and how much of it steps that go to and fro use, is in `loss_trend`.
     """
     maximized = bool(run.info.get("maximize")) and run.loss_name in NEVER_BELOW_ZERO
     record = None if maximized else run.params

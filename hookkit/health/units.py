@@ -163,7 +163,7 @@ def _dead_share(record: Record, row: int) -> float:
 
 def _zero_gradients(run: RunView, name: str) -> float | None:
     """The smallest share of a layer's gradients that was exactly 0 in the later half."""
-    record = run.run.gradients
+    record = run.recorded.gradients
     if record is None or name not in record.names or len(record) < read.MIN_RECORDS:
         return None
     zero = record.value("zero", name)[read.last_half(record)]
@@ -182,7 +182,7 @@ def _weight_disproves(run: RunView, record: Record, row: int) -> bool:
     A gradient in the later half means that something reads the layer's negative outputs. One that
     was always 0 is reported as such, by `zero_gradient`.
     """
-    name, params = f"{record.names[row]}.weight", run.run.params
+    name, params = f"{record.names[row]}.weight", run.recorded.params
     if _dead_share(record, row) < 1 or params is None or name not in params.names:
         return False
     grads = params.value("grad_norm", name)

@@ -137,7 +137,7 @@ _MIDWAY = unmoved.but(
 )
 def unregistered(run: RunView) -> Iterator[Hit]:
     """Weights in plain lists and dicts of the model, of which PyTorch does not know."""
-    record = run.run.activations
+    record = run.recorded.activations
     if record is None:
         raise read.Missing("no activations were recorded")
     if names := record.meta.get("unregistered", []):
@@ -274,7 +274,7 @@ def _is_matrix(record: Record) -> Bools:
 
 def _never_ran(run: RunView, record: Record) -> Bools:
     """Whether the layer of each parameter was recorded, and never ran in training."""
-    seen = run.run.activations
+    seen = run.recorded.activations
     if seen is None or "rms" not in seen.values:
         return np.zeros(len(record.names), bool)
     runs = np.isfinite(seen.values["rms"])
@@ -284,7 +284,7 @@ def _never_ran(run: RunView, record: Record) -> Bools:
 
 def _never_above_zero(run: RunView, record: Record) -> Bools:
     """Whether all that the layer of each parameter gives is 0 or less, where no ReLU was seen."""
-    seen = run.run.activations
+    seen = run.recorded.activations
     if seen is None or "max" not in seen.values or read.rows(seen, read.RELU_LIKE):
         return np.zeros(len(record.names), bool)
     tops = np.nan_to_num(seen.values["max"], nan=-1.0).max(axis=1) <= 0
