@@ -134,7 +134,7 @@ def bad_init(run: RunView) -> Iterator[Hit]:
 
 
 def _trend(sizes: Floats) -> float:
-    """How strictly sizes grow (1) or shrink (-1) along the depth, whichever layer is left out.
+    """How strictly sizes grow (1) or shrink (-1) along the depth, even if one layer is not in its place.
 
     With five layers or more one may be out of its place: modules stand in the order in which they
     were registered, and some models register their first layer behind the blocks.

@@ -11,7 +11,7 @@ weights   what that `nn.Softmax` gives; or `nn.MultiheadAttention`, selected by 
 q and k   where they are layers of their own (`q_proj` and `k_proj`, and so on). |q·k| / √d has the
           RMS rms(q) · rms(k), if the directions have nothing to do with each other.
 
-Not judged: `F.scaled_dot_product_attention` shows nobody its logits. Neither do
+Not judged: `F.scaled_dot_product_attention` does not show its logits. Neither do
 `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` (their weights are bare parameters), and
 one fused layer for queries, keys and values, whose three parts share a row.
 """

@@ -1,8 +1,8 @@
-"""What a diagnosis says: `Finding`, and `Diagnosis`, a sequence of findings with text and HTML."""
+"""The results of `diagnose`: `Finding`, and `Diagnosis`, a sequence of them with text and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import overload
@@ -15,14 +15,14 @@ SEVERITIES = ("note", "warning", "error")
 
 UNITS_UNSEEN = "dead units unseen without units=True"
 
-_KINDS = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
+_UNSEEN = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
 
 _MARKS = {"note": "·", "warning": "!", "error": "✗"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule saw.
+    """One problem that a rule found.
 
     Args:
         rule: the rule's name, such as `"dead"`.
@@ -76,14 +76,14 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Sequence[Finding]):
-    """Findings, gravest first; a healthy run prints as one calm line.
+    """Findings, the most severe first; a healthy run prints as one line.
 
     Args:
         findings: sorted by severity.
         n_layers: layers (or, without them, parameters) that were looked at.
         n_steps: optimizer steps covered.
         unjudged: rule → what it would have needed.
-        silent: layers that were hooked, and of which nothing was recorded.
+        silent: layers that were hooked, but gave no value.
         silent_types: parallel to `silent`, the classes of their modules.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
@@ -104,34 +104,38 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def worst(self) -> str:
-        """The gravest severity, or `"healthy"`."""
+        """The highest severity, or `"healthy"`."""
         return "healthy" if self.healthy else self.findings[0].severity
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Names of the rules that found something, gravest first, each once."""
+        """Names of the rules that found something, the most severe first, each once."""
         return tuple(dict.fromkeys(f.rule for f in self.findings))
 
     @property
     def headline(self) -> str:
-        """One line: how much was looked at, and the verdict."""
-        looked = f"{_n(self.n_layers, 'layer')}, {_n(self.n_steps, 'step')}"
+        """One line: how many layers and steps were judged, and the verdict."""
         if not self.n_layers and not self.n_steps:
             return "nothing was recorded: no verdict"
         if self.silent and not self.n_layers and self.healthy:
             return f"{_n(self.n_steps, 'step')}: no layer gave a value, no verdict on them"
+        judged = f"{_n(self.n_layers, 'layer')}, {_n(self.n_steps, 'step')}"
         if self.healthy:
-            notes = [_n(len(self), "note")] if len(self) else []
-            if self.silent:
-                kinds = self.silent_types or ("",) * len(self.silent)
-                named = [label(*pair) for pair in zip(self.silent, kinds, strict=True)]
-                few = ", ".join(named[:3]) + ", …" * (len(named) > 3)
-                notes.append(f"{len(self.silent)} never gave a value: {few}")
-            unseen = [w for w in dict.fromkeys(w for _, w in self.unjudged) if w in _KINDS]
-            aside = ", ".join(notes + unseen)
-            return f"{looked}: healthy" + (f" ({aside})" if aside else "")
+            remarks = ", ".join(self._remarks())
+            return f"{judged}: healthy" + (f" ({remarks})" if remarks else "")
         counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES[::-1]]
-        return f"{looked}: " + ", ".join(_n(n, s) for n, s in counts if n)
+        return f"{judged}: " + ", ".join(_n(n, s) for n, s in counts if n)
+
+    def _remarks(self) -> Iterator[str]:
+        """What the headline of a healthy run adds: notes, silent layers, what was not recorded."""
+        if len(self):
+            yield _n(len(self), "note")
+        if self.silent:
+            types = self.silent_types or ("",) * len(self.silent)
+            layers = [label(*pair) for pair in zip(self.silent, types, strict=True)]
+            few = ", ".join(layers[:3]) + ", …" * (len(layers) > 3)
+            yield f"{len(self.silent)} never gave a value: {few}"
+        yield from dict.fromkeys(why for _, why in self.unjudged if why in _UNSEEN)
 
     @overload
     def __getitem__(self, i: int) -> Finding: ...
@@ -152,7 +156,7 @@ class Diagnosis(Sequence[Finding]):
     __repr__ = __str__
 
     def _whys(self) -> list[tuple[str, list[str]]]:
-        """What was missing, with the rules that it kept from judging."""
+        """What was missing, and the rules that could not judge without it."""
         whys: dict[str, list[str]] = {}
         for rule, why in self.unjudged:
             whys.setdefault(why, []).append(rule)

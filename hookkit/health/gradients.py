@@ -90,8 +90,8 @@ def _first_and_last(
     return Hit(severity, (first, last), read.span(run.params, early), what)
 
 
-# How a running sum of gradients is told from gradients that merely grow. Fresh batches make the
-# norm jitter; a sum changes little from step to step. Measured on the benchmark's trainings.
+# How a running sum of gradients differs from gradients that merely grow: fresh batches make the
+# norm jitter, while a sum changes little from step to step. Measured on the benchmark's trainings.
 STUCK_GROWTH, STUCK_JITTER = 10, 0.15
 """While the loss does not fall: grown 10-fold, changing by at most 15 % a step."""
 

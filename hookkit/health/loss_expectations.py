@@ -152,7 +152,7 @@ def _has_both_signs(run: Run) -> bool:
 
 
 def _moving_targets(record: Record) -> tuple[str, ...]:
-    """Frozen matrices that change all the same: of a teacher, or of a target network."""
+    """Frozen matrices that change nevertheless: of a teacher, or of a target network."""
     frozen = np.array([x is False for x in read.meta(record, "requires_grad", True)], bool)
     matrix = np.array(read.meta(record, "ndim", 2)) >= 2
     return read.names(record, np.flatnonzero(frozen & matrix & read.has_changed(record)))

@@ -19,7 +19,7 @@ SCORES_SIZE = 4
 """An RMS of scores that would make a binary cross entropy almost 0, or large (measured)."""
 
 MASK_SIZE = -1e3
-"""Scores below this mask something out, and leave the loss as it is."""
+"""Scores below this mask something out, and do not change the loss."""
 
 _ENDS = ("Softmax", "Sigmoid")
 

@@ -142,7 +142,7 @@ def fp16_range(run: RunView) -> Iterator[Hit]:
     fix="scale the loss with torch.amp.GradScaler, or use bfloat16",
 )
 def fp16_underflow(run: RunView) -> Iterator[Hit]:
-    """Gradients in float16 so small that only its last bits are left of them.
+    """Gradients in float16 so small that only their last bits remain.
 
     Reads gradients of outputs, or of parameters that are float16 themselves. Where a scale was
     undone (a GradScaler that `GradientStats` knows) there is nothing to find.

@@ -81,7 +81,7 @@ class Rule:
         return replace(self, **texts)  # type: ignore[arg-type]
 
     def findings(self, run: RunView) -> Iterator[Finding]:
-        """What it says about a run.
+        """Its findings about a run.
 
         Raises:
             Missing: the run does not hold what the rule needs.

@@ -22,7 +22,7 @@ FAST, SLOW = 1e-1, 1e-4
 """TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3."""
 
 LEAP, ERASES = 0.5, 1.0
-"""One step that changes half of the weights (measured), or leaves nothing of them."""
+"""One step that changes half of the weights (measured), or replaces them."""
 
 NEVER_MOVES = 1e-5
 """1 % of the weight in 1000 steps (hookkit, measured)."""
@@ -46,7 +46,7 @@ UPHILL = 0.12
 @rule(
     needs=("params",),
     threshold="above 1e-1 in most matrices (where the loss falls or is unknown: 1 in one step, "
-    "which leaves nothing of the weights)",
+    "which replaces the weights)",
     source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
     cause="the learning rate is too high",
     fix="divide the learning rate by 10, or warm it up",
@@ -59,7 +59,7 @@ def lr_too_high(run: RunView) -> Iterator[Hit]:
     erased = (peak > ERASES) & (len(which) > 1)
     if run.fails:
         fast = (early > FAST) | (peak > LEAP)
-    elif run.learns:  # something is learnt: only what nobody means to do; a lone head may leap
+    elif run.learns:  # something is learnt: only steps that cannot be meant; a single head may leap
         fast = erased | ((early > FAST / 2) & (peak > LEAP) & (len(which) > 1))
     else:
         fast = erased | (read.median(ratio, axis=1) > FAST)
@@ -243,7 +243,7 @@ def _shrunk(run: RunView, record: Record) -> tuple[str | None, tuple[str, ...]]:
     "large and go to and fro",
     source=f"{TAYLOR}; 12 %: hookkit, measured",
     cause="the steps go uphill: maximize=True, or a wrong sign",
-    fix="minimise: leave out maximize=True, or turn the sign of what backward() is called on",
+    fix="minimise: remove maximize=True, or turn the sign of what backward() is called on",
 )
 def ascent(run: RunView) -> Iterator[Hit]:
     """A loss that the steps push up, as far as their size and the gradients' explains.

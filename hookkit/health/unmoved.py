@@ -1,4 +1,4 @@
-"""Rules on parameters that do not move, and on initial weights that are all the same.
+"""Rules on parameters that do not move, and on initial weights that are all equal.
 
 A parameter that never moves is in no optimizer, gets no gradient, gets one of exactly 0, or gets
 one and is not moved by it. Each of these has a cause of its own.
@@ -45,7 +45,7 @@ def unmoved(run: RunView) -> Iterator[Hit]:
     yield from _hits(record, still & ~held, _NOT_IN_OPTIMIZER, "warning", _FORGOTTEN)
     yield from _hits(record, still & held & ~graded & asleep, _NEVER_RAN, "warning", _CUT_ASLEEP)
     yield from _hits(record, still & held & ~graded & ~asleep, _NO_GRADIENT, "warning", _CUT)
-    if not read.gradients_fade(record):  # else `vanishing` says why
+    if not read.gradients_fade(record):  # else `vanishing` reports why
         moved_by_none = still & held & _gradient_not_zero(record) & _is_matrix(record)
         faint = _faint_gradient(record) & any(run.info.get("lr", ()))
         yield from _hits(record, moved_by_none & ~faint, unmoved, "warning", _IGNORED)

@@ -1,6 +1,6 @@
 """`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
 
-Builds on `record`. The room's top: `as_run` makes a Run of any source, `load` and `load_run` of a
+Builds on `record`. The top of the package: `as_run` makes a Run of any source, `load` and `load_run` of a
 file.
 """
 
@@ -67,7 +67,7 @@ class Incident(Plain):
 class Views:
     """Methods of whatever holds a whole run: what is wrong with it, its picture, its page.
 
-    Their rooms stand above this one, and are imported when a method is called.
+    These packages stand above this one, and are imported when a method is called.
     """
 
     def diagnose(self) -> Diagnosis:

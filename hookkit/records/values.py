@@ -1,6 +1,6 @@
-"""What the room's values share: array types, equality, layer labels; and how a source is read.
+"""What Record and Run share: array types, equality, layer labels; and how a source is read.
 
-The lowest file of the room: it knows no class of the others. A *source* is anything that holds
+The lowest file of the package: it imports none of the others. A *source* is anything that holds
 records: a Record, a Run, or an object with a method `run_record()` (a Learner, a Watcher) or
 `record()` (a recorder) that returns one. Both values have `.records`, which is all that tables,
 files and loggers read.
