@@ -134,10 +134,10 @@ def bad_init(run: RunView) -> Iterator[Hit]:
 
 
 def _trend(sizes: Floats) -> float:
-    """How strictly sizes grow (1) or shrink (-1) along the depth, even if one layer is not in its place.
+    """How strictly sizes grow (1) or shrink (-1) along the depth; one layer may be an exception.
 
-    With five layers or more one may be out of its place: modules stand in the order in which they
-    were registered, and some models register their first layer behind the blocks.
+    With five layers or more, one of them is left out if the others then grow more strictly: modules
+    stand in the order of their registration, and some models register their first layer last.
     """
     place = np.arange(len(sizes))
     rest = [np.delete(place, i) for i in place] if len(place) > 4 else []

@@ -1,7 +1,7 @@
 """`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
 
-Builds on `record`. The top of the package: `as_run` makes a Run of any source, `load` and `load_run` of a
-file.
+Builds on `record`, and stands on top of the package: `as_run` makes a Run of any source, `load` and
+`load_run` of a file.
 """
 
 from __future__ import annotations
