@@ -176,6 +176,20 @@ Give f(module, input, output), or f(output).
     raise ArgumentError(f"{who}: {name} {given}({listed}) {needs}. Give {forms}.")
 
 
+def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any:
+    """`f`, None or something to be called: a function, an object, a class other than of modules.
+
+    Raises:
+        ArgumentError: it cannot be called, or is a class of modules (`nn.MSELoss` for
+            `nn.MSELoss()`).
+    """
+    is_module_class = isinstance(f, type) and issubclass(f, nn.Module)
+    if f is None or (callable(f) and not is_module_class):
+        return f
+    fix = f"Call the class: {f.__name__}()." if is_module_class else f"Give {cure}."
+    raise ArgumentError(f"{who}({name}={shown(f)}): expected a function, found {kind_of(f)}. {fix}")
+
+
 class OfLast:
     """Calls `f` with the last argument alone: the output, of (module, input, output)."""
 

@@ -35,7 +35,9 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def held_by(module: nn.Module) -> Mapping[str, nn.Module | None]:
+# Private by its name: `Module._modules`, key → child, since torch 0.1. The public
+# `named_children()` gives each child once; second names and places can be read nowhere else.
+def child_table(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The module's own table of direct children: not to be changed."""
     held: Mapping[str, nn.Module | None] | None = module.__dict__.get("_modules")
     if held is None:  # of a traced module it is an attribute, no entry of its dict
@@ -45,12 +47,12 @@ def held_by(module: nn.Module) -> Mapping[str, nn.Module | None]:
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
     """The module's direct children as they are registered, wrappers included, without `None`."""
-    return {key: child for key, child in held_by(module).items() if child is not None}
+    return {key: child for key, child in child_table(module).items() if child is not None}
 
 
 def inner_key(module: nn.Module) -> str | None:
     """The name under which a wrapper holds the module it wraps; None if it is no wrapper."""
-    held = held_by(module)
+    held = child_table(module)
     for key in _INNER:
         if key in held:
             return key
@@ -94,8 +96,8 @@ def walk(
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """`(name, module, first)` for each place of a module, parents first, the root under `""`.
 
-    `first` is False at the second and later places of a shared module, whose own children are
-    not gone through again; nor are those of modules for which `into` is False.
+    `first` is False at the second and later places of a shared module, whose children are not
+    walked again. Children of modules for which `into` is False are not walked at all.
 
     Cost: one step per registered child.
 
@@ -115,7 +117,7 @@ def walk(
 
 
 def all_names(model: nn.Module, module: nn.Module) -> list[str]:
-    """Every dotted name under which `module` stands in `model` (at most 64), in walking order."""
+    """Every dotted name of `module` in `model` (at most 64), in walking order."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for _, parent, first in walk(model):
         for key, child in children(parent) if first else ():
@@ -136,14 +138,14 @@ def all_names(model: nn.Module, module: nn.Module) -> list[str]:
 def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """`(canonical name, module)` of a dotted name, None if there is none such.
 
-    Parts that wrappers put into names (`_orig_mod`, `module`) are passed over where they are not
-    a child's name, so names from a wrapped model hold for the bare one.
+    Parts that wrappers add to names (`_orig_mod`, `module`) are skipped where no child has such a
+    name, so names from a wrapped model are valid for the bare one.
 
     Cost: one dictionary look-up per part of the name.
     """
     at, module = "", unwrap(model)
     for key in name.split(".") if name else ():
-        held = held_by(module)
+        held = child_table(module)
         child = held[key] if key in held else None  # noqa: SIM401 - scripted tables have no get
         if child is not None:
             at, module = join(at, key), unwrap(child)
@@ -169,8 +171,8 @@ def can_run(module: nn.Module) -> bool:
     return forward is not nn.Module.__dict__["forward"]
 
 
-def opens(module: nn.Module) -> bool:
-    """False for modules that never call what is inside them: scripted ones and attention.
+def calls_children(module: nn.Module) -> bool:
+    """False for modules that never call the ones inside: scripted ones and attention.
 
     `nn.MultiheadAttention` reads the weights of its `out_proj` and never calls it.
     """
@@ -178,17 +180,17 @@ def opens(module: nn.Module) -> bool:
 
 
 def is_observer(module: nn.Module) -> bool:
-    """True for what quantization puts into a layer to watch its values, or to round them.
+    """True for a module that quantization puts into a layer to observe its values, or round them.
 
-    A Linear that is trained for int8 holds two of them, and stays a layer. What such a module sees
-    is what the layer gives; one within another is never called.
+    A Linear that is trained for int8 holds two of them, and is a leaf all the same. Its observers
+    see what the layer returns; an observer inside an observer is never called.
     """
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """True if the module runs and nothing inside it does, but for observers of quantization."""
-    inside = (m for _, m, _ in walk(module, opens) if m is not module)
+    """True if the module runs and no module inside it does, except observers of quantization."""
+    inside = (m for _, m, _ in walk(module, calls_children) if m is not module)
     return can_run(module) and not any(can_run(m) and not is_observer(m) for m in inside)
 
 

@@ -30,6 +30,7 @@ from hookkit import (
 )
 from hookkit.checks import (
     OfLast,
+    check_callable,
     check_choice,
     check_flag,
     check_function,
@@ -370,3 +371,20 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"load\(file=3\): give the path"):
         learn.load(3)  # type: ignore[arg-type]
     assert torch.equal(weights, learn.model.weight)
+
+
+@pytest.mark.parametrize("f", [None, len, nn.MSELoss(), torch.optim.SGD])
+def test_check_callable_passes_what_can_be_called(f: Any) -> None:
+    assert check_callable("Learner", "loss_func", f) is f
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (3, r"Learner\(loss_func=3\): expected a function, found an int\. Give a function\."),
+        (nn.MSELoss, r"loss_func=MSELoss.*Call the class: MSELoss\(\)\."),
+    ],
+)
+def test_check_callable_refuses_other_values(f: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        check_callable("Learner", "loss_func", f)

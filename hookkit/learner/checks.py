@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hookkit.callbacks.losses import loss_name
 from hookkit.callbacks.metrics import as_metric
-from hookkit.checks import check_module, check_number, kind_of, shown
+from hookkit.checks import check_callable, check_module, check_number, kind_of
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.nested import describe
@@ -24,20 +24,11 @@ def checked_model(model: Any) -> nn.Module:
 
 def check_function(what: str, f: Any) -> None:
     """An ArgumentError unless `f` is None or can be called."""
-    if f is not None and not callable(f):
-        cure = (
-            f"the class, such as torch.optim.{type(f).__name__}, and set learn.opt to use this one"
-            if hasattr(f, "param_groups")
-            else "a function, or an object such as nn.CrossEntropyLoss()"
-        )
-        raise ArgumentError(
-            f"Learner({what}={shown(f)}): expected a function, found {kind_of(f)}. Give {cure}."
-        )
-    if what == "loss_func" and isinstance(f, type):
-        raise ArgumentError(
-            f"Learner(loss_func={f.__name__}): that is a class, whose instances take predictions "
-            f"and targets. Call the class: {f.__name__}()."
-        )
+    cure = "a function, or an object such as nn.CrossEntropyLoss()"
+    if hasattr(f, "param_groups"):
+        name = type(f).__name__
+        cure = f"the class, such as torch.optim.{name}, and set learn.opt to use this one"
+    check_callable("Learner", what, f, cure)
 
 
 def check_epochs(n_epoch: Any, start_epoch: Any) -> None:

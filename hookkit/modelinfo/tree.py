@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.modules import held_by, inner_key, is_parametrization, join, opens, submodules
+from hookkit.modules import (
+    calls_children,
+    child_table,
+    inner_key,
+    is_parametrization,
+    join,
+    submodules,
+)
 
 
 @dataclass(eq=False)
@@ -108,7 +115,7 @@ class Tree:
         others: list[nn.Module] = []
         at.params = dict(at.module.named_parameters(recurse=False))
         at.buffers = list(at.module.buffers(recurse=False))
-        opened = at.opened and opens(at.module)
+        opened = at.opened and calls_children(at.module)
         for key, child in submodules(at.module).items():
             if is_parametrization(key, child):
                 others += child.modules()
@@ -126,7 +133,7 @@ class Tree:
 
 
 def _children(m: nn.Module) -> tuple[type, list[int]]:
-    return type(m), [*map(id, held_by(m).values())]
+    return type(m), [*map(id, child_table(m).values())]
 
 
 def numel(p: Tensor) -> int:

@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import nn
 
-from hookkit.modules import held_by
+from hookkit.modules import child_table
 
 
 class Parts:
@@ -26,7 +26,7 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tables = (held_by(module) for module in model.modules())
+        tables = (child_table(module) for module in model.modules())
         self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
         self._held = self._now()
 

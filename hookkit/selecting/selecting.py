@@ -15,7 +15,7 @@ from torch import nn
 
 from hookkit.checks import check_module
 from hookkit.errors import OptionError, SelectionError, nearest
-from hookkit.modules import all_names, is_leaf, is_observer, opens, unwrap, walk
+from hookkit.modules import all_names, calls_children, is_leaf, is_observer, unwrap, walk
 from hookkit.selecting.resolving import Pick, Resolver, Selector
 
 
@@ -176,5 +176,5 @@ def leaf_modules(model: nn.Module) -> Selection:
     """
     check_module("leaf_modules", model, "Write leaf_modules(model).")
     root = unwrap(model)
-    places = [(n, m) for n, m, first in walk(root, into=opens) if first and is_leaf(m)]
+    places = [(n, m) for n, m, first in walk(root, into=calls_children) if first and is_leaf(m)]
     return Selection(root, {n: Pick(n, m) for n, m in places if m is root or not is_observer(m)})

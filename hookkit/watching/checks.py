@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.optimizers import bare_optimizer
-from hookkit.checks import check_flag, kind_of, shown
+from hookkit.checks import check_callable, check_flag, kind_of, shown
 from hookkit.errors import (
     ArgumentError,
     CompiledWarning,
@@ -129,12 +129,8 @@ def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> N
                 f"watch: {type(cb).__name__} is among the callbacks. The optimizer comes second: "
                 f"watch(model, opt, *callbacks), several as a list."
             )
-    if isinstance(loss_func, type) or not (loss_func is None or callable(loss_func)):
-        raise ArgumentError(
-            f"watch(loss_func={shown(loss_func)}): expected a function, found "
-            f"{kind_of(loss_func)}. Give the loss function that you call, such as "
-            f"nn.CrossEntropyLoss()."
-        )
+    cure = "the loss function that you call, such as nn.CrossEntropyLoss()"
+    check_callable("watch", "loss_func", loss_func, cure)
     check_flag("watch", "each_forward", each_forward)
 
 
