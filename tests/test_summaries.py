@@ -516,9 +516,9 @@ def test_an_error_the_model_catches_is_not_reported() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: summary(Net), ArgumentError, "summary of the class Net: give a model"),
-        (lambda: summary("net"), ArgumentError, "summary of str: give a model"),
-        (lambda: summary(Net(), ids(), opt=3), ArgumentError, "opt=int: give an optimizer"),
+        (lambda: summary(Net), ArgumentError, "the class Net. Call the class: Net(…)."),
+        (lambda: summary("net"), ArgumentError, "expected an nn.Module, found the string"),
+        (lambda: summary(Net(), ids(), opt=3), ArgumentError, "optimizer, found an int. Give"),
         (lambda: summary(Net(), ids(), depth=-1), OptionError, "depth=-1): Give a whole number"),
         (lambda: summary(Net(), ids(), columns=["mac"]), OptionError,
          'no column "mac". Did you mean "macs"'),

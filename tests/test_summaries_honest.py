@@ -81,6 +81,24 @@ def test_a_scripted_model_is_counted_and_says_what_is_unknown() -> None:
     assert "Scripted modules run as one: shapes and saved bytes inside them are unkn" in str(s)
 
 
+@pytest.mark.parametrize(
+    ("model", "n"),
+    [
+        (nn.LSTM(4, 3), 1),
+        (nn.LSTM(4, 3).requires_grad_(False), 0),
+        (nn.LSTM(4, 3, proj_size=2), 0),
+        (nn.GRU(4, 3), 0),
+    ],
+    ids=["lstm", "frozen", "projected", "gru"],
+)
+def test_an_lstm_says_that_its_workspace_is_not_counted(model: nn.Module, n: int) -> None:
+    s = summary(model, torch.ones(5, 2, 4))
+
+    assert (
+        s.footnotes == ("The workspace of an LSTM's kernel on CPU is not in the saved bytes.",) * n
+    )
+
+
 def test_a_model_that_gives_no_tensor_has_not_failed() -> None:
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:
@@ -156,9 +174,9 @@ class Holder:
         (lambda s: summary(mlp(), depth=True), OptionError, "depth=True.: Give a whole number"),
         (lambda s: summary(mlp(), model_kwargs=[1]), ArgumentError, "kwargs=\\[1\\] is of ty"),
         (lambda s: summary(mlp(), model_kwargs={1: 2}), ArgumentError, "Give a dict of keyword in"),
-        (lambda s: summary(mlp(), opt=torch.optim.SGD), ArgumentError, "opt=the class SGD: give"),
+        (lambda s: summary(mlp(), opt=torch.optim.SGD), ArgumentError, "found the class SGD. Give"),
         (lambda s: summary(Holder()), ArgumentError,
-         "summary of Holder: it holds a model: use learn.summary\\(\\), or summary\\(learn.model"),
+         "found a Holder. It holds a model: use learn.summary\\(\\), or summary\\(learn.model"),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_work_is_an_error_with_the_cure(

@@ -1,12 +1,12 @@
 """`summary(model, *inputs)`: checks, the run, and what is built from it.
 
-Builds on `modelinfo` for the model's `Tree` and its `Trace`; `rows` makes rows of them, `optimizer`
-reads the optimizer, `result.Summary` is the value.
+Builds on `modelinfo` for the model's `Tree` and its `Trace`, and on `rows`, `optimizer`, `result`.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.checks import check_flag, check_number
+from hookkit.checks import check_flag, check_module, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.modelinfo.hook_copies import HookCopies
 from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tracing import trace
-from hookkit.modelinfo.tree import Tree, dtype_name, numel
+from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.summaries import optimizer
 from hookkit.summaries.columns import as_columns
@@ -58,8 +58,8 @@ def summary(
     """Parameters, output shapes, compute and memory of `model`, which stays as it is.
 
     One run on fake tensors (no compute, no memory), on a real copy if the model needs values.
-    Works on models on any device, on `meta` too, compiled or wrapped for parallel training. A model
-    that `fully_shard` has split over processes must be summarised before.
+    Works on any device, on `meta` too, for compiled models and those wrapped for parallel training;
+    before `fully_shard`, not after.
 
     Hooks on the model and edits around the call are part of what it computes: they run, perhaps
     more than once, and on fake tensors if they can. What a hook writes on the model, it writes on
@@ -67,7 +67,7 @@ def summary(
     that draws random numbers restores PyTorch's generators, also for threads that draw from them
     meanwhile; Python's and NumPy's are restored unless another thread is alive.
 
-    Memory is that of tensors: workspaces of kernels (of an LSTM on CPU, of cuDNN) are not counted.
+    Memory is that of tensors: workspaces of kernels (cuDNN's, an LSTM's on CPU) are not counted.
 
     Args:
         model: any module.
@@ -107,20 +107,19 @@ def summary(
 
 
 def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        cure = "give a model, an instance of nn.Module"
-        if isinstance(getattr(model, "model", None), nn.Module):
-            own = "learn.summary(), or " if callable(getattr(model, "summary", None)) else ""
-            cure = f"it holds a model: use {own}summary(learn.model, x)"
-        raise ArgumentError(f"summary of {kind}: {cure}")
+    own = "learn.summary(), or " if callable(getattr(model, "summary", None)) else ""
+    hint = f"It holds a model: use {own}summary(learn.model, x)."
+    is_learner = isinstance(getattr(model, "model", None), nn.Module)
+    check_module("summary", model, hint if is_learner else "")
     if opt is not None and (isinstance(opt, type) or not hasattr(opt, "param_groups")):
-        kind = f"the class {opt.__name__}" if isinstance(opt, type) else type(opt).__name__
-        raise ArgumentError(f"opt={kind}: give an optimizer, with its param_groups")
+        raise ArgumentError(
+            f"summary: opt must be an optimizer, found {kind_of(opt)}. Give one with param_groups."
+        )
     if depth is not None:
         check_number("summary", "depth", depth, 0, whole=True)
-    names = model_kwargs if isinstance(model_kwargs, Mapping) else () if model_kwargs else {}
-    if names == () or not all(isinstance(name, str) for name in names):
+    if model_kwargs is None:
+        return
+    if not isinstance(model_kwargs, Mapping) or not all(isinstance(k, str) for k in model_kwargs):
         raise ArgumentError(
             f"summary: model_kwargs={model_kwargs!r:.60} is of type {type(model_kwargs).__name__}. "
             "Give a dict of keyword inputs by name, {'mask': mask}."
@@ -139,26 +138,22 @@ def _check_names(model: nn.Module, names: Iterable[str]) -> None:
         if name not in params:
             near = nearest(name, [*params, *_OPTIONS], n=1)
             hint = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(params)}"
-            hint = _ELSEWHERE.get(name, hint)
             raise OptionError(
                 f'"{name}" is neither an option of summary nor an input of '
-                f"{type(model).__name__}.forward. {hint}"
+                f"{type(model).__name__}.forward. {_ELSEWHERE.get(name, hint)}"
             )
 
 
 def _sized(tree: Tree, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`(3, 224, 224)` as one float image batch of that size; other arguments as they are."""
     size = args[0] if len(args) == 1 else None
-    if not isinstance(size, tuple | torch.Size) or not size:
-        return args
-    if not all(type(n) is int for n in size):
+    if not isinstance(size, tuple) or not size or not all(type(n) is int for n in size):
         return args
     if min(size) < 1:
         raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
     floats = (p for _, p in tree.params if p.is_floating_point())
     p = next(floats, torch.empty(0, device="cpu"))
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1, *size, generator=generator, device="cpu")
+    x = torch.randn(1, *size, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)
 
 
@@ -262,17 +257,25 @@ def _footnotes(tree: Tree, done: Trace | None) -> Iterator[str]:
         yield f"Hooks on its wrapper that did not run: {n}."
     if done.n_hooks:
         yield f"Hooks on the model that ran: {done.n_hooks}."
+    if done.how == "fake" and any(_has_workspace(place) for place in done.tree.firsts):
+        yield "The workspace of an LSTM's kernel on CPU is not in the saved bytes."
     if tree.scripted:
         yield "Scripted modules run as one: shapes and saved bytes inside them are unknown."
 
 
+def _has_workspace(place: Place) -> bool:
+    """True for an LSTM that oneDNN runs; autograd saves its workspace, ten times the rest."""
+    if not isinstance(place.module, nn.LSTM) or place.module.proj_size:
+        return False
+    return any(p.requires_grad and p.device.type == "cpu" for p in place.params.values())
+
+
 def _main_dtype(tree: Tree) -> str:
     """The dtype of most parameters."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for _, p in tree.params:
-        if not nn.parameter.is_lazy(p):
-            sizes[dtype_name(p)] = sizes.get(dtype_name(p), 0) + numel(p)
-    return max(sizes, key=lambda k: sizes[k]) if sizes else ""
+        sizes[dtype_name(p)] += numel(p)
+    return max(sizes, key=lambda k: sizes[k]) if sizes.total() else ""
 
 
 def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator[str]:
