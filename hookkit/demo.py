@@ -2,7 +2,7 @@
 
 Trains a small convolutional net on scikit-learn's 1,797 scans of handwritten digits, records what
 every layer does, prints the summary, the layers' statistics and the diagnosis, and writes pictures
-and a report. Everything here is hookkit's public interface: read it as an example.
+and a report. It uses hookkit's public interface only: read it as an example.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def accuracy(pred: Tensor, y: Tensor) -> Tensor:
 def train(epochs: int, seed: int, device: str) -> Learner:
     """A Learner fitted for `epochs`, with activations, gradients and weights recorded."""
     torch.manual_seed(seed)
-    watchers = [
+    recorders = [
         ActivationStats(with_hist=True, include_paramless=True, units=True),
         GradientStats(),
         ParamStats(),
@@ -80,7 +80,7 @@ def train(epochs: int, seed: int, device: str) -> Learner:
         nn.CrossEntropyLoss(),
         opt_func=torch.optim.AdamW,
         metrics=[accuracy],
-        cbs=[ProgressCallback, *watchers],
+        cbs=[ProgressCallback, *recorders],
     )
     learn.fit_one_cycle(epochs, 1e-2)
     return learn
@@ -102,7 +102,7 @@ def layer_table(learn: Any) -> str:
 
 def draw(learn: Any, out: Path) -> list[Path]:
     """Writes the pictures of the run into `out`; their paths."""
-    from hookkit import plotting  # matplotlib: only when somebody wants pictures
+    from hookkit import plotting  # matplotlib, only for pictures
 
     run, stats = learn.run_record(), learn.activation_stats
     record = stats.record()
@@ -123,7 +123,7 @@ def draw(learn: Any, out: Path) -> list[Path]:
 
 
 class _OneLine(argparse.ArgumentParser):
-    """Says what is wrong in one line, and exits with 2."""
+    """Prints an error as one line, and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -1,7 +1,7 @@
-"""Small data, models and Learners: for our tests and tutorials, and for yours.
+"""Small data, models and Learners, for tests and tutorials.
 
-`synth_learner()` is a whole run in one call, as fastai's test_utils have it: a line with noise, a
-model of two numbers, a few batches.
+`synth_learner()` is a whole run in one call, as in fastai's test_utils: a line with noise, a model
+of two numbers, a few batches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def synth_dbunch(
 
 
 class RegModel(nn.Module):
-    """`a·x + b` with two scalar parameters of its own and no layer."""
+    """`a·x + b` with two scalar parameters and no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class RNNNet(nn.Module):
 
 
 class EventLog(Callback):
-    """Writes down every event it gets, in `seen`. `order` and the events can be chosen.
+    """Appends every event it gets to `seen`. `order` and the events can be chosen.
 
     >>> log = EventLog("before_fit", "after_fit")
     >>> synth_learner(cbs=log).fit(0)

@@ -338,7 +338,7 @@ def test_an_opt_func_that_returns_no_optimizer_is_refused() -> None:
 def test_a_splitter_of_another_models_parameters_is_refused() -> None:
     learn = learner(splitter=lambda m: list(nn.Linear(2, 2).parameters()))
 
-    with pytest.raises(ArgumentError, match=r"splitter\(model\) gave no parameter of Linear"):
+    with pytest.raises(ArgumentError, match=r"splitter\(model\) returned no parameter of Linear"):
         learn.fit(1)
     assert learn.opt is None
 
@@ -364,7 +364,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     torch.save(LINEAR.state_dict(), tmp_path / "models" / "state.pth")
     weights = learn.model.weight.clone()
 
-    with pytest.raises(OptionError, match=r"text\.pth is damaged, or no file of torch"):
+    with pytest.raises(OptionError, match=r"text\.pth is damaged, or was not written"):
         learn.load("text")
     with pytest.raises(OptionError, match=r'state\.pth has no entry "model".*load_state_dict'):
         learn.load("state")

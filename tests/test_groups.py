@@ -52,7 +52,7 @@ def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: l
 
 
 def test_a_splitter_without_parameters_is_told() -> None:
-    with pytest.raises(ArgumentError, match=r"the splitter gave no parameter. Does the model"):
+    with pytest.raises(ArgumentError, match=r"splitter returned no parameter, .*requires_grad_"):
         synth_learner(model=nn.Identity()).fit(1)
 
 
@@ -71,7 +71,7 @@ def test_rates_spread_over_groups(lr: Any, rates: list[float]) -> None:
 
 @pytest.mark.parametrize("lr", [[1, 2], -1.0, float("nan")])
 def test_rates_that_cannot_be_are_told(lr: Any) -> None:
-    with pytest.raises(OptionError, match=r"lr=.* was asked for; the optimizer has 3 parameter gr"):
+    with pytest.raises(OptionError, match=r"lr=.*: the optimizer has 3 parameter groups"):
         spread(lr, 3)
 
 
@@ -93,7 +93,7 @@ def test_weight_decay_is_set_where_the_optimizer_has_it() -> None:
     learn.fit(1, wd=0.2)
     assert learn.opt.param_groups[0]["weight_decay"] == 0.2
     learn = synth_learner(opt_func=torch.optim.LBFGS)
-    with pytest.raises(OptionError, match=r"weight_decay was asked for; LBFGS has lr, max_iter"):
+    with pytest.raises(OptionError, match=r"weight_decay: LBFGS has no such .* only lr, max_iter"):
         learn.fit(1, wd=0.2)
 
 

@@ -361,7 +361,7 @@ def test_the_loss_function_is_taken_from_the_dataset() -> None:
 
 
 def test_training_without_a_loss_is_told() -> None:
-    with pytest.raises(ModelRunError, match=r"A loss was needed to train.*Give Learner\(…, loss"):
+    with pytest.raises(ModelRunError, match=r"Training needs a loss; .*Give Learner\(…, loss"):
         plain(synth_dbunch(), RegModel()).fit(1)
 
 
@@ -664,7 +664,7 @@ def test_a_file_that_is_not_there_names_what_is(tmp_path: Path) -> None:
     learn = quiet(path=tmp_path)
     learn.save("epoch_1", with_opt=False)
 
-    with pytest.raises(OptionError, match=r"load\('epoch_2'\).*does not exist. There: epoch_1"):
+    with pytest.raises(OptionError, match=r"load\('epoch_2'\).*not exist\. The folder has epoch_1"):
         learn.load("epoch_2")
 
 
@@ -756,7 +756,7 @@ def test_epochs_are_not_negative(n: int, start: int) -> None:
 
 
 def test_a_start_after_the_end_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"no epoch is left.*fit\(5, start_epoch=3\)"):
+    with pytest.raises(OptionError, match=r"no further epoch.*fit\(5, start_epoch=3\)"):
         quiet().fit(2, start_epoch=3)
 
 
@@ -990,7 +990,7 @@ def test_epochs_are_whole_numbers(n: Any) -> None:
 
 @pytest.mark.parametrize("lr", ["a", "1", slice(None), [None]])
 def test_a_learning_rate_is_a_number(lr: Any) -> None:
-    with pytest.raises(OptionError, match=r"lr=.* was asked for.*1 parameter group. Give one"):
+    with pytest.raises(OptionError, match=r"lr=.*has 1 parameter group\. Give one"):
         quiet().fit(1, lr=lr)
 
 

@@ -1,10 +1,10 @@
-"""Conveniences for training libraries. None is needed: `watch` works around each of them as it is.
+"""Conveniences for training libraries. None is required: `watch` works around each of them.
 
     with watch(trainer.model, None, ActivationStats()) as w:
         trainer.train()
 
 Give no optimizer: the one that the library makes is found when it steps the model's parameters. A
-bridge only adds what a library tells and PyTorch does not: where epochs end, the loss, the metrics.
+bridge adds what a library reports and PyTorch does not: where epochs end, the loss, the metrics.
 
     library        bridge                                                        around
     accelerate     none: watch(model, opt) takes prepared objects and plain      your loop
@@ -14,9 +14,9 @@ bridge only adds what a library tells and PyTorch does not: where epochs end, th
     skorch         skorch.HookkitCallback(*cbs), a callback of the net           net.partial_fit
     fastai         fastai.HookkitCallback(*cbs), a callback of the Learner       (OptimWrapper only)
 
-Each bridge has `.watcher`, the `Watcher` it drives: `bridge.watcher.diagnose()`. Where a library
-says nothing of an exception (Hugging Face, skorch, fastai), the hooks of a training that raised
-stay until the next one begins or `bridge.end()`; a `with` around the call has no such gap.
+Each bridge has `.watcher`, its `Watcher`: `bridge.watcher.diagnose()`. If a library has no callback
+for exceptions (Hugging Face, skorch, fastai), the hooks of a training that raised stay until the
+next one begins or until `bridge.end()`; a `with watch(…)` around the call removes them at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from ..callbacks import Callback
-from ..errors import ArgumentError, HookError, MissingExtraError
-from ..watching import Watcher, watch
-from ..watching.checks import COUNTED
+from hookkit.callbacks import Callback
+from hookkit.checks import shown
+from hookkit.errors import ArgumentError, HookError, MissingExtraError
+from hookkit.watching import Watcher, watch
+from hookkit.watching.checks import COUNTED
 
 __all__ = ["Bridge", "base", "needs"]
 
 
 class Bridge:
-    """Begins, marks and ends a `Watcher`, as a library's own callbacks tell it.
+    """Begins, marks and ends a `Watcher`, when a library calls its own callbacks.
 
     Args:
         callbacks: hookkit's, as for `watch`.
@@ -43,35 +44,37 @@ class Bridge:
         callbacks: as given.
 
     Raises:
-        ArgumentError: one of `callbacks` is none of hookkit's.
+        ArgumentError: one of `callbacks` is not a hookkit callback.
+        MissingExtraError: the library is not installed.
     """
 
     def __init__(self, *callbacks: Any) -> None:
+        super().__init__()  # of the library's own class, see `base`
         for cb in callbacks:
             if not issubclass(cb if isinstance(cb, type) else type(cb), Callback):
                 raise ArgumentError(
-                    f"{type(self).__name__} was given {cb!r:.60}, which is no callback of "
-                    f"hookkit's. Give such as ActivationStats(), each by itself."
+                    f"{type(self).__name__}: expected callbacks of hookkit, found {shown(cb)}. "
+                    f"Give each by itself, such as ActivationStats(), ParamStats()."
                 )
         self.callbacks = callbacks
         self._watcher: Watcher | None = None
 
     @property
     def watcher(self) -> Watcher:
-        """What follows the training: `run()`, `diagnose()`, `report()`, the callbacks by name.
+        """The `Watcher`: `run_record()`, `diagnose()`, `report()`, the callbacks by name.
 
         Raises:
             HookError: no training has begun.
         """
         if self._watcher is None:
             raise HookError(
-                f"{type(self).__name__}.watcher was asked for; no training has begun. Give it to "
-                f"the trainer and train, then read it."
+                f"{type(self).__name__}.watcher: no training has begun. Give this callback to the "
+                f"trainer and train, then read it."
             )
         return self._watcher
 
     def begin(self, model: Any, opt: Any = None) -> None:
-        """A training begins. One that went before on the same model is appended to."""
+        """A training begins. If it is of the same model as the last one, it is appended to that."""
         self.end()
         if self._watcher is None or self._watcher.model is not model:
             self._watcher = watch(model, opt, *self.callbacks)
@@ -80,20 +83,20 @@ class Bridge:
         self._watcher.start()
 
     def epoch(self, **values: Any) -> None:
-        """An epoch ends."""
+        """An epoch ends; `values` are its numbers."""
         if self._watcher is not None:
             self._watcher.epoch()
             self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Numbers of the last epoch; the library's own `epoch` and `step` as `logged_…`."""
+        """Adds numbers to the last epoch; the library's own `epoch` and `step` as `logged_…`."""
         if self._watcher is not None:
             self._watcher.note(
                 **{f"logged_{k}" if k in COUNTED else k: v for k, v in values.items()}
             )
 
     def loss(self, loss: Any) -> None:
-        """The loss of the batch at hand, if it is one number."""
+        """Reports the loss of the batch at hand, if it is one number."""
         if self._watcher is not None and getattr(loss, "numel", lambda: 1)() == 1:
             self._watcher.loss(loss)
 
@@ -103,17 +106,24 @@ class Bridge:
             self._watcher.stop(error)
 
 
-def base(*names: str) -> Any:
-    """The first of these classes that is installed, to inherit from; `object` if none is.
+def base(package: str, *names: str) -> Any:
+    """The first of these classes that is installed, to inherit from.
 
-    >>> base("no_such_library.Callback", "hookkit.callbacks.Callback").__name__
+    If none is, a class that cannot be instantiated: its error says how to install `package`.
+
+    >>> base("hookkit", "no_such_library.Callback", "hookkit.callbacks.Callback").__name__
     'Callback'
     """
     for name in names:
         module, _, cls = name.rpartition(".")
         with suppress(ImportError):
             return getattr(import_module(module), cls)
-    return object
+
+    class Missing:
+        def __init__(self) -> None:
+            raise needs(package)
+
+    return Missing
 
 
 def needs(package: str) -> MissingExtraError:

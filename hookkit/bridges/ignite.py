@@ -1,7 +1,7 @@
 """ignite: `HookkitHandler(ActivationStats()).attach(trainer, model, opt)`.
 
-Batches and steps are seen by `watch`; the engine tells the epochs, and the loss if that is its
-`process_function`'s output.
+`watch` sees batches and steps; the engine reports the epochs, and the loss if its
+`process_function` returns it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from . import Bridge, needs
+from hookkit.bridges import Bridge, needs
 
 
 class HookkitHandler(Bridge):
-    """Drives hookkit's callbacks in an ignite Engine that trains.
-
-    Args:
-        callbacks: hookkit's, as for `watch`.
-    """
+    """Runs hookkit's callbacks in an ignite Engine that trains."""
 
     def attach(self, engine: Any, model: Any, opt: Any = None) -> HookkitHandler:
         """Adds the handlers to `engine`; the handler itself.
@@ -33,7 +29,7 @@ class HookkitHandler(Bridge):
 
         def on_error(engine: Any, error: BaseException) -> None:
             self.end(error)
-            # ignite takes an exception with a handler as dealt with: only others may say so
+            # ignite does not raise an exception that has a handler: raised here if it has no other
             if len(engine._event_handlers[Events.EXCEPTION_RAISED]) == 1:
                 raise error
 

@@ -1,31 +1,19 @@
 """Lightning: `Trainer(callbacks=[HookkitCallback(ActivationStats(), ParamStats())])`.
 
-Batches and steps are seen by `watch`; Lightning tells the epochs, the loss and its logged metrics.
+`watch` sees batches and steps; Lightning reports the epochs, the loss and its logged metrics.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import Bridge, base, needs
+from hookkit.bridges import Bridge, base
 
-_Callback: Any = base("lightning.pytorch.Callback", "pytorch_lightning.Callback")
+_Callback: Any = base("lightning", "lightning.pytorch.Callback", "pytorch_lightning.Callback")
 
 
 class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
-    """Drives hookkit's callbacks in a Lightning Trainer.
-
-    Args:
-        callbacks: hookkit's, as for `watch`.
-
-    Raises:
-        MissingExtraError: Lightning is not installed.
-    """
-
-    def __init__(self, *callbacks: Any) -> None:
-        if _Callback is object:
-            raise needs("lightning")
-        super().__init__(*callbacks)
+    """Runs hookkit's callbacks in a Lightning Trainer."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins: after the sanity check, with the optimizers made."""
@@ -34,13 +22,13 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tells the loss; Lightning's is divided by the number of accumulated batches."""
+        """Reports the loss; Lightning's is divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self.loss(loss * trainer.accumulate_grad_batches)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Marks the epoch; validation has run by now."""
+        """Marks the epoch; its validation has run."""
         self.epoch(**{_name(k): v for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,37 +1,26 @@
 """skorch: `NeuralNetClassifier(..., callbacks=[HookkitCallback(ActivationStats())])`.
 
-Batches and steps are seen by `watch`; skorch tells the epochs, the loss and the epoch's scores.
+`watch` sees batches and steps; skorch reports the epochs, the loss and the epoch's scores.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import Bridge, base, needs
+from hookkit.bridges import Bridge, base
 
-_Callback: Any = base("skorch.callbacks.Callback")
+_Callback: Any = base("skorch", "skorch.callbacks.Callback")
 
 
 class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
-    """Drives hookkit's callbacks in a skorch net.
+    """Runs hookkit's callbacks in a skorch net.
 
-    skorch says nothing of an exception other than Ctrl-C: after one the hooks stay until the next
+    skorch has no callback for exceptions other than Ctrl-C: after one the hooks stay until the next
     `fit` or `end()`.
-
-    Args:
-        callbacks: hookkit's, as for `watch`.
-
-    Raises:
-        MissingExtraError: skorch is not installed.
     """
 
-    def __init__(self, *callbacks: Any) -> None:
-        if _Callback is object:
-            raise needs("skorch")
-        super().__init__(*callbacks)
-
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """None for scikit-learn to search over; a clone of the net shares this callback."""
+        """None: nothing to search over for scikit-learn; a clone of the net shares this callback."""
         return {}
 
     def __sklearn_clone__(self) -> HookkitCallback:
@@ -44,14 +33,14 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     def on_batch_end(
         self, net: Any, batch: Any = None, training: Any = None, **kwargs: Any
     ) -> None:
-        """Tells the loss."""
+        """Reports the loss."""
         if training and kwargs.get("loss") is not None:
             self.loss(kwargs["loss"])
 
     def on_epoch_end(
         self, net: Any, dataset_train: Any = None, dataset_valid: Any = None, **kwargs: Any
     ) -> None:
-        """Marks the epoch, with the numbers that skorch's history has of it."""
+        """Marks the epoch, with its numbers from skorch's history."""
         row = net.history[-1]
         self.epoch(**{k: row[k] for k in ("valid_loss", "valid_acc", "dur") if k in row})
 

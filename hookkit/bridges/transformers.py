@@ -1,34 +1,23 @@
 """Hugging Face: `Trainer(..., callbacks=[HookkitCallback(ActivationStats(every=10))])`.
 
-Batches, steps and the loss are seen by `watch`; the Trainer tells epochs and evaluations.
+`watch` sees batches, steps and the loss; the Trainer reports epochs and evaluations.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import Bridge, base, needs
+from hookkit.bridges import Bridge, base
 
-_Callback: Any = base("transformers.TrainerCallback")
+_Callback: Any = base("transformers", "transformers.TrainerCallback")
 
 
 class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
-    """Drives hookkit's callbacks in a Hugging Face Trainer.
+    """Runs hookkit's callbacks in a Hugging Face Trainer.
 
-    The Trainer says nothing of an exception: after one the hooks stay until the next `train()` or
+    The Trainer has no callback for exceptions: after one the hooks stay until the next `train()` or
     `end()`. `with watch(trainer.model, None, …): trainer.train()` has no such gap.
-
-    Args:
-        callbacks: hookkit's, as for `watch`.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
     """
-
-    def __init__(self, *callbacks: Any) -> None:
-        if _Callback is object:
-            raise needs("transformers")
-        super().__init__(*callbacks)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins."""
@@ -39,7 +28,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         self.epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keeps the numbers of an evaluation with the epoch: `eval_loss` as `valid_loss`."""
+        """Adds the numbers of an evaluation to the epoch: `eval_loss` as `valid_loss`."""
         found = {k.removeprefix("eval_"): v for k, v in kwargs.get("metrics", {}).items()}
         self.note(**{"valid_loss" if k == "loss" else k: v for k, v in found.items()})
 

@@ -54,10 +54,12 @@ class CallbackRunner:
     _scores: Scores | None = None  # of the first training batch
     _loss_facts: dict[str, str] | None = None  # of the first loss, by its graph
     _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
+    _recorders: list[Any]  # the HookCallbacks: what has a `recording` to switch
     _past: list[Callback]  # added for a fit that is over
 
     def __init__(self) -> None:
-        self.cbs, self._by_event, self._past = L(), {}, []
+        self.cbs, self._past = L(), []
+        self._forget_order()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -212,6 +214,7 @@ class CallbackRunner:
     def _forget_order(self) -> None:
         # a new dict: an event that is just being fired goes on with its own list
         self._by_event = {}
+        self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
 
     # --- firing
 
@@ -281,6 +284,13 @@ class CallbackRunner:
         except Exception as error:
             error.add_note(f"in callback {cb!r}, cleanup_fit{self._where()}")
             raise
+
+    def _pause_recorders(self) -> list[Any]:
+        """Switches off the callbacks that record the batch at hand; those, to be resumed."""
+        paused = [cb for cb in self._recorders if cb.recording]
+        for cb in paused:
+            cb._record(False)
+        return paused
 
     # --- what a `Run` needs
 

@@ -1,4 +1,7 @@
-"""What a Learner is given, checked at its door."""
+"""A Learner's arguments, checked; and its messages about what is missing.
+
+Builds on `checks`.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
     check_number("fit", "start_epoch", start_epoch, 0, whole=True)
     if start_epoch > n_epoch:
         raise OptionError(
-            f"fit({n_epoch}, start_epoch={start_epoch}): no epoch is left, since the first number "
-            f"counts all epochs. For {n_epoch} more: "
+            f"fit({n_epoch}, start_epoch={start_epoch}): that is no further epoch, since the "
+            f"first number counts all epochs. For {n_epoch} more: "
             f"fit({start_epoch + n_epoch}, start_epoch={start_epoch})."
         )
 
 
 def check_optimizer(model: nn.Module, opt: Any) -> Any:
-    """`opt`, what `opt_func` returned: an optimizer of `model`.
+    """`opt`, an optimizer of `model` that `opt_func` returned.
 
     Raises:
         ArgumentError: it cannot step, or none of its parameters is the model's.
@@ -56,8 +59,8 @@ def check_optimizer(model: nn.Module, opt: Any) -> Any:
         )
     if any(p.requires_grad for p in model.parameters()) and not _holds_some(model, opt):
         raise ArgumentError(
-            f"Learner: splitter(model) gave no parameter of {type(model).__name__}, so nothing of "
-            f"it would be trained. Return parameters of the model that it is called with."
+            f"Learner: splitter(model) returned no parameter of {type(model).__name__}, so nothing "
+            f"of it would be trained. Return parameters of the model that it is called with."
         )
     return opt
 
@@ -69,11 +72,11 @@ def _holds_some(model: nn.Module, opt: Any) -> bool:
 
 
 def check_trained(model: nn.Module, opt: Any) -> None:
-    """Warns if `opt` holds no parameter of `model`, which a fit would then leave as it is."""
+    """Warns if `opt` holds no parameter of `model`: a fit would not change it."""
     if not _holds_some(model, opt):
         warnings.warn(
-            f"fit was called; {type(opt).__name__} holds no parameter of {type(model).__name__}, "
-            f"so it trains something else. If learn.model is a new one: fit(…, reset_opt=True).",
+            f"fit: {type(opt).__name__} holds no parameter of {type(model).__name__}, so it trains "
+            f"something else. If learn.model is a new one: fit(…, reset_opt=True).",
             HookkitWarning,
             stacklevel=3,
         )
@@ -94,15 +97,15 @@ def checked_metrics(metrics: Any) -> L:
 
 
 def no_loss(loss_func: Any, xb: tuple[Any, ...]) -> str:
-    """What to say of a training batch that came to no loss."""
+    """The message about a training batch without a loss."""
     if loss_func is None:
         return (
-            "A loss was needed to train; there is no loss_func, no dls.train_ds.loss_func, "
-            "and the model returns none. Give Learner(…, loss_func=…)."
+            "Training needs a loss; there is no loss_func, no dls.train_ds.loss_func, and the "
+            "model returns none. Give Learner(…, loss_func=…)."
         )
     return (
-        f"A loss was needed to train; {loss_name(loss_func)} compares with targets, and the batch "
-        f"has none: {describe(xb)} is all input. Give batches (x, y), a smaller "
+        f"Training needs a loss; {loss_name(loss_func)} compares with targets, and the batch has "
+        f"none: {describe(xb)} is all input. Give batches (x, y), a smaller "
         f"DataLoaders(…, n_inp=…), or no loss_func if the model returns its loss."
     )
 
@@ -119,6 +122,6 @@ def as_loaders(dls: Any) -> Any:
     if isinstance(dls, (tuple, list)) and len(dls) == 2:
         return DataLoaders(*dls)
     raise ArgumentError(
-        f"Learner(dls=…) was given {type(dls).__name__}: it has no training data to name. "
-        f"Give DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
+        f"Learner(dls=…): expected DataLoaders, found {kind_of(dls)}. Give "
+        f"DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
     )

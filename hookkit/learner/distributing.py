@@ -1,7 +1,8 @@
 """Training over several processes, on accelerate's engine: what `Learner.distrib_ctx` does.
 
 Launching is `accelerate launch` or `torchrun`; DDP, FSDP, mixed precision and gradient accumulation
-are the Accelerator's. Here its pieces only take the Learner's places, and give them back.
+are the Accelerator's. Here the Learner's model, optimizer and loaders are only replaced by prepared
+ones, and restored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hookkit.interrupts import block
 
 
 class AccelerateCallback(Callback):
-    """Tells the loop when accelerate wants an optimizer step: not on every batch it accumulates."""
+    """Makes an optimizer step only where accelerate wants one: not for each accumulated batch."""
 
     order = -8
     run_valid = False
@@ -42,7 +43,7 @@ class AccelerateCallback(Callback):
 
 @block
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
-    """Yields `learn` with model, optimizer and loaders prepared by accelerate; puts them back."""
+    """Yields `learn` with model, optimizer and loaders prepared by accelerate; restores them."""
     try:
         from accelerate import Accelerator
     except ImportError:

@@ -27,7 +27,7 @@ def trainable_params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def param_groups(split: Any) -> list[dict[str, Any]]:
-    """What a splitter gives, as torch's parameter groups.
+    """What a splitter returned, as torch's parameter groups.
 
     Args:
         split: parameters (one group), lists of parameters or modules (a group each), or torch's
@@ -42,8 +42,8 @@ def param_groups(split: Any) -> list[dict[str, Any]]:
     groups = [_group(x) for x in items]
     if not any(g["params"] for g in groups):
         raise ArgumentError(
-            "An optimizer was to be made; the splitter gave no parameter. Does the model have "
-            "any that require a gradient? If they are frozen: `p.requires_grad_(True)`."
+            "Learner: the splitter returned no parameter, so there is nothing to optimise. If all "
+            "are frozen: `p.requires_grad_(True)`."
         )
     return groups
 
@@ -67,7 +67,8 @@ def spread(lr: Any, n: int) -> list[float]:
     """`lr` for each of `n` groups.
 
     A number is for all; a sequence has one for each; `slice(lo, hi)` grows geometrically from the
-    first group to the last, `slice(hi)` is `hi` for the last and a tenth of it before (fastai's).
+    first group to the last; `slice(hi)` is `hi` for the last and a tenth of it for the others, as
+    in fastai.
 
     Raises:
         OptionError: a learning rate is negative or NaN, or their number is not that of the groups.
@@ -81,8 +82,8 @@ def spread(lr: Any, n: int) -> list[float]:
         rates = []  # words, None, a slice without an end
     if len(rates) != n or not all(rate >= 0 for rate in rates):
         raise OptionError(
-            f"lr={lr!r} was asked for; the optimizer has {n} parameter group{'s' * (n != 1)}. "
-            f"Give one number, {n} of them, or slice(lowest, highest); none negative or NaN."
+            f"lr={lr!r}: the optimizer has {n} parameter group{'s' * (n != 1)}. Give one "
+            f"number, {n} of them, or slice(lowest, highest); none negative or NaN."
         )
     return rates
 
@@ -94,7 +95,7 @@ def _rates(lr: Any, n: int) -> list[float]:
     elif isinstance(lr, slice):
         rates = [lr.stop / 10] * (n - 1) + [lr.stop]
     elif isinstance(lr, str):
-        raise TypeError(lr)  # "1" would be taken for a number
+        raise TypeError(lr)  # float("1") is a number
     else:
         rates = list(lr) if isinstance(lr, Sequence) else [lr] * n
     return [float(rate) for rate in rates]
@@ -118,8 +119,8 @@ def set_hyper(opt: Any, key: str, values: Sequence[float]) -> None:
         if key not in group:
             known = ", ".join(k for k in group if k != "params")
             raise OptionError(
-                f"{key} was asked for; {type(opt).__name__} has {known}. "
-                f"Leave it out, or choose an optimizer that has it."
+                f"{key}: {type(opt).__name__} has no such hyperparameter, only {known}. Omit it, "
+                f"or choose an optimizer that has it."
             )
         if isinstance(group[key], Tensor):
             group[key].fill_(value)
@@ -183,9 +184,9 @@ def one_cycle(
 
 
 def _phases(pct_start: float, n: int) -> tuple[int, float]:
-    """Steps and share of warm-up as torch can take them: it divides by the length of each phase."""
+    """Steps and share of warm-up for torch, which divides by the length of each phase."""
     if pct_start == 1:
-        n, pct_start = n + 1, n / (n + 1)  # the fall is a step that nobody makes
+        n, pct_start = n + 1, n / (n + 1)  # the decrease is one more step, never made
     return n, (1 + 1e-6) / n if pct_start * n == 1 else float(pct_start)
 
 

@@ -107,12 +107,13 @@ class Predicting(Loop):
         """
         kept = {name: getattr(self, name) for name in _STATE}
         modes = [(m, m.training) for m in self.model.modules()]
-        recording, with_grad = self._recording(), torch.is_grad_enabled()
+        # this pass is no part of a batch that surrounds it
+        paused = self._pause_recorders() if self._in_batch else []
+        running, with_grad = [cb for cb in paused if cb.run], torch.is_grad_enabled()
         try:
             self.aside = True
-            for cb in recording:
+            for cb in running:
                 cb.run = False
-                cb._record(False)
             with self.added_cbs(cbs):
                 if inner or self.fitting:
                     yield
@@ -129,14 +130,10 @@ class Predicting(Loop):
                 setattr(self, name, value)
             for module, mode in modes:
                 module.training = mode
-            for cb in recording:
+            for cb in running:
                 cb.run = True
+            for cb in paused:
                 cb._record(True)
-
-    def _recording(self) -> list[Any]:
-        """The HookCallbacks that record the batch at hand: a pass within it is no part of it."""
-        known = [cb for cb in self.cbs if self._in_batch and hasattr(type(cb), "_record")]
-        return [cb for cb in known if cb.run and cb.recording]
 
 
 class GatherPreds(Callback):

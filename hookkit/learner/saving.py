@@ -24,22 +24,23 @@ def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
 
 
 def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
-    """What `save_state` wrote, its tensors on `device`; nothing but tensors and numbers is read.
+    """What `save_state` wrote, its tensors on `device`; only tensors and numbers are unpickled.
 
     Raises:
-        OptionError: there is no such file (the message has those that are there), or it is not
-            one that `save_state` wrote.
+        OptionError: there is no such file, or `save_state` did not write it.
     """
     if not where.exists():
         there = sorted(p.stem for p in where.parent.glob("*.pth"))
         raise OptionError(
-            f"load({where.stem!r}) was asked for; {where} does not exist. "
-            f"There: {', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
+            f"load({where.stem!r}): {where} does not exist. The folder has "
+            f"{', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
         )
     try:
         state = torch.load(where, map_location=device, weights_only=True)
     except (*UNREADABLE, RuntimeError) as why:
-        raise OptionError(_FOREIGN.format(where, "is damaged, or no file of torch.save's")) from why
+        raise OptionError(
+            _FOREIGN.format(where, "is damaged, or was not written by torch.save")
+        ) from why
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         what = 'has no entry "model"; a state dict goes to learn.model.load_state_dict(…)'
         raise OptionError(_FOREIGN.format(where, what))

@@ -88,7 +88,6 @@ class ExternalLoop(CallbackRunner):
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
         self._last_step_iter = self._most_batches = 0
         self._first_part: nn.Module | None = None
-        self._recorders: list[Any] = []
         self._paused: list[Any] = []
 
     @property
@@ -134,7 +133,6 @@ class ExternalLoop(CallbackRunner):
         self._claim()
         self._reset()
         self.fitting = True
-        self._recorders = [cb for cb in self.cbs if hasattr(type(cb), "_record")]
         self("before_fit")
 
     def _continue_from(self, cb: Callback) -> None:
@@ -396,9 +394,7 @@ class ExternalLoop(CallbackRunner):
     def _pause(self) -> None:
         """Nothing is recorded between training batches, also in a forward that cannot be seen."""
         self.training = False
-        self._paused = [cb for cb in self._recorders if cb.recording]
-        for cb in self._paused:
-            cb._record(False)
+        self._paused = self._pause_recorders()
 
     def _resume(self) -> None:
         self.training = True
