@@ -20,7 +20,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     """
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """None: nothing to search over for scikit-learn; a clone of the net shares this callback."""
+        """None: scikit-learn has nothing to search over. A clone shares this callback."""
         return {}
 
     def __sklearn_clone__(self) -> HookkitCallback:
