@@ -48,7 +48,7 @@ def test_a_frame_is_tidy() -> None:
     assert one["value"].item() == record().value("std", "fc")[2]
 
 
-def test_pandas_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pandas_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
 
     with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
@@ -378,7 +378,7 @@ def npy() -> bytes:
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_file_that_is_not_ours_or_damaged_is_told(what: str, tmp_path: Path) -> None:
+def test_a_file_of_another_program_or_a_damaged_one_is_refused(what: str, tmp_path: Path) -> None:
     FOREIGN[what](path := tmp_path / "run.npz")
 
     with pytest.raises(OptionError, match="did not write it, or it is damaged"):

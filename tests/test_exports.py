@@ -1,4 +1,4 @@
-"""The door: what `hookkit` exports is sorted, complete, documented and stays at home."""
+"""The names that `hookkit` exports: sorted, complete, documented, and its own."""
 
 import inspect
 from pathlib import Path

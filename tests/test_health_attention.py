@@ -1,4 +1,4 @@
-"""The rule on attention's logits: what it can judge, on runs made by hand and on real ones."""
+"""The rule on attention's logits, on runs made by hand and on real ones."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_health import FLAT, N, alarms, falling, found, record
+from health_runs import FLAT, N, alarms, falling, found, record
 from torch import Tensor, nn
 
 from hookkit import ActivationStats, ParamStats, watch
@@ -14,6 +14,8 @@ from hookkit.health import diagnose
 from hookkit.records import Run
 
 INNER = ["block.q_proj", "block.k_proj", "block.softmax", "block.norm", "head"]
+
+
 TYPES = ["Linear", "Linear", "Softmax", "LayerNorm", "Linear"]
 
 
@@ -35,14 +37,11 @@ def logits_finding(run):
     return [f for f in diagnose(run) if f.rule == "attention_logits"]
 
 
-# by hand
-
-
-def test_ordinary_attention_says_nothing():
+def test_ordinary_attention_is_no_finding():
     assert logits_finding(Run(attention(), losses=FLAT)) == []
 
 
-def test_a_softmax_that_picks_one_key_alarms_if_the_loss_does_not_fall():
+def test_a_softmax_that_picks_one_key_is_a_warning_if_the_loss_does_not_fall():
     one_hot = attention(rms=with_row(2, math.sqrt(0.125 * 0.99)))
 
     f = found(Run(one_hot, losses=FLAT), "attention_logits")
@@ -84,7 +83,7 @@ def test_scores_recorded_in_place_of_the_weights_are_read_as_they_are():
 QK = {"rms": [12.0, 12.0, 0.2, 0.2, 0.2]}
 
 
-def test_queries_and_keys_that_must_give_huge_logits_are_an_alarm():
+def test_queries_and_keys_that_must_give_huge_logits_are_a_warning():
     f = found(Run(attention(**QK), losses=falling()), "attention_logits")
 
     assert (f.severity, f.layers) == ("warning", ("block.q_proj",))
@@ -114,7 +113,7 @@ def test_other_names_are_no_queries(names):
     assert logits_finding(Run(attention([*names, *INNER[2:]], **QK), losses=FLAT)) == []
 
 
-def test_attention_of_which_nothing_is_seen_is_unjudged():
+def test_attention_that_shows_no_logits_is_unjudged():
     fused = Run(attention(["h.0.attn.qkv", "head"], ["Linear", "Linear"]))
     other = Run(attention(["a", "b"], ["Linear", "Linear"]))
 
@@ -124,13 +123,10 @@ def test_attention_of_which_nothing_is_seen_is_unjudged():
     assert "attention_logits" not in dict(diagnose(other).unjudged)
 
 
-def test_a_softmax_that_never_ran_is_passed_over():
+def test_a_softmax_that_never_ran_is_ignored():
     absent = {s: with_row(2, np.nan) for s in ("rms", "mean", "min", "max")}
 
     assert alarms(Run(attention(**absent), losses=falling())) == set()
-
-
-# real ones
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
-"""Dead units behind a ReLU that no record shows: what is proved, what is noted, what is left open.
+"""Rules on units: dead, dormant, saturated.
 
-`ActivationStats()` records layers with parameters; a ReLU has none.
+`ActivationStats()` records layers with parameters, and a ReLU has none: so many of these runs show
+a ReLU only by what it is given.
 """
 
 import dataclasses
@@ -9,12 +10,91 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_health import FLAT, N, acts, alarms, falling, found, weights
+from health_runs import FLAT, N, acts, alarms, falling, first, found, weights
 from torch import nn
 
 from hookkit import ActivationStats, GradientStats, watch
 from hookkit.health import diagnose
 from hookkit.records import Run
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.95, "error"), (0.6, "warning"), (0.3, "note")])
+def test_dead_units_by_their_share(share, severity):
+    run = Run(acts(dead=[0.9, share, 0.9]))
+
+    f = found(run, "dead")
+
+    assert (f.severity, f.layers) == (severity, ("1",))
+
+
+def test_a_unit_that_gives_something_again_is_not_dead():
+    dead = np.full((3, N), 0.9)
+    dead[:, 80] = 0.0
+
+    assert alarms(Run(acts(dead=dead))) == set()
+
+
+def test_dead_is_for_relus_only():
+    assert alarms(Run(acts(("Linear", "GELU", "Linear"), dead=[1, 1, 1], zero=[1, 1, 1]))) == set()
+
+
+def test_without_units_a_relu_layer_of_zeros_is_dead():
+    assert found(Run(acts(zero=[0, 1, 0])), "dead").severity == "error"
+    assert alarms(Run(acts(zero=[0, 0.95, 0]))) == set()
+
+
+def test_dormant_units_are_a_note():
+    assert found(Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])), "dormant").severity == "note"
+
+
+def test_saturated_tanh_with_and_without_units():
+    types = ("Linear", "Tanh", "Linear")
+
+    assert (
+        found(Run(acts(types, saturated=[np.nan, 0.7, np.nan])), "saturated").severity == "warning"
+    )
+    assert found(Run(acts(types, rms=[1, 0.999, 1])), "saturated").severity == "error"
+    assert alarms(Run(acts(types, rms=[1, 0.8, 1]))) == set()
+
+
+def test_saturated_sigmoid_by_its_moments():
+    types = ("Linear", "Sigmoid", "Linear")
+    half_on = {"mean": [0, 0.5, 0], "rms": [1, np.sqrt(0.5), 1]}  # half 0, half 1
+
+    assert found(Run(acts(types, **half_on)), "saturated").layers == ("1",)
+    assert alarms(Run(acts(types, mean=[0, 0.5, 0], rms=[1, 0.55, 1]))) == set()
+
+
+def test_an_output_layer_at_its_ends_is_not_saturated():
+    types = ("Linear", "ReLU", "Sigmoid")
+
+    assert alarms(Run(acts(types, saturated=[0, 0, 0.99]))) == set()
+
+
+def test_dead_units_come_before_the_gradients_they_stop():
+    p = weights(3, update_norm=[0, 1, 1], grad_norm=[0, 1, 1])
+
+    assert first(Run(acts(dead=[0, 1, 0]), params=p, losses=FLAT)) == "dead"
+
+
+def test_the_cause_of_dead_units_depends_on_when_they_died():
+    later = np.zeros((3, N))
+    later[1, 20:] = 0.95
+
+    assert "from the first step on" in found(Run(acts(dead=[0, 0.95, 0])), "dead").evidence
+    assert "learning rate" in found(Run(acts(dead=later)), "dead").cause
+    assert "biases" in found(Run(acts(dead=[0, 0.95, 0])), "dead").cause
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "note"), (FLAT, "error")])
+def test_a_gate_that_its_bias_shuts_is_a_note_where_the_loss_falls(losses, severity):
+    types = ("Linear", "Sigmoid", "Linear")
+    shut = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.02, 0], std=[1, 0.01, 1])
+    both = acts(types, saturated=[0, 0.95, 0], mean=[0, 0.5, 0], std=[1, 0.49, 1])
+
+    assert found(Run(shut, losses=losses), "saturated").severity == severity
+    assert found(Run(both, losses=losses), "saturated").severity == "error"
+
 
 LINEAR = ("Linear",) * 3
 
@@ -28,9 +108,6 @@ def layers(feeds=None, **values):
 def gradients(zero):
     """Gradients of their outputs, with these shares exactly 0."""
     return dataclasses.replace(acts(LINEAR, zero=zero), kind="gradient")
-
-
-# known: what reads each layer
 
 
 @pytest.mark.parametrize(("share", "severity"), [(0.95, "error"), (0.6, "warning"), (0.3, "note")])
@@ -60,14 +137,11 @@ def test_a_layer_that_is_wholly_below_0_needs_no_units_to_be_dead():
     assert "more than at first" in f.evidence
 
 
-def test_a_recorded_relu_is_not_told_twice():
+def test_a_recorded_relu_is_not_reported_twice():
     record = acts(("Linear", "ReLU", "Linear"), dead=[0.95, 0.95, 0])
     run = Run(dataclasses.replace(record, meta={"feeds": ["ReLU", None, ""]}))
 
     assert [f.layers for f in diagnose(run) if f.rule == "dead"] == [("1",)]
-
-
-# proved: by gradients that are exactly 0
 
 
 def test_gradients_that_are_exactly_0_prove_a_relu():
@@ -82,10 +156,7 @@ def test_gradients_that_are_exactly_0_prove_a_relu():
         assert alarms(run) == set()
 
 
-# neither
-
-
-def test_who_reads_a_layer_is_not_guessed_while_the_loss_falls():
+def test_what_reads_a_layer_is_not_guessed_while_the_loss_falls():
     run = Run(layers(dead=[0, 0.95, 0.9]), losses=falling())
 
     f = found(run, "dead")
@@ -108,21 +179,18 @@ def test_a_layer_whose_weight_has_a_gradient_is_not_dead():
     assert "dead" not in diagnose(Run(low, params=weights(3), losses=FLAT)).rules
 
 
-def test_a_dead_layer_is_told_once():
+def test_a_dead_layer_is_reported_once():
     low, still = (
         layers(max=[3, -1, 3]),
         weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1]),
     )
 
-    told = [f for f in diagnose(Run(low, params=still, losses=FLAT)) if f.rule == "dead"]
+    hits = [f for f in diagnose(Run(low, params=still, losses=FLAT)) if f.rule == "dead"]
 
-    assert [f.layers for f in told] == [("1.weight",)]
-
-
-# without units
+    assert [f.layers for f in hits] == [("1.weight",)]
 
 
-def test_it_says_that_dead_units_were_not_seen():
+def test_dead_units_that_were_not_recorded_are_unjudged():
     run = Run(layers(["ReLU", "ReLU", ""]), params=weights(3), losses=falling())
 
     assert (
@@ -138,7 +206,7 @@ def test_it_says_that_dead_units_were_not_seen():
         acts(("Linear", "ReLU", "Linear"), zero=[0, 0.4, 0]),  # no room for more than 40 %
     ],
 )
-def test_it_says_nothing_where_units_were_seen_or_cannot_be_dead(seen):
+def test_units_that_were_recorded_or_cannot_be_dead_are_judged(seen):
     assert str(diagnose(Run(seen, params=weights(3), losses=falling()))) == (
         "3 layers, 300 steps: healthy"
     )
@@ -157,9 +225,6 @@ def test_a_histogram_or_gradients_leave_no_room_for_dead_units():
 
     assert "unseen" in str(diagnose(run))
     assert [str(diagnose(r)) for r in clear] == ["3 layers, 300 steps: healthy"] * 2
-
-
-# the real thing
 
 
 class Functional(nn.Module):

@@ -22,9 +22,9 @@ def test_its_length_is_the_number_of_records() -> None:
     assert len(record(4)) == 4
 
 
-@pytest.mark.parametrize(("asked", "row"), [(0, 0), (-1, 1), ("fc", 1), ("conv1", 0)])
-def test_a_layer_is_an_index_or_a_name(asked: int | str, row: int) -> None:
-    assert record().layer(asked) == row
+@pytest.mark.parametrize(("layer", "row"), [(0, 0), (-1, 1), ("fc", 1), ("conv1", 0)])
+def test_a_layer_is_an_index_or_a_name(layer: int | str, row: int) -> None:
+    assert record().layer(layer) == row
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

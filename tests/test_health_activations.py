@@ -1,0 +1,170 @@
+"""Rules on what layers give: input_scale, bad_init, dropout, small_batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from health_runs import EVEN, FLAT, N, acts, alarms, falling, first, first_layer, found, weights
+from torch import nn
+
+from hookkit import ActivationStats, ParamStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+
+def test_bad_init_follows_the_depth():
+    types = ("Linear",) * 8
+    shrinking = [10.0**-i for i in range(8)]
+
+    f = found(Run(acts(types, std=shrinking), losses=FLAT), "bad_init")
+
+    assert f.severity == "error"
+    assert "shrinks" in f.evidence
+    assert "bad_init" not in alarms(Run(acts(types, std=shrinking), losses=falling()))
+    assert alarms(Run(acts(types, std=[1, 9, 1, 9, 1, 9, 1, 1]))) == set()
+
+
+def test_input_scale_is_seen_in_the_first_layer():
+    big = acts(rms=[80, 40, 1], std=[80, 40, 1])
+
+    assert found(Run(big, losses=falling()), "input_scale").layers == ("0",)
+    assert alarms(Run(acts(("Linear", "BatchNorm1d", "Linear"), std=[80, 1, 1]))) == set()
+
+
+def test_inputs_are_named_before_what_they_saturate():
+    big = acts(("Linear", "Tanh", "Linear"), rms=[80, 1, 1], std=[80, 1, 1], saturated=[0, 0.95, 0])
+
+    still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+    wide = acts(("Linear", "Linear", "Linear"), rms=[80, 1, 1], std=[80, 1, 1])
+
+    assert first(Run(big, losses=falling())) == "input_scale"
+    assert first(Run(wide, params=still, losses=falling())) == "input_scale"
+
+
+def test_a_head_behind_a_recurrence_is_given_no_inputs():
+    big = acts(("GRU", "Linear"), rms=[1, 80], mean=[0, 0], std=[1, 1], min=[0, 0], max=[1, 1],
+               zero=[0, 0], nonfinite=[0, 0])  # fmt: skip
+
+    assert alarms(Run(big, losses=falling())) == set()
+
+
+def test_a_recurrence_with_huge_outputs_began_too_large():
+    loud = acts(("RNN", "Linear", "Linear"), rms=[1e4, 1e4, 1e4])
+
+    assert found(Run(loud, losses=FLAT), "bad_init").layers == ("0",)
+    assert alarms(Run(loud, losses=falling())) == set()
+
+
+def test_dropout_that_keeps_nothing_is_named_if_the_loss_does_not_fall():
+    types = ("Linear", "ReLU", "Dropout", "Linear")
+    run = acts(types, zero=[0, 0.5, 0.995, 0])
+
+    assert first(Run(run, losses=FLAT)) == "dropout"
+    assert alarms(Run(run, losses=falling())) == set()
+    assert "dropout" not in alarms(Run(acts(types, zero=[0, 0.8, 0.9, 0]), losses=FLAT))
+
+
+@pytest.mark.parametrize(
+    ("batch", "free", "seen"), [(2, True, {"small_batch"}), (2, False, set()), (64, True, set())]
+)
+def test_batch_norm_of_two_examples_is_named(batch, free, seen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model[1].requires_grad_(free).train(free)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(12):
+            opt.zero_grad()
+            model(torch.randn(batch, 4)).pow(2).mean().backward()
+            opt.step()
+
+    assert alarms(w.run_record()) & {"small_batch"} == seen
+
+
+DEFAULT = acts(("Linear",) * 5, std=[1, 0.5, 0.2, 0.08, 1])
+
+
+def test_the_variance_that_pytorchs_own_weights_give_is_a_note():
+    assert found(Run(DEFAULT, losses=FLAT), "bad_init").severity == "note"
+    grows = acts(("Linear",) * 5, std=[1, 2, 5, 12.5, 1])
+
+    assert found(Run(grows, losses=FLAT), "bad_init").severity == "warning"
+
+
+def test_weights_that_begin_too_large_come_before_their_effects():
+    grows = acts(("Linear",) * 5, std=[1, 12, 150, 1500, 1], nonfinite=[0, 0, 0, 0, EVEN])
+    run = Run(grows, params=weights(update_ratio=[2.0] * 4), losses=FLAT)
+
+    assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "non_finite", "lr_too_high"]
+
+
+def test_one_bias_for_all_units_is_no_large_input():
+    shut = acts(rms=[20.5, 1, 1], mean=[-20, 0, 0], std=[1, 1, 1])
+
+    assert "input_scale" not in diagnose(Run(shut, losses=FLAT)).rules
+
+
+def test_the_bias_of_one_unit_is_no_large_input():
+    gate = acts(rms=[25.1, 1, 1], std=[21.8, 1, 1])  # four units, one of them with a bias of 50
+    bias = np.array([1.0, 50.0, 1.0, 1.0])
+    shut = first_layer(0.1, weight_norm=[1.0, 50.0, 1.0, 1.0])
+    shut = dataclasses.replace(shut, meta={**shut.meta, "numel": [80, 4, 256, 256]})
+    open_ = first_layer(0.1, weight_norm=list(bias / 50))
+
+    assert "input_scale" not in diagnose(Run(gate, params=shut, losses=FLAT)).rules
+    assert "input_scale" in diagnose(Run(gate, params=open_, losses=FLAT)).rules
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warning"), (falling(), "note")])
+def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
+    f = found(Run(acts(), params=first_layer(1e-4), losses=losses), "input_scale")
+
+    assert (f.severity, f.layers) == (severity, ("0",))
+    assert "inputs of size 0.00013" in f.evidence  # 1e-4 / 0.1 / √64
+
+
+@pytest.mark.parametrize(
+    ("types", "params"),
+    [
+        (("Linear", "ReLU", "Linear"), first_layer(0.1)),
+        (("Linear", "ReLU", "Linear"), first_layer(0.0)),  # `zero_gradient`
+        (("Linear", "ReLU", "Linear"), first_layer(1e-4, bias_grad=0.0)),
+        (("Linear", "LayerNorm", "Linear"), first_layer(1e-4)),
+        (("Embedding", "Linear", "Linear"), first_layer(1e-4)),
+        (("Linear", "ReLU", "Linear"), weights(4)),  # no bias to compare with
+    ],
+)
+def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
+    assert "input_scale" not in diagnose(Run(acts(types), params=params, losses=FLAT)).rules
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "note")])
+def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
+    calms = np.where(np.arange(N) > 20, 3.0, 5e3)
+    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, calms, 4e3])
+
+    f = found(Run(cells, losses=losses), "bad_init")
+
+    assert (f.severity, f.layers) == (severity, ("1",))
+
+
+def test_a_cell_that_stays_too_large_is_a_warning_though_the_loss_falls():
+    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
+
+    assert found(Run(cells, losses=falling()), "bad_init").severity == "warning"
+
+
+@pytest.mark.parametrize("std", [[0.8, 50, 50], [0.8, 1, 5e3], [50, 4e3, 1]])
+def test_a_large_head_or_large_inputs_are_no_cell_that_grows(std):
+    quiet = acts(("Linear", "Linear", "Linear"), std=std)
+
+    assert "bad_init" not in diagnose(Run(quiet, losses=FLAT)).rules
+
+
+def test_growth_is_seen_though_the_first_layer_is_registered_last():
+    grows = list(np.geomspace(0.7, 1800, 16))
+    first_last, mixed = acts(("Linear",) * 18, std=[*grows, 0.5, 900]), grows[::2] + grows[1::2]
+
+    assert "grows" in found(Run(first_last, losses=FLAT), "bad_init").evidence
+    assert "bad_init" not in alarms(Run(acts(("Linear",) * 17, std=[*mixed, 1]), losses=FLAT))

@@ -1,0 +1,269 @@
+"""Rules on the loss: initial_loss, target_scale, not_learning, below_zero, spikes, overfit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from health_runs import CE, FLAT, MSE, SHRINKS, N, acts, alarms, falling, found, slow, weights
+
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+
+def test_a_loss_logged_every_tenth_step_is_enough():
+    series = np.full(300, np.nan)
+    series[::10] = falling()[::10]
+
+    assert alarms(Run(losses=series)) == set()
+
+
+def test_initial_loss_against_chance():
+    high = np.concatenate([[40.0], FLAT])
+
+    assert found(Run(losses=high, info=CE), "initial_loss").severity == "warning"
+    assert found(Run(losses=falling(start=8), info=CE), "initial_loss").severity == "note"
+    assert alarms(Run(losses=falling(), info=CE)) == set()
+
+
+def test_not_learning_and_diverging():
+    assert found(Run(losses=FLAT), "not_learning").severity == "warning"
+    assert found(Run(losses=np.linspace(2.3, 50, 300)), "diverging").severity == "error"
+
+
+def test_a_wild_first_loss_does_not_make_the_rest_progress():
+    series = np.concatenate([np.full(20, 30.0), FLAT])
+
+    assert "not_learning" in alarms(Run(losses=series, info=CE))
+
+
+def test_a_model_that_had_learnt_before_need_not_improve():
+    slow = weights(update_ratio=[1e-6] * 4)
+
+    assert alarms(Run(params=slow, losses=FLAT * 0.1, info=CE)) == set()
+    assert "diverging" in alarms(Run(losses=FLAT * np.linspace(0.1, 1, 300), info=CE))
+
+
+def test_a_loss_of_several_heads_may_begin_above_chance():
+    assert alarms(Run(losses=3 * falling(end=0.8), info=CE)) == set()
+
+
+def test_a_negative_loss_may_fall():
+    assert alarms(Run(losses=np.linspace(-1, -3, 300))) == set()
+    assert alarms(Run(losses=np.linspace(-3, -2.9, 300))) == {"not_learning"}
+
+
+def test_one_spike_is_a_note_and_many_are_a_warning():
+    one, many = falling(), falling()
+    one[200] += 5
+    many[100::13] += 5
+
+    assert found(Run(losses=one), "spikes").severity == "note"
+    assert found(Run(losses=many), "spikes").severity == "warning"
+    assert not diagnose(Run(losses=falling()))
+
+
+def test_overfitting_is_a_note():
+    rows = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": 0.5 + 0.1 * i} for i in range(6)]
+
+    assert found(Run(losses=falling(), valid=rows), "overfit").severity == "note"
+
+
+def test_a_loss_that_jumps_with_the_first_step_did_not_fall():
+    jumps = np.r_[2.3, np.geomspace(1e4, 3.4, 40), np.full(259, 3.4)]
+    fast = weights(update_ratio=[0.9] * 4)
+
+    assert found(Run(losses=jumps), "not_learning").evidence.startswith("the loss began at 2.3")
+    assert found(Run(params=fast, losses=jumps), "lr_too_high").severity == "error"
+
+
+def test_one_low_first_batch_is_no_jump():
+    lucky = np.random.default_rng(0).lognormal(-3, 1, 300) * np.linspace(1, 0.5, 300)
+    lucky[0] = 1e-4
+
+    assert alarms(Run(losses=lucky)) == set()
+
+
+def test_a_frozen_model_that_does_not_learn_has_this_as_its_cause():
+    p = weights(update_norm=[0, 0, 0, 1], requires_grad=[False] * 3 + [True])
+
+    assert "3 of 4 matrices are frozen" in found(Run(params=p, losses=FLAT), "not_learning").cause
+    assert "frozen" not in found(Run(params=weights(), losses=FLAT), "not_learning").cause
+
+
+def test_a_loss_below_where_it_can_be_is_an_error():
+    run = Run(losses=falling(end=-0.9), info={"loss_func": "NLLLoss"})
+
+    f = found(run, "below_zero")
+
+    assert f.severity == "error"
+    assert "cannot be below 0" in f.evidence
+    for fine in ({"loss_func": "GaussianNLLLoss"}, {}):
+        assert alarms(Run(losses=falling(end=-0.9), info=fine)) == set()
+
+
+def test_a_loss_that_falls_faster_and_faster_has_the_wrong_sign():
+    t = np.linspace(0, 1, 300)
+
+    assert "wrong sign" in found(Run(losses=-2.3 - 300 * t**3), "below_zero").cause
+    assert alarms(Run(losses=-2.3 - 100 * (1 - np.exp(-5 * t)))) == set()
+
+
+def test_small_losses_vary_by_factors():
+    noisy = np.random.default_rng(3).lognormal(-4, 0.8, 300)
+    broken = noisy.copy()
+    broken[[100, 150, 200, 250]] = 50.0
+
+    assert "spikes" not in {f.rule for f in diagnose(Run(losses=noisy))}
+    assert found(Run(losses=broken), "spikes").severity == "warning"
+
+
+def test_a_likelihood_that_is_maximised_should_rise():
+    up = np.linspace(-2.3, -0.1, 300)
+
+    assert alarms(Run(losses=up, info={"maximize": True})) == set()
+    assert alarms(Run(losses=up)) != set()
+    assert "not_learning" in alarms(Run(losses=np.full(300, -2.3), info={"maximize": True}))
+
+
+def test_a_loss_that_stays_for_a_few_steps_proves_nothing_and_one_that_rises_does():
+    few = FLAT[:30]
+
+    assert alarms(Run(SHRINKS, losses=few)) == set()
+    assert alarms(Run(SHRINKS, losses=FLAT)) == {"bad_init", "not_learning"}
+    assert "bad_init" in alarms(Run(SHRINKS, losses=few * np.linspace(1, 9, 30)))
+
+
+@pytest.mark.parametrize("info", [{}, CE])
+def test_a_loss_that_falls_slowly_and_steadily_is_a_note(info):
+    rates = weights(update_ratio=[3e-5] * 4)
+
+    f = found(Run(params=rates, losses=slow(0.09), info=info), "not_learning")
+
+    assert (f.severity, "slowly" in f.evidence) == ("note", True)
+    assert alarms(Run(params=rates, losses=slow(0.09), info=info)) == set()
+    assert alarms(Run(params=rates, losses=slow(0.01))) == {"lr_too_low", "not_learning"}
+
+
+def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
+    drops = FLAT + 0.08 * np.exp(-np.arange(300) / 20)
+
+    assert alarms(Run(losses=drops)) == {"not_learning"}
+    assert alarms(Run(losses=slow(0.09, noise=1.0))) == {"not_learning"}
+
+
+def regression(numel=1, std=1.0):
+    record = acts(std=[1, 1, std])
+    p = weights(3, update_norm=[0.05] * 3)
+    names = (*p.names[:2], "2.bias")
+    return {
+        "activations": record,
+        "params": dataclasses.replace(p, names=names, meta={**p.meta, "numel": [64, 64, numel]}),
+        "info": MSE,
+    }
+
+
+def test_a_regression_that_had_learnt_before_may_stay_at_the_floor_of_its_noise():
+    floor = FLAT / 10  # of a variance of 1
+
+    assert alarms(Run(**regression(), losses=floor)) == set()
+    for other in (regression(std=0.5), regression(numel=8), regression() | {"info": {}}):
+        assert alarms(Run(**other, losses=floor)) == {"not_learning"}
+    assert "diverging" in alarms(Run(**regression(), losses=floor * np.linspace(1, 9, 300)))
+
+
+@pytest.mark.parametrize("noise", [0.04, 0.4])
+def test_a_loss_in_whose_noise_a_fall_may_hide_is_a_note(noise):
+    stays = 1 + noise * np.random.default_rng(2).normal(size=300)
+
+    f = found(Run(losses=stays), "not_learning")
+
+    assert f.severity == ("note" if noise > 0.3 else "warning")
+    assert ("so noisy" in f.evidence) == (noise > 0.3)
+    assert "diverging" in alarms(Run(losses=stays * np.linspace(1, 3, 300)))
+
+
+def test_a_fall_shows_in_ten_steps_and_a_rate_is_then_judged_by_it():
+    fast, falls = weights(n=12, update_ratio=[0.2] * 4), np.linspace(2.3, 1.2, 12)
+
+    assert alarms(Run(params=fast, losses=falls)) == set()
+    assert alarms(Run(params=fast, losses=np.full(12, 2.3))) == {"lr_too_high"}
+
+
+def test_a_high_first_loss_that_never_comes_below_chance_is_a_warning():
+    wild = falling(start=16.0, end=3.3)
+
+    assert alarms(Run(losses=wild, info=CE)) == {"initial_loss"}
+    assert alarms(Run(losses=falling(start=16.0, end=1.0), info=CE)) == set()
+
+
+def test_targets_that_are_not_standardised_are_named_if_the_loss_does_not_fall():
+    far = 2.7e4 * (1 + 0.01 * np.random.default_rng(0).normal(size=300))
+
+    f = found(Run(losses=far, info=MSE), "target_scale")
+
+    assert (f.severity, diagnose(Run(losses=far, info=MSE))[0].rule) == ("warning", "target_scale")
+    assert f.evidence.startswith("the first error is 16")
+    assert alarms(Run(losses=falling(start=2.7e4, end=3e3), info=MSE)) == set()
+    assert "target_scale" not in diagnose(Run(losses=far / 1e3, info=MSE)).rules
+    assert "target_scale" not in diagnose(Run(losses=far)).rules
+
+
+def test_spikes_are_a_note_where_the_data_change():
+    spiky = 3 + np.linspace(0, 8, 300)
+    spiky[[100, 150, 200, 250]] = 90.0
+    small = weights(4, n=300, grad_norm=[0.1] * 4, update_norm=[0.01] * 4)
+
+    assert found(Run(params=small, losses=spiky), "spikes").severity == "note"
+    assert found(Run(losses=spiky), "spikes").severity == "warning"
+
+
+def test_noise_by_factors_is_no_spike_where_some_losses_are_0_or_below():
+    wild = 10 * np.exp(1.5 * np.random.default_rng(0).normal(size=300))
+    wild[[100, 150, 200]] *= [8, 6, 7]
+    dips = wild.copy()
+    dips[::20] = -0.1  # advantages may be
+
+    assert "spikes" not in alarms(Run(losses=wild))
+    assert "spikes" not in alarms(Run(losses=dips))
+    level = np.full(300, 10.0) + np.random.default_rng(0).normal(0, 0.5, 300)
+    level[::20], level[[100, 150, 201, 250]] = -0.1, 90.0
+    assert "spikes" in alarms(Run(losses=level))
+
+
+def test_targets_out_of_reach_are_named_though_noise_makes_the_loss_fall():
+    noisy = 1e5 * np.random.default_rng(0).uniform(0.7, 1.3, N)
+    noisy[:5], noisy[-10:] = 1.1e5, 0.9e5  # as chance may have it
+    slow = weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4)  # 20 a step
+    quick = weights(4, grad_norm=[500] * 4, update_norm=[1.0] * 4)
+
+    f = found(Run(params=slow, losses=noisy, info=MSE), "target_scale")
+
+    assert f.severity == "warning"
+    assert "all steps together can take 0.018" in f.evidence
+    assert alarms(Run(params=quick, losses=noisy, info=MSE)) == set()
+    assert alarms(Run(losses=noisy, info=MSE)) == set()  # nobody knows
+
+
+def test_a_steady_fall_from_far_is_a_note_whatever_the_steps_seem_to_reach():
+    slow = weights(4, n=300, grad_norm=[1] * 4, update_norm=[0.01] * 4)
+    steady = np.linspace(1e5, 0.97e5, 300)
+
+    assert alarms(Run(params=slow, losses=steady, info=MSE)) == set()
+
+
+@pytest.mark.parametrize(
+    "loss", ["binary_cross_entropy_with_logits", "BCELoss", "PoissonNLLLoss", "gaussian_nll_loss"]
+)
+def test_columns_of_such_losses_are_no_classes(loss):
+    flat = 0.69 + np.random.default_rng(0).normal(0, 0.003, 300)  # ln 2, and ln 64 is 4.2
+    info = {"loss_func": loss, "n_classes": 64}
+
+    assert "not_learning" in alarms(Run(losses=flat, info=info))
+    assert "initial_loss" in dict(diagnose(Run(losses=flat, info=info)).unjudged)
+    assert "initial_loss" not in dict(diagnose(Run(losses=flat, info={"n_classes": 64})).unjudged)
+
+
+def test_two_classes_of_a_binary_loss_are_a_known_chance():
+    info = {"loss_func": "BCEWithLogitsLoss", "n_classes": 2}
+
+    assert "initial_loss" in alarms(Run(losses=np.full(300, 3.5), info=info))

@@ -1,0 +1,150 @@
+"""Losses that need not fall: of players, of both signs, of a target or data that move."""
+
+import numpy as np
+import pytest
+from health_runs import CE, EVEN, FLAT, SHRINKS, N, acts, alarms, found, weights
+
+from hookkit.health import diagnose, loss_expectations
+from hookkit.records import Run
+
+
+def test_players_that_move_in_turns_need_not_lower_their_loss():
+    turns = weights(update_norm=[EVEN, EVEN, ~EVEN, ~EVEN])
+
+    assert found(Run(params=turns, losses=FLAT), "not_learning").severity == "note"
+    assert alarms(Run(params=turns, losses=FLAT)) == set()
+
+
+def test_a_player_that_moves_between_the_records_does_move():
+    norm = np.tile(5.0 + 0.01 * np.arange(N), (4, 1))
+    every_other = weights(update_norm=[1, 1, 0, 0], weight_norm=norm)
+
+    assert alarms(Run(params=every_other, losses=FLAT)) == set()
+
+
+def test_parts_that_are_trained_one_after_the_other_are_no_players():
+    early = np.arange(N) < N // 2
+    phases = weights(update_norm=[early, early, ~early, ~early])
+
+    assert "not_learning" in alarms(Run(params=phases, losses=FLAT))
+
+
+def signed(start, end, noise=0.1, n=300):
+    return np.linspace(start, end, n) + np.random.default_rng(5).normal(0, noise, n)
+
+
+def test_a_loss_with_both_signs_need_not_fall():
+    policy, energy = signed(-0.05, 0.05), signed(0, 0.2)
+
+    for series in (policy, energy):
+        f = found(Run(losses=series), "not_learning")
+        assert f.severity == "note"
+        assert "Spinning Up" in f.source
+    assert "diverging" in alarms(Run(losses=signed(0, 30)))
+    assert alarms(Run(losses=policy, info={"loss_func": "MSELoss"})) != set()  # cannot be below 0
+
+
+def test_a_loss_that_begins_at_0_can_only_rise():
+    grows = np.r_[0.0, np.linspace(1e-3, 4e-3, 299)]
+
+    assert alarms(Run(losses=grows)) == set()
+    assert "diverging" in alarms(Run(losses=grows + 1e-3))
+
+
+def test_a_target_that_follows_the_model_moves_the_loss():
+    drifting = np.tile(5.0 + 0.01 * np.arange(N), (4, 1))
+    facts = {"requires_grad": [True, True, False, False], "update_norm": [1, 1, 0, 0]}
+    facts |= {"in_optimizer": [True, True, False, False]}
+    follows, rests = weights(**facts, weight_norm=drifting), weights(**facts)
+
+    f = found(Run(params=follows, losses=FLAT), "not_learning")
+
+    assert f.severity == "note"
+    assert "2.weight, frozen, follows" in f.evidence
+    assert alarms(Run(params=rests, losses=FLAT)) == {"not_learning"}
+
+
+def players(batch=64, **also):
+    """Three layers, of which the last sees twice the batch in every other step."""
+    own = np.full(N, batch)
+    return acts(("Linear",) * 3, count=[own, own, np.where(EVEN, 2 * own, own)], **also)
+
+
+def test_players_are_recognised_by_how_the_batch_takes_turns():
+    f = found(Run(players(), losses=FLAT), "not_learning")
+
+    assert f.severity == "note"
+    assert f.evidence.endswith("every 2 steps the batch takes the same turns through the layers")
+
+
+def test_what_is_detached_in_turns_is_a_player_too():
+    turns = np.where(EVEN, np.nan, 64.0)
+    grads = acts(("Linear",) * 3, count=[turns, turns, np.full(N, 64.0)])
+
+    assert alarms(Run(acts(count=[64] * 3), gradients=grads, losses=FLAT)) == set()
+
+
+@pytest.mark.parametrize("period", [2, 7])
+def test_short_batches_are_no_players(period):
+    own = np.where(np.arange(N) % period, 64.0, 20.0)  # short in all layers
+
+    assert alarms(Run(acts(count=[own] * 3), losses=FLAT)) == {"not_learning"}
+
+
+def test_layers_that_change_once_are_no_players():
+    later = np.where(np.arange(N) < N // 2, 64.0, 128.0)
+    run = Run(acts(count=[np.full(N, 64.0), np.full(N, 64.0), later]), losses=FLAT)
+
+    assert alarms(run) == {"not_learning"}
+
+
+def test_where_parameters_were_seen_turns_are_judged_by_them():
+    assert alarms(Run(players(), params=weights(3), losses=FLAT)) == {"not_learning"}
+
+
+def test_a_loss_that_need_not_fall_is_no_proof_for_other_rules():
+    turns = weights(5, update_norm=[EVEN, EVEN, EVEN, ~EVEN, ~EVEN])
+
+    assert alarms(Run(SHRINKS, params=turns, losses=FLAT)) == set()
+    assert "bad_init" in alarms(Run(SHRINKS, params=weights(5), losses=FLAT))
+
+
+def episodes(growth):
+    return acts(count=[np.linspace(20, 20 * growth, N)] * 3)
+
+
+def test_episodes_that_last_longer_make_a_loss_that_rises():
+    rises = np.linspace(3, 9, 300)
+
+    f = found(Run(episodes(8), losses=rises), "not_learning")
+
+    assert f.severity == "note"
+    assert "times as much at the end" in f.evidence
+    assert alarms(Run(episodes(1.2), losses=rises)) == {"diverging"}
+
+
+def test_why_a_loss_need_not_fall_is_computed_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(loss_expectations, "_has_both_signs", lambda run: bool(seen.append(run)))
+
+    diagnose(Run(SHRINKS, params=weights(5), losses=FLAT))
+
+    assert len(seen) == 1
+
+
+def test_a_loss_that_rises_further_than_the_steps_explain_has_other_data():
+    small = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)  # 0.02 a step, 2 in all
+    fading = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4, grad_rms=FADES)
+    rises, further = 3 + np.linspace(0, 1, N), 3 + np.linspace(0, 8, N)
+
+    f = found(Run(params=small, losses=further), "not_learning")
+
+    assert f.severity == "note"
+    assert "times as far as gradients and steps explain" in f.evidence
+    assert alarms(Run(params=small, losses=rises)) == {"ascent", "not_learning"}
+    assert alarms(Run(params=small, losses=further, info=CE)) == {"diverging"}
+    assert alarms(Run(params=fading, losses=further)) == set()  # actor and critic: no one depth
+    assert "vanishing" in alarms(Run(params=fading, losses=rises)) & alarms(Run(params=fading))
+
+
+FADES = [1e-7, 1e-5, 1e-3, 1e-2]

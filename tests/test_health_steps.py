@@ -1,0 +1,262 @@
+"""Rules on the optimizer's steps: learning rate, momentum, weight decay, ascent."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from health_runs import CE, FLAT, N, acts, alarms, falling, found, slow, weights
+from torch import nn
+
+from hookkit import ParamStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+
+def test_lr_too_high_needs_most_matrices_and_a_loss_that_stays():
+    fast = weights(update_ratio=[0.3] * 3 + [1e-3])
+
+    assert found(Run(params=fast, losses=FLAT), "lr_too_high").severity == "error"
+    assert found(Run(params=fast), "lr_too_high").severity == "warning"
+    assert alarms(Run(params=fast, losses=falling())) == set()
+    assert "lr_too_high" not in alarms(
+        Run(params=weights(update_ratio=[0.3] + [1e-3] * 3), losses=FLAT)
+    )
+
+
+def test_lr_too_low_warns_only_if_the_loss_does_not_fall():
+    slow = weights(update_ratio=[1e-6] * 4)
+
+    assert found(Run(params=slow, losses=FLAT), "lr_too_low").severity == "warning"
+    low = weights(update_ratio=[5e-5] * 4)
+    assert found(Run(params=low), "lr_too_low").severity == "note"
+    assert alarms(Run(params=slow, losses=falling())) == set()
+
+
+def test_vectors_and_embeddings_do_not_count_for_the_learning_rate():
+    fast = weights(update_ratio=[1.0] * 4, ndim=1)
+    tokens = dataclasses.replace(weights(update_ratio=[1.0] * 4), types=("Embedding",) * 4)
+
+    assert "lr_too_high" not in alarms(Run(params=fast, losses=FLAT))
+    assert "lr_too_high" not in alarms(Run(params=tokens, losses=FLAT))
+
+
+def test_matrices_that_begin_at_zero_may_move_far():
+    norm = np.full((4, N), 5.0)
+    norm[:, 0] = 0
+    ratio = np.full((4, N), 1e-3)
+    ratio[:, 0] = np.inf
+
+    assert alarms(Run(params=weights(weight_norm=norm, update_ratio=ratio), losses=FLAT)) == {
+        "not_learning", "zero_init",
+    }  # fmt: skip
+
+
+def test_first_steps_away_from_zero_are_no_high_learning_rate():
+    norm, ratio = np.full((4, N), 5.0), np.full((4, N), 0.9)
+    norm[:, 0] = 0
+
+    assert "lr_too_high" not in alarms(
+        Run(params=weights(weight_norm=norm, update_ratio=ratio), losses=FLAT)
+    )
+
+
+def test_a_learning_rate_is_not_both_too_high_and_too_low():
+    ratio = np.full((4, N), 1e-6)
+    ratio[:, :20] = 0.9
+
+    said = {f.rule for f in diagnose(Run(params=weights(update_ratio=ratio), losses=FLAT))}
+    assert "lr_too_high" in said
+    assert "lr_too_low" not in said
+
+
+def test_weight_decay_by_its_setting_and_by_what_it_does():
+    gone = weights(weight_norm=np.geomspace(5, 1e-3, N)[None].repeat(4, 0))
+
+    assert found(Run(params=weights(), losses=falling(), info={"lr": [0.01], "weight_decay": [10]}),
+                 "weight_decay").severity == "warning"  # fmt: skip
+    assert found(Run(params=gone, losses=FLAT), "weight_decay").severity == "error"
+    usual = {"lr": [1e-3, 1e-3], "weight_decay": [0.1, 0.0]}
+    assert alarms(Run(params=weights(), losses=falling(), info=usual)) == set()
+
+
+def test_a_head_that_trains_alone_may_move_far():
+    jumps = np.full((1, N), 1e-2)
+    jumps[:, :30] = 0.6
+
+    assert alarms(Run(params=weights(1, update_ratio=jumps), losses=falling())) == set()
+    assert "lr_too_high" in alarms(Run(params=weights(1, update_ratio=jumps), losses=FLAT))
+
+
+def test_lbfgs_chooses_its_own_step():
+    d = diagnose(Run(params=weights(update_ratio=[2.0] * 4), info={"optimizer": "LBFGS"}))
+
+    assert d.healthy
+    assert dict(d.unjudged)["lr_too_high"] == "LBFGS searches its own step"
+
+
+def test_a_low_rate_names_what_else_makes_steps_small():
+    still = np.zeros((4, N))
+    still[:, ::10] = 1e-6
+    swallowed = weights(update_ratio=still)
+    clipped = weights(update_ratio=[1e-7] * 4, grad_norm=[1e-5] * 4)
+
+    assert "precision" in found(Run(params=swallowed, losses=FLAT), "lr_too_low").cause
+    assert "clipped" in found(Run(params=clipped, losses=FLAT), "lr_too_low").cause
+    assert (
+        "clipped"
+        not in found(Run(params=weights(update_ratio=[1e-7] * 4), losses=FLAT), "lr_too_low").cause
+    )
+
+
+def jumps(to):
+    ratio = np.full((4, N), 1e-3)
+    ratio[:, 0] = to
+    return weights(update_ratio=ratio)
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warning"), (None, "warning")])
+def test_one_step_larger_than_the_weights_is_too_high_whatever_the_loss_does(losses, severity):
+    assert found(Run(params=jumps(4.0), losses=losses), "lr_too_high").severity == severity
+    assert alarms(Run(params=jumps(0.9), losses=losses)) == set()
+
+
+def test_a_rate_too_high_comes_before_the_units_it_kills():
+    later = np.zeros((3, N))
+    later[1, 20:] = 0.95
+
+    d = diagnose(Run(acts(dead=later), params=jumps(4.0)))
+
+    assert [(f.rule, f.severity) for f in d] == [("lr_too_high", "error"), ("dead", "error")]
+
+
+def test_steps_far_too_small_need_no_loss_as_proof():
+    slow, once = weights(update_ratio=[3e-7] * 4), np.full((4, N), 3e-7)
+    once[:, 5] = 1e-3
+
+    for losses in (None, FLAT[:30]):
+        assert alarms(Run(params=slow, losses=losses)) == {"lr_too_low"}
+        for ratio in (once, [3e-5] * 4):
+            assert alarms(Run(params=weights(update_ratio=ratio), losses=losses)) == set()
+    assert alarms(Run(params=slow, losses=falling())) == set()
+
+
+def test_a_net_that_broke_in_its_first_steps_is_not_slow():
+    broke = np.zeros((4, N))
+    broke[:, 0] = 0.3
+    sampled = dataclasses.replace(weights(update_ratio=broke), steps=10 * np.arange(N))
+
+    rules = diagnose(Run(params=sampled, losses=FLAT)).rules
+
+    assert "lr_too_high" in rules
+    assert "lr_too_low" not in rules
+
+
+def test_a_high_weight_decay_comes_before_the_steps_it_makes():
+    info = {"lr": [0.01], "weight_decay": [10.0]}
+
+    d = diagnose(Run(params=weights(update_ratio=[0.3] * 4), losses=FLAT, info=info))
+
+    assert [f.rule for f in d][:2] == ["weight_decay", "lr_too_high"]
+
+
+def test_an_eps_that_makes_adams_steps_small_is_named():
+    info = {"optimizer": "Adam", "lr": [1e-3]}
+    held = weights(update_norm=[8e-5] * 4)  # of 64 weights: 1e-5 each
+
+    f = found(Run(params=held, losses=slow(0.09), info=info), "lr_too_low")
+
+    assert (f.severity, "eps" in f.cause) == ("warning", True)
+    assert "by 0.01 of its learning rate" in f.evidence
+    assert "Adam moves" in f.evidence
+    for other in ({"optimizer": "SGD", "lr": [1e-3]}, {**info, "lr": [1e-5]}):
+        assert alarms(Run(params=held, losses=slow(0.09), info=other)) == set()
+    assert alarms(Run(params=held, losses=falling(), info=info)) == set()
+
+
+def trained(sign=1.0, lr=0.01, steps=60):
+    """A small regression, recorded by `ParamStats`; a sign of -1 climbs the loss."""
+    torch.manual_seed(0)
+    net, truth = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(4, 1)
+    opt = torch.optim.SGD(net.parameters(), lr)
+    with watch(net, opt, ParamStats()) as w:
+        for _ in range(steps):
+            x = torch.randn(64, 4)
+            loss = F.mse_loss(net(x), x @ truth)
+            opt.zero_grad()
+            (sign * loss).backward()
+            opt.step()
+            w.loss(loss)
+    return w.run_record()
+
+
+def test_ascent_comes_before_its_effects():
+    d = diagnose(trained(sign=-1.0))
+
+    assert (d[0].rule, d[0].severity) == ("ascent", "error")
+    assert "wrong sign" in d[0].cause
+
+
+@pytest.mark.parametrize("lr", [0.01, 1.5])
+def test_a_loss_that_falls_or_steps_that_go_too_far_are_no_ascent(lr):
+    assert "ascent" not in diagnose(trained(lr=lr)).rules
+
+
+def rising(by, n=N):
+    noise = np.random.default_rng(0).normal(0, 0.01, n)
+    return 2.0 + np.linspace(0, by, n) + noise
+
+
+def test_ascent_is_a_matter_of_what_steps_can_do():
+    p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)  # together 0.02 a step, 2 in all
+
+    assert "47% of all" in found(Run(params=p, losses=rising(1.0)), "ascent").evidence
+    for by in (0.1, 10.0):  # too little for a climb, more than any step can do
+        assert "ascent" not in diagnose(Run(params=p, losses=rising(by))).rules
+
+
+def test_ascent_is_seen_before_the_loss_has_risen_far():
+    p = weights(4, n=30, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
+    losses = rising(0.3, 30)
+
+    assert alarms(Run(params=p, losses=losses)) == {"ascent"}
+    both_signs = losses - 2.05
+    assert alarms(Run(params=p, losses=both_signs)) == set()
+
+
+def test_ascent_is_seen_in_some_of_the_steps_but_not_in_merged_ones():
+    p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
+    every_other = dataclasses.replace(p, steps=2 * p.steps)
+    merged = dataclasses.replace(every_other, spans=np.full(N, 2))
+    losses = rising(2.0, 2 * N)
+
+    assert "49% of all" in found(Run(params=every_other, losses=losses), "ascent").evidence
+    d = diagnose(Run(params=merged, losses=losses))
+    assert dict(d.unjudged)["ascent"] == "not each step of parameters by itself"
+
+
+def test_maximize_is_ascent_where_the_loss_cannot_be_meant_to_rise():
+    info = {**CE, "maximize": True}
+
+    assert "maximize=True" in found(Run(losses=rising(3.0), info=info), "ascent").evidence
+    assert "ascent" not in diagnose(Run(losses=falling(), info=info)).rules
+    assert "ascent" not in diagnose(Run(losses=rising(3.0), info={"maximize": True})).rules
+
+
+def test_a_momentum_near_1_is_named_where_the_loss_does_not_fall():
+    f = found(Run(losses=FLAT, info={"momentum": [0.9, 0.999]}), "momentum")
+
+    assert "for 1000 steps (the run has 300)" in f.evidence
+    assert "momentum" not in diagnose(Run(losses=falling(), info={"momentum": [0.999]})).rules
+    assert "momentum" not in diagnose(Run(losses=FLAT, info={"momentum": [0.99]})).rules
+    assert dict(diagnose(Run(losses=FLAT)).unjudged)["momentum"] == "momentum unknown"
+
+
+def test_momentum_comes_before_its_effects():
+    rises = np.linspace(2.3, 9, 300)
+
+    assert diagnose(Run(losses=rises, info={"momentum": [0.999]})).rules == (
+        "momentum",
+        "diverging",
+    )

@@ -1,0 +1,227 @@
+"""Rules on parameters that do not move, and on constant initial weights."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from health_runs import FLAT, N, acts, alarms, falling, first, found, weights
+from torch import nn
+
+from hookkit import ParamStats, watch
+from hookkit.health import diagnose
+from hookkit.records import Run
+
+
+def test_weights_that_begin_at_zero_are_named_unless_something_is_learnt():
+    norm = np.full((4, N), 5.0)
+    norm[:2, 0] = 0
+    half, most = weights(weight_norm=norm), weights(weight_norm=np.roll(norm, 1, 0))
+    norm[1, 0] = 5.0
+
+    f = found(Run(params=half, losses=FLAT), "zero_init")
+    assert (f.severity, f.layers) == ("error", ("0.weight", "1.weight"))
+    assert "zero_init" in alarms(Run(params=most, losses=FLAT))
+    for quiet in (Run(params=half, losses=falling()), Run(params=half)):
+        assert "zero_init" not in alarms(quiet)
+    assert "zero_init" not in alarms(Run(params=weights(weight_norm=norm), losses=FLAT))
+
+
+def test_a_parameter_outside_the_optimizer_is_named():
+    p = weights(update_norm=[1, 0, 1, 1], in_optimizer=[True, False, True, True])
+
+    f = found(Run(params=p), "not_in_optimizer")
+
+    assert (f.layers, f.severity) == (("1.weight",), "warning")
+
+
+def test_a_parameter_without_gradient_is_named():
+    p = weights(update_norm=[1, 0, 1, 1], grad_norm=[1, np.nan, 1, 1])
+
+    assert found(Run(params=p), "no_gradient").layers == ("1.weight",)
+
+
+def test_a_gradient_of_exactly_zero_is_an_error():
+    p = weights(update_norm=[1, 0, 1, 1], grad_norm=[1, 0, 1, 1])
+
+    assert found(Run(params=p), "zero_gradient").severity == "error"
+
+
+def test_a_matrix_that_never_moves_is_named_and_a_bias_is_not():
+    still = {"update_norm": [1, 0, 1, 1]}
+
+    assert found(Run(params=weights(**still)), "unmoved").layers == ("1.weight",)
+    assert alarms(Run(params=weights(ndim=1, **still))) == set()  # a bias before batch-norm
+
+
+def test_frozen_layers_are_no_finding():
+    p = weights(
+        update_norm=[0, 0, 0, 1], grad_norm=[np.nan] * 3 + [1], in_optimizer=[False] * 3 + [True],
+        requires_grad=[False] * 3 + [True],
+    )  # fmt: skip
+
+    assert alarms(Run(params=p, losses=falling())) == set()
+
+
+def test_a_layer_that_never_runs_is_no_cut_graph():
+    asleep = acts(rms=[1, 1, np.nan])
+    p = weights(3, update_norm=[1, 1, 0], grad_norm=[1, 1, np.nan])
+
+    assert "never runs" in found(Run(asleep, params=p), "no_gradient").evidence
+    assert "detach()" in found(Run(acts(), params=p), "no_gradient").cause
+
+
+def test_a_rate_that_is_zero_too_soon_is_named_and_convergence_is_not():
+    stop, fading = np.arange(N) < 3, np.where(np.arange(N) < 3, 1.0, 1e-9)
+    halted = weights(update_norm=[stop] * 4)
+
+    f = found(Run(params=halted, losses=FLAT), "unmoved")
+
+    assert f.evidence == "no matrix moves after step 2, though gradients go on"
+    assert "schedule" in f.cause
+    assert alarms(Run(params=halted, losses=falling())) == set()
+    assert alarms(Run(params=weights(update_norm=[stop] * 4, grad_norm=[fading] * 4))) == set()
+
+
+def test_a_relu_that_was_not_recorded_is_inferred_from_what_it_is_given():
+    p = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+    linear = ("Linear",) * 3
+
+    f = found(Run(acts(linear, max=[3, -1, 3]), params=p, losses=FLAT), "dead")
+
+    assert (f.layers, f.severity) == (("1.weight",), "error")
+    assert first(Run(acts(linear), params=p, losses=FLAT)) == "zero_gradient"
+
+
+def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.RNN(2, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model, x = Late(), torch.zeros(8, 300, 2)
+    x[:, 0] = torch.randn(8, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(12):
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.randint(2, (8,))).backward()
+            opt.step()
+
+    f = found(w.run_record(), "vanishing")
+    assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "error")
+
+
+def decayed(**facts):
+    """Two matrices that get no gradient and decay, and two that learn."""
+    shrinks = np.geomspace(5, 0.01, N)
+    p = weights(4, grad_norm=[0, 0, 0.1, 0.1], weight_norm=[shrinks, shrinks, 5, 5], **facts)
+    return dataclasses.replace(p, meta={**p.meta, "in_optimizer": [True] * 4})
+
+
+def test_weights_that_only_decay_have_no_gradient_in_the_first_place():
+    info = {"weight_decay": [1e-2], "lr": [1e-2]}
+    alone = weights(3, grad_norm=[0] * 3, weight_norm=[np.geomspace(5, 0.01, N)] * 3,
+                    update_ratio=[0.3] * 3)  # fmt: skip
+
+    f = found(Run(params=decayed(), losses=FLAT, info=info), "zero_gradient")
+
+    assert f.layers == ("0.weight", "1.weight")
+    assert f.threshold == "a gradient of exactly 0 in all records"
+    assert not {"weight_decay", "lr_too_high"} & alarms(Run(params=alone, losses=FLAT, info=info))
+
+
+def test_weights_that_move_without_decay_or_grow_have_gradients_that_were_not_seen():
+    grows = weights(3, grad_norm=[0] * 3, weight_norm=[np.linspace(5, 6, N)] * 3)
+
+    assert "zero_gradient" not in diagnose(Run(params=decayed(), losses=FLAT)).rules
+    for losses in (FLAT, None):
+        run = Run(params=grows, losses=losses, info={"weight_decay": [1e-2]})
+        assert "zero_gradient" not in diagnose(run).rules
+
+
+def test_zeros_among_frozen_weights_are_no_lack_of_symmetry():
+    norm = np.full((6, N), 5.0)
+    norm[:2, 0] = 0
+    lora = weights(6, weight_norm=norm, requires_grad=[True] * 4 + [False] * 2)
+    half = weights(4, weight_norm=norm[:4])
+
+    assert "zero_init" not in alarms(Run(params=lora, losses=FLAT))
+    assert "zero_init" in alarms(Run(params=half, losses=FLAT))
+
+
+def test_a_gradient_below_1e_7_that_moves_nothing_has_vanished():
+    faint = weights(4, grad_rms=[1e-3, 1e-15, 1e-3, 1e-3], update_norm=[1, 0, 1, 1],
+                    grad_norm=[1, 1e-14, 1, 1])  # fmt: skip
+    held = {"lr": [1e-3]}
+
+    f = found(Run(params=faint, losses=falling(), info=held), "vanishing")
+
+    assert (f.severity, f.layers) == ("warning", ("1.weight",))
+    assert "VanishingGradient: 1e-7" in f.source
+    assert "unmoved" not in diagnose(Run(params=faint, losses=falling(), info=held)).rules
+    assert found(Run(params=faint, losses=falling(), info={"lr": [0.0]}), "unmoved")
+
+
+@pytest.mark.parametrize(
+    ("reader", "rule"), [(None, "dead"), ("ReLU", "dead"), ("", "zero_gradient")]
+)
+def test_a_layer_below_0_is_shut_only_where_a_relu_may_read_it(reader, rule):
+    low = acts(("Linear", "Linear", "Linear"), max=[3, -0.1, 3])
+    low = dataclasses.replace(low, meta={**low.meta, "feeds": ["", reader, ""]})
+    still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
+
+    f = found(Run(low, params=still, losses=FLAT), rule)
+
+    assert (f.severity, f.layers) == ("error", ("1.weight",))
+    assert "gradient is exactly 0" in f.evidence
+
+
+def test_weights_that_are_all_zero_and_partly_stay_so_need_no_loss_as_proof():
+    norm = np.full((3, N), 5.0)
+    norm[:, 0] = 0
+    part = weights(3, weight_norm=[0, 0, norm[2]], update_norm=[0, 0, 1])
+    all_move = weights(3, weight_norm=norm)
+    one = weights(1, weight_norm=norm[:1])
+
+    assert "zero_init" in alarms(Run(params=part, losses=falling()))
+    assert "zero_init" not in alarms(Run(params=all_move, losses=falling()))
+    assert "zero_init" not in alarms(Run(params=one, losses=falling()))
+
+
+def begun(constant, norm=5.0, kind="Linear", **facts):
+    """Four matrices, of which some begin at one value."""
+    p = weights(4, weight_norm=[norm] * 4, **facts)
+    return dataclasses.replace(p, meta={**p.meta, "constant": constant}, types=(kind,) * 4)
+
+
+@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "warning")])
+def test_layers_in_a_row_that_begin_constant_are_named(losses, severity):
+    f = found(Run(params=begun([False, True, True, False]), losses=losses), "constant_init")
+
+    assert (f.severity, f.layers) == (severity, ("1.weight", "2.weight"))
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        begun([True, False, True, False]),  # the next layer breaks the symmetry
+        begun([True] * 4, kind="Scale"),  # gates and scales of one's own
+        begun([True] * 4, requires_grad=[False] * 4, update_norm=[0] * 4),
+        begun([False] * 4),
+    ],
+)
+def test_constants_that_are_meant_or_alone_are_no_finding(quiet):
+    assert "constant_init" not in diagnose(Run(params=quiet, losses=falling())).rules
+
+
+def test_constant_zeros_are_reported_by_zero_init():
+    p = begun([True] * 4, norm=0)
+    p.values["weight_norm"][:, 1:] = 5.0
+
+    assert alarms(Run(params=p, losses=FLAT)) == {"zero_init", "not_learning"}
