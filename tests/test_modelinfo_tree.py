@@ -1,0 +1,82 @@
+"""A model's tree: every place, module and tensor, read in one walk."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from zoo import ZOO, Entry
+
+from hookkit.modelinfo.tree import Tree, storage_of
+from hookkit.modules import walk
+
+
+@pytest.mark.parametrize("e", ZOO, ids=lambda e: e.name)
+def test_places_and_tensors_are_those_of_walk_and_of_pytorch(e: Entry) -> None:
+    model = e.build()
+
+    tree = Tree(model)
+
+    places = [(place.name, place.module, place.is_first) for place in tree.places]
+    assert all(a == b for a, b in zip(places, walk(model), strict=True))
+    assert {id(p) for _, p in tree.params} == {id(p) for p in tree.model.parameters()}
+    assert {id(t) for t in tree.tensors} == {
+        id(t) for t in (*tree.model.parameters(), *tree.model.buffers())
+    }
+    assert {id(m) for m in (*tree.modules, *tree.scripted)} == {id(m) for m in tree.model.modules()}
+
+
+def test_wrappers_are_in_no_name_and_all_are_listed() -> None:
+    inner = nn.DataParallel(nn.Linear(2, 2))
+    outer = nn.DataParallel(nn.Sequential(inner))
+
+    tree = Tree(outer)
+
+    assert tree.wrappers == [outer]
+    assert [place.name for place in tree.places] == ["", "0"]
+    assert [name for name, _ in tree.params] == ["0.weight", "0.bias"]
+    assert inner in tree.modules
+
+
+def test_a_parametrized_module_holds_what_its_parametrization_holds() -> None:
+    tree = Tree(nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 3))))
+
+    place = tree.places[-1]
+
+    assert (place.name, place.parametrized) == ("0", ("weight",))
+    assert list(place.params) == [
+        *("bias", "parametrizations.weight.original0", "parametrizations.weight.original1")
+    ]
+
+
+def test_a_tied_parameter_has_the_first_of_its_names() -> None:
+    net: Any = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5, bias=False))
+    net[1].weight = net[0].weight
+
+    assert [name for name, _ in Tree(net).params] == ["0.weight"]
+
+
+def test_a_tree_is_stale_when_a_module_was_added_replaced_or_changed_its_class() -> None:
+    net: Any = nn.Sequential(nn.Sequential(nn.LazyLinear(2)))
+    tree = Tree(net)
+
+    assert not tree.is_stale()
+    net(torch.ones(1, 3))  # the lazy layer is a Linear from now on
+    assert tree.is_stale()
+
+    tree = Tree(net)
+    net[0].append(nn.ReLU())
+    assert tree.is_stale()
+
+    tree = Tree(net)
+    net[0][1] = nn.GELU()
+    assert tree.is_stale()
+
+
+def test_views_share_their_storage() -> None:
+    x = torch.ones(4, 6)
+
+    assert storage_of(x[1:]) == storage_of(x.T) == storage_of(x)
+    assert storage_of(x)[1] == 4 * 6 * 4
+    assert storage_of(torch.eye(3).to_sparse())[1] == 3 * (2 * 8 + 4)
