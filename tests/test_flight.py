@@ -454,7 +454,7 @@ def test_it_is_picklable_after_a_fit() -> None:
     ("options", "message"),
     [
         ({"on_nonfinite": "stop"}, '"raise", "skip", "report"'),
-        ({"keep": 1}, "a whole number from 2"),
+        ({"n_batches": 1}, "a whole number from 2"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

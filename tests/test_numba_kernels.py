@@ -15,7 +15,7 @@ from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning
 from hookkit.moments import cpu, numba_loader
 from hookkit.moments.cpu import cpu_row
-from hookkit.stats import ActivationStats, GradientStats, ParamStats, gathering, params
+from hookkit.stats import ActivationStats, GradientStats, ParamStats, params, stats_callback
 from hookkit.stats.flight import FlightRecorder
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
@@ -27,7 +27,7 @@ loops = pytest.importorskip("hookkit.moments.numba_kernels")
 @pytest.fixture
 def machine(monkeypatch):
     fresh = numba_loader.Machine()
-    for room in (cpu, gathering, params):
+    for room in (cpu, params, stats_callback):
         monkeypatch.setattr(room, "machine", fresh)
     return fresh
 

@@ -169,7 +169,7 @@ def test_batches_cancelled_before_the_callback_hears_of_them_take_no_turn() -> N
     learn.fit(1)
 
     assert cb.calls == []
-    assert cb._turn == 0
+    assert cb._batch_count == 0
 
 
 def test_hooks_are_not_registered_again_while_a_fit_runs() -> None:
@@ -231,7 +231,8 @@ def test_recorders_pass_validation_by(cb: Any) -> None:
 
     learn = quiet(cbs=[cb, Callback(after_batch=lambda self: seen.append(cb.recording))])
     seen: list[bool] = []
-    cb.recording = getattr(cb, "recording", False)
+    if not isinstance(cb, HookCallback):
+        cb.recording = False
     learn.fit(1)
 
     assert seen[3:] == [False, False]

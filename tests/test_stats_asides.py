@@ -210,10 +210,10 @@ def test_every_is_a_whole_number(every):
         ParamStats(every=every)
 
 
-@pytest.mark.parametrize("keep", ["3", 2.5, True, 1])
-def test_keep_is_a_whole_number(keep):
+@pytest.mark.parametrize("n", ["3", 2.5, True, 1])
+def test_n_batches_is_a_whole_number(n):
     with pytest.raises(OptionError, match="a whole number from 2"):
-        FlightRecorder(keep=keep)
+        FlightRecorder(n_batches=n)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-24, 1e30, 0.0])

@@ -53,12 +53,44 @@ class _State(NamedTuple):
     buffers: dict[torch.device, Buffers]
 
 
+class _Layers:
+    """Which row each layer has, and each of several tensors that it gives."""
+
+    def __init__(self) -> None:
+        # names, types, and the row of each name: one tuple, so that they never differ in length
+        self.state: tuple[list[str], list[str], dict[str, int]] = [], [], {}
+        self.leaves: dict[tuple[int, str], int] = {}
+
+    def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
+        """The row of each name; known ones are continued, others added."""
+        known, kinds, row_of = self.state
+        pairs = list(zip(names, types, strict=True))
+        if any(name not in row_of or kinds[row_of[name]] != kind for name, kind in pairs):
+            known, kinds, row_of = [*known], [*kinds], {**row_of}
+            for name, kind in pairs:
+                if name not in row_of:
+                    row_of[name] = len(known)
+                    known.append(name)
+                    kinds.append(kind)
+                kinds[row_of[name]] = kind
+            self.state = known, kinds, row_of
+        return [row_of[name] for name in names]
+
+    def leaf(self, row: int, path: str) -> int:
+        """The row of the tensor at `path` of what the layer in `row` gives."""
+        if (row, path) not in self.leaves:
+            names, types, _ = self.state
+            (self.leaves[row, path],) = self.rows([names[row] + path], [types[row]])
+        return self.leaves[row, path]
+
+
 class StatsAccumulator:
     """Moments and histograms of named tensors over steps, in bounded memory.
 
     Args:
         kind: of the `Record` it gives, `"activation"` or `"gradient"`.
         options: what is counted.
+        like: another one, whose rows this one shares, now and later.
 
     Attributes:
         thread: whose calls of compiled graphs are recorded; None records every thread's.
@@ -75,10 +107,11 @@ class StatsAccumulator:
     array([0., 1., 2.])
     """
 
-    def __init__(self, kind: str, options: Options | None = None) -> None:
+    def __init__(
+        self, kind: str, options: Options | None = None, like: StatsAccumulator | None = None
+    ) -> None:
         self.kind, self.options = kind, options or Options()
-        # names, types, and the row of each name: one tuple, so that they never differ in length
-        self._layers: tuple[list[str], list[str], dict[str, int]] = [], [], {}
+        self._layers: _Layers = _Layers() if like is None else like._layers
         self._state = _State(0, StepHistory(), (), {})
         self._must_clear = False
         self.unscale: Tensor | None = None
@@ -88,35 +121,23 @@ class StatsAccumulator:
         self.consumers: dict[str, str | None] | None = None
         self.unregistered: list[str] = []
         self.thread: int | None = None
-        self._leaves: dict[tuple[int, str], int] = {}
         self._cache: tuple[int, bool, Record] | None = None
         self._of_ranks: reading.RankUnits | None = None
         self.id, self.token = enlist(self), new_token()
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
         """The row of each name; known ones are continued, others added."""
-        known, kinds, row_of = self._layers
-        pairs = list(zip(names, types, strict=True))
-        if any(name not in row_of or kinds[row_of[name]] != kind for name, kind in pairs):
-            known, kinds, row_of = [*known], [*kinds], {**row_of}
-            for name, kind in pairs:
-                if name not in row_of:
-                    row_of[name] = len(known)
-                    known.append(name)
-                    kinds.append(kind)
-                kinds[row_of[name]] = kind
-            self._layers = known, kinds, row_of
-        return [row_of[name] for name in names]
+        return self._layers.rows(names, types)
 
     @property
     def names(self) -> list[str]:
         """Of the rows."""
-        return self._layers[0]
+        return self._layers.state[0]
 
     @property
     def types(self) -> list[str]:
         """Class names of the rows' modules."""
-        return self._layers[1]
+        return self._layers.state[1]
 
     @property
     def n_records(self) -> int:
@@ -153,18 +174,12 @@ class StatsAccumulator:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
             return
         if leaf:
-            row = self._leaf_row(row, path)
+            row = self._layers.leaf(row, path)
         self.dtypes[row] = values.dtype
         if self.unscale is not None:
             self.unscaled = True
             values = values.to(working_dtype(values)) * self.unscale
         self._add(row, values)
-
-    def _leaf_row(self, row: int, path: str) -> int:
-        key = row, path
-        if key not in self._leaves:
-            (self._leaves[key],) = self.rows([self.names[row] + path], [self.types[row]])
-        return self._leaves[key]
 
     def _add(self, row: int, t: Tensor, array: Any = None) -> None:
         device = _CPU if array is not None else t.device
@@ -330,18 +345,18 @@ class StatsAccumulator:
                 return dormant if which == "dormant" else low if clamped else zero
         return None
 
-    def follow(self, other: StatsAccumulator) -> None:
-        """Take over the rows of `other` and its number of records: it samples the same values."""
-        self._layers, self._leaves = other._layers, other._leaves
-        self.dtypes, self.skipped = other.dtypes, other.skipped
-        self._state = self._state._replace(n=other.n_records)
+    def count_from(self, n: int) -> None:
+        """Begin with record number `n`, which selects the values that are sampled."""
+        self._state = self._state._replace(n=n)
 
     def take_kept(self, other: StatsAccumulator) -> None:
-        """Keeps for this step what `other`, of the same rows, has folded, in place of its own."""
+        """Keep for this step what `other`, of the same rows, has folded, in place of its own."""
         StatsAccumulator.forget(self)
         for device, others in other._state.buffers.items():
             own = self._state.buffers.get(device) or Buffers(self.options, device, others.rows)
             self._replace({device: own.with_kept(others.kept)})
+        self.dtypes |= other.dtypes
+        self.skipped |= other.skipped
         self.unscaled |= other.unscaled
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,19 +1,26 @@
 """`HookCallback`: where hooks meet a training loop. Subclass it with `def hook(self, m, i, o)`.
 
-It builds on `Callback` and `Hooks`. The idea: hooks are put on the model once per fit and taken off
-when the fit is over, whatever ended it; which batches they record is a flag, `recording`, set as
-each batch begins. So `every` works at any `order`, and a compiled model is traced twice at most,
-unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
+It builds on `Callback`, `Hooks` and `HookEntry`, and is the one place that registers and removes a
+callback's hooks: once per fit, whatever ends it. Whether a forward is recorded is one question, to
+one `RecordSwitch` that all hooks of a callback share; it is set as each batch begins. So `every`
+works at any `order`, and a compiled model, which guards on the switch alone, has two graphs at
+most, unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
+
+`Recorder` is the base of callbacks whose hooks store nothing and hand what they see to something
+else: they say in `_attach` what goes on one module.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from threading import get_ident
 from typing import Any, ClassVar
 from weakref import ref
 
+from fastcore.foundation import L
 from torch import nn
 
 from hookkit.callbacks.callback import Callback, calls
@@ -21,17 +28,38 @@ from hookkit.checks import check_flag, check_function, check_number, shown
 from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
+from hookkit.hooks.entries import Handle, Switch
 from hookkit.hooks.snapshot import FUNCTION_OF
 from hookkit.interrupts import uninterrupted
+from hookkit.modules import child_table
 from hookkit.recording.backward import BackwardHooks
-from hookkit.recording.parts import Parts
-from hookkit.selecting import leaf_modules, select
+from hookkit.selecting import Selection, leaf_modules, select
 
 _NEEDED = {
     "before_fit": "puts the hooks on",
     "before_batch": "decides whether a batch is recorded",
     "cleanup_fit": "takes the hooks off",
 }
+
+
+class RecordSwitch(Switch):
+    """Whether this forward is recorded, and by whom: shared by all hooks of one callback.
+
+    Attributes:
+        on: whether hooks record.
+        late: the model's forward has returned. A layer that is called by itself now is recorded if
+            it takes part in the loss.
+        target: what recorders show tensors to.
+        thread: whose forwards are recorded; None records those of all threads. No graph guards on
+            it.
+    """
+
+    __slots__ = ("late", "target", "thread")
+
+    def __init__(self, on: bool = False, target: Any = None) -> None:
+        super().__init__(on)
+        self.late, self.target = False, target
+        self.thread: int | None = None
 
 
 class HookCallback(Callback):
@@ -80,7 +108,7 @@ class HookCallback(Callback):
     _renamed: ClassVar[Mapping[str, str]] = {"do_remove": "remove_end"}
 
     hooks: Any = None
-    recording: bool = False
+    _switch: RecordSwitch
     _parts: Parts | None = None
     _hooked: list[ref[nn.Module]] | None = None  # since `before_fit`
     _selectors: list[Any] | None  # the selectors
@@ -118,7 +146,8 @@ class HookCallback(Callback):
         if hook is not None:
             self._given_hook = check_function(who, hook, *seen, name="hook")
         self.names: list[str] = []
-        self._turn, self._last_iter, self._ended = 0, -1, False
+        self._switch = RecordSwitch()
+        self._batch_count, self._last_iter, self._ended = 0, -1, False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,6 +164,11 @@ class HookCallback(Callback):
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         """What to keep of one call of module `m` with inputs `i` and outputs `o`; override it."""
         return None if self._given_hook is None else self._given_hook(m, i, o)
+
+    @property
+    def recording(self) -> bool:
+        """Whether the batch at hand is recorded."""
+        return self._switch.on
 
     @property
     def modules(self) -> Any:
@@ -178,7 +212,7 @@ class HookCallback(Callback):
         if not (self.learn.fitting or self.on_valid):
             return  # a validation that nobody records must not cost what was recorded before
         self._remove()
-        self._turn, self._last_iter, self._ended = 0, -1, False
+        self._batch_count, self._last_iter, self._ended = 0, -1, False
         self._hook_all(self.learn.model)
         self._parts = Parts(self.learn.model)
 
@@ -193,8 +227,8 @@ class HookCallback(Callback):
     def before_batch(self) -> None:
         """Decides whether this batch is recorded."""
         if self.learn.training:
-            on = self.on_train and self._turn % (self.every or 1) == 0
-            self._turn, self._last_iter = self._turn + 1, self.learn.train_iter
+            on = self.on_train and self._batch_count % (self.every or 1) == 0
+            self._batch_count, self._last_iter = self._batch_count + 1, self.learn.train_iter
         else:
             on = self.on_valid and self.every is None  # `every` asks for few batches, as in fastai
         if on:
@@ -202,9 +236,9 @@ class HookCallback(Callback):
         self._record(on)
 
     def after_cancel_batch(self) -> None:
-        """Gives a cancelled training batch's turn back."""
+        """Does not count a cancelled training batch."""
         if self.learn.training and self._last_iter == self.learn.train_iter:
-            self._turn -= 1
+            self._batch_count -= 1
 
     def after_fit(self) -> None:
         """Notes that the fit came to its end: without `remove_end` the hooks then stay."""
@@ -218,7 +252,7 @@ class HookCallback(Callback):
         else:
             self._record(True)
 
-    # --- for subclasses that hook in their own way
+    # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
         """The modules to hook, by name."""
@@ -229,16 +263,12 @@ class HookCallback(Callback):
             return found
         return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a pickle needs neither hooks nor activations
-        return {**super().__getstate__(), "hooks": None, "_hooked": None, "_parts": None}
-
     def _hook_all(self, model: nn.Module) -> None:
         """Finds the modules and hooks them; all of them, or it raises."""
         found = self._select(model)
-        names = list(found)
-        self._register(names, found)
-        self.names = names
+        self._prepare(found)
+        self._register(found)
+        self.names = list(found)
         self._hooked = [ref(module) for module in found.values()]
         forget_graphs(model)  # a compiled model that has run would not see the hooks
 
@@ -250,40 +280,157 @@ class HookCallback(Callback):
         try:
             self._hook_all(model)
         except HookkitError as error:
-            _tell_changed(type(self).__name__, error)
+            _warn_of_changed_model(type(self).__name__, error)
         self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
+    def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
+        """For recorders: called before `modules` are hooked."""
+
     @uninterrupted
-    def _register(self, names: list[str], modules: Any) -> None:
-        """Hooks `modules`, a mapping by name in the order of `names`; all of them, or it raises."""
-        before = self.hooks
-        if self.is_forward:
-            self.hooks = Hooks(modules, self._function or self.hook, True, self.detach, self.cpu)
-            self.hooks._block.owner = get_ident()
-        else:
-            func = self._function or self.hook
-            self.hooks = BackwardHooks(modules, func, self.detach, self.cpu)
-        if before is not None:
+    def _register(self, modules: Mapping[str, nn.Module]) -> None:
+        """Hooks `modules`, all of them, or it raises and those that were hooked still are."""
+        self._switch.thread = get_ident()
+        before, self.hooks = self.hooks, self._make_hooks(modules, self.hooks)
+        if before is not None and before is not self.hooks:
             before.remove()
-        self.recording = True  # as hooks are when they are made
         self._record(False)
+
+    def _make_hooks(self, modules: Mapping[str, nn.Module], before: Any) -> Any:
+        """Hooks on `modules`; `before` are those that are on now, if any."""
+        func = self._function or self.hook
+        if not self.is_forward:
+            return BackwardHooks(modules, func, self.detach, self.cpu)
+        hooks = Hooks(modules, func, True, self.detach, self.cpu)
+        hooks._block.owner = self._switch.thread
+        return hooks
 
     @uninterrupted
     def _remove(self) -> None:
-        """Takes off whatever `_register` put on; called often, so nothing may be there."""
-        self.recording = False
+        """Removes whatever `_register` registered; called often, so nothing may be there."""
+        self._switch.on = False
         if self.hooks is not None:
             self.hooks.remove()
 
     def _record(self, on: bool) -> None:
-        """Switches recording on or off for the batch that begins; what is stored stays."""
-        if on != self.recording:
-            self.recording = on
-            for h in () if self.hooks is None else self.hooks:
+        """Switches recording on or off for the batch that begins; what is stored stays.
+
+        The one method by which drivers pause a callback, too.
+        """
+        self._switch.on = on
+        if isinstance(self.hooks, Hooks | BackwardHooks):
+            for h in self.hooks:
                 h.listen(on)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a pickle needs neither hooks nor activations
+        gone = dict.fromkeys(("hooks", "_hooked", "_parts"))
+        switch = RecordSwitch(target=self._switch.target)
+        return {**super().__getstate__(), **gone, "_switch": switch}
 
-def _tell_changed(who: str, error: HookkitError) -> None:
+
+Key = tuple[str | None, int]
+"""A hooked module's name, and its id; None for a hook that is no layer's."""
+
+
+class Recorder(HookCallback):
+    """Base of callbacks whose hooks show what they see to something that records it.
+
+    Derive `_attach`. A subclass's `hook`, or one that is given, is in `_function`.
+    """
+
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
+        """Registers what goes on `module`, to be called while `self._switch` is on.
+
+        Args:
+            leaf: path to the part of the output that was selected; "" for all of it.
+        """
+        raise NotImplementedError
+
+    def _wanted(self, modules: Mapping[str, nn.Module]) -> dict[Key, Callable[[], Handle]]:
+        """What registers the hook of each module, by name and module."""
+        leaf_of = modules.leaf if isinstance(modules, Selection) else lambda name: ""
+        return {
+            (name, id(m)): partial(self._attach, name, m, leaf_of(name))
+            for name, m in modules.items()
+        }
+
+    def _make_hooks(self, modules: Mapping[str, nn.Module], before: Any) -> Any:
+        # hooks that are on stay on, in their place among others: on the root, before the driver's
+        hooks = RecorderHooks() if before is None else before
+        hooks.replace(self._wanted(modules))
+        return hooks
+
+
+class RecorderHooks:
+    """The hooks of a `Recorder` while they are on, by module name. They store nothing."""
+
+    stored = L()
+
+    def __init__(self) -> None:
+        self._handles: dict[Key, Handle] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules' names."""
+        return tuple(name for name, _ in self._handles if name is not None)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"RecorderHooks({len(self)} modules)"
+
+    def replace(self, wanted: Mapping[Key, Callable[[], Handle]]) -> None:
+        """Has the hooks that are `wanted` and no others; if one cannot be made, those of before."""
+        added: dict[Key, Handle] = {}
+        try:
+            for key, register in wanted.items():
+                if key not in self._handles:
+                    added[key] = register()
+        except BaseException:
+            for handle in added.values():
+                handle.remove()
+            raise
+        for key in self._handles.keys() - wanted.keys():
+            self._handles[key].remove()
+        both = self._handles | added
+        self._handles = {key: both[key] for key in wanted}
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        self.replace({})
+
+
+class Parts:
+    """The modules of `model` as they are now.
+
+    Models grow, and have parts exchanged, while they train. A walk at each recorded step is too
+    slow; what is compared is only the tables of children, by Python's own list equality (20 µs for
+    120 modules, cold caches apart).
+
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> parts = Parts(net)
+    >>> parts.changed()
+    False
+    >>> net[0] = nn.Linear(2, 2)
+    >>> parts.changed()
+    True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = (child_table(module) for module in model.modules())
+        self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
+        self._held = self._now()
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def changed(self) -> bool:
+        """Whether a module was added, exchanged, moved or taken out since."""
+        return self._now() != self._held
+
+
+def _warn_of_changed_model(who: str, error: HookkitError) -> None:
     warnings.warn(
         f"{who} found other modules in the model than when the training began, and cannot hook "
         f"them, so what was hooked is recorded on: {error} Start again, with {who}(modules=…) "

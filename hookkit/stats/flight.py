@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -24,27 +25,26 @@ from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks import attach
-from hookkit.hooks.entries import graph_task
-from hookkit.interrupts import uninterrupted
+from hookkit.hooks.entries import Handle, graph_task
 from hookkit.modules import unwrap
-from hookkit.recording import HookCallback
+from hookkit.recording.recording import Recorder, RecordSwitch
 from hookkit.records import Incident
-from hookkit.stats.gathering import unscale_of
 from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
-from hookkit.stats.norm_history import GradTape, NormTape, input_hook, norm_hook
+from hookkit.stats.norm_history import GradNormHistory, NormHistory, input_hook, norm_hook
 from hookkit.stats.parameters import Named, Parameters
+from hookkit.stats.unscaling import unscale_of
 
 ACTIONS = ("raise", "skip", "report")
 _MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new
 
 
-class FlightRecorder(HookCallback):
+class FlightRecorder(Recorder):
     """Watches for the first NaN or Inf in loss, activations and gradients, and tells its story.
 
     Args:
         on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
             `"report"` only: it is then in `incidents`.
-        keep: how many batches to remember.
+        n_batches: how many batches to remember.
         modules: which, as for `select`; None takes every module without children. What comes into
             the model amid a training is watched, too.
 
@@ -74,27 +74,28 @@ class FlightRecorder(HookCallback):
         self,
         on_nonfinite: str = "raise",
         *,
-        keep: int = 64,
+        n_batches: int = 64,
         modules: Any = None,
     ) -> None:
         check_choice("FlightRecorder", "on_nonfinite", on_nonfinite, ACTIONS)
-        keep = check_number("FlightRecorder", "keep", keep, 2, whole=True, what="in batches")
+        n_batches = check_number(
+            "FlightRecorder", "n_batches", n_batches, 2, whole=True, what="in batches"
+        )
         super().__init__(modules, include_paramless=True, on_valid=False)
         if self._selectors is not None:
             _check_some(self._selectors, modules)
-        self.on_nonfinite, self.keep = on_nonfinite, keep
+        self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.incidents: tuple[Incident, ...] = ()
-        self._tape: NormTape | None = None
-        self._handles: dict[tuple[int, int], Any] = {}
         self._clear()
 
     def _clear(self) -> None:
         self._types: dict[str, str] = {}  # of every layer that was hooked, in the order of rows
-        self._grads = GradTape()
+        self._grads = GradNormHistory()
         self._bad_before = False
         self._flags: list[tuple[int, Tensor, Any]] = []
         self._known: Parameters | None = None
-        self._checked = self._through = self._noted = self._told = False
+        self._checked = self._noted = self._warned = False
+        self._norms: NormHistory | None = None
 
     # --- hooks
 
@@ -106,72 +107,50 @@ class FlightRecorder(HookCallback):
         found = found or {"": unwrap(model)}
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
-    @uninterrupted
-    def _register(self, names: list[str], modules: Any) -> None:
-        # amid a fit what has come is added: a hook that is on stays in its place among others, and
-        # the row of what has gone keeps its past
-        if not self._handles or self._tape is None:
-            self._clear()
+    def _prepare(self, modules: Any) -> None:
+        # the row of a layer that has left the model during the fit keeps its past
+        types = {**self._types, **{n: type(m).__name__ for n, m in modules.items()}}
+        if self._norms is None:
             devices = (p.device for p in self.learn.model.parameters() if not p.is_meta)
             device = next(devices, torch.device("cpu"))
-            self._tape = NormTape(FIRST + len(names), self.keep, device)
-        self._tape.thread = get_ident()
-        tape, types = self._tape, {**self._types, **{n: _type(m) for n, m in modules.items()}}
-        tape.grow(FIRST + len(types))
-        rows = {name: row for row, name in enumerate(types, FIRST)}
-        wanted = {(rows[name], id(m)): m for name, m in modules.items()}
-        root = unwrap(self.learn.model)
+            self._norms = NormHistory(FIRST + len(types), self.n_batches, device)
+        self._norms.grow(FIRST + len(types))
+        self._norms.thread = get_ident()
+        self._switch.target, self._types = self._norms, types
+
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
+        row = FIRST + list(self._types).index(name)
+        hook = norm_hook(self._switch, row, self._function)
+        return attach(module, hook, switch=self._switch, keeps_output=False)
+
+    def _wanted(self, modules: Any) -> Any:
+        wanted, root = super()._wanted(modules), unwrap(self.learn.model)
         if not isinstance(root, torch.jit.ScriptModule):
-            wanted[INPUT, id(root)] = root
-        self._hook_only(wanted, tape)
-        self._types = types
-
-    def _hook_only(self, wanted: dict[tuple[int, int], nn.Module], tape: NormTape) -> None:
-        """Has hooks on `wanted`, by row and id, and on nothing else; if it raises, as before."""
-        added: dict[tuple[int, int], Any] = {}
-        try:
-            for key, module in wanted.items():
-                if key not in self._handles:
-                    is_input = key[0] == INPUT
-                    hook = norm_hook(tape, key[0], self._function)
-                    hook = input_hook(tape, INPUT) if is_input else hook
-                    added[key] = attach(module, hook, pre=is_input)
-        except BaseException:
-            for handle in added.values():
-                handle.remove()
-            raise
-        for key in self._handles.keys() - wanted.keys():
-            self._handles.pop(key).remove()
-        self._handles |= added
-
-    @uninterrupted
-    def _remove(self) -> None:
-        super()._remove()
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-        self._grads, self._known = GradTape(), None
-
-    def _record(self, on: bool) -> None:
-        self.recording = on
-        if self._tape is not None:
-            self._tape.on = on and not self._through
+            hook = input_hook(self._switch, INPUT)
+            see_input = partial(attach, root, hook, pre=True, switch=self._switch)
+            wanted[None, id(root)] = see_input
+        return wanted
 
     # --- events
 
+    def before_fit(self) -> None:
+        """Hooks the modules; nothing of an earlier fit is remembered but its incidents."""
+        if self.learn.fitting:
+            self._clear()
+        super().before_fit()
+
     def before_batch(self) -> None:
         """The next place in its memory; on a GPU, a look at what the last batch left."""
-        self._checked = self._through = self._noted = False
+        self._checked = self._switch.late = self._noted = False
         super().before_batch()
-        if self.recording and self._tape is not None:
+        if self.recording and self._norms is not None:
             self._look_late()
-            self._tape.turn(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
-            self._grads.turn(self._tape.at)
+            self._norms.advance(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
+            self._grads.advance(self._norms.at)
 
     def after_pred(self) -> None:
         """The batch is through: a layer called by itself from here on is no part of it."""
-        self._through = True
-        self._record(self.recording)
+        self._switch.late = True
 
     def before_step(self) -> None:
         """Looks, while bad gradients can still be kept from the weights.
@@ -183,19 +162,19 @@ class FlightRecorder(HookCallback):
         early = getattr(self.learn, "each_forward", False)
         within = graph_task() != -1  # an optimizer for each parameter: more gradients come
         if early or within:
-            self._tell_too_late(_WITHIN if within else _UNSEEN)
+            self._warn_too_late(_WITHIN if within else _UNSEEN)
         if early or not (self._on_cpu() or self.on_nonfinite == "skip"):
             return
         self._note_loss()
         self._note_gradients()
         bad = self._look_now()
-        self._noted, self._checked = self._through and not within, not within
+        self._noted, self._checked = self._switch.late and not within, not within
         if bad and self.on_nonfinite == "skip":
             raise CancelStepException
 
-    def _tell_too_late(self, why: str) -> None:
-        if self.on_nonfinite == "skip" and not self._told:
-            self._told = True
+    def _warn_too_late(self, why: str) -> None:
+        if self.on_nonfinite == "skip" and not self._warned:
+            self._warned = True
             warnings.warn(_TOO_LATE.format(why), HookkitWarning, stacklevel=2)
 
     def after_step(self) -> None:
@@ -205,7 +184,7 @@ class FlightRecorder(HookCallback):
 
     def after_batch(self) -> None:
         """Looks, or on a GPU sends for the answer."""
-        if not (self.recording and self._tape is not None):
+        if not (self.recording and self._norms is not None):
             return
         on_cpu = self._on_cpu()
         self._record(False)
@@ -213,7 +192,7 @@ class FlightRecorder(HookCallback):
             self._note_loss()
             if on_cpu or self.on_nonfinite == "skip":
                 if self._look_now() and self.learn.in_closure:
-                    self._tell_too_late(_AGAIN)
+                    self._warn_too_late(_AGAIN)
             else:
                 self._send_flag()
 
@@ -230,12 +209,12 @@ class FlightRecorder(HookCallback):
     # --- noting
 
     def _on_cpu(self) -> bool:
-        return self._tape is not None and self._tape.device.type == "cpu"
+        return self._norms is not None and self._norms.device.type == "cpu"
 
     def _note_loss(self) -> None:
         loss = self.learn.loss
-        if isinstance(loss, Tensor) and self._tape is not None:
-            self._tape.see(LOSS, 0, "", loss)
+        if isinstance(loss, Tensor) and self._norms is not None:
+            self._norms.see(LOSS, 0, "", loss)
 
     @property
     def _parameters(self) -> list[Named]:
@@ -257,22 +236,22 @@ class FlightRecorder(HookCallback):
 
     def _finite(self) -> Tensor:
         """0-d bool: nothing of this batch is NaN or Inf."""
-        tape = self._tape
-        assert tape is not None
-        fine = torch.isfinite(tape.norms[tape.at]).all()
+        history = self._norms
+        assert history is not None
+        fine = torch.isfinite(history.norms[history.at]).all()
         for norms in self._grads.now():
             fine = fine & torch.isfinite(norms).all().to(fine.device)
         return fine
 
     def _look_now(self) -> bool:
         """Reads whether all was finite; tells if not. True if something was bad."""
-        assert self._tape is not None
+        assert self._norms is not None
         self._checked = True
         fine = bool(self._finite().cpu().numpy())  # sync: one per step, on a GPU for "skip" only
-        return self._judge(self._tape.at, fine, late=self.learn.stepped)
+        return self._judge(self._norms.at, fine, late=self.learn.stepped)
 
     def _send_flag(self) -> None:
-        assert self._tape is not None
+        assert self._norms is not None
         fine = self._finite()
         flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=fine.is_cuda)
         flag.copy_(fine, non_blocking=True)
@@ -280,7 +259,7 @@ class FlightRecorder(HookCallback):
         if fine.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._flags.append((self._tape.at, flag, arrived))
+        self._flags.append((self._norms.at, flag, arrived))
 
     def _look_late(self, wait: bool = False) -> None:
         """What the flags of earlier batches say, as far as they have arrived."""
@@ -288,7 +267,11 @@ class FlightRecorder(HookCallback):
             at, flag, arrived = self._flags[0]
             if wait and arrived is not None:
                 arrived.synchronize()  # sync: one per fit
-            if arrived is not None and not arrived.query() and len(self._flags) < self.keep // 2:
+            if (
+                arrived is not None
+                and not arrived.query()
+                and len(self._flags) < self.n_batches // 2
+            ):
                 return
             del self._flags[0]
             self._judge(at, bool(flag.numpy()), late=True)
@@ -299,8 +282,8 @@ class FlightRecorder(HookCallback):
         """Tells of the batch in slot `at`; `late`: its step may have been made meanwhile."""
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
-            assert self._tape is not None
-            memory = Memory(self._tape, self._types, self._grads.norms, self._parameters)
+            assert self._norms is not None
+            memory = Memory(self._norms, self._types, self._grads.norms, self._parameters)
             incident = memory.incident(at, late)
             self.incidents = (*self.incidents, incident)
             if self.on_nonfinite == "raise":
@@ -308,9 +291,13 @@ class FlightRecorder(HookCallback):
         return not fine
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_tape", "hooks", "_hooked", "_parts", "_known"))
-        kept: dict[str, Any] = {"_handles": {}, "_grads": GradTape(), "_flags": []}
-        return {**super().__getstate__(), **gone, **kept, "recording": False}
+        gone: dict[str, Any] = {
+            "_norms": None,
+            "_known": None,
+            "_grads": GradNormHistory(),
+            "_flags": [],
+        }
+        return {**super().__getstate__(), **gone, "_switch": RecordSwitch()}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
@@ -331,7 +318,3 @@ def _check_some(found: Any, asked: Any) -> None:
             f"FlightRecorder(modules={shown(asked)}): that selects no module, so it would see "
             f"nothing begin. Use None for all of them, or name some."
         )
-
-
-def _type(module: nn.Module) -> str:
-    return type(module).__name__

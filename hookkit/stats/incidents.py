@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.records import Incident
-from hookkit.stats.norm_history import NormTape
+from hookkit.stats.norm_history import NormHistory
 from hookkit.stats.norms import local_values
 
 LOSS, INPUT, FIRST = 0, 1, 2
-"""Rows of the tape: the loss, the model's input, the first layer."""
+"""Rows of the norms: the loss, the model's input, the first layer."""
 
 _SPOILED = "Its own weights were not finite: the step before has spoiled them."
 _SPOILED_BY_NOW = "Its own weights are not finite by now: this step or the one before spoiled them."
@@ -29,23 +29,23 @@ class Memory:
     """What the flight recorder remembers of the last batches.
 
     Args:
-        tape: norms of the loss, the input and the layers.
+        norms: norms of the loss, the input and the layers.
         types: name of each layer that was hooked → its class, in the order of rows.
-        grads: slot of the tape → parameter → (class of its module, norm of its gradient).
+        grads: slot of thenorms → parameter → (class of its module, norm of its gradient).
         parameters: (name, class of its module, parameter).
     """
 
-    tape: NormTape
+    norms: NormHistory
     types: dict[str, str]
     grads: dict[int, dict[str, tuple[str, Tensor]]]
     parameters: list[tuple[str, str, nn.Parameter]]
 
     def incident(self, at: int, late: bool) -> Incident:
         """What was not finite in slot `at`; `late`: its step may have been made meanwhile."""
-        tape = self.tape
-        rms = tape.rms([at])[0]
+        norms = self.norms
+        rms = norms.rms([at])[0]
         bad = [
-            int(r) for r in np.argsort(tape.order[at], kind="stable") if _is_bad(tape, at, r, rms)
+            int(r) for r in np.argsort(norms.order[at], kind="stable") if _is_bad(norms, at, r, rms)
         ]
         if layers := [row for row in bad if row >= FIRST]:
             return self._of_layers(at, layers, INPUT in bad, late)
@@ -55,7 +55,7 @@ class Memory:
         return self._made(at, "loss", "", "", (), {}, "The layers' outputs are finite.")
 
     def _of_layers(self, at: int, rows: list[int], bad_input: bool, late: bool) -> Incident:
-        past, names = self.tape.rms(self.tape.past(at)), list(self.types)
+        past, names = self.norms.rms(self.norms.past(at)), list(self.types)
         history = {name: past[:, row] for row, name in enumerate(names, FIRST)}
         first, *others = (names[row - FIRST] for row in rows)
         name, note = first, ""
@@ -71,18 +71,18 @@ class Memory:
 
     def _ran_before(self, at: int, row: int) -> str:
         """The name of the layer that ran just before the one in `row`, "" if none did."""
-        order = self.tape.order[at]
+        order = self.norms.order[at]
         found = np.flatnonzero(order[FIRST:] == order[row] - 1)
         return list(self.types)[found[0]] if len(found) and order[row] > 0 else ""
 
     def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
         """The backward pass begins at the end: of the bad ones, the module that ran last."""
-        tape = self.tape
-        ran = dict(zip(self.types, tape.order[at][FIRST:], strict=True))
+        norms = self.norms
+        ran = dict(zip(self.types, norms.order[at][FIRST:], strict=True))
         kinds = dict(reversed([(_owner(name), kind) for name, kind in found]))
         modules = sorted(kinds, key=lambda m: -ran.get(m, -1))
         history = {m: np.zeros(0) for m in modules}
-        for slot in tape.past(at):
+        for slot in norms.past(at):
             squares = dict.fromkeys(modules, 0.0)
             for name, (_, norm) in self.grads.get(slot, {}).items():
                 if _owner(name) in squares:
@@ -95,9 +95,9 @@ class Memory:
     def _made(
         self, at: int, kind: str, name: str, type_: str, others: Any, history: Any, note: str
     ) -> Incident:
-        tape = self.tape
-        steps = np.array([tape.places[i][0] for i in tape.past(at)], dtype=np.int64)
-        return Incident(kind, name, type_, *tape.places[at], others, steps, history, note)
+        norms = self.norms
+        steps = np.array([norms.places[i][0] for i in norms.past(at)], dtype=np.int64)
+        return Incident(kind, name, type_, *norms.places[at], others, steps, history, note)
 
 
 def _owner(parameter: str) -> str:
@@ -108,5 +108,5 @@ def _is_finite(t: Tensor) -> bool:
     return bool(torch.isfinite(local_values(t)).all())  # sync: after an incident
 
 
-def _is_bad(tape: NormTape, at: int, row: Any, rms: Any) -> bool:
-    return bool(tape.sizes[at, row] > 0 and not math.isfinite(rms[row]))
+def _is_bad(norms: NormHistory, at: int, row: Any, rms: Any) -> bool:
+    return bool(norms.sizes[at, row] > 0 and not math.isfinite(rms[row]))

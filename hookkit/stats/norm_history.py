@@ -17,11 +17,12 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import plain
 from hookkit.moments.accumulator import enlist, new_token
 from hookkit.nested import Inputs, named_leaves, tmap
+from hookkit.recording.recording import RecordSwitch
 from hookkit.stats.norms import local_values
 from hookkit.stats.parameters import Named
 
 
-class NormTape:
+class NormHistory:
     """Norms of the last batches: (n_batches, rows) float32 on the device, sizes on the host.
 
     Attributes:
@@ -31,7 +32,7 @@ class NormTape:
     thread: int | None = None
 
     def __init__(self, rows: int, n_batches: int, device: torch.device) -> None:
-        self.on, self.at, self.device = False, 0, device
+        self.at, self.device = 0, device
         self.sizes = np.zeros((n_batches, rows))
         self.order = np.full((n_batches, rows), -1)
         self.places: list[tuple[int, int, int]] = [(-1, 0, 0)] * n_batches
@@ -59,8 +60,8 @@ class NormTape:
         self.token = new_token()
         self.id = enlist(self)
 
-    def turn(self, step: int, epoch: int, iteration: int) -> None:
-        """The next batch."""
+    def advance(self, step: int, epoch: int, iteration: int) -> None:
+        """Begins the next batch."""
         self.at = (self.at + 1) % len(self.places)
         self.places[self.at] = step, epoch, iteration
         self.sizes[self.at], self.order[self.at] = 0, -1
@@ -110,11 +111,11 @@ class NormTape:
         return [i for i in slots if self.places[i][0] >= 0]
 
 
-class GradTape:
+class GradNormHistory:
     """Norms of the parameters' gradients in the last batches, each on its own device.
 
     Attributes:
-        norms: slot of the `NormTape` → parameter → (class of its module, norm of its gradient).
+        norms: slot of the `NormHistory` → parameter → (class of its module, norm of its gradient).
         at: the slot of this batch.
     """
 
@@ -123,8 +124,8 @@ class GradTape:
         self.at = 0
         self._of_parts: set[str] = set()  # whose gradients may be gone at the end of the step
 
-    def turn(self, at: int) -> None:
-        """The next batch, in slot `at`."""
+    def advance(self, at: int) -> None:
+        """Begins the next batch, in slot `at`."""
         self.at = at
         self.norms.pop(at, None)
         self._of_parts.clear()
@@ -160,31 +161,31 @@ class GradTape:
         return [torch.stack([n for n in norms if n.device == device]) for device in devices]
 
 
-def norm_hook(tape: NormTape, row: int, function: Any = None) -> Any:
-    """A forward hook that shows `tape` the tensors of the output, or of what the user's
-    `function(m, i, o)` makes of it.
+def norm_hook(switch: RecordSwitch, row: int, function: Any = None) -> Any:
+    """A forward hook that shows the switch's target the tensors of the output, or of what the
+    user's `function(m, i, o)` makes of it.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not tape.on or not counts_for(tape.thread, module):
+        if switch.late or not counts_for(switch.thread, module):
             return
         seen = output
         if function is not None:
             inputs = tmap(Tensor.detach, Inputs(args, kwargs))
             seen = called(function, module, inputs, tmap(Tensor.detach, output))
         for leaf, (path, t) in enumerate(named_leaves(seen)):
-            tape.see(row, leaf, path, t)
+            switch.target.see(row, leaf, path, t)
 
     return hook
 
 
-def input_hook(tape: NormTape, row: int) -> Any:
-    """A forward-pre hook that shows `tape` the tensors of the input."""
+def input_hook(switch: RecordSwitch, row: int) -> Any:
+    """A forward-pre hook that shows the switch's target the tensors of the input."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not tape.on or not counts_for(tape.thread, module):
+        if switch.late or not counts_for(switch.thread, module):
             return
         for leaf, (path, t) in enumerate(named_leaves((args, kwargs))):
-            tape.see(row, leaf, path, t)
+            switch.target.see(row, leaf, path, t)
 
     return hook

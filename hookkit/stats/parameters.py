@@ -11,7 +11,7 @@ from torch import nn
 
 from hookkit.modules import is_parametrization, join, submodules, walk
 from hookkit.moments.moments import has_numbers
-from hookkit.recording.parts import Parts
+from hookkit.recording.recording import Parts
 
 Named = tuple[str, str, nn.Parameter]
 

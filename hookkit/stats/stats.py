@@ -18,7 +18,6 @@ from hookkit.moments.histograms import log_bins
 from hookkit.records import Record
 from hookkit.stats.graph import consumers, unregistered
 from hookkit.stats.layerstats import LayerStats, StatsList
-from hookkit.stats.looking import Eye
 from hookkit.stats.options import check_scaler, checked_options
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.params import ParamStats
@@ -116,11 +115,14 @@ class ActivationStats(LayerStats):
             on_valid=on_valid,
         )
 
+    def _clear_fit(self) -> None:
+        super()._clear_fit()
+        self._n_asked = 0
+
     def after_pred(self) -> None:
         """The batch is through: a layer called by itself now is part of it if it makes the loss."""
-        if self.is_forward:
-            self._through = True
-            self._record(self.recording)
+        if self.kind == "activation":
+            self._switch.late = True
             if self.recording and self.learn.training and self._n_asked < 2:
                 self._ask(self.learn)
 
@@ -132,11 +134,6 @@ class ActivationStats(LayerStats):
         if self._n_asked and learn.n_steps:  # by now those that step are known
             self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
-
-    def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
-        if self.is_forward:
-            return super()._attach(eye, row, module, leaf)
-        return self._attach_gradients(eye, row, module, leaf)
 
 
 _BY_NAME = "Layers to record are given by name: modules=…."
@@ -206,9 +203,6 @@ class GradientStats(LayerStats):
 
     def _select(self, model: nn.Module) -> Any:
         return {} if self.of == "params" else super()._select(model)
-
-    def _attach(self, eye: Eye, row: int, module: nn.Module, leaf: str) -> Any:
-        return self._attach_gradients(eye, row, module, leaf)
 
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch may be scaled."""

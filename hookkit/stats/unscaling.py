@@ -18,7 +18,7 @@ from hookkit.callbacks.optimizers import live_scalers, unscaling
 from hookkit.errors import HookkitWarning
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
-from hookkit.stats.gathering import StatsCallback, inverse_scale
+from hookkit.stats.stats_callback import StatsCallback
 
 
 class ScaledAccumulator(StatsAccumulator):
@@ -44,15 +44,12 @@ class ScaledAccumulator(StatsAccumulator):
     def divide_by(self, scalers: list[Any]) -> None:
         """Gradients from now on belong to a loss scaled by one of `scalers`; None: by none."""
         if [*map(id, scalers)] != [*map(id, self._scalers)]:
-            self._scalers, self._twins = scalers, [self._twin() for _ in scalers[1:]]
+            self._scalers = scalers
+            self._twins = [StatsAccumulator(self.kind, self.options, self) for _ in scalers[1:]]
         for stats, scaler in zip((self, *self._twins), scalers, strict=True):
             stats.unscale = inverse_scale(scaler)
-
-    def _twin(self) -> StatsAccumulator:
-        """An empty accumulator of the same rows, also of those that are still to come."""
-        twin = StatsAccumulator(self.kind, self.options)
-        twin.follow(self)
-        return twin
+        for twin in self._twins:
+            twin.count_from(self.n_records)  # it samples the same values
 
     def settle(self, scaler: Any) -> bool:
         """`scaler` made the step: what was divided by its scale is the record's.
@@ -77,7 +74,6 @@ class ScaledAccumulator(StatsAccumulator):
         super().see(row, leaf, path, t)
         if not torch.compiler.is_compiling():  # else this is called again as the graph runs
             for twin in self._twins:
-                twin.follow(self)
                 twin.see(row, leaf, path, t)
 
     def drop(self) -> None:
@@ -115,9 +111,9 @@ class UnscaledStats(StatsCallback):
     _live: Sequence[Any] = ()  # the scalers that there were as the fit began
     _stepped = _settled = _missed = _warned = False
 
-    def _new_accumulator(self) -> StatsAccumulator:
+    def _new_accumulator(self, options: Options) -> StatsAccumulator:
         made = ScaledAccumulator if self.kind == "gradient" else StatsAccumulator
-        return made(self.kind, self.options)
+        return made(self.kind, options)
 
     def before_fit(self) -> None:
         """Hooks the modules; which scaler is used is found anew."""
@@ -198,3 +194,23 @@ class UnscaledStats(StatsCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_used": None, "_live": ()}
+
+
+def unscale_of(driver: Any) -> Tensor | None:
+    """1 / the scale that AMP's GradScaler has put on this batch's loss, on its device, or None."""
+    scaler = vars(driver).get("scaler")  # its own: the model may have one of another kind
+    if scaler is None and driver.accelerator is not None:
+        scaler = getattr(driver.accelerator, "scaler", None)
+    return inverse_scale(scaler)
+
+
+def inverse_scale(scaler: Any) -> Tensor | None:
+    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
+    if scale is None:  # nothing was scaled yet
+        scale = torch.tensor(
+            float(getattr(scaler, "_init_scale", 1.0)), dtype=torch.float64, device="cpu"
+        )
+    return scale.detach().double().reciprocal()

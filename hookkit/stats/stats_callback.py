@@ -1,0 +1,291 @@
+"""`StatsCallback`: what the recorders of tensors share, from a layer's hook to the step's record.
+
+Builds on `Recorder` (which registers and removes hooks) and `StatsAccumulator` (what is kept).
+The step axis is the optimizer step: what several batches of one step gave is merged, and a batch
+that was cancelled, or whose step was left out, leaves nothing.
+
+The hooks stay registered and do nothing while their `RecordSwitch` is off, so that a compiled model
+need not be compiled again. Its `target` is the accumulator of training, or that of validation; both
+have the same rows, so one hook serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.errors import OptionError
+from hookkit.hooks.backward import attach_backward
+from hookkit.hooks.entries import (
+    Handle,
+    attach,
+    brief,
+    called,
+    counts_for,
+    graph_task,
+    is_compiling,
+    is_tracing,
+    part_at,
+)
+from hookkit.hooks.gradients import attach_grads
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
+from hookkit.moments.numba_loader import machine
+from hookkit.nested import Inputs, named_leaves, tmap
+from hookkit.recording.recording import Recorder, RecordSwitch
+from hookkit.records import Record
+from hookkit.selecting import leaf_modules
+
+Function = Callable[[nn.Module, Any, Any], Any]
+
+
+class StatsCallback(Recorder):
+    """Base of the callbacks that record statistics of tensors; see `ActivationStats`.
+
+    Attributes:
+        accumulator: what was recorded in training, over all fits.
+        valid_accumulator: what was recorded in validation.
+    """
+
+    order = -20
+    kind = "activation"
+
+    def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
+        super().__init__(on_valid=on_valid, **hooking)
+        self.options, self.accumulator = options, self._new_accumulator(options)
+        self.valid_accumulator = StatsAccumulator(self.kind, options, like=self.accumulator)
+        if self.kind == "activation":  # known from the graph of the first batches
+            self.accumulator.consumers = self.valid_accumulator.consumers = {}
+        self._clear_fit()
+
+    def _new_accumulator(self, options: Options) -> StatsAccumulator:
+        return StatsAccumulator(self.kind, options)
+
+    def _clear_fit(self) -> None:
+        self._n_taken, self._iter = 0, 0
+        self._step_tried = self._cancelled = self._begun = False
+
+    # --- hooks
+
+    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+        """What to record of one call of module `m`: its output `o`, unless a subclass returns else.
+
+        Of recorders of gradients `i` and `o` are the gradients of the inputs and of the outputs.
+        """
+        return o
+
+    @property
+    def _function(self) -> Any:
+        function = super()._function
+        is_own = getattr(function, "__func__", None) is StatsCallback.hook
+        return None if is_own else function  # the output is shown without a call
+
+    def _select(self, model: nn.Module) -> Any:
+        found = super()._select(model)
+        if self._selectors is not None:
+            return found
+        found = found or leaf_modules(model) or {"": model}
+        # what runs no Python hooks is left out, unless it was selected by name
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+
+    def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
+        self.accumulator.rows(list(modules), [type(m).__name__ for m in modules.values()])
+
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
+        switch, function = self._switch, self._function
+        (row,) = self.accumulator.rows([name], [type(module).__name__])
+        if self.kind == "activation":
+            hook = output_hook(switch, row, leaf, function)
+            return attach(module, hook, switch=switch, keeps_output=False)
+        if function is None:
+            return attach_grads(module, gradient_hook(switch, row, leaf), leaf=leaf, switch=switch)
+
+        def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+            _show(switch, row, called(function, module, grad_inputs, grad_outputs))
+
+        return attach_backward(module, show, leaf=leaf, switch=switch, thread=switch.thread)
+
+    def _record(self, on: bool) -> None:
+        training = self.learn is None or self.learn.training
+        self._switch.target = self.accumulator if training else self.valid_accumulator
+        super()._record(on)
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Hooks the modules; what was recorded before stays, and is added to."""
+        if self.learn.fitting:
+            machine.load()
+            self._clear_fit()
+            self.accumulator.forget()
+        super().before_fit()
+        # compiled graphs check it as they run; gradients may come in a thread of autograd's
+        thread = self._switch.thread if self.kind == "activation" else None
+        self.accumulator.thread = self.valid_accumulator.thread = thread
+
+    def before_batch(self) -> None:
+        """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
+        self._step_tried = self._cancelled = self._switch.late = False
+        if self._begun:  # it never ended
+            self.accumulator.drop()
+            self.valid_accumulator.drop()
+        if self.learn.training:
+            self._iter = self.learn.train_iter
+            on = self.on_train and self._n_taken % (self.every or 1) == 0
+        else:
+            on = self.on_valid and not self.learn.aside
+        if on:
+            self._follow()
+        self._begun = on
+        self._record(on)
+
+    def before_step(self) -> None:
+        """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
+
+        A closure may evaluate many batches before its step is made.
+        """
+        self._step_tried = not self.learn.in_closure
+
+    def after_cancel_step(self) -> None:
+        """A step that a callback leaves out leaves nothing, with a closure or without."""
+        self._step_tried = True
+
+    def after_cancel_batch(self) -> None:
+        """A cancelled batch leaves nothing; in `watch` it is over with this."""
+        self._cancelled = True
+        if self.recording:
+            (self.accumulator if self.learn.training else self.valid_accumulator).drop()
+
+    def after_batch(self) -> None:
+        """Closes the record of the step, or keeps this batch for it."""
+        on, training = self.recording, self.learn.training
+        self._record(False)
+        self._close_batch(on, training)
+        self._begun = False
+
+    def _close_batch(self, on: bool, training: bool) -> None:
+        if not training:
+            if on:
+                stats = self.valid_accumulator
+                (stats.drop if self._cancelled else stats.fold)()
+            return
+        if self._cancelled:
+            self.accumulator.drop()
+        elif self.learn.stepped:
+            if on:
+                self._close()
+            self._n_taken += 1
+        elif self._step_tried:
+            self.accumulator.forget()
+        elif on:
+            self._keep()
+
+    def after_validate(self) -> None:
+        """One record for the whole validation, at the step that it was made."""
+        if self.on_valid and not self.learn.aside:
+            step = max(self.learn.n_steps - 1, 0)
+            self.valid_accumulator.commit(step, self.learn.epoch, self.learn.train_iter)
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off; a batch that was under way is forgotten."""
+        super().cleanup_fit()
+        self._record(False)
+        self.accumulator.forget()
+
+    def _keep(self) -> None:
+        self.accumulator.fold()
+
+    def _close(self) -> None:
+        self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
+
+    # --- reading
+
+    def record(self, *, valid: bool = False, local: bool = False) -> Record:
+        """Everything recorded so far, as plain numbers. The host reads the device here.
+
+        Args:
+            valid: the validations (one record each, needs `on_valid=True`) instead of training.
+            local: this rank's own. Otherwise ranks are merged, and each has to call this.
+
+        Raises:
+            OptionError: `valid=True`, and validations were not recorded.
+        """
+        if valid and not (self.on_valid or self.valid_accumulator.n_records):
+            who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
+            raise OptionError(
+                f"record(valid=True): {type(self).__name__} did not record validations. "
+                f"Make it with {who}(on_valid=True)."
+            )
+        return (self.valid_accumulator if valid else self.accumulator).record(local=local)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.learn is not None and self.learn.fitting:
+            self.learn._remember_step(self)
+        return super().__getstate__()
+
+
+# --- what the hooks call
+
+
+def output_hook(switch: RecordSwitch, row: int, leaf: str, function: Function | None) -> Any:
+    """A forward hook that shows the switch's target what a layer gives: every tensor of the output,
+    of its part at the path `leaf`, or of what the user's `function(m, i, o)` makes of them.
+    """
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if switch.late and not _makes_loss(output):
+            return
+        if not counts_for(switch.thread, module):
+            return
+        seen = part_at(output, leaf, "ActivationStats", lambda: brief(module)) if leaf else output
+        if function is not None:
+            inputs = tmap(Tensor.detach, Inputs(args, kwargs))
+            seen = called(function, module, inputs, tmap(Tensor.detach, seen))
+        if isinstance(seen, Tensor):  # most calls
+            switch.target.see(row, 0, "", seen)
+        else:
+            _show(switch, row, seen)
+
+    return hook
+
+
+def gradient_hook(switch: RecordSwitch, row: int, leaf: str) -> Any:
+    """What `attach_grads` calls at each forward: gives what receives the gradients of that call."""
+
+    def received(i: int, grad: Tensor) -> None:
+        switch.target.see(row, 0, "", grad)
+
+    def begin(module: nn.Module, output: Any) -> Any:
+        # a checkpoint that runs again counts: the gradients come from that forward
+        again = not is_compiling() and graph_task() != -1
+        if not (again or counts_for(switch.thread, module)):
+            return None
+        if isinstance(output, Tensor) and not leaf:
+            return received
+        part = part_at(output, leaf, "GradientStats", lambda: brief(module)) if leaf else output
+        paths = [path for path, _ in named_leaves(part)]
+
+        def receive(i: int, grad: Tensor) -> None:
+            switch.target.see(row, i, paths[i], grad)
+
+        return receive
+
+    return begin
+
+
+def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
+    """Shows the switch's target every tensor in `seen`."""
+    for leaf, (path, t) in enumerate(named_leaves(seen)):
+        switch.target.see(row, leaf, path, t)
+
+
+def _makes_loss(output: Any) -> bool:
+    """Whether a layer called by itself takes part in the training: a probe runs without gradients,
+    what runs again within the backward was seen before, and torch.jit.trace trains nothing.
+    """
+    if not is_compiling() and (graph_task() != -1 or is_tracing()):
+        return False
+    return any(t.requires_grad for _, t in named_leaves(output))
