@@ -205,6 +205,7 @@ class FlightRecorder(Recorder):
         """Takes the hooks off."""
         super().cleanup_fit()
         self._record(False)
+        self._grads, self._known = GradNormHistory(), None  # they hold the model's parameters
 
     # --- noting
 
