@@ -769,9 +769,3 @@ def test_an_empty_list_of_modules_hooks_none(is_forward: bool) -> None:
     cb = HookCallback(modules=[], is_forward=is_forward)
     quiet(cbs=cb).fit(1)
     assert (cb.names, len(cb.hooks)) == ([], 0)
-
-
-@pytest.mark.parametrize("word", ["remove_it", "modulez"])
-def test_an_unknown_keyword_gets_the_names_that_there_are(word: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"HookCallback\({word}=…\).*It takes modules, every"):
-        HookCallback(**{word: []})
