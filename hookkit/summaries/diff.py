@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from hookkit.markup import fragment, table
 from hookkit.summaries.lines import Content
 from hookkit.summaries.rows import NUMBERS, Row
 from hookkit.texts import harmless, nbytes, pad, si, width
@@ -73,26 +74,24 @@ class SummaryDiff:
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no difference</p>"
-        cells = [_cells(c) for c in self.changes]
-        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in cells)
+        rows = [
+            (name, kind, f"{mark} {facts}") for mark, name, kind, facts in map(_cells, self.changes)
+        ]
         moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
-        return f"<table>{rows}</table><p>total {escape(moved or 'unchanged')}</p>"
+        total = f"<p>total {escape(moved or 'unchanged')}</p>"
+        return fragment(table("", ("Layer", "Type", "Change"), rows) + total)
 
 
 _MARKS = {"changed": " ", "added": "+", "removed": "−"}
 
 
-def _cells(c: Change) -> tuple[str, ...]:
+def _cells(c: Change) -> tuple[str, str, str, str]:
     return (
         _MARKS[c.kind],
         harmless(c.name) or "(model)",
         harmless(c.type),
         harmless(_facts_text(c), 1000),
     )
-
-
-def _cell(text: str) -> str:
-    return f'<td style="text-align:left">{escape(text)}</td>'
 
 
 def _facts_text(c: Change) -> str:
