@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit import health
 from hookkit.checks import shown
 from hookkit.errors import ArgumentError
 from hookkit.plotting import arrays
@@ -30,7 +31,7 @@ from hookkit.plotting.labels import (
     listed,
     ordered_run,
 )
-from hookkit.records import Record, Run
+from hookkit.records import Record
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -68,7 +69,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     run = ordered_run(run)
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]
-    found = diagnosed(run) if findings is None else _checked(findings)
+    found = health.diagnose(run) if findings is None else _checked(findings)
     fig = new_figure(fig, 10, sum(heights) + 0.9 + 0.17 * min(7, len(found)))
     if not panels:
         nothing(fig.subplots(), "nothing was recorded")
@@ -139,13 +140,6 @@ def _head(record: Record, columns: int, rows: int) -> str:
     head = "Update : weight of parameters" if param else f"RMS of {KINDS[record.kind]}"
     merged = [f"{columns} records"] * (columns > 1) + [f"{rows} layers"] * (rows > 1)
     return head + (f", each cell the largest of {' × '.join(merged)}" if merged else "")
-
-
-def diagnosed(run: Run) -> Sequence[Any]:
-    """The findings of a run."""
-    from hookkit import health
-
-    return health.diagnose(run)
 
 
 def _checked(findings: Any) -> Sequence[Any]:

@@ -172,8 +172,8 @@ def _lines(
 
 
 def _empty(ax: Any, record: Record) -> None:
-    there = len(record) > 0
-    nothing(ax, "no finite value" if there else "nothing was recorded", keep_x=there)
+    why = "no finite value" if len(record) else "nothing was recorded"
+    nothing(ax, why, keep_x=len(record) > 0)
 
 
 def _smooth(record: Record) -> int:
@@ -201,10 +201,7 @@ def curves(
     rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
     colours = depth_colours(len(rows), ax)
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, "ls": ls, "alpha": alpha}
-    lines = [
-        line(ax, x, table[i], color=colour, **style)
-        for colour, i in zip(colours, rows, strict=True)
-    ]
+    lines = [line(ax, x, table[i], color=c, **style) for c, i in zip(colours, rows, strict=True)]
     if not key or not rows:
         return
     if len(rows) <= FEW:
@@ -257,12 +254,10 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     for ax, (kind, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
         if kind in there:
             _profile(ax, there[kind], columns[kind])
-            way = "Forward" if kind == "activation" else "Backward"
-            title(ax, f"{way}: RMS of {KINDS[kind]}")
+            title(ax, f"{'Forward' if kind == 'activation' else 'Backward'}: RMS of {KINDS[kind]}")
         else:
-            recorder = {"activation": "ActivationStats", "gradient": "GradientStats"}[kind]
-            add = f"no {kind}s recorded: add {recorder}()"
-            nothing(ax, add if record is None else "nothing was recorded")
+            why = f"no {kind}s recorded: add {kind.capitalize()}Stats()"
+            nothing(ax, why if record is None else "nothing was recorded")
     return fig
 
 

@@ -1,8 +1,9 @@
 """Which modules of a model: names, globs, classes and other selectors, for every function.
 
-selecting  `select`, `leaf_modules`, and what they return.
-resolving  From a selector to modules, and the message if there are none.
-patterns   Globs over module names, paths into outputs.
+selecting    `select`, `leaf_modules`, and what they return.
+resolving    From a selector to modules.
+patterns     Globs over module names, paths into outputs, all names of one model.
+suggestions  Messages if nothing matches: what is near.
 """
 
 from hookkit.modules import unwrap

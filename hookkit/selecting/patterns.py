@@ -1,4 +1,4 @@
-"""What selectors of text say: globs over module names, and paths into a module's output.
+"""Names of modules: globs over them, paths into outputs, and all names of one model.
 
 A glob is matched part by part along the model's tree, with the set of positions in the pattern that
 have been reached. So it costs a walk over the part of the tree that it can reach; to match all full
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import translate
+from functools import cached_property
 
 from torch import nn
 
-from hookkit.modules import is_parametrization, join, submodules, unwrap
+from hookkit.modules import can_run, find, is_parametrization, join, submodules, unwrap, walk
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PARTS = re.compile(r"(?:\[[^\]]*\]|[^.\[]|\[)+")
@@ -96,3 +98,51 @@ def splits(text: str) -> Iterator[tuple[str, str]]:
     for i in range(len(text) - 1, -1, -1):
         if text[i] in ".[" and text[i - 1 : i] != "." and _LEAF.fullmatch(text[i:]):
             yield text[:i], text[i:].replace('"', "'")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """One selected thing: a module, its name in the model, and a path into its output or ""."""
+
+    name: str
+    module: nn.Module
+    leaf: str = ""
+
+
+def running(picks: list[Pick]) -> list[Pick]:
+    """Those whose module can run; all if none can (a selector of containers only)."""
+    return [pick for pick in picks if can_run(pick.module)] or picks
+
+
+class ModelNames:
+    """The modules of one model by name; it is walked once at most, and only if necessary."""
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+
+    @cached_property
+    def places(self) -> list[tuple[str, nn.Module, bool]]:
+        """Each place of a module, as `walk` gives them."""
+        return list(walk(self.root))
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The first name of each module, by the module's id."""
+        return {id(m): name for name, m, first in self.places if first}
+
+    @property
+    def n_names(self) -> int:
+        """How many modules `select(model)` lists."""
+        return sum(1 for _ in self.everything())
+
+    def everything(self) -> Iterator[tuple[str | None, Pick]]:
+        """Each module that runs, without the root unless there is no other."""
+        below = [Pick(n, m) for n, m, first in self.places if first and n]
+        yield from ((None, pick) for pick in running(below) or [Pick("", self.root)])
+
+    def named(self, text: str) -> list[tuple[str, nn.Module]]:
+        """`(name, module)` of a dotted name or a glob without leaf path, braces expanded."""
+        if not is_glob(text):
+            found = find(self.root, text)
+            return [] if found is None else [found]
+        return [hit for pattern in expand(text) for hit in glob(self.root, pattern)]

@@ -1,8 +1,6 @@
-"""From a selector to modules, and the message if there are none.
+"""From a selector to modules: `Resolver`, with a method for each kind of selector.
 
-`Resolver` has a method for each kind of selector; half of it are messages that name what the user
-probably meant, which is why the file is longer than others. Builds on `modules` (names, wrappers)
-and `patterns`.
+Builds on `patterns` (names and globs) and on `suggestions` (messages if nothing matches).
 """
 
 from __future__ import annotations
@@ -10,17 +8,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookkit.checks import check_function, kind_of, shown
-from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
-from hookkit.modules import can_run, children, find, unwrap, walk
-from hookkit.selecting.patterns import expand, glob, is_glob, parts, splits
+from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.modules import can_run, children, find, unwrap
+from hookkit.selecting import suggestions
+from hookkit.selecting.patterns import ModelNames, Pick, expand, is_glob, running, splits
 
 Selector = (
     str
@@ -33,18 +30,6 @@ Selector = (
 )
 
 _CALLED_WITH = "(name, module), or with the module if it takes one argument"
-
-_BARE_KEY = re.compile(r"(.*?)\[([^\W\d]\w*)\](.*)", re.DOTALL)
-_BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Pick:
-    """One selected thing: a module, its name in the model, and a path into its output or ""."""
-
-    name: str
-    module: nn.Module
-    leaf: str = ""
 
 
 def may_return(module: nn.Module, leaf: str) -> bool:
@@ -61,17 +46,7 @@ def may_return(module: nn.Module, leaf: str) -> bool:
         return may_return([*own.values()][-1], leaf)
     plain = type(module).__module__.startswith("torch.nn.modules") and not own
     plain &= not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
-    return not plain and can_run(module) and word not in _tensors(module)
-
-
-def _tensors(module: nn.Module) -> set[str]:
-    """Names of a module's parameters and buffers; no attribute is read, which could run code."""
-    return {*module.__dict__.get("_parameters", ()), *module.__dict__.get("_buffers", ())}
-
-
-def running(picks: list[Pick]) -> list[Pick]:
-    """Those whose module can run; all if none can (a selector of containers only)."""
-    return [pick for pick in picks if can_run(pick.module)] or picks
+    return not plain and can_run(module) and word not in suggestions.tensors_of(module)
 
 
 def _by_names(picks: list[Pick]) -> list[tuple[str | None, Pick]]:
@@ -85,31 +60,8 @@ def _named_if_literal(text: str, picks: list[Pick]) -> list[tuple[str | None, Pi
     return _by_names(picks)
 
 
-class Resolver:
-    """Finds the modules of one model; it is walked once at most, and only if necessary."""
-
-    def __init__(self, root: nn.Module):
-        self.root = root
-
-    @cached_property
-    def places(self) -> list[tuple[str, nn.Module, bool]]:
-        """Each place of a module, as `walk` gives them."""
-        return list(walk(self.root))
-
-    @cached_property
-    def names(self) -> dict[int, str]:
-        """The first name of each module, by the module's id."""
-        return {id(m): name for name, m, first in self.places if first}
-
-    @property
-    def n_names(self) -> int:
-        """How many modules `select(model)` lists."""
-        return sum(1 for _ in self.everything())
-
-    def everything(self) -> Iterator[tuple[str | None, Pick]]:
-        """Each module that runs, without the root unless there is no other."""
-        below = [Pick(n, m) for n, m, first in self.places if first and n]
-        yield from ((None, pick) for pick in running(below) or [Pick("", self.root)])
+class Resolver(ModelNames):
+    """Finds the modules of one model: a method for each kind of selector."""
 
     def of(self, what: Any) -> Iterator[tuple[str | None, Pick]]:
         """`(new name or None, pick)` of each module that one selector matches."""
@@ -191,7 +143,7 @@ class Resolver:
         if not hits:
             raise SelectionError(
                 f'no name has a match of the regex "{pattern.pattern}" (tried with search). '
-                f"{self.listing()}"
+                f"{suggestions.listing(self)}"
             )
         return running(hits)
 
@@ -223,16 +175,9 @@ class Resolver:
             name = getattr(wanted, "__name__", repr(wanted))
             raise SelectionError(
                 f"the predicate {name} is true for none of the {self.n_names} modules. It is "
-                f"called with {_CALLED_WITH}. {self.listing()}"
+                f"called with {_CALLED_WITH}. {suggestions.listing(self)}"
             )
         return running(hits)
-
-    def listing(self) -> str:
-        """For a message without a better hint: what names look like here."""
-        some = [f'"{name}"' for name in self.names.values() if name][:3]
-        if not some:
-            return 'It has no modules inside it: select(model, "") is the model itself.'
-        return f"Names are like {', '.join(some)}: select(model) lists all {self.n_names}."
 
     def by_text(self, text: str) -> list[tuple[str | None, Pick]]:
         """`(name or None, pick)` of a name or glob, with its leaf path if it has one.
@@ -260,81 +205,4 @@ class Resolver:
                 if picks:
                     return _named_if_literal(name, picks)
                 break
-        raise SelectionError(self.unknown(text))
-
-    def named(self, text: str) -> list[tuple[str, nn.Module]]:
-        """`(name, module)` of a dotted name or a glob without leaf path, braces expanded."""
-        if not is_glob(text):
-            found = find(self.root, text)
-            return [] if found is None else [found]
-        return [hit for pattern in expand(text) for hit in glob(self.root, pattern)]
-
-    def unknown(self, text: str) -> str:
-        """The message for a name or glob that matches nothing, with what is near it."""
-        owner, _, last = text.rpartition(".")
-        found = find(self.root, owner)
-        if found is not None and last in _tensors(found[1]):
-            return (
-                f'no module matches "{text}": it is a tensor of the {type(found[1]).__name__} '
-                f'"{owner}", and hooks go on modules. Use "{owner}", or hook_tensor for a tensor.'
-            )
-        if (bare := _BARE_KEY.fullmatch(text)) and find(self.root, bare[1]) is not None:
-            name, key, rest = bare.groups()
-            return (
-                f'no module matches "{text}". A key of an output is written in quotes: '
-                f"\"{name}['{key}']{rest}\"."
-            )
-        name, leaf = _BRACKETS.fullmatch(text).groups()  # type: ignore[union-attr]
-        corrected = self.corrected(name) or self.corrected(text)
-        hits = [name for name, _ in self.named(corrected)] if corrected else self.similar(text)
-        if corrected and len(hits) == 1:  # its siblings may be as near
-            parent, _, _ = hits[0].rpartition(".")
-            siblings = [n for n in self.names.values() if n.rpartition(".")[0] == parent and n]
-            hits = list(dict.fromkeys([*hits, *nearest(name, siblings)]))[:3]
-        kind = self.of_class(last, whole=bool(hits))
-        if not hits:
-            return f'no module matches "{text}". {kind or self.listing()}'
-        near = ", ".join(f'"{name}"' for name in hits)
-        if len(hits) > 3:
-            near = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
-        use = f'Use "{corrected or hits[0]}{leaf if corrected else ""}", or'
-        return (
-            f'no module matches "{text}". Nearest: {near}. {use} select(model) to list all '
-            f"{self.n_names} names.{' ' if kind else ''}{kind}"
-        )
-
-    def of_class(self, word: str, whole: bool) -> str:
-        """A sentence on the modules whose class is called `word`, or begins with it; "" if none."""
-        word = word.replace("_", "").lower()
-        kinds = Counter(type(m) for _, m, first in self.places if first)
-        names = {kind: kind.__name__.lower() for kind in kinds}
-        hits = [kind for kind, name in names.items() if word in (name, f"{name}s")]
-        if not hits and not whole and len(word) > 2:
-            hits = [kind for kind, name in names.items() if name.startswith(word)]
-        if not hits:
-            return ""
-        kind, n = hits[0], kinds[hits[0]]
-        spelt = f"nn.{kind.__name__}" if getattr(nn, kind.__name__, 0) is kind else kind.__name__
-        few = "1 module is" if n == 1 else f"{n} modules are"
-        return f"{few} of class {kind.__name__}: select(model, {spelt}) gives every module of it."
-
-    def corrected(self, text: str) -> str | None:
-        """`text` with each part that matches nothing replaced by the child's name nearest to it."""
-        words = parts(text)
-        for i, word in enumerate(words):
-            if self.named(".".join(words[: i + 1])):
-                continue
-            above = self.named(".".join(words[:i]))
-            keys = dict.fromkeys(key for _, module in above for key, _ in children(module))
-            if word.isdigit() and keys and all(key.isdigit() for key in keys):
-                words[i] = "*"
-            elif near := nearest(word, keys, n=1):
-                words[i] = near[0]
-            else:
-                return None
-        return ".".join(words)
-
-    def similar(self, text: str) -> list[str]:
-        """Names that end as `text` does, else the ones that look most like it."""
-        names = [name for name in self.names.values() if name]
-        return [n for n in names if n.endswith(f".{text}")] or nearest(text, names)
+        raise SelectionError(suggestions.unknown(self, text))

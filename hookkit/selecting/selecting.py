@@ -16,7 +16,8 @@ from torch import nn
 from hookkit.checks import check_module
 from hookkit.errors import OptionError, SelectionError, nearest
 from hookkit.modules import all_names, calls_children, is_leaf, is_observer, unwrap, walk
-from hookkit.selecting.resolving import Pick, Resolver, Selector
+from hookkit.selecting.patterns import Pick
+from hookkit.selecting.resolving import Resolver, Selector
 
 
 class Selection(Mapping[str, nn.Module]):
