@@ -229,6 +229,19 @@ def test_each_place_of_a_shared_layer_has_its_own_size() -> None:
     assert [s[-1] for s in model_sizes(net)] == [64, 32, 32, 16]
 
 
+def test_a_layer_that_is_shared_with_a_deeper_part_has_a_size() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pool = nn.MaxPool2d(2)
+            self.a, self.b = nn.Sequential(pool), pool
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    assert model_sizes(Net(), x=torch.ones(1, 1, 8, 8)) == [(1, 1, 4, 4), (1, 1, 2, 2)]
+
+
 def test_sizes_of_any_module_by_example() -> None:
     assert model_sizes(Branches(), x=torch.randn(3, 4)) == [(3, 2), None, (3, 8)]
 

@@ -8,6 +8,7 @@ is computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -175,14 +176,14 @@ def _cannot_take(m: nn.Module, given: Inputs, where: str, error: BaseException) 
     )
 
 
-def _run(m: nn.Module, size: Any, x: Any) -> Trace:
-    given, made_up = _inputs(m, size, x)
-    done = trace(Tree(m), given, training=False)
+def _run(tree: Tree, size: Any, x: Any) -> Trace:
+    given, made_up = _inputs(tree.model, size, x)
+    done = trace(tree, given, training=False)
     if done.error is not None:
         if not made_up:
             raise done.error
         where = done.failed[-1] if done.failed else ""
-        raise _cannot_take(m, given, where, done.error) from done.error
+        raise _cannot_take(tree.model, given, where, done.error) from done.error
     return done
 
 
@@ -198,16 +199,17 @@ def model_sizes(
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
     """
-    done = _run(check_module("model_sizes", m), size, x)
-    first: dict[int, str] = {}
-    place: dict[str, int] = {}
+    tree = Tree(check_module("model_sizes", m))
+    calls = _run(tree, size, x).calls
     sizes: list[Any] = []
-    for key, child in children(unwrap(m)):
-        name = first.setdefault(id(child), key)
-        shapes = done.calls[name].shapes if name in done.calls else []
-        i = place[name] = place.get(name, -1) + 1  # its second place shows its second call
-        sizes.append(_sized(shapes[min(i, len(shapes) - 1)]) if shapes else None)
-    return sizes if first or "" not in done.calls else [_sized(s) for s in done.calls[""].shapes]
+    n_places: Counter[str] = Counter()
+    for place in tree.places:
+        shapes = calls[place.first].shapes if place.first in calls else []
+        n_places[place.first] += 1  # the second place of a shared layer shows its second call
+        if place.depth == 1:
+            i = min(n_places[place.first], len(shapes)) - 1
+            sizes.append(_sized(shapes[i]) if shapes else None)
+    return sizes if sizes or "" not in calls else [_sized(s) for s in calls[""].shapes]
 
 
 def _sized(shape: Any) -> Any:
@@ -230,32 +232,34 @@ def num_features_model(
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
     24
     """
-    check_module("num_features_model", m)
+    tree = Tree(check_module("num_features_model", m))
     if x is not None or leaves(size):
-        return _channels(_out(_run(m, size, x)), None)
+        return _channels(_out(_run(tree, size, x)), None)
+    dims = input_dims(first_layer(m)[1])[0]
     if size is not None:
-        return _at_size(m, size)
-    dims, side = input_dims(first_layer(m)[1])[0], _SMALLEST
+        sides = checked_sides(size, dims)
+        small = _out(_run(tree, sides, None))
+    else:
+        sides, small = _smallest(tree, dims)
+    return _channels(small, _larger(tree, sides))
+
+
+def _smallest(tree: Tree, dims: int) -> tuple[tuple[int, ...], list[int]]:
+    """The first size from 64 on that the model takes, doubled each time, and its output's shape."""
+    side = _SMALLEST
     while True:
         try:
-            small = _out(_run(m, (side,) * dims, None))
-            break
+            return (side,) * dims, _out(_run(tree, (side,) * dims, None))
         except ModelRunError as e:
             if side >= _LARGEST or not any(text in str(e) for text in _TOO_SMALL):
                 raise  # no size would help
             side *= 2
-    return _channels(small, _larger(m, (side,) * dims))
 
 
-def _at_size(m: nn.Module, size: int | Iterable[int]) -> int:
-    sides = checked_sides(size, input_dims(first_layer(m)[1])[0])
-    return _channels(_out(_run(m, sides, None)), _larger(m, sides))
-
-
-def _larger(m: nn.Module, sides: tuple[int, ...]) -> list[int] | None:
-    """The shape that comes out of an input twice the size; None if `m` takes one size only."""
+def _larger(tree: Tree, sides: tuple[int, ...]) -> list[int] | None:
+    """The output shape for an input twice the size; None if the model takes one size only."""
     try:
-        return _out(_run(m, tuple(2 * side for side in sides), None)) if sides else None
+        return _out(_run(tree, tuple(2 * side for side in sides), None)) if sides else None
     except ModelRunError:
         return None
 
