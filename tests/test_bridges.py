@@ -441,9 +441,9 @@ def test_a_skorch_net_is_copied_and_pickled_after_its_training(way):
 
     again = way(net)
 
-    theirs = dict(again.callbacks_)["hookkit"].watcher
-    assert repr(theirs) == repr(bridge.watcher)
-    np.testing.assert_array_equal(theirs.losses, bridge.watcher.losses)
+    cloned = dict(again.callbacks_)["hookkit"].watcher
+    assert repr(cloned) == repr(bridge.watcher)
+    np.testing.assert_array_equal(cloned.losses, bridge.watcher.losses)
     again.partial_fit(rows.x, rows.y)
     more = dict(again.callbacks_)["hookkit"].watcher
     assert len(more.param_stats.record()) == 2 * len(bridge.watcher.param_stats.record())
@@ -675,8 +675,8 @@ def test_a_library_s_own_epoch_and_step_take_no_other_s_place():
     bridge.epoch(epoch=0.5, step=7.0, accuracy=1.0)
     bridge.end()
 
-    told = {"logged_epoch": 0.5, "logged_step": 7.0, "accuracy": 1.0}
-    assert bridge.watcher.run_record().valid == [{"epoch": 0, "step": 0, **told}]
+    logged = {"logged_epoch": 0.5, "logged_step": 7.0, "accuracy": 1.0}
+    assert bridge.watcher.run_record().valid == [{"epoch": 0, "step": 0, **logged}]
 
 
 def test_a_watcher_that_never_began_says_so():

@@ -46,7 +46,7 @@ class Parted(Net):
         return y if labels is None else {"loss": mse(y, labels), "logits": y}
 
 
-# what is asked for, the names that it has in the result, and what these are in the model
+# what is selected, the names that it has in the result, and what these are in the model
 SELECTORS: list[tuple[Any, dict[str, str]]] = [
     ("b", {"b": "b"}),
     ("a*", {"a": "a", "act": "act"}),

@@ -66,11 +66,11 @@ def test_a_file_is_not_overwritten_by_the_out_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "precious.txt"
-    file.write_text("mine")
+    file.write_text("own")
 
     with pytest.raises(SystemExit) as stop:
         demo.main(["--out", str(file)])
 
     assert stop.value.code == 2
     assert "is a file: name a folder" in capsys.readouterr().err
-    assert file.read_text() == "mine"
+    assert file.read_text() == "own"

@@ -551,8 +551,8 @@ def test_validating_amid_a_batch_leaves_its_record_alone(
         both = [*cbs, sums, *one(events)]
         learn = plain((batches, batches), RegModel(), loss_func=nn.MSELoss(), cbs=both)
         learn.fit(2)
-        mine = [cb.record().values for cb in cbs]
-        return [*mine, cbs[0].valid_accumulator.record().values, sums.hooks.stored[0]]
+        own = [cb.record().values for cb in cbs]
+        return [*own, cbs[0].valid_accumulator.record().values, sums.hooks.stored[0]]
 
     def one(events: dict[str, Any]) -> list[Any]:
         cb = Callback(**events)
@@ -701,7 +701,7 @@ def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
     assert run.info["model"] == "RegModel"
 
 
-# --- errors at the door
+# --- arguments
 
 
 @pytest.mark.parametrize(("model", "said"), [(nn.Linear, "the class Linear"), (3, "an int")])

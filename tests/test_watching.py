@@ -132,25 +132,25 @@ def test_validation_in_between_is_no_training():
                 model(batches()[0])
             model.train()
 
-    aside = ["before_validate", "after_validate"]
-    assert log.events == OPEN + BATCH + aside + BATCH + aside + CLOSE
+    validation = ["before_validate", "after_validate"]
+    assert log.events == OPEN + BATCH + validation + BATCH + validation + CLOSE
     assert [row[1] for row in seen.rows] == [1, 2]
 
 
 def test_a_validation_forward_is_a_batch_that_does_not_train():
-    model, told = net(), []
+    model, seen = net(), []
     opt = sgd(model)
     cb = Callback(
-        before_batch=lambda self: told.append(self.training),
-        after_pred=lambda self: told.append(self.pred.shape),
-        after_batch=lambda self: told.append(self.train_iter),
+        before_batch=lambda self: seen.append(self.training),
+        after_pred=lambda self: seen.append(self.pred.shape),
+        after_batch=lambda self: seen.append(self.train_iter),
     )
 
     with watch(model, opt, cb):
         model.eval()
         model(batches()[0])
 
-    assert told == [False, (5, 2), 0]
+    assert seen == [False, (5, 2), 0]
 
 
 def test_a_validation_forward_that_fails_is_cancelled():
@@ -164,8 +164,8 @@ def test_a_validation_forward_that_fails_is_cancelled():
         model.train()
         train(model, opt, 1)
 
-    aside = ["before_validate", "before_batch", "after_cancel_batch", "after_validate"]
-    assert log.events == ["before_fit", *aside, *OPEN[1:], *BATCH, *CLOSE]
+    validation = ["before_validate", "before_batch", "after_cancel_batch", "after_validate"]
+    assert log.events == ["before_fit", *validation, *OPEN[1:], *BATCH, *CLOSE]
 
 
 def test_marked_batches_are_batches_of_their_own():
@@ -192,11 +192,11 @@ def test_a_rollout_without_gradients_is_no_batch():
             model(batches()[0])
         train(model, opt, 1)
 
-    aside = ["before_validate", "before_epoch", "before_train", "after_validate"]
-    assert [e for e in log.events if e not in aside] == ["before_fit", *BATCH, *CLOSE]
+    validation = ["before_validate", "before_epoch", "before_train", "after_validate"]
+    assert [e for e in log.events if e not in validation] == ["before_fit", *BATCH, *CLOSE]
 
 
-def test_a_rollout_amid_a_batch_is_not_recorded():
+def test_a_rollout_within_a_batch_is_not_recorded():
     model = net()
     opt = sgd(model)
     hooked, seen = HookCallback("2", hook=lambda m, i, o: None), []
@@ -249,24 +249,24 @@ def test_gradients_of_the_step_are_there_in_after_step():
 
 
 def test_weights_are_unchanged_in_before_step_and_changed_in_after_step():
-    model, told = net(), []
+    model, seen = net(), []
     opt = sgd(model)
     weight = model[0].weight
     cb = Callback(
-        before_step=lambda self: told.append(weight.detach().clone()),
-        after_step=lambda self: told.append(weight.detach().clone()),
+        before_step=lambda self: seen.append(weight.detach().clone()),
+        after_step=lambda self: seen.append(weight.detach().clone()),
     )
     before = weight.detach().clone()
 
     with watch(model, opt, cb):
         train(model, opt, 1)
 
-    assert torch.equal(told[0], before)
-    assert torch.equal(told[1], weight.detach())
-    assert not torch.equal(*told)
+    assert torch.equal(seen[0], before)
+    assert torch.equal(seen[1], weight.detach())
+    assert not torch.equal(*seen)
 
 
-def test_a_step_left_out_by_the_gradient_scaler_is_not_counted():
+def test_a_step_skipped_by_the_gradient_scaler_is_not_counted():
     model, log = net(), Log()
     opt = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -339,7 +339,7 @@ def test_what_is_no_closure_reaches_the_step_as_it_was_given(given: object):
     assert log.events == OPEN + BATCH + CLOSE
 
 
-def test_a_step_whose_closure_came_before_is_left_out():
+def test_a_step_can_be_cancelled_after_its_closure():
     model, x = net(), batches(1)[0]
     opt = torch.optim.LBFGS(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
@@ -457,7 +457,7 @@ def test_two_optimizers_found_by_themselves_make_one_step():
     assert w.n_steps == 3
 
 
-def test_two_players_take_turns():
+def test_the_steps_of_two_players_alternate():
     g, d, log, grads = net(4), net(1), Log(), []
     opt_g, opt_d = sgd(g), sgd(d)
     now = Callback(after_step=lambda self: grads.append(d[0].weight.grad is not None))
@@ -553,13 +553,13 @@ def test_optimizers_that_step_within_the_backward_make_one_step():
 
 
 def test_two_watchers_see_the_same_loop():
-    model, mine, theirs = net(), Log(), Log()
+    model, first, second = net(), Log(), Log()
     opt = sgd(model)
 
-    with watch(model, opt, mine), watch(model, None, theirs):
+    with watch(model, opt, first), watch(model, None, second):
         train(model, opt, 2)
 
-    assert mine.events == theirs.events == OPEN + BATCH * 2 + CLOSE
+    assert first.events == second.events == OPEN + BATCH * 2 + CLOSE
     assert n_hooks(model, opt) == 0
 
 
@@ -590,12 +590,12 @@ def test_an_optimizer_made_later_is_found():
     assert n_hooks(model) == 0
 
 
-def test_the_optimizer_of_another_model_is_not_ours():
+def test_the_optimizer_of_another_model_is_ignored():
     model, other, seen = net(), net(), Seen()
-    theirs = sgd(other)
+    others = sgd(other)
 
     with watch(model, None, seen):
-        train(other, theirs)
+        train(other, others)
         train(model, sgd(model), 1)
 
     assert len(seen.rows) == 1
@@ -828,7 +828,7 @@ def test_training_under_watch_is_bit_identical():
 
 
 def test_the_output_is_not_kept_alive():
-    model, gone = net(), []
+    model, freed = net(), []
     opt = sgd(model)
 
     with watch(model, opt, Log):
@@ -839,24 +839,24 @@ def test_the_output_is_not_kept_alive():
         ref = weakref.ref(out)
         out.sum().backward()
         del out
-        gone.append(ref() is None)
+        freed.append(ref() is None)
         opt.step()
 
-    assert gone == [True]
+    assert freed == [True]
 
 
 # --- the loss
 
 
-def test_the_loss_is_what_was_told():
+def test_the_loss_is_what_was_reported():
     model = net()
     opt = sgd(model)
-    told = []
+    seen = []
 
     with watch(model, opt) as w:
         for i, x in enumerate(batches(4)):
             loss = model(x).pow(2).mean()
-            told.append(loss.item())
+            seen.append(loss.item())
             if i < 2:
                 w.loss(loss)
             loss.backward()
@@ -864,7 +864,7 @@ def test_the_loss_is_what_was_told():
             if i == 2:
                 w.loss(loss.item())
 
-    assert w.losses.tolist()[:3] == pytest.approx(told[:3])
+    assert w.losses.tolist()[:3] == pytest.approx(seen[:3])
     assert w.losses.shape == (4,)
     assert w.losses[3] != w.losses[3]
 
@@ -908,8 +908,8 @@ def test_a_loss_that_the_model_returns_is_found():
     assert w.losses.tolist() == pytest.approx(losses)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_scalar_beside_other_outputs_is_the_loss_only_if_none_is_told(told: bool):
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_scalar_beside_other_outputs_is_the_loss_only_if_none_is_reported(reported: bool):
     """An actor-critic's value is no loss; a language model's `(logits, loss)` is."""
 
     class Critic(nn.Module):
@@ -930,19 +930,19 @@ def test_a_scalar_beside_other_outputs_is_the_loss_only_if_none_is_told(told: bo
             for _ in range(5):
                 logits, value = model(torch.randn(2, 4))
                 values.append(value.item())
-            if told:
+            if reported:
                 w.loss(100.0 + step)
             logits.sum().backward()
             opt.step()
 
-    want = [100, 101, 102] if told else np.array(values).reshape(3, 5).mean(1)
+    want = [100, 101, 102] if reported else np.array(values).reshape(3, 5).mean(1)
     np.testing.assert_allclose(w.losses, want, rtol=1e-5)
 
 
 def test_the_loss_function_can_be_watched():
-    model, losses, told = net(), [], []
+    model, losses, seen = net(), [], []
     opt, mse = sgd(model), nn.MSELoss()
-    cb = Callback(before_step=lambda self: told.append(self.learn.loss.item()))
+    cb = Callback(before_step=lambda self: seen.append(self.learn.loss.item()))
 
     with watch(model, opt, cb, loss_func=mse) as w:
         for x in batches():
@@ -953,11 +953,11 @@ def test_the_loss_function_can_be_watched():
             mse(torch.ones(3), torch.zeros(3))
 
     assert w.losses.tolist() == pytest.approx(losses)
-    assert told == pytest.approx(losses)
+    assert seen == pytest.approx(losses)
     assert len(mse._forward_hooks) == 0
 
 
-def test_a_run_has_what_the_epochs_were_told():
+def test_a_run_has_what_was_reported_of_its_epochs():
     model = net()
     opt = sgd(model)
 
@@ -971,10 +971,10 @@ def test_a_run_has_what_the_epochs_were_told():
         w.info["n_classes"] = 2
         run = w.run_record()
 
-    told = {"valid_loss": 0.5, "accuracy": 1.0, "each": [1.0, 1.0]}
+    reported = {"valid_loss": 0.5, "accuracy": 1.0, "each": [1.0, 1.0]}
     assert run.valid == [
-        {"epoch": 0, "step": 1, "train_loss": 0.5, **told},
-        {"epoch": 1, "step": 3, "train_loss": 1.5, **told},
+        {"epoch": 0, "step": 1, "train_loss": 0.5, **reported},
+        {"epoch": 1, "step": 3, "train_loss": 1.5, **reported},
     ]
     assert type(run.valid[0]["accuracy"]) is float
     assert run.info["n_classes"] == 2
@@ -982,7 +982,7 @@ def test_a_run_has_what_the_epochs_were_told():
     assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
 
 
-def test_what_watch_counts_of_an_epoch_is_not_told():
+def test_what_watch_counts_of_an_epoch_cannot_be_reported():
     model = net()
     opt = sgd(model)
 
@@ -1010,7 +1010,7 @@ def test_a_run_without_losses_says_so():
     assert w.run_record().valid == [{"epoch": 0, "step": w.n_steps - 1}]
 
 
-# --- at the door
+# --- arguments
 
 
 def test_what_is_no_model_is_refused():
@@ -1041,7 +1041,7 @@ def test_what_is_no_callback_is_refused():
         watch(model, sgd(model), print)
 
 
-def test_an_optimizer_of_another_model_is_told():
+def test_an_optimizer_of_another_model_is_warned_of():
     with pytest.warns(HookkitWarning, match="SGD holds none of the parameters of Sequential"):
         watch(net(), sgd(net()))
 
@@ -1076,7 +1076,7 @@ def test_an_unknown_name_shows_the_nearest():
         watch(model, sgd(model), Log).logg  # noqa: B018
 
 
-def test_a_model_that_never_ran_is_told_at_the_first_step():
+def test_a_model_that_never_ran_is_warned_of_at_the_first_step():
     model = net()
     opt = sgd(model)
 
@@ -1087,7 +1087,7 @@ def test_a_model_that_never_ran_is_told_at_the_first_step():
     assert w.n_steps == 1
 
 
-def test_training_without_a_step_is_told_at_the_end():
+def test_training_without_a_step_is_warned_of_at_the_end():
     model = net()
 
     w = watch(model).start()
@@ -1097,7 +1097,7 @@ def test_training_without_a_step_is_told_at_the_end():
         w.stop()
 
 
-def test_steps_of_another_optimizer_than_the_given_one_are_told_at_the_end():
+def test_steps_of_another_optimizer_than_the_given_one_are_warned_of_at_the_end():
     model = net()
     w = watch(model, sgd(model)).start()
     train(model, sgd(model), 2)
@@ -1108,18 +1108,18 @@ def test_steps_of_another_optimizer_than_the_given_one_are_told_at_the_end():
         w.stop()
 
 
-def test_the_repr_tells_where_it_stands():
+def test_the_repr_says_how_far_it_is():
     model = net()
     opt = sgd(model)
     w = watch(model, opt, Log)
-    told = [repr(w)]
+    seen = [repr(w)]
 
     with w:
         train(model, opt)
-        told.append(repr(w))
+        seen.append(repr(w))
 
-    assert told[0] == "Watcher(Sequential: 0 steps in 0 epochs; log; not started)"
-    assert told[1] == "Watcher(Sequential: 3 steps in 1 epoch; log; running)"
+    assert seen[0] == "Watcher(Sequential: 0 steps in 0 epochs; log; not started)"
+    assert seen[1] == "Watcher(Sequential: 3 steps in 1 epoch; log; running)"
 
 
 @pytest.mark.parametrize("loss", ["x", None, {}, [[1.0], [2.0, 3.0]], 1j])
@@ -1139,7 +1139,7 @@ def test_a_loss_that_is_nothing_like_a_number_is_refused(loss: object):
         ({"loss_func": "ce"}, r"loss_func='ce'.*found a str.* Give the loss function"),
         (
             {"loss_func": nn.MSELoss},
-            r"found the class MSELoss.*such as nn\.CrossEntropyLoss",
+            r"found the class MSELoss\. Call the class: MSELoss",
         ),
         ({"each_forward": "yes"}, r"each_forward='yes'.* give True or False"),
         ({"each_forward": None}, "each_forward=None"),
@@ -1160,15 +1160,15 @@ def test_an_optimizer_among_the_callbacks_is_refused():
     assert log.learn is None
 
 
-def stop_told_once(w: Any, warning: str | None) -> None:
+def stop_warning_once(w: Any, warning: str | None) -> None:
     """Stops `w`, which warns so, or not at all; and never again."""
     with nullcontext() if warning is None else pytest.warns(HookkitWarning, match=warning):
         w.stop()
     w.start().stop()
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_loss_function_called_twice_in_a_batch_is_warned_of(reported: bool):
     model, mse = net(), nn.MSELoss()
     opt = sgd(model)
     w = watch(model, opt, loss_func=mse).start()
@@ -1177,15 +1177,17 @@ def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
         loss = mse(y, torch.zeros(5, 2)) + mse(y, torch.ones(5, 2))
         loss.backward()
         opt.step()
-        if told:
+        if reported:
             w.loss(loss)
 
-    stop_told_once(w, None if told else r"MSELoss was called more than once.*w\.loss\(loss\)")
-    if told:
+    stop_warning_once(
+        w, None if reported else r"MSELoss was called more than once.*w\.loss\(loss\)"
+    )
+    if reported:
         assert w.losses[-1] == pytest.approx(loss.item())
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize(
     ("loss_func", "why"),
     [
@@ -1193,7 +1195,7 @@ def test_a_loss_function_called_twice_in_a_batch_is_told(told: bool):
         (nn.MSELoss(), r"MSELoss was not called.*the very object"),
     ],
 )
-def test_a_loss_function_that_is_never_seen_is_told(told, loss_func, why):
+def test_a_loss_function_that_is_never_seen_is_warned_of(reported, loss_func, why):
     model = net()
     opt = sgd(model)
     w = watch(model, opt, loss_func=loss_func).start()
@@ -1201,14 +1203,14 @@ def test_a_loss_function_that_is_never_seen_is_told(told, loss_func, why):
         loss = nn.functional.mse_loss(model(x), torch.zeros(5, 2))
         loss.backward()
         opt.step()
-        if told:
+        if reported:
             w.loss(loss)
 
-    stop_told_once(w, None if told else rf"recorded no loss: {why}")
-    assert np.isfinite(w.losses).tolist() == [told] * 2
+    stop_warning_once(w, None if reported else rf"recorded no loss: {why}")
+    assert np.isfinite(w.losses).tolist() == [reported] * 2
 
 
-def test_steps_that_cease_are_told_at_the_end():
+def test_steps_that_cease_are_warned_of_at_the_end():
     model = net()
     head, whole = sgd(model[2]), sgd(model)
     w = watch(model, head).start()
@@ -1222,7 +1224,7 @@ def test_steps_that_cease_are_told_at_the_end():
 
 
 @pytest.mark.parametrize(("each", "n", "given"), [(1, 3, True), (4, 14, True), (4, 31, False)])
-def test_batches_left_over_at_the_end_are_not_told(each: int, n: int, given: bool):
+def test_batches_without_a_step_at_the_end_are_not_warned_of(each: int, n: int, given: bool):
     model = net()
     opt = sgd(model)
 

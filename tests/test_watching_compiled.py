@@ -1,4 +1,4 @@
-"""`watch` around compiled models: seen from outside the graph, no graph break, or told by name."""
+"""`watch` around compiled models: seen from outside the graph, no graph break, or a warning."""
 
 import pytest
 import torch

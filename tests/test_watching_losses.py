@@ -1,4 +1,4 @@
-"""What the graph of a told loss says: which of PyTorch's losses it is, and what it is given."""
+"""What the graph of a reported loss says: which of PyTorch's losses it is, and what it is given."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("late", [False, True])
-def test_a_told_loss_is_known_by_its_graph(name: str, late: bool):
+def test_a_reported_loss_is_known_by_its_graph(name: str, late: bool):
     loss_of, kind, given = LOSSES[name]
     model = net(3)
     opt = sgd(model)
@@ -52,7 +52,7 @@ def test_a_told_loss_is_known_by_its_graph(name: str, late: bool):
     assert info.get("n_classes") == (3 if kind in ("cross_entropy", "nll_loss") else None)
 
 
-def test_probabilities_before_a_told_cross_entropy_are_found():
+def test_probabilities_before_a_reported_cross_entropy_are_found():
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     opt = sgd(model)
     with watch(model, opt, ActivationStats()) as w:

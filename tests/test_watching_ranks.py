@@ -76,11 +76,11 @@ def test_both_ranks_read_the_records_of_the_whole(tmp_path: Path):
             opt.zero_grad()
     for rank in range(2):
         for case in CASES:
-            mine = seen[rank][case]
-            assert mine["names"] == [*acts.record().names, *params.record().names], case
+            own = seen[rank][case]
+            assert own["names"] == [*acts.record().names, *params.record().names], case
             for key, truth in (
                 ("count", acts.record().value("count", 0)),
                 ("mean", acts.record().value("mean", 0)),
                 ("update", params.record().value("update_norm", 0)),
             ):
-                np.testing.assert_allclose(mine[key], truth, rtol=1e-4, err_msg=f"{case} {key}")
+                np.testing.assert_allclose(own[key], truth, rtol=1e-4, err_msg=f"{case} {key}")

@@ -1,8 +1,8 @@
-"""A GradScaler in a loop that is watched: what a step that it leaves out means for the record.
+"""A GradScaler in a watched loop: what a step that it skips means for the record.
 
-An ordinary optimizer is then not called: the watcher cannot tell it from accumulation, and need
-not, since the weights are the same. The batch counts to the next step's record, once; its gradients
-do not. A fused optimizer is called and leaves the weights: a step that moves nothing.
+An ordinary optimizer is then not called: for the watcher that is accumulation, which is right, since
+the weights are the same. The batch counts for the next step's record, once; its gradients do not. A
+fused optimizer is called and does not change the weights: a step that moves nothing.
 """
 
 import math
@@ -100,10 +100,12 @@ def test_parameters_gradients_are_unscaled_also_if_the_scaler_is_not_given():
     plain, _, _ = train()
     for given in (False, True):
         w, _, _ = train(scaler=scaler_of(), given=given)
-        mine, theirs = w.gradient_stats.record(), plain.gradient_stats.record()
-        rows = [i for i, name in enumerate(mine.names) if "." in name]
+        scaled, unscaled = w.gradient_stats.record(), plain.gradient_stats.record()
+        rows = [i for i, name in enumerate(scaled.names) if "." in name]
 
-        np.testing.assert_allclose(mine.values["rms"][rows], theirs.values["rms"][rows], rtol=1e-3)
+        np.testing.assert_allclose(
+            scaled.values["rms"][rows], unscaled.values["rms"][rows], rtol=1e-3
+        )
         np.testing.assert_allclose(
             w.param_stats.record().values["grad_norm"],
             plain.param_stats.record().values["grad_norm"],
@@ -319,10 +321,10 @@ def test_no_scaler_is_kept_alive_by_what_was_recorded():
     ) as w:
         step_of(model, opt, scaler, torch.randn(BATCH, 4))
 
-    gone = weakref.ref(scaler)
+    ref = weakref.ref(scaler)
     del scaler
 
-    assert gone() is None
+    assert ref() is None
     assert len(w.gradient_stats.record()) == 1
 
 

@@ -36,8 +36,8 @@ def data(n: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def same(a: Record, b: Record) -> None:
     assert (a.names, a.types) == (b.names, b.types)
-    for mine, theirs in (a.steps, b.steps), (a.epochs, b.epochs), (a.iters, b.iters):
-        np.testing.assert_array_equal(mine, theirs)
+    for own, other in (a.steps, b.steps), (a.epochs, b.epochs), (a.iters, b.iters):
+        np.testing.assert_array_equal(own, other)
     assert set(a.values) == set(b.values)
     for key, table in a.values.items():
         np.testing.assert_allclose(table, b.values[key], rtol=1e-6, atol=1e-12, err_msg=key)
@@ -73,12 +73,12 @@ def watched(model: nn.Module, called=None, opt=None, epochs: int = 2):
 
 
 def test_the_records_are_those_of_the_learner():
-    theirs, mine = learned(), watched(net(1))
+    other, own = learned(), watched(net(1))
 
-    same(mine.activations, theirs.activations)
-    same(mine.gradients, theirs.gradients)
-    same(mine.params, theirs.params)
-    np.testing.assert_allclose(mine.losses, theirs.losses, rtol=1e-6)
+    same(own.activations, other.activations)
+    same(own.gradients, other.gradients)
+    same(own.params, other.params)
+    np.testing.assert_allclose(own.losses, other.losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -428,12 +428,12 @@ def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
     opt = sgd(model)
     with watch(model, opt, *cbs):
         train(model, opt, 4)
-    gone = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(opt)]
+    refs = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(opt)]
 
     del model, opt
     gc.collect()
 
-    assert [r() for r in gone] == [None] * 3
+    assert [r() for r in refs] == [None] * 3
     acts, grads, params, _ = cbs
     assert [len(cb.record()) for cb in (acts, grads, params)] == [4] * 3
     assert len(acts.stats[0]) == 2
@@ -534,7 +534,7 @@ def test_a_backward_that_raises_amid_its_steps_ends_the_step_at_the_next_forward
         opts[p].step()
         opts[p].zero_grad()
         if p is model[2].weight and next(fails):
-            raise ValueError("amid")
+            raise ValueError("within")
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
@@ -583,11 +583,11 @@ def test_gradients_are_those_of_the_optimizers_that_step_in_turns(given, each):
     assert len(record) == len(turns)
     for row, full_name in enumerate(record.names):
         player, _, name = full_name.partition(".")
-        mine = [player == turn for turn in turns]
-        norms = [step[name] if on else np.nan for on, step in zip(mine, want, strict=True)]
-        assert ((record.values["update_norm"][row] > 0) == mine).all()
+        own = [player == turn for turn in turns]
+        norms = [step[name] if on else np.nan for on, step in zip(own, want, strict=True)]
+        assert ((record.values["update_norm"][row] > 0) == own).all()
         np.testing.assert_allclose(record.values["grad_norm"][row], norms, rtol=1e-4)
-        np.testing.assert_array_equal(np.isfinite(by_grads.value("rms", full_name)), mine)
+        np.testing.assert_array_equal(np.isfinite(by_grads.value("rms", full_name)), own)
 
 
 def test_an_optimizer_that_never_steps_is_what_the_diagnosis_names():

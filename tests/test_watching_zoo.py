@@ -59,10 +59,10 @@ def test_training_is_the_same_with_and_without(entry: Entry):
                 w.start()
             return
         with w:
-            mine = two_steps(entry, twin, opts[1])
+            own = two_steps(entry, twin, opts[1])
 
     assert w.n_steps == 2
-    assert all(map(torch.equal, truth, mine))
+    assert all(map(torch.equal, truth, own))
     assert all(torch.equal(a, b) for a, b in zip(state(plain), state(twin), strict=True))
     assert n_hooks(twin, opts[1]) == before
     assert len(w.param_stats.record()) == 2

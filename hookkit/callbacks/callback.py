@@ -46,7 +46,7 @@ class Owner:
 
     def __init__(self, runner: Any = None) -> None:
         self.known = runner is not None
-        weak = getattr(type(runner), "holds_callbacks", False)  # else a stand-in, in a test
+        weak = getattr(type(runner), "holds_callbacks", False)  # else a test's own object
         self.get: Callable[[], Any] = weakref.ref(runner) if weak else lambda: runner
 
     def __reduce__(self) -> Any:

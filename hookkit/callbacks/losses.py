@@ -1,7 +1,7 @@
 """Losses: by batch and by optimizer step, which of PyTorch's they are, and what they are given.
 
-Builds on torch alone. Everything is kept on the losses' own device; the host reads it when somebody
-asks. So recording costs about a microsecond a batch and no synchronisation.
+Builds on torch alone. Everything is kept on the losses' own device; the host reads it on
+demand. So recording costs about a microsecond a batch and no synchronisation.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LossHistory:
         self._step, self._now = step, None
 
     def put(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
-        """The batch's loss; a second one, also after the step, takes the place of the first.
+        """The batch's loss; a second one, also after the step, replaces the first.
 
         Args:
             loss: one number, or several, whose mean it is then. Detached, not copied.

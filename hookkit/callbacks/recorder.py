@@ -1,7 +1,7 @@
 """`Recorder`: losses, learning rates and metrics of a run, read from the device only on demand.
 
 Builds on `LossHistory` and `metrics`. Smoothing, averaging by optimizer step and the move to the
-host wait until somebody reads, which at the latest is the end of the epoch.
+host wait until the numbers are read, at the latest at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Recorder(Callback):
         """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure.
 
         Args:
-            skip_start: how many steps to leave out at the beginning.
+            skip_start: how many steps to skip at the beginning.
             with_valid: whether to draw the validation loss.
             ax: draws the loss alone, here; the result is this Axes.
             fig: an empty Figure or SubFigure.

@@ -160,12 +160,12 @@ class CallbackRunner:
     @block
     def removed_cbs(self: R, cbs: Any) -> Iterator[R]:
         """The runner without `cbs` (instances, classes), until the end of the `with`."""
-        gone, before = self._meant(cbs), list(self.cbs)
-        self.remove_cbs(gone)
+        removed, before = self._meant(cbs), list(self.cbs)
+        self.remove_cbs(removed)
         try:
             yield self
         finally:
-            self.add_cbs(gone)
+            self.add_cbs(removed)
             place = {id(cb): i for i, cb in enumerate(before)}  # equal orders run as they stood
             self.cbs = L(sorted(self.cbs, key=lambda cb: place.get(id(cb), len(place))))
             self._forget_order()

@@ -7,7 +7,7 @@ predicting    Passes without learning: `validate` and `get_preds`.
 readout       What one reads of a Learner: callbacks by name, summary, diagnosis, report.
 distributing  Training over several processes, on accelerate's engine: what
               `Learner.distrib_ctx` does.
-checks        What a Learner is given, checked at its door.
+checks        A Learner's arguments, checked.
 saving        Weights and optimizer state, to a file and back: what `Learner.save` and
               `Learner.load` do.
 """

@@ -1,4 +1,4 @@
-"""`ExternalLoop`: a training loop that hookkit does not run, as callbacks see it in `self.learn`.
+"""`ExternalLoop`: the user's own training loop, as callbacks see it in `self.learn`.
 
 Builds on `CallbackRunner`. `LoopHooks` sends it signals (a forward begins, an optimizer has
 stepped, …); `TABLE` says which events follow, by the state that the loop is in. One
@@ -30,7 +30,7 @@ from hookkit.watching.optimizer_groups import OptimizerGroups
 
 
 class ExternalLoop(CallbackRunner):
-    """A training loop that is not ours, as callbacks see it in `self.learn`.
+    """The user's training loop, as callbacks see it in `self.learn`.
 
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
@@ -43,7 +43,7 @@ class ExternalLoop(CallbackRunner):
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
-        n_left_out: steps that a callback's CancelStepException left out.
+        n_left_out: steps that a callback cancelled (CancelStepException).
         aside, dls, n_epoch, accelerator: as in a Learner that has none of them.
         scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
@@ -178,7 +178,7 @@ class ExternalLoop(CallbackRunner):
                 ACTIONS[action](self)
                 if self.state is State.CANCELLED:
                     break
-        except BaseException:  # a callback's: the rest of the actions is left out
+        except BaseException:  # a callback's: the other actions are skipped
             if self.state not in (State.EVAL, State.PAUSED):
                 self.state = State.BATCH if self.training else State.BETWEEN
             raise
@@ -285,7 +285,7 @@ class ExternalLoop(CallbackRunner):
             self._signal(Signal.CLOSE)
 
     def _note_part(self, opt: Optimizer) -> None:
-        """Recorders read the gradients of `opt` now: at `after_step` they may be gone."""
+        """Recorders read the gradients of `opt` now: at `after_step` they may be freed."""
         if self._step_cancelled:
             return
         owned = [p for group in opt.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""`LoopHooks`: where a batch and a step begin and end, in a training loop that is not ours.
+"""`LoopHooks`: where a batch and a step begin and end, in the user's own training loop.
 
 Builds on `hooks.entries` and on PyTorch's step hooks of optimizers, and sends signals to an
 `ExternalLoop`. Two pairs of hooks see everything: forward hooks on the model and on each of its

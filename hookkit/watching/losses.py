@@ -1,4 +1,4 @@
-"""The losses of a loop that is not ours: found in what a model or a loss function returns.
+"""The losses of the user's own loop: found in what a model or a loss function returns.
 
 Builds on `ExternalLoop`, which keeps them; `LossFunctionHook` finds them in a loss function that is
 a module.

@@ -95,14 +95,14 @@ def test_two_of_a_name_for_one_fit_are_both_readable_afterwards() -> None:
 
 
 def test_a_default_callback_that_is_given_takes_the_place_of_the_default() -> None:
-    mine = Recorder(add_time=False)
+    own = Recorder(add_time=False)
 
-    learn = quiet(cbs=iter([mine]))
+    learn = quiet(cbs=iter([own]))
 
-    assert learn.recorder is mine
+    assert learn.recorder is own
     assert [cb.name for cb in learn.cbs] == ["train_eval", "recorder"]
     learn.fit(1)
-    assert len(mine.values) == 1
+    assert len(own.values) == 1
 
 
 def test_completion_lists_callbacks() -> None:
