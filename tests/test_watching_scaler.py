@@ -1,6 +1,6 @@
 """A GradScaler in a watched loop: what a step that it skips means for the record.
 
-An ordinary optimizer is then not called: for the watcher that is accumulation, which is right, since
+An ordinary optimizer is then not called: for the watcher that is accumulation, which is right:
 the weights are the same. The batch counts for the next step's record, once; its gradients do not. A
 fused optimizer is called and does not change the weights: a step that moves nothing.
 """
