@@ -25,7 +25,7 @@ from hookkit.hooks.entries import (
     is_compiling,
     part_at,
 )
-from hookkit.hooks.gradients import GradHooks
+from hookkit.hooks.gradients import GradHooks, Placed, put
 from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves
 
@@ -62,16 +62,8 @@ def attach_backward(
     [tensor(3.)]
     """
     check_hookable(module, "attach_backward")
-    calls = _Calls(fn, leaf, detach, switch or Switch(), thread)
-    handle = Handle()
-    try:
-        # A layer that asks `query is key` must see that: a training stays as it is, bit by bit.
-        GradHooks(calls.begin_inputs, True, each_place=False).put(handle, module, switch)
-        GradHooks(calls.begin_outputs, False, leaf).put(handle, module, switch)
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+    calls = BothGrads(fn, leaf, detach, switch or Switch(), thread)
+    return put(module, calls.entries(module, switch))
 
 
 class _Call:
@@ -83,15 +75,17 @@ class _Call:
         self.task = -1
 
     def begin_pass(self, task: int) -> None:
+        """Empties what an earlier backward pass has brought."""
         self.task, self.fired = task, False
         self.grads: list[list[Tensor | None]] = [[None] * len(side) for side in self.wanted]
 
     def missing(self) -> bool:
+        """Whether a gradient that can come has not come yet."""
         pairs = zip(self.wanted, self.grads, strict=True)
         return any(w and g is None for ws, gs in pairs for w, g in zip(ws, gs, strict=True))
 
 
-class _Calls:
+class BothGrads:
     """The calls of one module. Its entries hold it; the graph holds what it gives, weak to it."""
 
     def __init__(
@@ -101,18 +95,30 @@ class _Calls:
         self.switch, self.thread = switch, thread
         self.open: list[_Call] = []  # calls under way: a module may call itself
 
+    def hooks(self) -> tuple[GradHooks, GradHooks]:
+        """The hooks on the inputs' and on the output's gradients. They hold this."""
+        # A layer that asks `query is key` must see that: a training stays as it is, bit by bit.
+        inputs = GradHooks(self.begin_inputs, True, each_place=False)
+        return inputs, GradHooks(self.begin_outputs, False, self.leaf)
+
+    def entries(self, module: nn.Module, switch: Switch | None) -> list[Placed]:
+        """The entries that `module` needs, each with its place."""
+        return [placed for hooks in self.hooks() for placed in hooks.entries(module, switch)]
+
     def counts(self, module: nn.Module) -> bool:
         """`counts_for`, and a checkpoint's second run: the gradients come from that forward."""
         counted = is_compiling() or in_thread(self.thread)
         return counted or graph_task() != -1 or "_is_replica" in module.__dict__
 
     def begin_inputs(self, module: nn.Module, inputs: Any) -> Receive | None:
+        """Before a forward: what receives the gradients of its inputs."""
         if not self.counts(module):
             return None
         self.open.append(call := _Call(module, leaves(inputs)))
         return _receiver(self, call, 0)
 
     def begin_outputs(self, module: nn.Module, output: Any) -> Receive | None:
+        """After a forward: what receives the gradients of its output."""
         if not self.open or not self.counts(module):
             return None
         call = self.open.pop()
@@ -121,6 +127,7 @@ class _Calls:
         return _receiver(self, call, 1)
 
     def receive(self, call: _Call, side: int, i: int, grad: Tensor) -> None:
+        """Takes one gradient of `call`; calls the function if it was the last."""
         if not self.switch.on:
             return
         if call.task != graph_task():
@@ -145,7 +152,7 @@ class _Calls:
         called(self.fn, module, grad_in, grad_out)
 
 
-def _receiver(calls: _Calls, call: _Call, side: int) -> Receive:
+def _receiver(calls: BothGrads, call: _Call, side: int) -> Receive:
     weak = ref(calls)
 
     def receive(i: int, grad: Tensor) -> None:
@@ -155,6 +162,6 @@ def _receiver(calls: _Calls, call: _Call, side: int) -> Receive:
     return receive
 
 
-def _end_of_pass(calls: _Calls | None, call: _Call) -> None:
+def _end_of_pass(calls: BothGrads | None, call: _Call) -> None:
     if calls is not None and calls.switch.on and not call.fired:
         calls.fire(call)

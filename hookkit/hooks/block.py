@@ -1,4 +1,7 @@
-"""What is said when a block ends: stops, hooks that never fired and why, hints for errors."""
+"""The `with` block of hooks: registering, thread, depth, stop; and what is reported at its end.
+
+What is reported: a stop that was not reached, hooks that never fired and why, hints for errors.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
 from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
+from hookkit.hooks.entries import Switch
 from hookkit.hooks.references import warning_of
-from hookkit.interrupts import Guard
+from hookkit.interrupts import Guard, uninterrupted
 
 if TYPE_CHECKING:
     from hookkit.hooks.hook import Hook
@@ -30,6 +34,7 @@ _MISSED = {
     "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
     "traced": "called only by torch.jit.trace, whose graph has no hooks on gradients; run the "
     "model itself in the block",
+    "no_gradient": "no gradient arrived inside the block",
     "frozen": "nothing that it returns requires a gradient (its parameters and inputs are frozen)",
     "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
 }
@@ -67,20 +72,51 @@ class Stop:
             raise StopForward(self)
 
 
-class Block:
-    """What the hooks of one `with` block share: options, thread, stop, guard, depth."""
+class Block(Switch):
+    """What the hooks of one `with` block share: switch, options, thread, stop, guard, depth.
 
-    __slots__ = ("compiled", "depth", "guard", "options", "owner", "stop", "thread", "warned")
+    Attributes:
+        thread: whose calls are recorded; None records those of all threads. A block sets it to its
+            own thread. A callback sets it for hooks that it leaves in place.
+        depth: how many blocks of these same hooks are open, one inside the other.
+    """
+
+    __slots__ = ("compiled", "depth", "guard", "options", "stop", "thread", "warned")
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self.thread: int | None = None  # None: not in a block, calls of all threads are recorded
-        self.owner: int | None = None  # the thread of a callback's hooks, which stand in no block
+        self.on, self.options = True, options
+        self.thread: int | None = None
         self.stop: Stop | None = None
         self.compiled: dict[int, str] | None = None  # what `compiled_modules` found, once asked
         self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
         self.guard = Guard()
-        self.depth = 0  # of the same hooks entered again inside their own block
+        self.depth = 0
+
+    def enter_all(self, hooks: Sequence[Hook]) -> None:
+        """Enters the block of `hooks`, which are registered again if all of them are removed."""
+        depth = self.depth
+        try:
+            if all([h.removed for h in hooks]):  # noqa: C419
+                for h in hooks:
+                    h._clear()
+                register_all(hooks)
+            self.enter(hooks)
+        except BaseException:
+            if not depth:
+                remove_all(hooks)
+                self.undo()
+            raise
+
+    def exit_all(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
+        """Ends the block, removes `hooks` and reports; True swallows `e`."""
+        self.depth -= 1
+        if self.depth > 0:  # there is another block around it, which goes on
+            return False
+        try:
+            remove_all(hooks)
+        finally:
+            swallowed = self.leave(hooks, e)
+        return swallowed
 
     def enter(self, hooks: Sequence[Hook]) -> None:
         """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
@@ -94,11 +130,6 @@ class Block:
         if FRAMES in sys.modules:
             enter_eager(self)
 
-    def inner(self) -> bool:
-        """Leaves one level; True while there is another around it, which goes on."""
-        self.depth -= 1
-        return self.depth > 0
-
     def undo(self) -> None:
         """Undoes `enter`, also half of it; can be repeated."""
         self.thread, self.stop, self.depth = None, None, 0
@@ -110,13 +141,26 @@ class Block:
         stop = self.stop
         self.undo()
         if e is None:
-            if hooks:
-                _report(hooks, stop)
+            _report(hooks, stop)
         elif isinstance(e, StopForward):
             return e.owner is stop
         elif isinstance(e, (RuntimeError, ValueError)):
             _hint(hooks, e)
         return False
+
+
+@uninterrupted
+def register_all(hooks: Sequence[Hook]) -> None:
+    """Registers each of `hooks` on its module; who calls it removes them if it raises."""
+    for h in hooks:
+        h._register()
+
+
+@uninterrupted
+def remove_all(hooks: Sequence[Hook]) -> None:
+    """Removes each of `hooks` from its module."""
+    for h in hooks:
+        h._remove()
 
 
 # What PyTorch says where a full backward hook is in the way, and what that means.
@@ -148,7 +192,9 @@ def reasons(hooks: Iterable[Hook]) -> dict[str, str]:
 
 
 def _is_silent(h: Hook) -> bool:
-    return not h._traced and (not h._count or h._options.kind in ("grad", "pre_grad"))
+    if h._traced:
+        return False
+    return not h._count or (h._options.keep != "none" and h._options.kind in ("grad", "pre_grad"))
 
 
 def _reason(h: Hook) -> str:
@@ -173,14 +219,16 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
     silent = reasons(hooks)
     if not silent and stop is None:
         return
-    who = hooks[0]._options.who
+    o = hooks[0]._options
+    who = o.who
     texts = [f"{label}: {why}" for label, why in silent.items()]
     few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
     if stop is None:
         run = "loss.backward()" if _NO_BACKWARD in silent.values() else "the model"
+        empty = "Run" if o.keep == "none" else "What they store is None: run"
         text = (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
-            f"What they store is None: run {run} inside the block, or leave them out."
+            f"{empty} {run} inside the block, or leave them out."
         )
     elif stop.waiting:
         text = (
@@ -192,7 +240,7 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
             f"{who}: the model swallowed the stop (a bare `except:` or `except BaseException`), "
             "and the forward ran on. What was stored is right; let StopForward through."
         )
-    warnings.warn(text, NeverFiredWarning, stacklevel=5)
+    warnings.warn(text, NeverFiredWarning, stacklevel=6)
 
 
 def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
@@ -206,7 +254,7 @@ def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
 def warn_if_compiled(h: Hook) -> None:
     """Warns of a hook left in place that compiled code ignores, once it is seen to be empty."""
     module, block = h.module, h._block
-    if h.removed or h._count or h._traced or block.thread is not None or module is None:
+    if h.removed or h._count or h._traced or block.depth or module is None:
         return
     if block.compiled is None:  # code compiled after the hooks were put on has them in it
         block.compiled = compiled_modules()

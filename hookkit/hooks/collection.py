@@ -6,7 +6,7 @@ whatever happens in it; entering them again registers them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import repeat
 from types import TracebackType
 from typing import Any, Self, overload
@@ -17,10 +17,10 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.hooks.block import Block, reasons
-from hookkit.hooks.entries import check_hookable
-from hookkit.hooks.hook import Hook, kind_of, read
-from hookkit.hooks.plain import Plains
+from hookkit.hooks.block import Block, reasons, register_all, remove_all, warn_if_compiled
+from hookkit.hooks.entries import Switch, check_hookable
+from hookkit.hooks.hook import Hook, kind_of
+from hookkit.hooks.reading import read
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
@@ -36,8 +36,6 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     tasks that take turns in one, all.
     """
 
-    _plains: Plains | None = None
-    _hooks: list[Hook] | None = None  # of plain hooks, made when somebody asks for them
     _next: Iterator[Hook] | None = None
     _select: Any = None
 
@@ -70,8 +68,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def _set_up(self, ms: Any, options: Options) -> None:
         self._options, self._block = options, Block(options)
-        names: Sequence[str | None] | None = None
-        leaves: Sequence[str] = ()
+        names: Iterable[str | None] = repeat(None)
+        leaves: Iterable[str] = repeat("")
         if type(ms) is not list or not all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
             self._select = ms if hasattr(ms, "aliases") else None
             found = named_modules_of(ms, options.who)
@@ -79,27 +77,9 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         for m in ms:  # isinstance(m, ScriptModule) is ten times as slow: it has a metaclass
             if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
                 check_hookable(m, options.who)
-        if options.plain and not any(leaves):
-            self._plains = Plains(names, self._block)
-            self._plains.put_on(ms)
-        else:
-            self._make(ms, names, leaves)
-
-    def _make(self, ms: Any, names: Any, leaves: Any) -> None:
-        self._hooks = []
-        try:
-            for m, name, leaf in zip(ms, names or repeat(None), leaves or repeat(""), strict=False):
-                self._hooks.append(Hook.made(m, self._options, self._block, name, leaf))
-        except BaseException:
-            self._take_off()
-            raise
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """The hooks, in order; those of plain options are made when somebody asks for them."""
-        if self._hooks is None:
-            self._hooks = self._plains.hooks() if self._plains is not None else []
-        return self._hooks
+        each = zip(ms, names, leaves, strict=False)
+        self.hooks = [Hook.unregistered(m, options, self._block, n, leaf) for m, n, leaf in each]
+        self._register_or_remove()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,12 +89,19 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def stored(self) -> L:
         """What each hook stored in its last call, in order; None where it was not called."""
-        if self._plains is None and self._options.gather:
+        if self._options.gather:
             return L(read([h._stored() for h in self.hooks], True))
-        if self._plains is None:
-            return L(h.stored for h in self.hooks)
-        bare = self._plains.bare
-        return as_L([h.stored for h in self.hooks] if bare is None else bare)
+        return as_L([h.stored for h in self.hooks])
+
+    @property
+    def n_calls(self) -> dict[str, int]:
+        """How many forward calls each hook has seen, by its name or position; `Hook.n_calls`."""
+        return dict(zip(self.names, (h.n_calls for h in self.hooks), strict=True))
+
+    @property
+    def switch(self) -> Switch:
+        """Its `on` switches all hooks off and on again; they stay registered."""
+        return self._block
 
     @property
     def silent(self) -> dict[str, str]:
@@ -124,61 +111,40 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def removed(self) -> bool:
         """True when no hook is registered."""
-        if self._hooks is None and self._plains is not None:
-            return not self._plains.on
         return all(h.removed for h in self.hooks)
 
     def register(self) -> None:
-        """Puts all hooks on their modules again, or none."""
+        """Registers all hooks on their modules again, or none."""
+        self._register_or_remove()
+
+    def _register_or_remove(self) -> None:
         try:
-            for h in self.hooks:
-                h.register()
+            register_all(self.hooks)
         except BaseException:
-            self._take_off()
+            remove_all(self.hooks)
             raise
 
     @uninterrupted
     def remove(self) -> None:
-        """Takes all hooks off their modules; what was stored stays."""
-        self._take_off()
-
-    def _take_off(self) -> bool:
-        """`remove`; whether each is known to have stored something."""
-        fired = self._plains is not None and self._plains.take_off()
-        for h in self._hooks or ():
-            h._take_off()
-        return fired
+        """Removes all hooks from their modules; what was stored stays."""
+        try:
+            for h in self.hooks if self._options.edit else ():
+                warn_if_compiled(h)
+        finally:
+            remove_all(self.hooks)
 
     def __enter__(self) -> Self:
-        depth = self._block.depth
-        try:
-            if self.removed:
-                for h in self.hooks:
-                    h._clear()
-                self.register()
-            self._block.enter(self._hooks or ())
-        except BaseException:
-            if not depth:
-                self._take_off()
-                self._block.undo()
-            raise
+        self._block.enter_all(self.hooks)
         return self
 
     @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        if self._block.inner():
-            return False
-        fired = False
-        try:
-            fired = self._take_off()
-        finally:
-            swallowed = self._block.leave(() if fired else self.hooks, e)
-        return swallowed
+        return self._block.exit_all(self.hooks, e)
 
     def __len__(self) -> int:
-        return len(self.hooks if self._plains is None else self._plains.calls)
+        return len(self.hooks)
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.hooks)
@@ -225,12 +191,15 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         return [h.name for h in self.hooks if h.name is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the hooks one by one, which know how to be copied.
+        """For copies and pickles. Of removed hooks no selection, which holds the modules."""
+        chosen = None if self.removed else self._select
+        return {"_options": self._options, "hooks": self.hooks, "_select": chosen}
 
-        Of removed ones no selection, which holds the modules.
-        """
-        hooks, chosen = self.hooks, None if self.removed else self._select
-        return {**self.__dict__, "_hooks": hooks, "_plains": None, "_next": None, "_select": chosen}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._block = Block(self._options)
+        for h in self.hooks:
+            h._join(self._block)
 
     def __repr__(self) -> str:
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
@@ -242,7 +211,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
 
 def as_L(items: list[Any]) -> L:
-    """An `L` of this very list. `L(items)` looks at it from all sides first, for 20 µs."""
+    """An `L` of this very list; `L(items)` would inspect it first, for 20 µs."""
     new = L.__new__(L)
     new.items = items
     return new

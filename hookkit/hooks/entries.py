@@ -20,7 +20,8 @@ value at a path (`part_at`), and whether a replacement has the structure of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -201,56 +202,60 @@ class HookEntry:
             return None if owner is None else HookEntry(getattr(owner, f.__name__), edit=True)
         return HookEntry(f, edit=True)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script alone asks a hook for its name; this error is what it shows.
+        raise AttributeError(
+            "hookkit: torch.jit.script compiles a module's hooks with it, and cannot compile those "
+            "of hookkit. Script the model before they are registered, or after they were removed."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HookEntry:
-        return HookEntry(None, edit=self.edit, keeps_output=False)
+        return HookEntry(None, edit=self.edit, keeps_output=self.keeps_output)
 
     def __reduce__(self) -> Any:
-        return HookEntry, (None, None, self.edit, False)
+        return HookEntry, (None, None, self.edit, self.keeps_output)
 
 
 class Handle:
-    """Removes entries from their modules, which it holds weakly.
+    """Removes entries from their modules. Holds both weakly.
 
     It exists before its entries are registered, so an interrupt cannot leave one without a handle.
+    Copied or pickled together with the modules, it is a handle of the copied entries.
     """
 
-    __slots__ = ("_handles", "entries")
+    __slots__ = ("_registered",)
 
     def __init__(self) -> None:
-        self.entries: list[HookEntry] = []
-        self._handles: list[RemovableHandle] = []
+        self._registered: list[tuple[RemovableHandle, ref[HookEntry]]] = []
+
+    @property
+    def entries(self) -> list[HookEntry]:
+        """What is registered, in the order in which it was."""
+        return [entry for _, weak in self._registered if (entry := weak()) is not None]
 
     @uninterrupted
-    def put(
-        self,
-        module: nn.Module,
-        entry: HookEntry,
-        *,
-        pre: bool = False,
-        prepend: bool = False,
-        always_call: bool = False,
-    ) -> None:
-        """Registers `entry` on `module`: after the forward, or before it (`pre`).
+    def put(self, module: nn.Module, entry: HookEntry, where: str = "after") -> None:
+        """Registers `entry` on `module`, as `put_all` does."""
+        self.put_all(module, [(entry, where)])
+
+    def put_all(self, module: nn.Module, entries: Iterable[tuple[HookEntry, str]]) -> None:
+        """Registers each of `entries` on `module`; called in an `uninterrupted` function.
 
         Args:
             module: any module that `check_hookable` passes.
-            entry: not registered yet.
-            pre: as a forward-pre hook.
-            prepend: before the hooks that are there, instead of after them.
-            always_call: also after a forward that raised; not for `pre`.
+            entries: each with the place where it goes: `"after"` the forward (behind the hooks
+                that are there), `"first after"` it (before them), `"always after"` it (also if it
+                raised), `"before"` it, `"first before"` it, or `"backward"` (PyTorch's full
+                backward hook).
         """
-        # PyTorch puts the hook into its dict before the note that it wants keyword inputs, and
-        # another thread may call the module in between: the entry does nothing until both are set.
-        callback, entry.callback = entry.callback, None
-        self.entries.append(entry)
-        if pre:
-            handle = module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
-        else:
-            handle = module.register_forward_hook(
-                entry, prepend=prepend, with_kwargs=True, always_call=always_call
-            )
-        self._handles.append(handle)
-        entry.callback = callback
+        for entry, where in entries:
+            # PyTorch puts a hook into its dict before the note that it wants keyword inputs, and
+            # another thread may call the module in between: the entry does nothing until then.
+            callback, entry.callback = entry.callback, None
+            handle = _REGISTER[where](module, entry)
+            self._registered.append((handle, ref(entry)))
+            entry.callback = callback
 
     @uninterrupted
     def remove(self) -> None:
@@ -258,10 +263,40 @@ class Handle:
 
         Can be called any number of times.
         """
-        for entry in self.entries:
-            entry.callback = None
-        for handle in self._handles:
+        self.remove_all()
+
+    def remove_all(self) -> None:
+        """As `remove`; called in an `uninterrupted` function."""
+        for handle, weak in self._registered:
+            entry = weak()
+            if entry is not None:
+                entry.callback = None
             handle.remove()
+        self._registered.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        # PyTorch's handle refers to the copied module's dicts in its copy
+        pairs = [(handle, weak()) for handle, weak in self._registered]
+        return _handle_of(copy.deepcopy(pairs, memo))
+
+    def __reduce__(self) -> Any:
+        return _handle_of, ([(handle, weak()) for handle, weak in self._registered],)
+
+
+def _handle_of(pairs: Iterable[tuple[RemovableHandle, HookEntry | None]]) -> Handle:
+    handle = Handle()
+    handle._registered = [(removable, ref(entry)) for removable, entry in pairs if entry]
+    return handle
+
+
+_REGISTER: dict[str, Callable[[nn.Module, HookEntry], RemovableHandle]] = {
+    "after": lambda m, e: m.register_forward_hook(e, with_kwargs=True),
+    "first after": lambda m, e: m.register_forward_hook(e, prepend=True, with_kwargs=True),
+    "always after": lambda m, e: m.register_forward_hook(e, with_kwargs=True, always_call=True),
+    "before": lambda m, e: m.register_forward_pre_hook(e, with_kwargs=True),
+    "first before": lambda m, e: m.register_forward_pre_hook(e, prepend=True, with_kwargs=True),
+    "backward": lambda m, e: m.register_full_backward_hook(e),
+}
 
 
 _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
@@ -307,7 +342,8 @@ def attach(
         fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
         pre: calls `fn(module, args, kwargs)` before the forward instead.
         prepend: before the hooks that are there, instead of after them.
-        always_call: also after a forward that raised; `output` is then None. Not for `pre`.
+        always_call: also after a forward that raised; `output` is then None. Neither with `pre`
+            nor with `prepend`.
         edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
             `(args, kwargs)`. Without it the result is ignored.
         switch: `fn` is called only while it is on; one switch can serve many hooks.
@@ -331,8 +367,9 @@ def attach(
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
     entry, handle = HookEntry(fn, switch, edit, keeps_output), Handle()
+    where = "always after" if always_call else ("first " * prepend) + ("before" if pre else "after")
     try:
-        handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
+        handle.put(module, entry, where)
     except BaseException:
         handle.remove()
         raise

@@ -20,7 +20,7 @@ earlier do not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -56,6 +56,15 @@ def _prepare() -> None:
         disable: Any = torch.compiler.disable
         _outside = disable(lambda f, *seen: f(*seen), reason=why)
 
+
+Placed = tuple[HookEntry, str]
+_PLACES = {
+    "before": "before",
+    "first": "first after",
+    "after": "after",
+    "take": "before",
+    "give": "first after",
+}
 
 # Entries of `versions` and `aliases` are not removed call by call, since modules call themselves; a
 # stale one costs an alias. So many are kept at most.
@@ -99,15 +108,14 @@ class GradHooks:
         self.versions: dict[int, int] = {}
         self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
-    def put(self, handle: Handle, module: nn.Module, switch: Switch | None = None) -> None:
-        """Registers what is needed on `module`."""
+    def entries(self, module: nn.Module, switch: Switch | None = None) -> list[Placed]:
+        """The entries that `module` needs, each with its place."""
         _prepare()
         first = not self.inputs and keeps_output(module)
-        for callback in self.callbacks(first):
-            entry = HookEntry(callback, switch, edit=True, keeps_output=False)
-            name = callback.__name__
-            pre, prepend = name in ("before", "take"), name in ("first", "give")
-            handle.put(module, entry, pre=pre, prepend=prepend)
+        return [
+            (HookEntry(callback, switch, edit=True, keeps_output=False), _PLACES[callback.__name__])
+            for callback in self.callbacks(first)
+        ]
 
     def callbacks(self, first: bool) -> list[Callable[..., Any]]:
         """What the entries call, in the order in which they are registered."""
@@ -283,13 +291,15 @@ def attach_grads(
     cannot see it: it must hold what records weakly. See `GradHooks` for the arguments.
     """
     check_hookable(module, "attach_grads")
-    return _put(GradHooks(begin, inputs, leaf, each_place), module, switch)
+    return put(module, GradHooks(begin, inputs, leaf, each_place).entries(module, switch))
 
 
-def _put(hooks: GradHooks, module: nn.Module, switch: Switch | None) -> Handle:
+def put(module: nn.Module, entries: Iterable[Placed]) -> Handle:
+    """A handle of `entries`, all of them registered on `module`, or none."""
     handle = Handle()
     try:
-        hooks.put(handle, module, switch)
+        for entry, where in entries:
+            handle.put(module, entry, where)
     except BaseException:
         handle.remove()
         raise
@@ -342,4 +352,4 @@ def attach_grad(
 
     hooks = GradHooks(begin, inputs)
     on_module = ref(hooks)  # the entries hold it, until they are removed
-    return _put(hooks, module, None)
+    return put(module, hooks.entries(module))

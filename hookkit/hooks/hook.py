@@ -1,14 +1,20 @@
 """`Hook`: one module, one function, and what it stored.
 
-The module holds the hook (through its dispatchers), the hook holds the module weakly. A `with`
-block records the calls of its own thread; a hook that is simply left in place records all.
+The module holds the hook, through its `HookEntry`; the hook holds both weakly. They are two objects
+since a copy must know how it was reached: through the module's dict, where it is a guest that does
+nothing, or through a module that owns the hook, where it works. A `with` block records the calls of
+its own thread; a hook that is left in place records those of all threads.
+
+The fast path, in `_after`, serves `with hook_outputs(layers)`: what it costs is mostly the objects
+that it makes, in a cache that the model has just emptied. `calls` does everything else.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 from weakref import ref
@@ -17,16 +23,44 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from hookkit import ranks
 from hookkit.checks import OfLast, check_flag
 from hookkit.errors import HookError, OptionError
-from hookkit.hooks.block import Block, warn_if_compiled, warn_of_references
-from hookkit.hooks.entries import Dispatcher, brief, check_hookable
-from hookkit.hooks.gradients import GradState, grad_dispatchers
-from hookkit.hooks.observing import Backward, BackwardCheck, Forward, Grads, Pre, begin
-from hookkit.hooks.snapshot import Kept, Kind, Options, Storer
+from hookkit.hooks import calls
+from hookkit.hooks.backward import BothGrads
+from hookkit.hooks.block import Block, warn_if_compiled
+from hookkit.hooks.calls import Grads
+from hookkit.hooks.entries import (
+    Handle,
+    HookEntry,
+    Switch,
+    brief,
+    check_hookable,
+    graph_task,
+    is_tracing,
+)
+from hookkit.hooks.gradients import GradHooks, Placed
+from hookkit.hooks.reading import Stored, read
+from hookkit.hooks.snapshot import (
+    Kept,
+    Kind,
+    Options,
+    Storer,
+    is_transforming,
+    lazy_clone,
+    owned,
+    snapshot,
+)
 from hookkit.interrupts import uninterrupted
 from hookkit.nested import describe, is_path
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
+is_grad_enabled = torch.is_grad_enabled
+is_inference_mode = torch.is_inference_mode_enabled
+# Private: `torch._C._set_grad_enabled`, which torch.set_grad_enabled calls (since 1.0). The public
+# context managers cost ten times as much, at each captured layer; they are the fallback.
+set_grad_enabled: Callable[[bool], Any] = getattr(
+    torch._C, "_set_grad_enabled", torch.set_grad_enabled
+)
 
 
 class Hook:
@@ -48,10 +82,11 @@ class Hook:
         pre: before the forward instead of after it.
         edit: what `hook_func` returns (unless None) replaces the output (pre: the inputs, as one
             value, a tuple or `Inputs`; backward: `grad_input`). Of another structure it raises.
-        keep: `"last"` call, or `"all"` calls, in `.calls`.
+        keep: `"last"` call, `"all"` calls, in `.calls`, or `"none"`: no tensor is stored, which is
+            what edits are made of.
         clone: None stores a snapshot (live tensors with `detach=False`); True clones; False
             stores the live tensor, and reading one that was overwritten since warns (torch does
-            not tell what was written through `.data` or numpy).
+            not notice what is written through `.data` or numpy).
         dtype: floating point tensors are stored as this.
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
         name: what messages call the module.
@@ -69,19 +104,29 @@ class Hook:
     ((4, 3), 1)
     """
 
-    _count = 0
-    _last: Any = None
-    _all: list[Any] | None = None
-    _missed: str | None = None  # why calls were not recorded, for the report
-    _traced = False
-    _block: Block
-    _muted: list[Any] | None = None
-    _placed: Sequence[ref[Dispatcher]] = ()  # what is on the module
+    __slots__ = (
+        "__weakref__",
+        "_all",
+        "_block",
+        "_count",
+        "_fast",
+        "_handle",
+        "_last",
+        "_missed",
+        "_module",
+        "_options",
+        "_traced",
+        "_waiting",
+        "leaf",
+        "name",
+        "removed",
+    )
+
+    _all: list[Any] | None
+    _last: Any
+    _missed: str | None  # why calls were not recorded, for the report
     _module: Callable[[], nn.Module | None]
     _waiting: deque[Grads]
-    name: str | None
-    leaf = ""
-    removed = True
 
     def __init__(
         self,
@@ -109,23 +154,47 @@ class Hook:
                 f"Hook: leaf={leaf!r} is no path into what a module gives. Write it as [0], .name "
                 "or ['key'], or one after the other."
             )
-        self._revive(m, o, name, leaf)
-        self.register()
+        self._set_up(m, o, Block(o), name, leaf)
+        self._register_or_remove()
 
     @classmethod
-    def made(
-        cls, m: nn.Module, options: Options, block: Block, name: str | None = None, leaf: str = ""
-    ) -> Hook:
-        """A registered hook with these `options`, on a module that `check_hookable` has passed."""
-        hook = cls.__new__(cls)
-        hook._revive(m, options, name, leaf, block)
-        hook.register()
+    def made(cls, m: nn.Module, options: Options) -> Hook:
+        """A registered hook with these `options`."""
+        check_hookable(m, options.who)
+        hook = cls.unregistered(m, options, Block(options))
+        hook._register_or_remove()
         return hook
+
+    @classmethod
+    def unregistered(
+        cls,
+        m: nn.Module | None,
+        options: Options,
+        block: Block,
+        name: str | None = None,
+        leaf: str = "",
+    ) -> Hook:
+        """A hook that is on no module yet; `m` is one that `check_hookable` has passed."""
+        hook = cls.__new__(cls)
+        hook._set_up(m, options, block, name, leaf)
+        return hook
+
+    def _set_up(
+        self, m: nn.Module | None, options: Options, block: Block, name: str | None, leaf: str
+    ) -> None:
+        self._module = _gone if m is None else ref(m)
+        self._options, self._block, self.name, self.leaf = options, block, name, leaf
+        self._fast, self.removed, self._handle = options.plain and not leaf, True, Handle()
+        self._clear()
 
     # -- life ---------------------------------------------------------------------------------
 
+    @uninterrupted
     def register(self) -> None:
-        """Puts the hook on its module; nothing if it is there."""
+        """Registers the hook on its module; nothing if it is there."""
+        self._register()
+
+    def _register(self) -> None:
         if not self.removed:
             return
         module = self._module()
@@ -134,89 +203,140 @@ class Hook:
                 f"{self._options.who}: the module of this hook is gone. Make a new hook."
             )
         self._block.compiled = None  # a model may have been compiled since
-        calls = self._dispatchers(module)
+        self.removed = False
+        self._handle.put_all(module, self._entries(module))
+
+    def _register_or_remove(self) -> None:
         try:
-            self._placed, self.removed = [ref(call) for call in calls], False
-            for call in calls:
-                call.put_on(module)
+            self.register()
         except BaseException:
-            self._take_off()
+            self.remove()
             raise
 
-    def _dispatchers(self, module: nn.Module) -> tuple[Dispatcher, ...]:
-        kind = self._options.kind
-        if kind == "forward":
-            return (Forward(self),)
-        if kind == "pre":
-            return (Pre(self),)
-        if kind == "backward":
-            return BackwardCheck(self), Backward(self)
-        return grad_dispatchers(self._grad_state(), kind == "pre_grad", module)
+    def _entries(self, module: nn.Module) -> list[Placed]:
+        """What goes on `module`, each entry with its place."""
+        o, block = self._options, self._block
+        if o.kind == "forward":
+            return [(HookEntry(self._after, block, o.edit, o.edit or not o.detach), "after")]
+        if o.kind == "pre":
+            return [(HookEntry(self._before, block, o.edit), "before")]
+        if o.kind == "backward":
+            check = HookEntry(self._check_output, block, False, False)
+            return [(check, "after"), (HookEntry(self._backward, block, o.edit), "backward")]
+        if o.kind == "both":
+            return self._both_grads().entries(module, block)
+        return self._grad_hooks().entries(module, block)
 
-    def _grad_state(self) -> GradState:
-        return GradState(lambda m, x: begin(self, m, x), self.leaf)
+    def _callbacks(self, n: int) -> list[Callable[..., Any]]:
+        """What the `n` entries of a copied module are to call, in their order."""
+        kind = self._options.kind
+        if kind in ("forward", "pre"):
+            return [self._after if kind == "forward" else self._before]
+        if kind == "backward":
+            return [self._check_output, self._backward]
+        if kind == "both":
+            inputs, outputs = self._both_grads().hooks()
+            return [*inputs.callbacks(False), *outputs.callbacks(n > 4)]
+        return self._grad_hooks().callbacks(n > 2)
+
+    def _grad_hooks(self) -> GradHooks:
+        return GradHooks(self._begin, self._options.kind == "pre_grad", self.leaf)
+
+    def _both_grads(self) -> BothGrads:
+        block, detach = self._block, self._options.detach
+        return BothGrads(self._both, self.leaf, detach, block, block.thread)
 
     @uninterrupted
     def remove(self) -> None:
-        """Takes the hook off its module; what was stored stays. Nothing if it is off already."""
-        self._take_off()
+        """Removes the hook from its module; what was stored stays. Nothing if it is removed."""
+        try:
+            if self._options.edit:
+                warn_if_compiled(self)
+        finally:
+            self._remove()
 
-    def _take_off(self) -> None:
-        if self.removed:
-            return
-        module = self._module()
-        for call in self._on_module():
-            call.take_off(module)
-        self._muted, self._placed, self.removed = None, (), True
-
-    def _on_module(self) -> list[Dispatcher]:
-        """Held weakly, as the dispatchers hold the hook: what it stores must not need the gc."""
-        return [call for weak in self._placed if (call := weak()) is not None]
-
-    def listen(self, on: bool) -> None:
-        """Has a registered hook answer, or keep still until told otherwise; what is stored stays.
-
-        Nothing is registered or removed, so a compiled model has two graphs at most.
-        """
-        if not on and self._muted is None:
-            self._muted = [call.target for call in self._on_module()]
-            for call in self._on_module():
-                call.target = None
-        elif on and self._muted is not None:
-            for call, target in zip(self._on_module(), self._muted, strict=False):
-                call.target = target
-            self._muted = None
+    def _remove(self) -> None:
+        self._handle.remove_all()
+        self.removed = True
+        module = self._module() if self._options.kind == "backward" else None
+        if module is not None and not module._backward_hooks:
+            # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook and
+            # never resets it (since 1.8). Without this line the module would go on refusing
+            # backward hooks of the old sort after ours is gone.
+            module._is_full_backward_hook = None
 
     def _clear(self) -> None:
         self._count, self._last, self._missed, self._traced = 0, None, None, False
         self._all = [] if self._options.keep == "all" else None
-        self._waiting = deque(maxlen=256)
+        if not self._fast:
+            self._waiting = deque(maxlen=256)
 
     def __enter__(self) -> Self:
-        depth = self._block.depth
-        try:
-            if self.removed:
-                self._clear()
-                self.register()
-            self._block.enter([self])
-        except BaseException:
-            if not depth:
-                self._take_off()
-                self._block.undo()
-            raise
+        self._block.enter_all([self])
         return self
 
     @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        if self._block.inner():
-            return False
+        return self._block.exit_all([self], e)
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the forward. First the fast path: a snapshot of one tensor, and nothing more."""
+        thread = self._block.thread
+        if (
+            not self._fast
+            or type(output) is not Tensor
+            or is_dynamo_compiling()
+            or graph_task() != -1
+            or is_transforming()
+            or is_tracing()
+            or (thread is not None and thread != get_ident())
+        ):
+            return calls.after(self, module, args, kwargs, output)
+        self._count += 1
+        o, recording = self._options, is_grad_enabled()
+        inference = not recording and is_inference_mode()
+        if o.live or inference or not output.is_cpu or output._is_view():
+            self._last = Storer(o, owned(module, args, kwargs)).keep(output)
+            return None
+        if output.is_leaf and (
+            output.is_quantized
+            or module._buffers
+            or kwargs
+            or args[1:]
+            or not args
+            or output is args[0]
+        ):
+            self._last = snapshot(output, owned(module, args, kwargs))
+            return None
         try:
-            self._take_off()
+            if recording:  # half the cost of output.detach(), and one tensor less
+                set_grad_enabled(False)
+            self._last = lazy_clone(output)
+        except RuntimeError:  # from_numpy, shared memory, sparse
+            self._last = snapshot(output)
         finally:
-            swallowed = self._block.leave([self], e)
-        return swallowed
+            if recording:
+                set_grad_enabled(True)
+        return None
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return calls.before(self, module, args, kwargs)
+
+    def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        return calls.backward(self, module, grad_input, grad_output)
+
+    def _check_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.check_output(self, output)
+
+    def _begin(self, module: nn.Module, x: Any) -> Any:
+        return calls.begin(self, module, x)
+
+    def _both(self, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        calls.both(self, module, grad_inputs, grad_outputs)
 
     def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
         """Calls `hook_func(m, i, o)` as PyTorch does, and stores what it returns.
@@ -240,14 +360,24 @@ class Hook:
         kind, args, kwargs = self._options.kind, i, getattr(i, "kwargs", {})
         if not isinstance(i, tuple):
             args = (i,)
+        new = None
         if kind == "forward":
-            return Forward(self)(m, args, kwargs, o)
-        if kind == "pre":
-            return Pre(self)(m, args, kwargs)
-        if kind == "backward":
-            return Backward(self)(m, i, o)
-        self._keep(Storer(self._options).keep(i if kind == "pre_grad" else o))
-        return None
+            new = self._after(m, args, kwargs, o)
+        elif kind == "pre":
+            new = self._before(m, args, kwargs)
+        elif kind == "backward":
+            new = self._backward(m, i, o)
+        else:
+            self._keep(Storer(self._options).keep(i if kind == "pre_grad" else o))
+        return new
+
+    def for_copy(self) -> Hook | None:
+        """A hook that edits as this one does and stores nothing, for a copy of its module."""
+        if self._block.thread not in (None, get_ident()):
+            return None
+        o = copy.copy(self._options)
+        object.__setattr__(o, "keep", "none")
+        return type(self).unregistered(None, o, Block(o), self.name, self.leaf)
 
     # -- what is stored -----------------------------------------------------------------------
 
@@ -278,6 +408,11 @@ class Hook:
         return self
 
     @property
+    def switch(self) -> Switch:
+        """Its `on` switches the hook off and on again, which stays registered."""
+        return self._block
+
+    @property
     def module(self) -> nn.Module | None:
         """The hooked module, or None if it is gone."""
         return self._module()
@@ -294,7 +429,7 @@ class Hook:
             return last  # the fast path stores it bare
         return read([self._stored()], self._options.gather)[0]
 
-    def _stored(self) -> _Stored:
+    def _stored(self) -> Stored:
         """The last call's value, for `read`."""
         if self._last is None:
             warn_if_compiled(self)
@@ -331,7 +466,7 @@ class Hook:
                 "compiled graph, which keeps only the last value. Run it in a `with` block."
             )
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: Kept | None) -> None:
         self._last = kept
         self._count += 1
         if self._all is not None:
@@ -341,6 +476,9 @@ class Hook:
         """What the hook stores, in words that are the same on all ranks."""
         name = type(self._module()).__name__ if self.name is None else f"'{self.name}'"
         return f"{_WHAT[self._options.kind]} of {name}{self.leaf}"
+
+    def _words(self) -> str:
+        return self.label
 
     @property
     def label(self) -> str:
@@ -357,7 +495,7 @@ class Hook:
         return f"Hook({self.label}, {seen}{', removed' if self.removed else ''})"
 
     def _held(self) -> str:
-        """What is stored, in words; gradients fill in later and are not told."""
+        """What is stored, in words; not of gradients, which are filled in later."""
         if self._last is None or isinstance(self._last, Grads):
             return ""
         return describe(self._last.value if isinstance(self._last, Kept) else self._last)
@@ -365,81 +503,45 @@ class Hook:
     # -- copies -------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        """A hook on the copy of its module, if that is being copied too; else one that is off."""
+        """A hook on the copy of its module, if that is being copied too; else a removed one."""
         module = self._module()
-        live = bool(memo) and not self.removed and module is not None
+        on = bool(memo) and not self.removed and module is not None
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        options = copy.copy(self._options)
-        object.__setattr__(options, "hook_func", copy.deepcopy(options.hook_func, memo))
-        new._revive(copy.deepcopy(module, memo) if live else None, options, self.name, self.leaf)
-        return new._take_over([copy.deepcopy(c, memo) for c in self._on_module()] if live else [])
+        o = copy.copy(self._options)
+        object.__setattr__(o, "hook_func", copy.deepcopy(o.hook_func, memo))
+        new._set_up(copy.deepcopy(module, memo) if on else None, o, Block(o), self.name, self.leaf)
+        return new._take_over(copy.deepcopy(self._handle, memo) if on else None)
 
     def __reduce__(self) -> Any:
         """No activations; the module only while the hook is on it, for a module that owns one."""
         module = None if self.removed else self._module()
-        o, placed = self._options, self._on_module()
-        return _unpickled, (type(self), module, o, self.name, self.leaf, placed)
+        handle = None if module is None else self._handle
+        return _unpickled, (type(self), module, self._options, self.name, self.leaf, handle)
 
-    def _revive(
-        self,
-        m: nn.Module | None,
-        options: Options,
-        name: str | None,
-        leaf: str,
-        block: Block | None = None,
-    ) -> None:
-        self._block = block or Block(options)
-        self._module = _gone if m is None else ref(m)
-        self._options, self.name, self.leaf = options, name, leaf
-        if not options.plain:
-            self._clear()
-
-    def _take_over(self, placed: Sequence[Dispatcher]) -> Hook:
-        """Makes the inert dispatchers of a copied module call this hook."""
-        by_grad = self._options.kind in ("grad", "pre_grad")
-        target = self._grad_state() if by_grad else self
-        for call in placed:
-            call.target = target
-        self._placed, self.removed = [ref(call) for call in placed], not placed
+    def _take_over(self, handle: Handle | None) -> Hook:
+        """Makes the entries of a copied module call this hook."""
+        if handle is not None:
+            self._handle, self.removed = handle, False
+            self._join(self._block)
         return self
 
+    def _join(self, block: Block) -> None:
+        """Has the hook share `block` with others, after a copy."""
+        self._block = block
+        entries = self._handle.entries
+        for entry, callback in zip(entries, self._callbacks(len(entries)), strict=bool(entries)):
+            entry.callback, entry.switch = callback, block
 
-_Stored = tuple[Hook, Kept | Grads | None, str]  # the last is which call, in words
+
 _WHAT: dict[Kind, str] = {
     "forward": "the output",
     "pre": "the inputs",
     "grad": "the gradient",
     "pre_grad": "the gradient of the inputs",
     "backward": "what the backward hook gave",
+    "both": "what the backward hook gave",
 }
-
-
-def read(stored: Sequence[_Stored], gather: bool) -> list[Any]:
-    """The values of `stored`; with `gather`, over all ranks, which have to read the same."""
-    values = list(map(_own, stored))
-    todo = [i for i, (_, kept, _) in enumerate(stored) if kept is None or not kept.whole]
-    if gather and todo:
-        names = [stored[i][0]._over_ranks() + stored[i][2] for i in todo]
-        for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
-            values[i], kept = value, stored[i][1]
-            if isinstance(kept, Kept):
-                kept.value, kept.whole = value, True
-            elif kept is not None:
-                kept.whole = value
-    return values
-
-
-def _own(stored: _Stored) -> Any:
-    """What this rank stored."""
-    hook, kept, _ = stored
-    if isinstance(kept, Grads):
-        return kept.whole or tuple(k and k.read(hook._options.who, hook) for k in kept.kept)
-    if kept is None:
-        return None
-    if kept.references and "reference" not in hook._block.warned:
-        warn_of_references(hook, kept.references)
-    return kept.read(hook._options.who, hook)
 
 
 def _gone() -> None:
@@ -447,20 +549,20 @@ def _gone() -> None:
 
 
 def _unpickled(
-    kind: type[Hook], module: nn.Module | None, o: Options, name: Any, leaf: str, placed: Any
+    cls: type[Hook], module: nn.Module | None, o: Options, name: Any, leaf: str, handle: Any
 ) -> Hook:
-    hook = kind.__new__(kind)
-    hook._revive(module, o, name, leaf)
-    return hook._take_over([] if module is None else placed)
+    hook = cls.__new__(cls)
+    hook._set_up(module, o, Block(o), name, leaf)
+    return hook._take_over(handle)
 
 
 def kind_of(who: str, is_forward: bool, pre: bool) -> Kind:
-    """The kind of hook that `is_forward` and `pre` ask for."""
+    """The kind of hook that `is_forward` and `pre` mean."""
     pre = check_flag(who, "pre", pre)
     is_forward = check_flag(who, "is_forward", is_forward)
     if pre and not is_forward:
         raise OptionError(
-            f"{who}: pre=True is for forward hooks, and is_forward=False asks for a backward one. "
+            f"{who}: pre=True is for forward hooks, and is_forward=False makes a backward one. "
             "Use hook_input(module, grad=True) for the gradients of inputs."
         )
     return "pre" if pre else "forward" if is_forward else "backward"

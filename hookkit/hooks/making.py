@@ -10,11 +10,8 @@ from torch import nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import ArgumentError
-from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks, Modules
-from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.hook import Hook
-from hookkit.hooks.plain import Plains
 from hookkit.hooks.snapshot import BY_NAME, Kind, Options
 
 # Options are values; making the same ones for each `with` block would cost 2 µs.
@@ -32,20 +29,6 @@ def _options(*values: Any) -> Options:
 
 _PLAIN = Options("hook_outputs")
 _LAST = "last"  # Python has one of it
-
-
-def hooked(module: nn.Module, options: Options) -> Hook:
-    """One registered hook with these `options`."""
-    check_hookable(module, options.who)
-    if options.plain:
-        plains = Plains(None, Block(options))
-        try:
-            plains.put_on([module])
-            return plains.hooks()[0]
-        except BaseException:
-            plains.take_off()
-            raise
-    return Hook.made(module, options, Block(options))
 
 
 def hook_output(
@@ -79,7 +62,7 @@ def hook_output(
     """
     kind: Kind = "grad" if check_flag("hook_output", "grad", grad, BY_NAME) else "forward"
     o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    return hooked(module, o)
+    return Hook.made(module, o)
 
 
 def hook_outputs(
@@ -138,7 +121,7 @@ def hook_input(
     """
     kind: Kind = "pre_grad" if check_flag("hook_input", "grad", grad, BY_NAME) else "pre"
     o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
-    return hooked(module, o)
+    return Hook.made(module, o)
 
 
 def hook_inputs(

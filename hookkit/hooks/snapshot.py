@@ -22,7 +22,7 @@ from hookkit.hooks.entries import is_compiling, is_tracing, untraced
 from hookkit.hooks.references import Reference, references
 from hookkit.nested import leaves, tmap
 
-Kind = Literal["forward", "pre", "grad", "pre_grad", "backward"]
+Kind = Literal["forward", "pre", "grad", "pre_grad", "backward", "both"]
 
 # Private names, probed once.
 lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
@@ -46,8 +46,10 @@ FUNCTION_OF: dict[Kind, tuple[str, ...]] = {
     "forward": ("module", "input", "output"),
     "pre": ("module", "input"),
     "backward": ("module", "grad_input", "grad_output"),
+    "both": ("module", "grad_input", "grad_output"),
+    "grad": ("module", "grad"),
 }
-"""What a hook function of each kind is called with; gradients of outputs and inputs take none."""
+"""What a hook function of each kind is called with; that of "grad" is an edit."""
 
 BY_NAME = "Modules by name come from select(model, name); options are best given by name."
 """The cure for a flag that is given a layer's name, as in `hook_outputs(layers, "fc")`."""
@@ -79,7 +81,17 @@ class Options:
         if self.hook_func is not None:
             func = check_function(self.who, self.hook_func, *FUNCTION_OF[self.kind])
             object.__setattr__(self, "hook_func", func)
-        check_choice(self.who, "keep", self.keep, ("last", "all"))
+        check_choice(self.who, "keep", self.keep, ("last", "all", "none"))
+        self._check_together()
+
+        # a whole tuple at once: this runs at each `with hook_outputs(…)`
+        usual = (self.kind, self.hook_func, self.keep, self.dtype) == _USUAL
+        plain = usual and not (self.clone or self.cpu or self.gather or self.stop)
+        live = self.clone is False or (self.clone is None and not self.detach)
+        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "live", live)
+
+    def _check_together(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise OptionError(
                 f"{self.who}: dtype={self.dtype!r} is no torch dtype. Use one, as torch.float32."
@@ -94,13 +106,6 @@ class Options:
                 f"{self.who}: edit=True needs a function whose result replaces what it sees. "
                 "Use Hook(module, hook_func, edit=True), or edit_output(module, f)."
             )
-
-        # a whole tuple at once: this runs at each `with hook_outputs(…)`
-        usual = (self.kind, self.hook_func, self.keep, self.dtype) == _USUAL
-        plain = usual and not (self.clone or self.cpu or self.gather or self.stop)
-        live = self.clone is False or (self.clone is None and not self.detach)
-        object.__setattr__(self, "plain", plain)
-        object.__setattr__(self, "live", live)
 
 
 def lent(t: Tensor, given: Iterable[Any]) -> bool:

@@ -301,7 +301,7 @@ class HookCallback(Callback):
         if not self.is_forward:
             return BackwardHooks(modules, func, self.detach, self.cpu)
         hooks = Hooks(modules, func, True, self.detach, self.cpu)
-        hooks._block.owner = self._switch.thread
+        hooks._block.thread = self._switch.thread
         return hooks
 
     @uninterrupted
@@ -317,7 +317,9 @@ class HookCallback(Callback):
         The one method by which drivers pause a callback, too.
         """
         self._switch.on = on
-        if isinstance(self.hooks, Hooks | BackwardHooks):
+        if isinstance(self.hooks, Hooks):
+            self.hooks.switch.on = on
+        elif isinstance(self.hooks, BackwardHooks):
             for h in self.hooks:
                 h.listen(on)
 

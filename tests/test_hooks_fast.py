@@ -1,4 +1,4 @@
-"""Plain hooks: one small object a layer, and a `Hook` around it when somebody asks for one."""
+"""The fast path: hooks that store the last output and nothing more."""
 
 import copy
 import gc
@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import OverwrittenWarning
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
-from hookkit.hooks.block import Block
-from hookkit.hooks.plain import Plain, Plains
 from hookkit.selecting import select
 
 
@@ -44,19 +42,6 @@ class _Owner(nn.Module):
 
 def n_hooks(net: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
-
-
-def test_no_hook_object_is_made_until_somebody_asks(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs(list(net)) as h:
-        y = net(x)
-
-    assert h._hooks is None
-    assert torch.equal(h.stored[2], y)
-    assert len(h) == 3
-    assert h._hooks is None
-    assert isinstance(h[2], Hook)
-    assert h[2] is h[2]
-    assert torch.equal(h[2].stored, y)
 
 
 def test_one_that_is_asked_for_inside_the_block_sees_what_comes_after(
@@ -105,17 +90,13 @@ def test_entered_again_it_starts_afresh(net: nn.Sequential, x: Tensor) -> None:
     assert n_hooks(net) == 0
 
 
-def test_an_interrupt_while_they_are_put_on_leaves_none(
+def test_an_interrupt_while_they_are_registered_leaves_none(
     net: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = iter([-1, -2])
-
-    def interrupted() -> int:
-        for key in keys:
-            return key
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hookkit.hooks.plain.new_key", interrupted)
+    monkeypatch.setattr(net[2], "register_forward_hook", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         hook_outputs(net)
@@ -141,7 +122,7 @@ def test_grad_mode_is_what_it_was_where_no_lazy_clone_can_be_made(
     def refused(t: Tensor) -> Tensor:
         raise RuntimeError
 
-    monkeypatch.setattr("hookkit.hooks.plain.lazy_clone", refused)
+    monkeypatch.setattr("hookkit.hooks.hook.lazy_clone", refused)
 
     with hook_outputs(net) as h:
         y = net(x)
@@ -262,14 +243,14 @@ def test_neither_module_nor_values_wait_for_the_garbage_collector(x: Tensor) -> 
         gc.enable()
 
 
-def test_listening_can_be_paused(net: nn.Sequential, x: Tensor) -> None:
+def test_a_hook_can_be_switched_off_and_on_again(net: nn.Sequential, x: Tensor) -> None:
     h = hook_output(net[0])
 
-    h.listen(False)
+    h.switch.on = False
     net(x)
     assert h.n_calls == 0
 
-    h.listen(True)
+    h.switch.on = True
     net(x)
     assert h.n_calls == 1
     h.remove()
@@ -283,17 +264,6 @@ def test_a_removed_one_is_inert_in_a_call_under_way(net: nn.Sequential, x: Tenso
 
     assert h.n_calls == 0
     handle.remove()
-
-
-def test_the_batch_is_what_its_hooks_say(net: nn.Sequential) -> None:
-    plains = Plains(None, Block(hook_output(net[0])._options))
-    plains.put_on(list(net))
-
-    assert all(type(call) is Plain for call in plains.calls)
-    assert plains.on
-    assert not plains.take_off()  # none has fired
-    assert not plains.take_off()
-    assert not plains.on
 
 
 def test_removed_hooks_are_pickled_without_their_modules(x: Tensor) -> None:
@@ -317,7 +287,7 @@ def test_one_that_another_thread_takes_off_in_the_middle_of_a_call_lets_the_mode
         h.remove()
         return ()
 
-    monkeypatch.setattr("hookkit.hooks.plain.owned", taken_off)
+    monkeypatch.setattr("hookkit.hooks.calls.owned", taken_off)
 
     output, _ = layer(torch.randn(2, 3, 4))
 
