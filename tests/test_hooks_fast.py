@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import OverwrittenWarning
-from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
+from hookkit.hooks import hook_input, hook_output, hook_outputs
 from hookkit.selecting import select
 
 
@@ -122,7 +122,7 @@ def test_grad_mode_is_what_it_was_where_no_lazy_clone_can_be_made(
     def refused(t: Tensor) -> Tensor:
         raise RuntimeError
 
-    monkeypatch.setattr("hookkit.hooks.hook.lazy_clone", refused)
+    monkeypatch.setattr("hookkit.hooks.capture.lazy_clone", refused)
 
     with hook_outputs(net) as h:
         y = net(x)

@@ -116,7 +116,7 @@ def test_a_copy_is_queued_and_waited_for_at_the_first_read(device: Device) -> No
         m(x)
         assert (n_queued(x), LyingEvent.waits) == ([1, 0], 0)
 
-    assert torch.isnan(h._last.value).all()  # nothing has arrived by the block's end
+    assert torch.isnan(h._capture.last.value).all()  # nothing has arrived by the block's end
     assert LyingEvent.waits == 0
     assert type(h.stored) is Tensor
     assert h.stored.tolist() == [0.0, 2.0, 3.0]

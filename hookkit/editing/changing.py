@@ -268,7 +268,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
 
 
 def _value(hook: Hook, where: Where) -> Any:
-    if hook._options.keep == "all":
+    if hook._capture.options.keep == "all":
         calls = hook.calls
         if recomputing() and len(calls) > 1:
             raise HookError(

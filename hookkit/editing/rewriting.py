@@ -67,7 +67,7 @@ class Edit:
             self.handle.remove()
             self.handle = None
 
-    def for_copy(self) -> Edit:
+    def uncounted(self) -> Edit:
         """The same edit with a count of its own, for a copy of the model."""
         return copy.copy(self)
 

@@ -21,7 +21,7 @@ from hookkit.hooks.references import warning_of
 from hookkit.interrupts import Guard, uninterrupted
 
 if TYPE_CHECKING:
-    from hookkit.hooks.hook import Hook
+    from hookkit.hooks.capture import Capture
     from hookkit.hooks.references import Reference
     from hookkit.hooks.snapshot import Options
 
@@ -57,11 +57,11 @@ class StopForward(BaseException):
 class Stop:
     """Which hooks a stop still waits for."""
 
-    def __init__(self, hooks: Iterable[Hook]) -> None:
+    def __init__(self, hooks: Iterable[Capture]) -> None:
         self.waiting = {id(h): h for h in hooks}
         self.done = False
 
-    def fired(self, hook: Hook) -> None:
+    def fired(self, hook: Capture) -> None:
         """Notes that `hook` has fired, and ends the forward pass if it was the last.
 
         Once: whatever goes wrong with the block, the forward passes after it are whole.
@@ -92,33 +92,36 @@ class Block(Switch):
         self.guard = Guard()
         self.depth = 0
 
-    def enter_all(self, hooks: Sequence[Hook]) -> None:
-        """Enters the block of `hooks`, which are registered again if all of them are removed."""
-        depth = self.depth
-        try:
-            if all([h.removed for h in hooks]):  # noqa: C419
-                for h in hooks:
-                    h._clear()
-                register_all(hooks)
-            self.enter(hooks)
-        except BaseException:
-            if not depth:
-                remove_all(hooks)
-                self.undo()
-            raise
+    def enter_all(self, hooks: Sequence[Capture]) -> None:
+        """Enters the block of `hooks`, which are registered again if all of them are removed.
 
-    def exit_all(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
-        """Ends the block, removes `hooks` and reports; True swallows `e`."""
+        Whoever calls it calls `fail` if it raises, also at its very beginning.
+        """
+        if all([h.removed for h in hooks]):  # noqa: C419
+            for h in hooks:
+                h.clear()
+            register_all(hooks)
+        self.enter(hooks)
+
+    def fail(self, hooks: Sequence[Capture], depth: int) -> None:
+        """Undoes `enter_all`, also half of it; `depth` is what it was before."""
+        if not depth:
+            remove_all(hooks)
+            self.undo()
+
+    def exit_all(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
+        """Ends the block, removes `hooks` and reports; True swallows `e`. Called uninterrupted."""
         self.depth -= 1
         if self.depth > 0:  # there is another block around it, which goes on
             return False
         try:
-            remove_all(hooks)
+            for h in hooks:
+                h.remove()
         finally:
             swallowed = self.leave(hooks, e)
         return swallowed
 
-    def enter(self, hooks: Sequence[Hook]) -> None:
+    def enter(self, hooks: Sequence[Capture]) -> None:
         """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
         self.depth += 1
         if self.depth > 1:
@@ -136,7 +139,7 @@ class Block(Switch):
         leave_eager(self)
         self.guard.end()
 
-    def leave(self, hooks: Sequence[Hook], e: BaseException | None) -> bool:
+    def leave(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
         """Undoes `enter` and reports; True swallows `e`, which was the block's own stop."""
         stop = self.stop
         self.undo()
@@ -150,17 +153,26 @@ class Block(Switch):
 
 
 @uninterrupted
-def register_all(hooks: Sequence[Hook]) -> None:
+def register_all(hooks: Sequence[Capture]) -> None:
     """Registers each of `hooks` on its module; who calls it removes them if it raises."""
     for h in hooks:
-        h._register()
+        h.register()
+
+
+def register_or_remove(hooks: Sequence[Capture]) -> None:
+    """Registers all of `hooks`, or none."""
+    try:
+        register_all(hooks)
+    except BaseException:
+        remove_all(hooks)
+        raise
 
 
 @uninterrupted
-def remove_all(hooks: Sequence[Hook]) -> None:
+def remove_all(hooks: Sequence[Capture]) -> None:
     """Removes each of `hooks` from its module."""
     for h in hooks:
-        h._remove()
+        h.remove()
 
 
 # What PyTorch says where a full backward hook is in the way, and what that means.
@@ -172,54 +184,55 @@ _IN_THE_WAY = {
 }
 
 
-def _hint(hooks: Sequence[Hook], e: BaseException) -> None:
-    names = ", ".join(h.label for h in hooks if h._options.kind == "backward")
+def _hint(hooks: Sequence[Capture], e: BaseException) -> None:
+    names = ", ".join(h.label() for h in hooks if h.options.kind == "backward")
     for said, hint in _IN_THE_WAY.items():
         if names and said in str(e):
             e.add_note("hookkit: " + hint.format(names))
 
 
-def reasons(hooks: Iterable[Hook]) -> dict[str, str]:
+def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
     """The hooks that have nothing, by label, each with the reason as far as it can be known.
 
     Where two have the same label (modules without names), their place tells them apart.
     """
-    silent = [(i, h) for i, h in enumerate(hooks) if h._last is None and _is_silent(h)]
-    times = Counter(h.label for _, h in silent)
+    silent = [(i, h) for i, h in enumerate(hooks) if h.last is None and _is_silent(h)]
+    times = Counter(h.label() for _, h in silent)
     return {
-        h.label if times[h.label] == 1 else f"{h.label} at [{i}]": _reason(h) for i, h in silent
+        h.label() if times[h.label()] == 1 else f"{h.label()} at [{i}]": _reason(h)
+        for i, h in silent
     }
 
 
-def _is_silent(h: Hook) -> bool:
-    if h._traced:
+def _is_silent(h: Capture) -> bool:
+    if h.traced:
         return False
-    return not h._count or (h._options.keep != "none" and h._options.kind in ("grad", "pre_grad"))
+    return not h.count or (h.options.keep != "none" and h.options.kind in ("grad", "pre_grad"))
 
 
-def _reason(h: Hook) -> str:
-    module = h.module
+def _reason(h: Capture) -> str:
+    module = h.module()
     if module is None:
         return "the module is gone"
     if isinstance(module, _CONTAINERS):
         return f"a {type(module).__name__} is never called itself; hook what it holds"
-    if h._missed == "frozen" and h._options.kind == "pre_grad":
+    if h.missed == "frozen" and h.options.kind == "pre_grad":
         return "none of its inputs requires a gradient"
-    if h._missed in _MISSED:
-        return _MISSED[h._missed]
-    if h._count:
+    if h.missed in _MISSED:
+        return _MISSED[h.missed]
+    if h.count:
         return _NO_BACKWARD
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "MultiheadAttention uses its weights without calling it; hook the attention"
     return "not called (module.forward(x) runs no hooks, module(x) does)"
 
 
-def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
+def _report(hooks: Sequence[Capture], stop: Stop | None) -> None:
     """Warns of a stop that was not reached and of hooks that never fired."""
     silent = reasons(hooks)
     if not silent and stop is None:
         return
-    o = hooks[0]._options
+    o = hooks[0].options
     who = o.who
     texts = [f"{label}: {why}" for label, why in silent.items()]
     few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
@@ -243,18 +256,18 @@ def _report(hooks: Sequence[Hook], stop: Stop | None) -> None:
     warnings.warn(text, NeverFiredWarning, stacklevel=6)
 
 
-def warn_of_references(h: Hook, stored: Sequence[Reference]) -> None:
+def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:
     """Warns of what is stored by reference, and is not what a copy would be."""
-    text = warning_of(h._options.who, h.label, h._options.kind, h._options, stored)
+    text = warning_of(h.options.who, h.label(), h.options.kind, h.options, stored)
     if text:
-        h._block.warned += ("reference",)
+        h.switch.warned += ("reference",)
         warnings.warn(text, OverwrittenWarning, stacklevel=5)
 
 
-def warn_if_compiled(h: Hook) -> None:
+def warn_if_compiled(h: Capture) -> None:
     """Warns of a hook left in place that compiled code ignores, once it is seen to be empty."""
-    module, block = h.module, h._block
-    if h.removed or h._count or h._traced or block.depth or module is None:
+    module, block = h.module(), h.switch
+    if h.removed or h.count or h.traced or block.depth or module is None:
         return
     if block.compiled is None:  # code compiled after the hooks were put on has them in it
         block.compiled = compiled_modules()
@@ -262,7 +275,7 @@ def warn_if_compiled(h: Hook) -> None:
     if what is not None and "compiled" not in block.warned:
         block.warned += ("compiled",)
         warnings.warn(
-            f"{h._options.who}: the hook on {h.label} has seen no call, and the module is {what}: "
+            f"{h.options.who}: the hook on {h.label()} has seen no call, and the module is {what}: "
             "torch.compile ignores hooks that are added after its first call, of this model or of "
             "another of its class. Add the hook before that call, use it in a `with` block, or "
             "call torch.compiler.reset().",

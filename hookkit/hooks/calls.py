@@ -1,8 +1,8 @@
-"""What a `Hook` does at a call of its module: after the forward, before it, in the backward.
+"""What a hook does at a call of its module: after the forward, before it, in the backward.
 
-Each function gets the hook and what PyTorch passes to such a hook, decides whether this call is
-recorded, runs the user's function on what it may see, and stores its result in the hook. The fast
-path, for hooks that store the last output and nothing more, is `Hook._after`.
+Each function gets the `Capture` and what PyTorch passes to such a hook, decides whether this call
+is recorded, runs the user's function on what it may see, and stores its result in the capture. The
+fast path, for hooks that store the last output and nothing more, is `Capture.__call__`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, leaves, put, tmap
 
 if TYPE_CHECKING:
-    from hookkit.hooks.hook import Hook
+    from hookkit.hooks.capture import Capture
 
 
-def after(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """After the forward: `hook_func(module, input, output)`. What an edit hands on, else None."""
-    o, leaf = hook._options, hook.leaf
+    o, leaf = hook.options, hook.leaf
     if not o.edit and not is_compiling() and is_tracing():
         with untraced():
             return after(hook, module, args, kwargs, output)
-    x = part_at(output, leaf, o.who, hook._words)
+    x = part_at(output, leaf, o.who, hook.label)
     if o.hook_func is None:
         return observe(hook, module, owned(module, args, kwargs), _same, x)
     inputs, is_users = Inputs(args, kwargs), False
@@ -52,17 +52,17 @@ def after(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) ->
     new = observe(hook, module, given, _function(hook), module, inputs, x)
     if new is None:
         return None
-    check_same(o.who, hook._words, x, new)
+    check_same(o.who, hook.label, x, new)
     return put(output, leaf, new) if leaf else new
 
 
-def before(hook: Hook, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def before(hook: Capture, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before the forward: `hook_func(module, input)`. What an edit calls it with, else None."""
-    o, leaf, inputs = hook._options, hook.leaf, Inputs(args, kwargs)
+    o, leaf, inputs = hook.options, hook.leaf, Inputs(args, kwargs)
     if not o.edit and not is_compiling() and is_tracing():
         with untraced():
             return before(hook, module, args, kwargs)
-    x = part_at(inputs, leaf, o.who, hook._words)
+    x = part_at(inputs, leaf, o.who, hook.label)
     if o.hook_func is None:
         return observe(hook, module, (*args, *kwargs.values()), _same, x)
     if o.detach and not o.edit:
@@ -72,39 +72,39 @@ def before(hook: Hook, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if new is None:
         return None
     if leaf:
-        check_same(o.who, hook._words, x, new)
+        check_same(o.who, hook.label, x, new)
         new = put(inputs, leaf, new)
     if isinstance(new, Inputs):
         return tuple(new), new.kwargs
-    return positional(o.who, hook._words, inputs, new), kwargs
+    return positional(o.who, hook.label, inputs, new), kwargs
 
 
-def backward(hook: Hook, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
     """In the backward: `hook_func(module, grad_input, grad_output)`."""
-    o = hook._options
+    o = hook.options
     if o.detach and not o.edit:
         grad_input = tmap(Tensor.detach, grad_input)
         grad_output = tmap(Tensor.detach, grad_output)
     func = o.hook_func
     new = grad_output if func is None else called(func, module, grad_input, grad_output)
-    hook._keep(Storer(o).keep(new))
+    hook.keep(Storer(o).keep(new))
     if not o.edit:
         return None
     return (new,) if isinstance(new, Tensor) else new  # PyTorch would take it for a tuple
 
 
-def both(hook: Hook, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+def both(hook: Capture, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
     """Once all gradients of a call are there: `hook_func(module, grad_inputs, grad_outputs)`."""
-    new = called(hook._options.hook_func, module, grad_inputs, grad_outputs)  # type: ignore[arg-type]
-    hook._keep(Storer(hook._options).keep(new))
+    new = called(hook.options.hook_func, module, grad_inputs, grad_outputs)  # type: ignore[arg-type]
+    hook.keep(Storer(hook.options).keep(new))
 
 
-def check_output(hook: Hook, output: Any) -> None:
+def check_output(hook: Capture, output: Any) -> None:
     """Refuses, by name, outputs on which PyTorch's full backward hook does nothing, or is wrong."""
     if _flat(output) or not any(t.requires_grad for t in leaves(output)):
         return
     raise HookError(
-        f"{hook._options.who}: a full backward hook on {hook.label} would stay silent or be "
+        f"{hook.options.who}: a full backward hook on {hook.label()} would stay silent or be "
         f"wrong, since it returns {describe(output)} and PyTorch hooks only a tensor or a "
         "flat tuple. Use hook_output(module, grad=True), which takes any structure."
     )
@@ -123,9 +123,9 @@ def _same(x: Any) -> Any:
     return x
 
 
-def _function(hook: Hook) -> Callable[..., Any]:
+def _function(hook: Capture) -> Callable[..., Any]:
     """The user's function; an exception in it gains a note, and a ready-made edit its hook."""
-    func: Any = hook._options.hook_func
+    func: Any = hook.options.hook_func
 
     def run(module: nn.Module, *seen: Any) -> Any:
         if getattr(func, "wants_hook", False) and not is_compiling():
@@ -135,44 +135,44 @@ def _function(hook: Hook) -> Callable[..., Any]:
     return run
 
 
-def observe(hook: Hook, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:
+def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:
     """Stores `f(*seen)` if this call is to be recorded; what an edit hands on, else None.
 
     `given`: what the module was called with, if `f` may return that itself.
     """
-    o = hook._options
+    o = hook.options
     if is_compiling():
         return _observe_traced(hook, f, *seen)
     if not counts(hook, module):
         return None
     if graph_task() != -1:  # a checkpoint runs again: edits have to be there, records have not
-        hook._missed = hook._missed or "recomputed"
+        hook.missed = hook.missed or "recomputed"
         return f(*seen) if o.edit else None
     new = f(*seen)
-    hook._keep(None if o.keep == "none" else Storer(o, given).keep(new))
-    if hook._block.stop is not None:
-        hook._block.stop.fired(hook)
+    hook.keep(None if o.keep == "none" else Storer(o, given).keep(new))
+    if hook.switch.stop is not None:
+        hook.switch.stop.fired(hook)
     return new if o.edit else None
 
 
-def _observe_traced(hook: Hook, f: Callable[..., Any], *seen: Any) -> Any:
+def _observe_traced(hook: Capture, f: Callable[..., Any], *seen: Any) -> Any:
     """As `observe`, with nothing in it that breaks a graph: no count, no list, no version."""
-    o = hook._options
+    o = hook.options
     if is_exporting() and not o.edit:
         return None
     new = f(*seen)
     if o.keep != "none" and not is_exporting():
-        hook._last = tmap(Storer(o).tensor, new)
-    hook._traced = True
+        hook.last, hook.version = tmap(Storer(o).tensor, new), -1
+    hook.traced = True
     return new if o.edit else None
 
 
-def counts(hook: Hook, module: nn.Module) -> bool:
+def counts(hook: Capture, module: nn.Module) -> bool:
     """Whether the thread that the hook records makes this call. Notes why not, for the report."""
     replica = "_is_replica" in module.__dict__
-    if in_thread(hook._block.thread) or (replica and not hook._block.depth):
+    if in_thread(hook.switch.thread) or (replica and not hook.switch.depth):
         return True
-    hook._missed = "replica" if replica else "thread"
+    hook.missed = "replica" if replica else "thread"
     return False
 
 
@@ -195,17 +195,17 @@ class Grads:
         self.kept: list[Kept | None] = [None] * n
 
 
-def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
+def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     """A forward call whose gradients are wanted: the function that receives them.
 
     Under a reentrant checkpoint the counted call runs without gradients, and the recomputed one
     has them: it takes the place that the counted call has left waiting.
     """
-    x = part_at(x, hook.leaf, hook._options.who, hook._words)
-    if hook._options.edit:
+    x = part_at(x, hook.leaf, hook.options.who, hook.label)
+    if hook.options.edit:
         return _begin_edit(hook, module)
     if is_compiling():
-        hook._traced = True
+        hook.traced = True
         if not is_exporting():
             torch._dynamo.graph_break(msg=_IN_PYTHON)
         return receiver(ref(hook), Grads(0, len(leaves(x))))
@@ -213,24 +213,24 @@ def begin(hook: Hook, module: nn.Module, x: Any) -> Receive | None:
     if not again and not counts(hook, module):
         return None
     if is_tracing():  # a tensor's hook is no part of the graph, and its tap would be
-        hook._missed = "traced"
+        hook.missed = "traced"
         return None
     found = leaves(x)
     if again:
-        grads = hook._waiting.pop() if hook._waiting else None
+        grads = hook.waiting.pop() if hook.waiting else None
         return None if grads is None else receiver(ref(hook), grads)
-    hook._count += 1
-    grads = Grads(hook._count, len(found))
-    if hook._all is not None:
-        hook._all.append(grads)
+    hook.count += 1
+    grads = Grads(hook.count, len(found))
+    if hook.options.keep == "all":
+        hook.all.append(grads)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in found)):
-        hook._missed = "frozen" if torch.is_grad_enabled() else "no_grad"
-        hook._waiting.append(grads)
+        hook.missed = "frozen" if torch.is_grad_enabled() else "no_grad"
+        hook.waiting.append(grads)
         return None
     return receiver(ref(hook), grads)
 
 
-def receiver(hook: ref[Hook], grads: Grads) -> Receive:
+def receiver(hook: ref[Capture], grads: Grads) -> Receive:
     """Held by the autograd graph, which Python's garbage collector cannot see into: weak."""
 
     def receive(i: int, grad: Tensor) -> None:
@@ -239,40 +239,40 @@ def receiver(hook: ref[Hook], grads: Grads) -> Receive:
             return
         if grads.task != graph_task():
             grads.task, grads.kept, grads.whole = graph_task(), [None] * len(grads.kept), None
-        grads.kept[i] = Storer(h._options).keep(grad)
-        if not isinstance(h._last, Grads) or h._last.index <= grads.index:
-            h._last = grads
+        grads.kept[i] = Storer(h.options).keep(grad)
+        if not isinstance(h.last, Grads) or h.last.index <= grads.index:
+            h.last = grads
 
     return receive
 
 
-def _begin_edit(hook: Hook, module: nn.Module) -> Receive | None:
+def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
     """As `begin`, for an edit: what receives a gradient gives the one that goes on."""
     if is_compiling():  # here: the graph of a gradient's hook may write no attribute
-        hook._traced = True
+        hook.traced = True
         return _editor(ref(hook), ref(module))
     if not counts(hook, module):
         return None
     if is_tracing():
         raise HookError(
-            f"{hook._options.who} on {hook.label}: torch.jit.trace keeps no hooks on gradients, so "
-            "the edit would not be in the traced model. Trace the model outside of the edit."
+            f"{hook.options.who} on {hook.label()}: torch.jit.trace keeps no hooks on gradients, "
+            "so the edit would not be in the traced model. Trace the model outside of the edit."
         )
-    hook._missed = "no_gradient"
+    hook.missed = "no_gradient"
     return _editor(ref(hook), ref(module))
 
 
-def _editor(hook: ref[Hook], module: ref[nn.Module]) -> Receive:
+def _editor(hook: ref[Capture], module: ref[nn.Module]) -> Receive:
     def receive(i: int, grad: Tensor) -> Tensor | None:
         h, m = hook(), module()
         if h is None or m is None or h.removed:  # the graph has outlived the block
             return None
         new: Any = _function(h)(m, grad)
         if not is_compiling():
-            h._count += 1
+            h.count += 1
         if new is not None and (not isinstance(new, Tensor) or new.shape != grad.shape):
             raise HookError(
-                f"{h._options.who} on {h.label}: the replacement is {describe(new)}, the gradient "
+                f"{h.options.who} on {h.label()}: the replacement is {describe(new)}, the gradient "
                 f"is {describe(grad)}. Return a tensor of that shape, or None."
             )
         return new

@@ -17,10 +17,11 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.hooks.block import Block, reasons, register_all, remove_all, warn_if_compiled
+from hookkit.hooks.block import Block, reasons, register_or_remove, remove_all, warn_if_compiled
+from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import Switch, check_hookable
 from hookkit.hooks.hook import Hook, kind_of
-from hookkit.hooks.reading import read
+from hookkit.hooks.reading import stored
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
@@ -36,6 +37,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     tasks that take turns in one, all.
     """
 
+    _hooks: list[Hook] | None = None  # made when somebody asks for them
     _next: Iterator[Hook] | None = None
     _select: Any = None
 
@@ -77,21 +79,26 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         for m in ms:  # isinstance(m, ScriptModule) is ten times as slow: it has a metaclass
             if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
                 check_hookable(m, options.who)
-        each = zip(ms, names, leaves, strict=False)
-        self.hooks = [Hook.unregistered(m, options, self._block, n, leaf) for m, n, leaf in each]
-        self._register_or_remove()
+        block, each = self._block, zip(ms, names, leaves, strict=False)
+        self._captures = [Capture(m, block, name, leaf) for m, name, leaf in each]
+        register_or_remove(self._captures)
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks, in order."""
+        if self._hooks is None:
+            self._hooks = [Hook.of(c) for c in self._captures]
+        return self._hooks
 
     @property
     def names(self) -> tuple[str, ...]:
         """The modules' names, or their positions as text where no names are known."""
-        return tuple(str(i) if h.name is None else h.name for i, h in enumerate(self.hooks))
+        return tuple(str(i) if c.name is None else c.name for i, c in enumerate(self._captures))
 
     @property
     def stored(self) -> L:
         """What each hook stored in its last call, in order; None where it was not called."""
-        if self._options.gather:
-            return L(read([h._stored() for h in self.hooks], True))
-        return as_L([h.stored for h in self.hooks])
+        return as_L(stored(self._captures))
 
     @property
     def n_calls(self) -> dict[str, int]:
@@ -106,45 +113,43 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def silent(self) -> dict[str, str]:
         """The hooks that have nothing so far, each with the reason as far as it can be known."""
-        return reasons(self.hooks)
+        return reasons(self._captures)
 
     @property
     def removed(self) -> bool:
         """True when no hook is registered."""
-        return all(h.removed for h in self.hooks)
+        return all(c.removed for c in self._captures)
 
     def register(self) -> None:
         """Registers all hooks on their modules again, or none."""
-        self._register_or_remove()
-
-    def _register_or_remove(self) -> None:
-        try:
-            register_all(self.hooks)
-        except BaseException:
-            remove_all(self.hooks)
-            raise
+        register_or_remove(self._captures)
 
     @uninterrupted
     def remove(self) -> None:
         """Removes all hooks from their modules; what was stored stays."""
         try:
-            for h in self.hooks if self._options.edit else ():
-                warn_if_compiled(h)
+            for c in self._captures if self._options.edit else ():
+                warn_if_compiled(c)
         finally:
-            remove_all(self.hooks)
+            remove_all(self._captures)
 
     def __enter__(self) -> Self:
-        self._block.enter_all(self.hooks)
+        depth = self._block.depth
+        try:
+            self._block.enter_all(self._captures)
+        except BaseException:
+            self._block.fail(self._captures, depth)
+            raise
         return self
 
     @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        return self._block.exit_all(self.hooks, e)
+        return self._block.exit_all(self._captures, e)
 
     def __len__(self) -> int:
-        return len(self.hooks)
+        return len(self._captures)
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.hooks)
@@ -193,13 +198,13 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles. Of removed hooks no selection, which holds the modules."""
         chosen = None if self.removed else self._select
-        return {"_options": self._options, "hooks": self.hooks, "_select": chosen}
+        return {"_options": self._options, "_hooks": self.hooks, "_select": chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._block = Block(self._options)
-        for h in self.hooks:
-            h._join(self._block)
+        self._block, self._captures = Block(self._options), [h._capture for h in self.hooks]
+        for c in self._captures:
+            c.join(self._block, [entry for _, entry in c.registered()])
 
     def __repr__(self) -> str:
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"

@@ -20,7 +20,6 @@ value at a path (`part_at`), and whether a replacement has the structure of the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -159,7 +158,7 @@ class HookEntry:
             hook that is added later then has to run before it, see `gradients`.
     """
 
-    __slots__ = ("__weakref__", "callback", "edit", "keeps_output", "switch")
+    __slots__ = ("callback", "edit", "keeps_output", "switch")
 
     def __init__(
         self,
@@ -197,8 +196,8 @@ class HookEntry:
         if f is None or not self.edit:
             return None
         owner: Any = getattr(f, "__self__", None)
-        if hasattr(owner, "for_copy"):
-            owner = owner.for_copy()
+        if hasattr(owner, "uncounted"):
+            owner = owner.uncounted()
             return None if owner is None else HookEntry(getattr(owner, f.__name__), edit=True)
         return HookEntry(f, edit=True)
 
@@ -217,45 +216,57 @@ class HookEntry:
         return HookEntry, (None, None, self.edit, self.keeps_output)
 
 
+def entry_of(handle: RemovableHandle) -> HookEntry | None:
+    """The entry that `handle` removes; None if it is removed. In a copy, the copied entry."""
+    hooks = handle.hooks_dict_ref()
+    return None if hooks is None else hooks.get(handle.id)
+
+
+def register(module: nn.Module, entry: HookEntry, where: str = "after") -> RemovableHandle:
+    """Registers `entry` on `module`; called in an `uninterrupted` function.
+
+    Args:
+        module: any module that `check_hookable` passes.
+        entry: not registered yet.
+        where: `"after"` the forward (behind the hooks that are there), `"first after"` it (before
+            them), `"always after"` it (also if it raised), `"before"` it, `"first before"` it, or
+            `"backward"` (PyTorch's full backward hook).
+    """
+    # PyTorch puts a hook into its dict before the note that it wants keyword inputs, and another
+    # thread may call the module in between: the entry does nothing until then.
+    callback, entry.callback = entry.callback, None
+    handle = _REGISTER[where](module, entry)
+    entry.callback = callback
+    return handle
+
+
+def unregister(handles: Iterable[RemovableHandle]) -> None:
+    """Removes the entries of `handles`; called in an `uninterrupted` function.
+
+    None runs again, also not later in a call that is under way. Can be repeated.
+    """
+    for handle in handles:
+        entry = entry_of(handle)
+        if entry is not None:
+            entry.callback = None
+        handle.remove()
+
+
 class Handle:
-    """Removes entries from their modules. Holds both weakly.
+    """Removes entries from their modules, which hold them; it holds neither.
 
     It exists before its entries are registered, so an interrupt cannot leave one without a handle.
-    Copied or pickled together with the modules, it is a handle of the copied entries.
     """
 
-    __slots__ = ("_registered",)
+    __slots__ = ("_handles",)
 
     def __init__(self) -> None:
-        self._registered: list[tuple[RemovableHandle, ref[HookEntry]]] = []
-
-    @property
-    def entries(self) -> list[HookEntry]:
-        """What is registered, in the order in which it was."""
-        return [entry for _, weak in self._registered if (entry := weak()) is not None]
+        self._handles: list[RemovableHandle] = []
 
     @uninterrupted
     def put(self, module: nn.Module, entry: HookEntry, where: str = "after") -> None:
-        """Registers `entry` on `module`, as `put_all` does."""
-        self.put_all(module, [(entry, where)])
-
-    def put_all(self, module: nn.Module, entries: Iterable[tuple[HookEntry, str]]) -> None:
-        """Registers each of `entries` on `module`; called in an `uninterrupted` function.
-
-        Args:
-            module: any module that `check_hookable` passes.
-            entries: each with the place where it goes: `"after"` the forward (behind the hooks
-                that are there), `"first after"` it (before them), `"always after"` it (also if it
-                raised), `"before"` it, `"first before"` it, or `"backward"` (PyTorch's full
-                backward hook).
-        """
-        for entry, where in entries:
-            # PyTorch puts a hook into its dict before the note that it wants keyword inputs, and
-            # another thread may call the module in between: the entry does nothing until then.
-            callback, entry.callback = entry.callback, None
-            handle = _REGISTER[where](module, entry)
-            self._registered.append((handle, ref(entry)))
-            entry.callback = callback
+        """Registers `entry` on `module`, see `register`."""
+        self._handles.append(register(module, entry, where))
 
     @uninterrupted
     def remove(self) -> None:
@@ -263,30 +274,7 @@ class Handle:
 
         Can be called any number of times.
         """
-        self.remove_all()
-
-    def remove_all(self) -> None:
-        """As `remove`; called in an `uninterrupted` function."""
-        for handle, weak in self._registered:
-            entry = weak()
-            if entry is not None:
-                entry.callback = None
-            handle.remove()
-        self._registered.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        # PyTorch's handle refers to the copied module's dicts in its copy
-        pairs = [(handle, weak()) for handle, weak in self._registered]
-        return _handle_of(copy.deepcopy(pairs, memo))
-
-    def __reduce__(self) -> Any:
-        return _handle_of, ([(handle, weak()) for handle, weak in self._registered],)
-
-
-def _handle_of(pairs: Iterable[tuple[RemovableHandle, HookEntry | None]]) -> Handle:
-    handle = Handle()
-    handle._registered = [(removable, ref(entry)) for removable, entry in pairs if entry]
-    return handle
+        unregister(self._handles)
 
 
 _REGISTER: dict[str, Callable[[nn.Module, HookEntry], RemovableHandle]] = {
@@ -467,7 +455,7 @@ new_key = count(-1, -1).__next__
 class Dispatcher(HookEntry):
     """Goes: a `HookEntry` with its own way of being registered."""
 
-    __slots__ = ("key", "target")
+    __slots__ = ("__weakref__", "key", "target")
 
     is_pre = False
     with_kwargs = True

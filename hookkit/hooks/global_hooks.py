@@ -76,7 +76,9 @@ class TensorHook(Scope):
         kept = self._kept
         if kept is None and isinstance(self._handle, ViewGradient) and self._handle.lost:
             self._warn_lost()
-        gradient: Tensor | None = None if kept is None else kept.read("hook_tensor", self)
+        gradient: Tensor | None = (
+            None if kept is None else kept.read("hook_tensor", lambda: self.label)
+        )
         if self._options.gather and (kept is None or not kept.whole):
             gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
             if kept is not None:

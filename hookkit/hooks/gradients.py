@@ -123,8 +123,8 @@ class GradHooks:
             return [self.take, self.give]
         return [self.before, self.first, self.after] if first else [self.before, self.after]
 
-    def for_copy(self) -> None:
-        """A copy of the module that is run to see what the model does needs none of this."""
+    def uncounted(self) -> None:
+        """None: a copy of the module that is run to see what the model does needs none of this."""
 
     # -- the output's
 

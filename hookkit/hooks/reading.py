@@ -5,15 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hookkit import ranks
-from hookkit.hooks.block import warn_of_references
+from hookkit.hooks.block import warn_if_compiled, warn_of_references
 from hookkit.hooks.calls import Grads
-from hookkit.hooks.snapshot import Kept
+from hookkit.hooks.snapshot import Kept, Kind
 
 if TYPE_CHECKING:
-    from hookkit.hooks.hook import Hook
+    from hookkit.hooks.capture import Capture
 
-Stored = tuple["Hook", Kept | Grads | None, str]  # the last is which call, in words
+Stored = tuple["Capture", Kept | Grads | None, str]  # the last is which call, in words
+
+
+_WHAT: dict[Kind, str] = {
+    "forward": "the output",
+    "pre": "the inputs",
+    "grad": "the gradient",
+    "pre_grad": "the gradient of the inputs",
+    "backward": "what the backward hook gave",
+    "both": "what the backward hook gave",
+}
+
+
+def stored(captures: Sequence[Capture]) -> list[Any]:
+    """What each stored at its last call. First the fast path: tensors that can be given as is."""
+    o = captures[0].options if captures else None
+    if o is None or o.gather or not o.plain:
+        return read([_last(c) for c in captures], o is not None and o.gather)
+    if o.live:
+        for c in captures:
+            c.settle()
+    bare = [c.last for c in captures if type(c.last) is Tensor and not c.traced]
+    if len(bare) < len(captures) or (
+        o.live and any([c.last._version != c.version for c in captures])  # noqa: C419
+    ):
+        return read([_last(c) for c in captures], False)
+    return bare
+
+
+def _last(c: Capture) -> Stored:
+    """The last call's value, for `read`."""
+    if c.last is None:
+        warn_if_compiled(c)
+    elif not isinstance(c.last, (Kept, Grads)):
+        live = c.options.live and type(c.last) is Tensor and c.version >= 0
+        c.last = Kept(c.last, [(c.last, c.version)] if live else None)
+    return c, c.last, ""
 
 
 def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
@@ -21,7 +59,7 @@ def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
     values = list(map(_own, stored))
     todo = [i for i, (_, kept, _) in enumerate(stored) if kept is None or not kept.whole]
     if gather and todo:
-        names = [stored[i][0]._over_ranks() + stored[i][2] for i in todo]
+        names = [_over_ranks(stored[i][0]) + stored[i][2] for i in todo]
         for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
             values[i], kept = value, stored[i][1]
             if isinstance(kept, Kept):
@@ -33,11 +71,18 @@ def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
 
 def _own(stored: Stored) -> Any:
     """What this rank stored."""
-    hook, kept, _ = stored
+    c, kept, _ = stored
+    who = c.options.who
     if isinstance(kept, Grads):
-        return kept.whole or tuple(k and k.read(hook._options.who, hook) for k in kept.kept)
+        return kept.whole or tuple(k and k.read(who, c.label) for k in kept.kept)
     if kept is None:
         return None
-    if kept.references and "reference" not in hook._block.warned:
-        warn_of_references(hook, kept.references)
-    return kept.read(hook._options.who, hook)
+    if kept.references and "reference" not in c.switch.warned:
+        warn_of_references(c, kept.references)
+    return kept.read(who, c.label)
+
+
+def _over_ranks(c: Capture) -> str:
+    """What the hook stores, in words that are the same on all ranks."""
+    name = type(c.module()).__name__ if c.name is None else f"'{c.name}'"
+    return f"{_WHAT[c.options.kind]} of {name}{c.leaf}"

@@ -184,7 +184,7 @@ class Kept:
         self.value, self.versions, self.events, self.fresh = value, versions, events, True
         self.whole, self.references = False, ()
 
-    def read(self, who: str, hook: Any) -> Any:
+    def read(self, who: str, label: Callable[[], str]) -> Any:
         """The value: arrived, not overwritten (else a warning, once)."""
         if self.events:
             for event in self.events:
@@ -192,7 +192,7 @@ class Kept:
             self.events = ()
         if self.versions and any(t._version != v for t, v in self.versions):
             self.versions = None
-            warnings.warn(overwritten(who, hook.label), OverwrittenWarning, stacklevel=5)
+            warnings.warn(overwritten(who, label()), OverwrittenWarning, stacklevel=5)
         if self.fresh:
             self.fresh = torch.is_inference_mode_enabled()  # to be settled after it
             self.value = tmap(_settled, self.value)

@@ -83,7 +83,7 @@ class BackwardHook:
     @property
     def stored(self) -> Any:
         """What the function returned at the last call, detached and on the CPU if so asked."""
-        return None if self._last is None else self._last.read(self._options.who, self.name)
+        return None if self._last is None else self._last.read(self._options.who, lambda: self.name)
 
     def listen(self, on: bool) -> None:
         """Has the hook answer, or keep still until told otherwise; what is stored stays."""
