@@ -147,16 +147,17 @@ class Capture(HookEntry):
         else:
             self.handles = ()
             for entry, where in self._entries(module):
-                self.handles += (register(module, entry, where),)
+                self.handles += (register(module, entry, **where),)
 
     def _entries(self, module: nn.Module) -> list[Placed]:
         """What goes on `module`, each entry with its place."""
         kind, block = self.options.kind, self.switch
         if kind == "pre":
-            return [(HookEntry(self.before, block, self.edit), "before")]
+            return [(HookEntry(self.before, block, self.edit), {"pre": True})]
         if kind == "backward":
             check = HookEntry(self.check_output, block, keeps_output=False)
-            return [(check, "after"), (HookEntry(self.backward, block, self.edit), "backward")]
+            entry = HookEntry(self.backward, block, self.edit)
+            return [(check, {}), (entry, {"backward": True})]
         if kind == "both":
             return self._both_grads().entries(module, block)
         return self._grad_hooks().entries(module, block)

@@ -222,20 +222,36 @@ def entry_of(handle: RemovableHandle) -> HookEntry | None:
     return None if hooks is None else hooks.get(handle.id)
 
 
-def register(module: nn.Module, entry: HookEntry, where: str = "after") -> RemovableHandle:
+def register(
+    module: nn.Module,
+    entry: HookEntry,
+    *,
+    pre: bool = False,
+    prepend: bool = False,
+    always_call: bool = False,
+    backward: bool = False,
+) -> RemovableHandle:
     """Registers `entry` on `module`; called in an `uninterrupted` function.
 
     Args:
         module: any module that `check_hookable` passes.
         entry: not registered yet.
-        where: `"after"` the forward (behind the hooks that are there), `"first after"` it (before
-            them), `"always after"` it (also if it raised), `"before"` it, `"first before"` it, or
-            `"backward"` (PyTorch's full backward hook).
+        pre: before the forward instead of after it.
+        prepend: before the hooks that are there, instead of after them.
+        always_call: also after a forward that raised; not for `pre`.
+        backward: as PyTorch's full backward hook.
     """
     # PyTorch puts a hook into its dict before the note that it wants keyword inputs, and another
     # thread may call the module in between: the entry does nothing until then.
     callback, entry.callback = entry.callback, None
-    handle = _REGISTER[where](module, entry)
+    if backward:
+        handle = module.register_full_backward_hook(entry, prepend=prepend)
+    elif pre:
+        handle = module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(
+            entry, prepend=prepend, with_kwargs=True, always_call=always_call
+        )
     entry.callback = callback
     return handle
 
@@ -264,9 +280,9 @@ class Handle:
         self._handles: list[RemovableHandle] = []
 
     @uninterrupted
-    def put(self, module: nn.Module, entry: HookEntry, where: str = "after") -> None:
-        """Registers `entry` on `module`, see `register`."""
-        self._handles.append(register(module, entry, where))
+    def put(self, module: nn.Module, entry: HookEntry, **where: bool) -> None:
+        """Registers `entry` on `module`; `where` as for `register`."""
+        self._handles.append(register(module, entry, **where))
 
     @uninterrupted
     def remove(self) -> None:
@@ -275,16 +291,6 @@ class Handle:
         Can be called any number of times.
         """
         unregister(self._handles)
-
-
-_REGISTER: dict[str, Callable[[nn.Module, HookEntry], RemovableHandle]] = {
-    "after": lambda m, e: m.register_forward_hook(e, with_kwargs=True),
-    "first after": lambda m, e: m.register_forward_hook(e, prepend=True, with_kwargs=True),
-    "always after": lambda m, e: m.register_forward_hook(e, with_kwargs=True, always_call=True),
-    "before": lambda m, e: m.register_forward_pre_hook(e, with_kwargs=True),
-    "first before": lambda m, e: m.register_forward_pre_hook(e, prepend=True, with_kwargs=True),
-    "backward": lambda m, e: m.register_full_backward_hook(e),
-}
 
 
 _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
@@ -330,8 +336,7 @@ def attach(
         fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
         pre: calls `fn(module, args, kwargs)` before the forward instead.
         prepend: before the hooks that are there, instead of after them.
-        always_call: also after a forward that raised; `output` is then None. Neither with `pre`
-            nor with `prepend`.
+        always_call: also after a forward that raised; `output` is then None. Not for `pre`.
         edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
             `(args, kwargs)`. Without it the result is ignored.
         switch: `fn` is called only while it is on; one switch can serve many hooks.
@@ -355,9 +360,8 @@ def attach(
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
     entry, handle = HookEntry(fn, switch, edit, keeps_output), Handle()
-    where = "always after" if always_call else ("first " * prepend) + ("before" if pre else "after")
     try:
-        handle.put(module, entry, where)
+        handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
     except BaseException:
         handle.remove()
         raise

@@ -57,13 +57,14 @@ def _prepare() -> None:
         _outside = disable(lambda f, *seen: f(*seen), reason=why)
 
 
-Placed = tuple[HookEntry, str]
+Placed = tuple[HookEntry, dict[str, bool]]
+"""An entry, and where it goes: keywords of `entries.register`."""
 _PLACES = {
-    "before": "before",
-    "first": "first after",
-    "after": "after",
-    "take": "before",
-    "give": "first after",
+    "before": {"pre": True},
+    "first": {"prepend": True},
+    "after": {},
+    "take": {"pre": True},
+    "give": {"prepend": True},
 }
 
 # Entries of `versions` and `aliases` are not removed call by call, since modules call themselves; a
@@ -299,7 +300,7 @@ def put(module: nn.Module, entries: Iterable[Placed]) -> Handle:
     handle = Handle()
     try:
         for entry, where in entries:
-            handle.put(module, entry, where)
+            handle.put(module, entry, **where)
     except BaseException:
         handle.remove()
         raise
