@@ -3,7 +3,7 @@
     python benchmarks/diagnosis.py [--seeds 3] [--half tune|held|all] [--only NAME] [--verbose]
                                    [--write FILE] [--against benchmarks/baselines/findings.csv]
 
-Trains every case of `trainings.py` (healthy), `ailments.py` (failing) and `attentions.py` (both)
+Trains every case of `trainings.py` (healthy), `failing_trainings.py` and `more_trainings.py` (both)
 with three seeds, recorded by `watch`, and prints a markdown table. Each list is split once and for
 all: cases at even places were looked at while the rules were made ("tune"), those at odd places
 only afterwards ("held").
@@ -22,10 +22,10 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import ailments  # noqa: F401  (registers the sick cases)
-import attentions  # noqa: F401  (and more of both)
+import failing_trainings  # noqa: F401  (registers the failing cases)
+import more_trainings  # noqa: F401  (and more of both)
 import torch
-from trainings import HEALTHY, SICK, Case, Setup, run_steps
+from trainings import FAILING, HEALTHY, Case, Setup, run_steps
 
 from hookkit.health import Diagnosis, diagnose
 from hookkit.health.diagnosis import SEVERITIES
@@ -60,7 +60,7 @@ def judge(case: Case, seed: int) -> Diagnosis:
 
 
 def right(case: Case, d: Diagnosis) -> bool:
-    """No alarm for a healthy case; for a sick one an alarm by a rule that names its cause."""
+    """No alarm for a healthy case; for a failing one an alarm by a rule that names its cause."""
     alarms = {f.rule for f in d if f.severity in ALARM}
     return bool(alarms & case.cause) if case.cause else not alarms
 
@@ -131,18 +131,18 @@ def main() -> None:
     found: list[Row] = []
     ran: set[tuple[str, str]] = set()
     for which in ("tune", "held") if o.half == "all" else (o.half,):
-        healthy, sick = (
-            [c for c in half(cases, which) if o.only in c.name] for cases in (HEALTHY, SICK)
+        healthy, failing = (
+            [c for c in half(cases, which) if o.only in c.name] for cases in (HEALTHY, FAILING)
         )
-        ran |= {(c.name, str(seed)) for c in healthy + sick for seed in range(o.seeds)}
+        ran |= {(c.name, str(seed)) for c in healthy + failing for seed in range(o.seeds)}
         well, n_well, _ = measure(healthy, o.seeds, o.verbose, found)
-        named, n_sick, _ = measure(sick, o.seeds, o.verbose, found)
+        named, n_failing, _ = measure(failing, o.seeds, o.verbose, found)
         rows.append(
             f"| {which} | {n_well - well} of {n_well} ({len(healthy)} trainings) "
-            f"| {named} of {n_sick} ({len(sick)} trainings) |"
+            f"| {named} of {n_failing} ({len(failing)} trainings) |"
         )
     print(f"\n{o.seeds} seeds, torch {torch.__version__}, {time.perf_counter() - start:.0f} s\n")
-    print("| half | healthy runs falsely alarmed | sick runs whose true cause is named |")
+    print("| half | healthy runs falsely alarmed | failing runs whose true cause is named |")
     print("|---|---|---|", *rows, sep="\n")
     if o.write:
         write(found, o.write)

@@ -1,8 +1,8 @@
-"""Small trainings that are well, and small trainings that ail from one known cause.
+"""Small trainings that are healthy, and small trainings that fail for one known cause.
 
-`HEALTHY` and `SICK` are lists of `Case`; a case's `make()` gives a `Setup` that `run_steps` trains.
+`HEALTHY` and `FAILING` are lists of `Case`; `make()` of a case gives a `Setup` for `run_steps`.
 Data: scikit-learn's digits (as vectors, images, or sequences of 8 rows), and synthetic tasks.
-A sick case names the rules that would name its true cause.
+A failing case names the rules that would name its true cause.
 """
 
 import math
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A training by name; `cause` holds the rules that name its illness (empty: healthy)."""
+    """A training by name; `cause` holds the rules that name why it fails (empty: healthy)."""
 
     name: str
     make: Callable[[], Setup]
@@ -51,7 +51,7 @@ class Case:
 
 
 HEALTHY: list[Case] = []
-SICK: list[Case] = []
+FAILING: list[Case] = []
 
 
 def healthy(make: Callable[[], Setup]) -> Callable[[], Setup]:
@@ -59,9 +59,9 @@ def healthy(make: Callable[[], Setup]) -> Callable[[], Setup]:
     return make
 
 
-def sick(*cause: str) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
+def failing(*cause: str) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
     def register(make: Callable[[], Setup]) -> Callable[[], Setup]:
-        SICK.append(Case(make.__name__, make, frozenset(cause)))
+        FAILING.append(Case(make.__name__, make, frozenset(cause)))
         return make
 
     return register

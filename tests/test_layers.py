@@ -1,4 +1,4 @@
-"""A room imports only from the rows above its own, and each heavy library by one room.
+"""A package imports only from the rows above its own, and heavy libraries have one importer each.
 
 Imports within functions count as well: a name is known wherever it is imported.
 """
@@ -29,20 +29,20 @@ ROWS = [
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
-# `Run.diagnose`, `.plot` and `.report` import their room when they are called.
-EXCEPTIONS = {("records/run.py", room) for room in ("health", "plotting", "pages")}
+# `Run.diagnose`, `.plot` and `.report` import their package when they are called.
+EXCEPTIONS = {("records/run.py", name) for name in ("health", "plotting", "pages")}
 
-ONE_ROOM = {"matplotlib": "plotting", "torch.distributed": "ranks"}
+ONE_IMPORTER = {"matplotlib": "plotting", "torch.distributed": "ranks"}
 
 OPTIONAL = ("matplotlib", "tqdm", "sklearn", "pandas", "IPython", "accelerate", "tensorboard")
 
 
 def sources() -> list[Path]:
-    """Every file of the package but its own `__init__.py`, which imports from all rooms."""
+    """Every file of the package but its own `__init__.py`, which imports from all packages."""
     return [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -72,13 +72,13 @@ def absolute(path: Path, node: ast.ImportFrom) -> str:
 
 
 def is_module(base: str, name: str) -> bool:
-    """Whether `from base import name` imports a module: ours, or one of torch's."""
+    """Whether `from base import name` imports a module, of hookkit or of torch."""
     place = PACKAGE.parent.joinpath(*base.split("."), name)
     return place.is_dir() or place.with_suffix(".py").exists() or base == "torch"
 
 
 def breaches(path: Path) -> list[str]:
-    here, wrong = room(path), []
+    here, wrong = package_of(path), []
     for name in sorted(imports(path)):
         other = [*name.split("."), ""][1]
         if name == "hookkit" and path.name != "__main__.py":
@@ -86,19 +86,19 @@ def breaches(path: Path) -> list[str]:
         below = name.startswith("hookkit.") and ROW[other] > ROW[here]
         if below and (path.relative_to(PACKAGE).as_posix(), other) not in EXCEPTIONS:
             wrong.append(f"{here} (row {ROW[here]}) imports {other} (row {ROW[other]})")
-        for library, only in ONE_ROOM.items():
+        for library, only in ONE_IMPORTER.items():
             if (name == library or name.startswith(library + ".")) and here != only:
                 wrong.append(f"{here} imports {library}: only {only} may")
     return wrong
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
-    """What is left of a graph when what imports nothing that is left is taken away, repeatedly."""
-    left = dict(edges)
-    while free := [name for name, others in left.items() if not others & left.keys()]:
+    """The modules that are in a cycle or import from one, directly or over others."""
+    rest = dict(edges)
+    while free := [name for name, others in rest.items() if not others & rest.keys()]:
         for name in free:
-            del left[name]
-    return sorted(left)
+            del rest[name]
+    return sorted(rest)
 
 
 def module_graph() -> dict[str, set[str]]:
@@ -113,7 +113,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def test_every_file_has_a_row() -> None:
-    assert {room(p) for p in sources()} - set(ROW) == set()
+    assert {package_of(p) for p in sources()} - set(ROW) == set()
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: p.relative_to(PACKAGE).as_posix())
@@ -122,10 +122,7 @@ def test_imports_point_up_the_rows(path: Path) -> None:
 
 
 def test_no_module_imports_itself_over_others() -> None:
-    # the files of summaries are still being untangled
-    graph = {k: v for k, v in module_graph().items() if not k.startswith("hookkit.summaries")}
-
-    assert cycle(graph) == []
+    assert cycle(module_graph()) == []
 
 
 def test_the_exceptions_are_needed() -> None:

@@ -104,33 +104,34 @@ def bad_init(run: RunView) -> Iterator[Hit]:
     record = run.activations
     yield from _huge_recurrence(run, record)
     which = read.rows(record, read.PRE_ACTIVATION)
-    if len(which) < 4:
-        yield from _huge_layer(run, record, which)
-        return
+    judge = _scaled_by_depth if len(which) >= 4 else _huge_layer
+    yield from judge(run, record, which)
+
+
+def _scaled_by_depth(run: RunView, record: Record, which: list[int]) -> Iterator[Hit]:
+    """Outputs that shrink or grow along four layers or more, before training."""
     # in the first record alone: later ones show the steps; and not of the head, whose scale is free
     std = read.table(record, "std")[which[:-1]][:, 0]
     if not (std > 0).all():
         return
     ratio = float(np.square(std.max() / std.min()))  # inf, where Python's ** would raise
-    order = _trend(np.log(std)) if ratio > 1 else 0.0
+    trend = _trend(np.log(std)) if ratio > 1 else 0.0
     threshold = VARIANCE_RATIO * len(which)
-    if not (ratio > threshold and abs(order) > ALONG_DEPTH):
+    if not (ratio > threshold and abs(trend) > ALONG_DEPTH):
         return
-    usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if order < 0 else 0.0
+    usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if trend < 0 else 0.0
     fails = run.fails and ratio > min(usual, BROKEN_RATIO)
     severity = "note" if not fails else "error" if ratio > BROKEN_RATIO else "warning"
-    grows, large = ("grows", "large") if order > 0 else ("shrinks", "small")
-    yield Hit(
-        severity,
-        read.names(record, which[:-1]),
-        read.span(record, slice(0, 1)),
+    grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
+    what = (
         f"the variance of layer outputs {grows} {ratio:.2g}-fold over {len(which)} layers before "
-        "training",
-        of=bad_init.but(
-            threshold=bad_init.threshold.replace("layers,", f"layers ({threshold:.0f}),", 1),
-            cause=f"weights that begin too {large} for this depth",
-        ),
     )
+    here = bad_init.but(
+        threshold=bad_init.threshold.replace("layers,", f"layers ({threshold:.0f}),", 1),
+        cause=f"weights that begin too {large} for this depth",
+    )
+    steps = read.span(record, slice(0, 1))
+    yield Hit(severity, read.names(record, which[:-1]), steps, f"{what}training", of=here)
 
 
 def _trend(sizes: Floats) -> float:

@@ -1,4 +1,4 @@
-"""More trainings, well and sick.
+"""More trainings, healthy and failing.
 
 Attention whose logits show, float16, ReLUs that are functions, losses that need not fall.
 """
@@ -19,13 +19,13 @@ from trainings import (
     adamw,
     conv,
     digits,
+    failing,
     healthy,
     lm_loss,
     markov,
     mlp,
     rescale,
     sgd,
-    sick,
 )
 
 
@@ -121,7 +121,7 @@ def half_precision_transformer() -> Setup:
     return Setup(m, adamw(m, 2e-3), digits(*ROWS), half=True, scaler=scaler)
 
 
-@sick("attention_logits", "lr_too_high")
+@failing("attention_logits", "lr_too_high")
 def queries_learn_too_fast() -> Setup:
     m = Writer()
     fast = queries_and_keys(m)
@@ -130,7 +130,7 @@ def queries_learn_too_fast() -> Setup:
     return Setup(m, torch.optim.AdamW(groups), markov(), lm_loss, n_classes=12)
 
 
-@sick("attention_logits")
+@failing("attention_logits")
 def queries_begin_too_large() -> Setup:
     m = Reader()
     with torch.no_grad():
@@ -139,14 +139,14 @@ def queries_begin_too_large() -> Setup:
     return Setup(m, adamw(m, 2e-3), digits(*ROWS))
 
 
-@sick("fp16_range", "bad_init")
+@failing("fp16_range", "bad_init")
 def half_precision_too_large() -> Setup:
     m = mlp(depth=4)
     rescale(m[2:5], 60.0)  # two layers
     return Setup(m, adam(m, 1e-3), digits(), half=True, scaler=torch.amp.GradScaler("cpu"))
 
 
-@sick("fp16_underflow")
+@failing("fp16_underflow")
 def half_precision_without_a_scaler() -> Setup:
     def small(logits: Tensor, y: Tensor) -> Tensor:
         return 1e-4 * F.cross_entropy(logits, y)  # as one of many terms, or per pixel
@@ -193,25 +193,25 @@ def relus_that_are_functions() -> Setup:
     return Setup(m, sgd(m, 0.05), digits(*IMAGE))
 
 
-@sick("ascent")
+@failing("ascent")
 def climbed_loss() -> Setup:
     m = conv()
     return Setup(m, torch.optim.Adam(m.parameters(), 1e-3, maximize=True), digits(*IMAGE))
 
 
-@sick("dead")
+@failing("dead")
 def dead_behind_a_function() -> Setup:
     m = Functional(shut=45)
     return Setup(m, adam(m), digits(*IMAGE))
 
 
-@sick("momentum")
+@failing("momentum")
 def momentum_too_high() -> Setup:
     m = mlp(nn.GELU)
     return Setup(m, sgd(m, 0.2, 0.999), digits())
 
 
-@sick("constant_init")
+@failing("constant_init")
 def constant_weights() -> Setup:
     m = mlp()
     for p in m.parameters():

@@ -1,4 +1,4 @@
-"""The sick trainings: each has one true cause, and the rules that would name it."""
+"""The failing trainings: each has one true cause, and the rules that would name it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +19,7 @@ from trainings import (
     conv,
     curve,
     digits,
+    failing,
     lm_loss,
     markov,
     mlp,
@@ -26,55 +27,54 @@ from trainings import (
     rescale,
     resnet,
     sgd,
-    sick,
 )
 
 # learning rate
 
 
-@sick("lr_too_high")
+@failing("lr_too_high")
 def lr_high_sgd_mlp() -> Setup:
     m = mlp(nn.Tanh)
     return Setup(m, sgd(m, 20.0), digits())
 
 
-@sick("lr_too_high")
+@failing("lr_too_high")
 def lr_high_adam_conv() -> Setup:
     m = conv(norm=False)
     return Setup(m, adam(m, 0.5), digits(*IMAGE))
 
 
-@sick("lr_too_high")
+@failing("lr_too_high")
 def lr_high_transformer() -> Setup:
     m = Transformer()
     return Setup(m, adamw(m, 0.1), digits(*ROWS))
 
 
-@sick("lr_too_high")
+@failing("lr_too_high")
 def lr_high_gru() -> Setup:
     m = Recurrent(nn.GRU)
     return Setup(m, adam(m, 1.0), digits(*ROWS))
 
 
-@sick("lr_too_low")
+@failing("lr_too_low")
 def lr_low_adam_mlp() -> Setup:
     m = mlp()
     return Setup(m, adam(m, 1e-7), digits())
 
 
-@sick("lr_too_low")
+@failing("lr_too_low")
 def lr_low_sgd_conv() -> Setup:
     m = conv()
     return Setup(m, sgd(m, 1e-6), digits(*IMAGE))
 
 
-@sick("lr_too_low")
+@failing("lr_too_low")
 def lr_low_lm() -> Setup:
     m = TokenModel()
     return Setup(m, sgd(m, 1e-6), markov(), lm_loss, n_classes=12)
 
 
-@sick("unmoved")
+@failing("unmoved")
 def lr_zero() -> Setup:
     m = mlp()
     return Setup(m, sgd(m, 0.0), digits())
@@ -83,52 +83,52 @@ def lr_zero() -> Setup:
 # units and initial weights
 
 
-@sick("dead")
+@failing("dead")
 def dead_relus_by_bias() -> Setup:
     m = mlp()
     nn.init.constant_(m[2].bias, -8.0)
     return Setup(m, sgd(m, 0.02), digits())
 
 
-@sick("dead")
+@failing("dead")
 def mostly_dead_conv() -> Setup:
     m = conv(norm=False)
     nn.init.constant_(m[2].bias[:13], -20.0)
     return Setup(m, adam(m, 3e-3), digits(*IMAGE))
 
 
-@sick("saturated")
+@failing("saturated")
 def saturated_tanh() -> Setup:
     m = rescale(mlp(nn.Tanh), 30.0)
     return Setup(m, sgd(m, 0.01), digits())
 
 
-@sick("saturated")
+@failing("saturated")
 def saturated_sigmoid() -> Setup:
     m = mlp(nn.Sigmoid, depth=2)
     rescale(m[:4], 40.0)
     return Setup(m, adam(m, 1e-3), digits())
 
 
-@sick("vanishing")
+@failing("vanishing")
 def vanishing_sigmoid_stack() -> Setup:
     m = mlp(nn.Sigmoid, depth=8)
     return Setup(m, sgd(m, 0.05), digits())
 
 
-@sick("vanishing", "bad_init")
+@failing("vanishing", "bad_init")
 def vanishing_small_init() -> Setup:
     m = rescale(mlp(nn.Tanh, depth=10), 0.2)
     return Setup(m, sgd(m, 0.05), digits())
 
 
-@sick("bad_init", "exploding")
+@failing("bad_init", "exploding")
 def exploding_init_relu() -> Setup:
     m = rescale(mlp(depth=12), 8.0)
     return Setup(m, adam(m, 1e-3), digits())
 
 
-@sick("bad_init", "exploding")
+@failing("bad_init", "exploding")
 def exploding_residual() -> Setup:
     def block() -> nn.Module:
         return Residual(nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48)))
@@ -138,7 +138,7 @@ def exploding_residual() -> Setup:
     return Setup(m, sgd(m, 0.001), digits())
 
 
-@sick("zero_gradient")
+@failing("zero_gradient")
 def zero_init_everywhere() -> Setup:
     m = mlp()
     for p in m.parameters():
@@ -149,14 +149,14 @@ def zero_init_everywhere() -> Setup:
 # wiring
 
 
-@sick("not_in_optimizer")
+@failing("not_in_optimizer")
 def layer_forgotten_by_optimizer() -> Setup:
     m = mlp()
     opt = torch.optim.Adam([*m[0].parameters(), *m[4].parameters(), *m[6].parameters()], 2e-3)
     return Setup(m, opt, digits())
 
 
-@sick("not_in_optimizer")
+@failing("not_in_optimizer")
 def head_added_after_optimizer() -> Setup:
     m = conv()
     opt = adam(m, 3e-3)
@@ -173,7 +173,7 @@ class Detaches(nn.Module):
         return self.head(self.body(x).detach())
 
 
-@sick("no_gradient")
+@failing("no_gradient")
 def detached_body() -> Setup:
     m = Detaches()
     return Setup(m, adam(m, 2e-3), digits())
@@ -188,7 +188,7 @@ class Unused(nn.Module):
         return self.body(x)
 
 
-@sick("no_gradient")
+@failing("no_gradient")
 def unused_head() -> Setup:
     m = Unused()
     return Setup(m, adamw(m, 2e-3), digits())
@@ -207,31 +207,31 @@ class NoGradEncoder(nn.Module):
         return self.net.head(self.net.norm(h).mean(1))
 
 
-@sick("no_gradient")
+@failing("no_gradient")
 def encoder_under_no_grad() -> Setup:
     m = NoGradEncoder()
     return Setup(m, adamw(m, 2e-3), digits(*ROWS))
 
 
-@sick("grads_pile_up")
+@failing("grads_pile_up")
 def zero_grad_forgotten_sgd() -> Setup:
     m = mlp()
     return Setup(m, sgd(m, 0.05), digits(), zero_grad=False)
 
 
-@sick("grads_pile_up")
+@failing("grads_pile_up")
 def zero_grad_forgotten_conv() -> Setup:
     m = conv()
     return Setup(m, sgd(m, 0.1), digits(*IMAGE), zero_grad=False)
 
 
-@sick("weight_decay")
+@failing("weight_decay")
 def weight_decay_too_big() -> Setup:
     m = mlp()
     return Setup(m, adamw(m, 1e-2, weight_decay=10.0), digits())
 
 
-@sick("weight_decay")
+@failing("weight_decay")
 def weight_decay_conv() -> Setup:
     m = conv(norm=False)
     return Setup(m, sgd(m, 0.05, weight_decay=0.5), digits(*IMAGE))
@@ -240,7 +240,7 @@ def weight_decay_conv() -> Setup:
 # loss and data
 
 
-@sick("probabilities")
+@failing("probabilities")
 def softmax_module_before_loss() -> Setup:
     m = nn.Sequential(*mlp(), nn.Softmax(1))
     return Setup(m, adam(m, 2e-3), digits())
@@ -255,19 +255,19 @@ class SoftmaxInside(nn.Module):
         return F.softmax(self.net(x), dim=1)
 
 
-@sick("probabilities")
+@failing("probabilities")
 def softmax_function_before_loss() -> Setup:
     m = SoftmaxInside()
     return Setup(m, adam(m, 3e-3), digits(*IMAGE))
 
 
-@sick("probabilities")
+@failing("probabilities")
 def sigmoid_before_cross_entropy() -> Setup:
     m = nn.Sequential(*mlp(nn.GELU), nn.Sigmoid())
     return Setup(m, adam(m, 2e-3), digits())
 
 
-@sick("input_scale")
+@failing("input_scale")
 def unscaled_inputs() -> Setup:
     m = mlp()
     return Setup(m, sgd(m, 0.01), raw_digits())
@@ -278,7 +278,7 @@ def bad_batches(source: Iterator[Any], at: int, how: float) -> Iterator[Any]:
         yield (torch.where(torch.rand_like(x) < 0.01, how, x), y) if t == at else (x, y)
 
 
-@sick("non_finite")
+@failing("non_finite")
 def nan_in_one_batch() -> Setup:
     m = conv()
     return Setup(m, adam(m, 3e-3), bad_batches(digits(*IMAGE), 80, float("nan")))
@@ -289,7 +289,7 @@ class LogLayer(nn.Module):
         return torch.log(x)
 
 
-@sick("non_finite")
+@failing("non_finite")
 def log_of_zero() -> Setup:
     m = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), LogLayer(), nn.Linear(32, 10))
     return Setup(m, adam(m), digits())
@@ -301,7 +301,7 @@ def mislabelled(source: Iterator[Any]) -> Iterator[Any]:
         yield (x, (y + 5) % 10) if t % 13 == 12 else (x, y)
 
 
-@sick("spikes")
+@failing("spikes")
 def one_bad_shard() -> Setup:
     m = mlp(nn.GELU)
     return Setup(m, sgd(m, 0.02), mislabelled(digits()))
@@ -312,13 +312,13 @@ def shuffled(source: Iterator[Any]) -> Iterator[Any]:
         yield x, y[torch.randperm(len(y))]
 
 
-@sick("not_learning")
+@failing("not_learning")
 def shuffled_labels() -> Setup:
     m = resnet()
     return Setup(m, sgd(m, 0.02), shuffled(digits(*IMAGE)))
 
 
-@sick("not_learning", "zero_gradient")
+@failing("not_learning", "zero_gradient")
 def constant_input() -> Setup:
     m = mlp(nn.SiLU, i=4, out=1)
     data = ((torch.zeros_like(x), y) for x, y in curve())
