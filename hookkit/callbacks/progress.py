@@ -93,7 +93,7 @@ class ProgressCallback(Callback):
 
     def _inside(self) -> bool:
         """Whether this is a validation that a callback runs during a fit: the bar is the fit's."""
-        return bool(self.learn.fitting and self.learn.aside)
+        return bool(self.learn.fitting and self.learn.eval_pass)
 
     def _write(self, log: Sequence[Any]) -> None:
         names = self.learn.recorder.metric_names

@@ -156,7 +156,7 @@ class Recorder(Callback):
         across = self.learn.accelerator is not None  # each rank has its share of the batches
         part = [self._valid_loss.compute(across), *self._computed(False)]
         self.learn.final_record = part
-        if not self.learn.aside:
+        if not self.learn.eval_pass:
             self._valid_part = part
 
     def after_epoch(self) -> None:

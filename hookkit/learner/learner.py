@@ -76,6 +76,7 @@ class Learner(Predicting, ReadOut):
             recorders have seen in another Learner or loop before.
         stepped: whether the batch at hand has made one.
         steps_now: whether the batch at hand is to be followed by a step.
+        eval_pass: whether `validate` or `get_preds` is under way.
         xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.

@@ -65,7 +65,7 @@ class Loop(CallbackRunner):
         self.epoch, self.n_epoch, self._epoch_range = 0, 1, range(0)
         self.iter, self.n_iter = 0, None  # type: int, int | None
         self.train_iter, self.pct_train = 0, 0.0
-        self.n_steps, self.stepped, self.steps_now, self.aside = 0, False, True, False
+        self.n_steps, self.stepped, self.steps_now, self.eval_pass = 0, False, True, False
         self.final_record: list[Any] | None = None
         self._opt: Any = None
         self._step_hooks: list[Any] = []
@@ -80,7 +80,7 @@ class Loop(CallbackRunner):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made during a fit is not in one, and holds no graph
-        rest = dict.fromkeys(("fitting", "training", "aside", "_broken", "_in_batch"), False)
+        rest = dict.fromkeys(("fitting", "training", "eval_pass", "_broken", "_in_batch"), False)
         return {**vars(self), **BATCH, **rest, "_step_hooks": []}
 
     # --- the loop, from the outside in

@@ -22,7 +22,7 @@ from hookkit.learner.checks import as_loaders
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import describe, leaves, tmap
 
-_STATE = [*BATCH, "iter", "n_iter", "training", "stepped", "aside", "final_record"]
+_STATE = [*BATCH, "iter", "n_iter", "training", "stepped", "eval_pass", "final_record"]
 _STATE += ["_in_batch", "_by_keyword", "_device"]
 
 
@@ -111,7 +111,7 @@ class Predicting(Loop):
         paused = self._pause_recorders() if self._in_batch else []
         running, with_grad = [cb for cb in paused if cb.run], torch.is_grad_enabled()
         try:
-            self.aside = True
+            self.eval_pass = True
             for cb in running:
                 cb.run = False
             with self.added_cbs(cbs):

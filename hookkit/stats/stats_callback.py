@@ -136,7 +136,7 @@ class StatsCallback(Recorder):
             self._iter = self.learn.train_iter
             on = self.on_train and self._n_taken % (self.every or 1) == 0
         else:
-            on = self.on_valid and not self.learn.aside
+            on = self.on_valid and not self.learn.eval_pass
         if on:
             self._follow()
         self._begun = on
@@ -185,7 +185,7 @@ class StatsCallback(Recorder):
 
     def after_validate(self) -> None:
         """One record for the whole validation, at the step that it was made."""
-        if self.on_valid and not self.learn.aside:
+        if self.on_valid and not self.learn.eval_pass:
             step = max(self.learn.n_steps - 1, 0)
             self.valid_accumulator.commit(step, self.learn.epoch, self.learn.train_iter)
 

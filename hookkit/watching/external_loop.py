@@ -44,7 +44,7 @@ class ExternalLoop(CallbackRunner):
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
         n_left_out: steps that a callback cancelled (CancelStepException).
-        aside, dls, n_epoch, accelerator: as in a Learner that has none of them.
+        eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
@@ -57,7 +57,7 @@ class ExternalLoop(CallbackRunner):
         finds_opts: as the attribute.
     """
 
-    aside = False
+    eval_pass = False
     dls = n_epoch = accelerator = None
     loss_func: Any = None
     scaler: Any = None
