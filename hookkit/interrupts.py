@@ -164,6 +164,10 @@ def _in_main_thread() -> bool:
     return get_ident() == main_thread().ident
 
 
+# `Undo`, `_Block` and `Scope` each spell out `__enter__`. With a common one that they call, Python
+# would look for signals once more, after the block has begun and before the `with` holds it.
+
+
 class Undo(ExitStack):
     """An ExitStack whose callbacks all run, whenever Ctrl-C comes.
 

@@ -19,6 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from hookkit.checks import check_module
 
+# Private: the names under which torch.compile (since 2.0), FSDP and checkpoint_wrapper (since 1.12)
+# hold the module that they wrap. Without one of them, it would be part of all names inside.
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPER_NAMES = ("DeepSpeedEngine",)  # classes of libraries that are not imported here

@@ -67,6 +67,8 @@ def swap(
     >>> net[1], new["2"].n_calls
     (Dropout(p=0.5, inplace=False), 1)
     """
+    # Places are written through `Module._modules`, private by its name, since torch 0.1: the
+    # public `setattr` and `register_module` run code of the user's class and cannot be undone.
     places, new = _planned(model, replacements)
     try:
         enter_eager(places)
@@ -252,6 +254,8 @@ class Wrapper(nn.Module):
                 raise
             return getattr(held["wrapped"], name)
 
+    # `_metadata` is an attribute of the dict with the modules' versions, private by its name, since
+    # torch 0.4. If it were not renamed too, a layer would be loaded as of its first version.
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, with the wrapped module's entries under its own names."""
         state = super().state_dict(*args, prefix=prefix, **kwargs)
@@ -263,6 +267,8 @@ class Wrapper(nn.Module):
             versions[(prefix + f"{key}.".removeprefix(inner))[:-1]] = versions.pop(key)
         return state
 
+    # Private, made to be overridden: `Module._load_from_state_dict` loads one module without its
+    # children, since torch 0.4. Without it the model's own keys would be missing in a wrapped one.
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
         own = {*self._parameters, *self._buffers, *self._modules}
         for key in [key for key in state if key.startswith(prefix)]:
@@ -354,6 +360,8 @@ class GramWrapper(Wrapper):
 
     def __init__(self, wrapped: nn.Module, *, dtype: torch.dtype = torch.float32):
         super().__init__(wrapped)
+        # Private: `_ConvNd`, the base of all convolutions since torch 0.1. Without it their rows
+        # would be summed over the wrong dimension, and nothing would say so.
         if isinstance(unwrap(wrapped), nn.modules.conv._ConvNd):
             raise OptionError(
                 f"GramWrapper sums over the last dimension of its inputs, and a "
