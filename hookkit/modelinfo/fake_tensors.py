@@ -24,19 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Private: real tensors can be read in the middle of a fake run only with the modes off. Torch 2.0
-# to 2.13 have it; without it a fake run would not see wrong indices.
-from torch.utils._python_dispatch import _disable_current_modes
-
 from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, has_formula, name_of
-from hookkit.modelinfo.hook_copies import HookCopies
+from hookkit.modelinfo.hook_copies import HookCopies, tables_of
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
 from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves
 
-# Private in torch 2.11 to 2.13: fake tensors have no public home. Without them every run is real.
+# Private, in torch 2.11 to 2.13: fake tensors have no public home, and real tensors can be read in
+# the middle of a fake run only with the modes off. Without them every run is real.
 try:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
 except ImportError:  # pragma: no cover
     FakeCopyMode = FakeTensor = FakeTensorMode = None  # type: ignore[assignment, misc, unused-ignore]
 
@@ -61,11 +59,10 @@ def fake_copy(tree: Tree, hooks: HookCopies, mode: Any, home: torch.device | Non
     """
     with torch.no_grad():
         memo = copy_memo(tree, hooks)
-        for m in tree.modules:
-            loose = [v for v in vars(m).values() if isinstance(v, Tensor) and v.is_meta]
-            for t in (*m._parameters.values(), *m._buffers.values(), *loose):
-                if t is not None and id(t) not in memo and _is_plain(t):
-                    memo[id(t)] = _faked(t, mode, home)
+        attributes = [v for m in tree.modules for v in vars(m).values() if isinstance(v, Tensor)]
+        for t in (*tree.tensors, *(v for v in attributes if v.is_meta)):
+            if id(t) not in memo and _is_plain(t):
+                memo[id(t)] = _faked(t, mode, home)
         with FakeCopyMode(mode):
             made = copy.deepcopy(tree.model, memo)
             hooks.put_on(memo)
@@ -125,6 +122,7 @@ def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
 
 def _entries_unknown(a: Any) -> bool:
     """True for what `to_sparse` or `coalesce` makes of a fake tensor: it has none to count."""
+    # `_nnz` is private, in torch 2.11 to 2.13; `values()` refuses tensors that are not coalesced.
     return isinstance(a, Tensor) and a.layout in SPARSE and not a._nnz()
 
 
@@ -193,7 +191,7 @@ def purge(made: Iterable[weakref.ref[Tensor]], ran: Tree, before: Before) -> Non
     _restore_classes(before.classes)
     own = {id(t) for t in ran.tensors}
     lost: list[Any] = [t for ref in made if (t := ref()) is not None and id(t) not in own]
-    seen = {id(lost)} | {id(d) for m in ran.modules for d in (vars(m), m._parameters, m._buffers)}
+    seen = {id(lost)} | {id(held) for m in ran.modules for held in tables_of(m)}
     for _ in range(_LEVELS if lost else 0):
         above = [o for o in gc.get_referrers(*lost) if id(o) not in seen]
         seen |= {id(above), *map(id, above)}

@@ -148,7 +148,7 @@ def _quantized_linear(x: Tensor, *_: Any, out: Any, **__: Any) -> int:
 
 def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """`a @ b`; of a sparse operand the stored elements, each times the other's free dimension."""
-    # `_nnz` is private and in torch since 0.3: `values()` refuses tensors that are not coalesced.
+    # `_nnz` is private, in torch 2.11 to 2.13; `values()` refuses tensors that are not coalesced.
     if a.layout is not torch.strided:
         return int(a._nnz()) * int(b.shape[-1])
     if b.layout is not torch.strided:
@@ -167,7 +167,7 @@ def _halved(flops: Callable[..., int]) -> MacFormula:
 
 
 _FORMULAS: dict[str, MacFormula] = {
-    # `flop_registry` is what FlopCounterMode uses, in torch since 2.1; its keys are operations.
+    # What FlopCounterMode uses; its keys are operations.
     **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
     "aten::mm": _mm,
     "aten::addmm": _second(_mm),
@@ -205,7 +205,8 @@ SPARSE_PRODUCTS = frozenset(
 
 def name_of(func: Any) -> str:
     """The operation without its overload: `aten::mm`; one of higher order has no namespace."""
-    # `_schema` is private and in torch since 1.9: the public name has the overload in it.
+    # `_schema` is private, in torch 2.11 to 2.13; the public name has the overload in it. Operators
+    # without it are counted by their full text, which has no formula.
     return func._schema.name if hasattr(func, "_schema") else str(func)
 
 

@@ -21,10 +21,9 @@ from torch import nn
 from hookkit.hooks.entries import HookEntry
 from hookkit.modelinfo.tree import Tree
 
-# The dicts in which nn.Module keeps its hooks. Private, and the same from torch 1.0 (flags: 2.0) to
-# 2.13: PyTorch has no public way to list the hooks of a module, and deepcopy copies these dicts,
-# with functions that still refer to the original model. A name that is missing is skipped, and
-# those hooks would then be shared with the copy.
+# The dicts in which nn.Module keeps its hooks. Private, in torch 2.11 to 2.13: nothing public lists
+# the hooks of a module, and deepcopy copies these dicts, with functions that still refer to the
+# original model. A name that is missing is skipped; those hooks are shared with the copy.
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _CALL = (*_FORWARD, "_backward_pre_hooks", "_backward_hooks")
 _STATE = (
@@ -69,11 +68,6 @@ class HookCopies:
         """How many hooks run with the model: the user's, and hookkit's that edit."""
         entries = [h for h in self._forward() if isinstance(h, HookEntry)]
         return len(self.of_user()) + sum(h.for_copy() is not None for h in entries)
-
-    def n_on_wrappers(self) -> int:
-        """How many forward hooks of the user are on the wrappers, which do not run."""
-        hooks = [h for m in self.tree.wrappers for n in _FORWARD for h in m.__dict__[n].values()]
-        return sum(not (isinstance(h, HookEntry) or _is_torchs(h)) for h in hooks)
 
     def _is_own(self, hook: Any) -> bool:
         """True if `hook` is PyTorch's, or bound to an object that the model itself holds."""
@@ -124,7 +118,7 @@ class HookCopies:
         """
         todo = self.of_user()
         for m in self.tree.modules if todo else ():
-            yield from (vars(m), m._parameters, m._buffers)
+            yield from tables_of(m)
         seen: set[int] = set()
         while todo:
             x = todo.pop()
@@ -145,6 +139,18 @@ class HookCopies:
             elif type(held := getattr(x, "__dict__", None)) is dict and not isinstance(x, type):
                 yield held
                 yield from (v for v in held.values() if type(v) in (list, dict))
+
+
+def n_on_wrappers(tree: Tree) -> int:
+    """How many forward hooks of the user are on the wrappers, which do not run."""
+    hooks = [h for m in tree.wrappers for n in _FORWARD for h in m.__dict__[n].values()]
+    return sum(not (isinstance(h, HookEntry) or _is_torchs(h)) for h in hooks)
+
+
+def tables_of(m: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dicts in which `m` holds tensors: attributes, parameters, buffers."""
+    # Private, in torch 2.11 to 2.13: only the dicts themselves can be told from other containers.
+    return vars(m), m._parameters, m._buffers
 
 
 def _is_torchs(hook: Any) -> bool:

@@ -80,8 +80,8 @@ def restored_after(tree: Tree) -> Iterator[None]:
     modules = [(m, type(m), _attributes(m)) for m in (*tree.wrappers, *tree.modules)]
     modes = [(m, m.training) for m in tree.scripted]
     tensors = {id(t): t for t in tree.tensors if not nn.parameter.is_lazy(t)}
-    # `_version` counts the in-place writes of a tensor; the public API has no way to ask for it.
-    # There since torch 0.4. Without it every tensor would be copied back.
+    # `_version` counts the in-place writes of a tensor. Private, in torch 2.11 to 2.13; nothing
+    # public gives it. Without it every tensor would be copied back.
     saved = [(t, t._version, t.detach().clone()) for t in tensors.values()]
     try:
         yield
@@ -195,8 +195,8 @@ def _generators() -> Iterator[torch.Generator]:
         if device.is_available() and device.is_initialized():
             yield from device.default_generators
     if torch.backends.mps.is_available():
-        # Private, behind torch.mps.get_rng_state, since torch 2.0: the public functions read and
-        # write the state but do not give the seed, without which a reseeding could not be seen.
+        # Private, behind torch.mps.get_rng_state, in torch 2.11 to 2.13. The public functions read
+        # and write the state but not the seed, without which a reseeding could not be seen.
         yield torch.mps._get_default_mps_generator()
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Private by its path; torch's own counters (FlopCounterMode) derive from it since torch 1.12. It
-# sees every operation below autograd; nothing public does.
+# Private by its path, in torch 2.11 to 2.13; FlopCounterMode derives from it. It sees every
+# operation below autograd; nothing public does, so there is no fallback.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
@@ -32,8 +32,8 @@ from hookkit.nested import Inputs, describe, leaves
 
 _MAX_SHAPES = 64  # a cell called in a loop would keep thousands
 
-# Private: the number that the next autograd node will get, since torch 1.10. Without it every saved
-# tensor is detached, which costs half a run on fake tensors.
+# Private, in torch 2.11 to 2.13: the number that the next autograd node will get. Without it every
+# saved tensor is detached, which costs half a run on fake tensors.
 _next_node_number = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
@@ -82,7 +82,7 @@ class Trace:
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the multiply-accumulates of each dispatched operation for the running module."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # else torch raises for flex attention
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,8 +90,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_fake = tracer.trace.how == "fake"
         self.free: set[Any] = set()  # operations known to cost nothing
 
-    # Private, since torch 2.6: whether the compiler ignores the mode. True, the default, costs a
-    # wrapper around every operation; nothing is compiled in here. Older versions do not call it.
+    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
+    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
+    # calls it, only time is lost.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -101,7 +102,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self.free:
             return self._noted(func(*args, **kwargs))
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:  # composite operations arrive undivided here
+            with self:  # in inference mode composite operations arrive undivided
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts

@@ -170,6 +170,7 @@ def _enter_eager(owner: object) -> None:
     Flex attention loads the compiler when it is called, which would be too late.
     """
     if "torch.nn.attention.flex_attention" in sys.modules:
-        # Private: the module that `enter_eager` looks for. Without it flex attention is compiled.
+        # Private, in torch 2.11 to 2.13: what `enter_eager` needs to be loaded. Without it flex
+        # attention would be compiled in the run.
         import_module("torch._dynamo.eval_frame")
     enter_eager(owner)

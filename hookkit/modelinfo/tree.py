@@ -150,8 +150,8 @@ def storage_of(t: Tensor) -> tuple[Any, int]:
     """Identity and bytes of the memory behind `t`; views of one storage share both."""
     try:
         storage = t.untyped_storage()
-        # `_cdata` is the address of the C++ storage: the only identity that all its Python objects
-        # share. Torch 2.0 to 2.13 have it. Without it, `data_ptr` would do for real tensors only.
+        # `_cdata` is the address of the C++ storage, which all Python objects of it share. Private,
+        # in torch 2.11 to 2.13; the public `data_ptr` is 0 for fake tensors.
         return storage._cdata, storage.nbytes()
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, uninitialised
         return id(t), 0 if nn.parameter.is_lazy(t) else _stored(t)
@@ -159,6 +159,6 @@ def storage_of(t: Tensor) -> tuple[Any, int]:
 
 def _stored(t: Tensor) -> int:
     if t.layout is torch.sparse_coo:
-        # The documented `indices()` and `values()` refuse tensors that are not coalesced.
+        # Private, in torch 2.11 to 2.13: `indices()` and `values()` want a coalesced tensor.
         return sum(p.numel() * p.element_size() for p in (t._indices(), t._values()))
     return int(t.numel() * t.element_size())

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hookkit.checks import check_flag, check_module, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.modelinfo.hook_copies import HookCopies
+from hookkit.modelinfo.hook_copies import n_on_wrappers
 from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel
@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 _BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
-# Private: the common base of all BatchNorms, which has no public name. Torch 1.0 to 2.13 have it.
+# Private, in torch 2.11 to 2.13: the common base of all BatchNorms, which has no public name.
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -244,7 +244,7 @@ def _grew(tree: Tree, ran: Tree) -> bool:
 
 def _wrappers(tree: Tree) -> tuple[str, ...]:
     names = [type(m).__name__ for m in tree.wrappers]
-    # Private: what `module.compile()` sets, since torch 2.2. Without it the footer does not say so.
+    # Private, in torch 2.11 to 2.13: set by `module.compile()`. Without it the footer is silent.
     if getattr(tree.model, "_compiled_call_impl", None) is not None:
         names.append("compiled in place")
     return tuple(names)
@@ -253,7 +253,7 @@ def _wrappers(tree: Tree) -> tuple[str, ...]:
 def _footnotes(tree: Tree, done: Trace | None) -> Iterator[str]:
     if done is None:
         return
-    if n := HookCopies(tree).n_on_wrappers():
+    if n := n_on_wrappers(tree):
         yield f"Hooks on its wrapper that did not run: {n}."
     if done.n_hooks:
         yield f"Hooks on the model that ran: {done.n_hooks}."
