@@ -136,6 +136,13 @@ def test_a_long_list_of_layers_is_cut():
     assert f.where == "a, b, c and 2 more · steps 0–9"
 
 
+def test_a_rule_without_what_it_needs_is_unjudged():
+    unjudged = dict(diagnose(Run()).unjudged)
+
+    assert {r.name for r in RULES if r.needs} <= set(unjudged)
+    assert unjudged["small_batch"] == "no activations"
+
+
 def test_rules_have_names_of_their_own():
     assert len({r.name for r in RULES}) == len(RULES)
     assert all(r.__doc__ for r in RULES)
