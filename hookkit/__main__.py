@@ -3,4 +3,4 @@
 from hookkit.summaries.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(prog="python -m hookkit"))
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
-"""`python -m hookkit.summaries.cli module:factory --input 1,3,224,224`: a summary from the shell.
+"""`python -m hookkit module:factory --input 1,3,224,224`: a summary from the shell.
 
-`python -m hookkit` is the same.
 Builds on `making`. Exit codes: 0 a summary was printed, 1 the model could not be made or run, 2 the
 arguments are bad, 130 it was interrupted. Each error is one line, after the table so far if the
 model failed.
@@ -21,9 +20,9 @@ from typing import Any, NoReturn, TextIO
 import torch
 from torch import nn
 
-from hookkit.errors import HookkitError, ModelRunError, nearest
+from hookkit.errors import HookkitError, ModelRunError, OptionError, nearest
 from hookkit.files import atomic_write
-from hookkit.summaries.columns import COLUMNS
+from hookkit.summaries.columns import COLUMNS, as_columns
 from hookkit.summaries.making import summary
 from hookkit.summaries.result import Summary
 from hookkit.texts import harmless, nbytes
@@ -37,8 +36,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    p = _Parser(prog=prog, description="What a model is made of and does.")
+def _parser() -> argparse.ArgumentParser:
+    p = _Parser(prog="python -m hookkit", description="What a model is made of and does.")
     p.add_argument("model", help="module:factory, a function that makes the model, or the model")
     shape = "shape of an input, with :int64 for ids; again for a second input"
     p.add_argument("--input", action="append", default=[], type=_input, metavar="N,...", help=shape)
@@ -110,12 +109,11 @@ def _one_line(e: BaseException) -> str:
     return harmless(" ".join(str(e).split()), 1000) or type(e).__name__
 
 
-def _columns(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    wrong = [name for name in names if name not in COLUMNS]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"no column {wrong[0]!r}: there are {', '.join(COLUMNS)}")
-    return names
+def _columns(text: str) -> tuple[str, ...] | None:
+    try:
+        return as_columns(part.strip() for part in text.split(","))
+    except OptionError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def _load(parser: argparse.ArgumentParser, spec: str) -> nn.Module:
@@ -176,9 +174,9 @@ def _page(made: Summary) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m hookkit.summaries.cli") -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints the summary of the model in `argv`; returns the exit code."""
-    parser = _parser(prog)
+    parser = _parser()
     try:
         return _main(parser, argv)
     except KeyboardInterrupt:
@@ -221,7 +219,3 @@ def _write(file: TextIO, text: str) -> None:
     encoding = getattr(file, "encoding", None) or "utf-8"
     file.write(text.encode(encoding, "backslashreplace").decode(encoding))
     file.flush()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
