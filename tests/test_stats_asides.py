@@ -19,7 +19,7 @@ from hookkit.moments.moments import merge, moments
 from hookkit.records import load
 from hookkit.stats import ActivationStats, GradientStats, ParamStats, params
 from hookkit.stats.flight import FlightRecorder
-from hookkit.stats.norms import norms_of
+from hookkit.stats.parameters import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 

@@ -11,7 +11,7 @@ from torch import nn
 from hookkit.health import diagnose
 from hookkit.moments.numba_loader import machine
 from hookkit.stats import ActivationStats, ParamStats
-from hookkit.stats.bits import checksum
+from hookkit.stats.parameters import checksum
 from hookkit.watching import watch
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)

@@ -169,19 +169,28 @@ class Buffers:
             values = values if found is None else found
         if self.options.bins:
             self._count(slot, row, values, times, offset)
+        top = math.inf
         if self.by_array:
-            self._add_on_cpu(slot, row, values, times)
+            top = self._add_on_cpu(slot, row, values, times)
         elif self.fused:
             triton_kernels.add(values, self.sums[row], self.options.eps, times)
         else:
             new = _times(moments(values, self.options.eps, self.dtype), times)
             self.moments[slot, row] = merge(self.moments[slot, row], new)
         self.seen[slot].add(row)
-        if self.units is not None and self.units.layouts[row].n:
-            self._add_units(self.units, slot, row, t, values, offset)
+        units = self.units
+        if units is None or not (layout := units.layouts[row]).n:
+            return
+        is_float = isinstance(values, np.ndarray) and values.dtype == np.float32
+        if is_float and layout.width and times == 1 and (array is not None or t.is_contiguous()):
+            units.add_array(slot, row, values, top, offset)
+        else:
+            units.add(slot, row, t.detach())
 
-    def _add_on_cpu(self, slot: int, row: int, values: Any, times: int) -> None:
+    def _add_on_cpu(self, slot: int, row: int, values: Any, times: int) -> float:
+        """Adds to the moments; the greatest size of the values."""
         new: Any = cpu_row(values, self.options.eps)
+        *_, lo, hi, _, _, bad = new
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
@@ -190,17 +199,7 @@ class Buffers:
             calls, *old = self.moments_array[slot, row].tolist()
             new = merge_row(old, new)
         self.moments_array[slot, row] = (calls + 1, *new)
-
-    def _add_units(
-        self, units: UnitTables, slot: int, row: int, t: Tensor, values: Any, offset: int
-    ) -> None:
-        arrays = isinstance(values, np.ndarray) and values.dtype == np.float32
-        whole = len(values) == t.numel() and t.is_contiguous()
-        if arrays and whole and units.layouts[row].width:
-            *_, lo, hi, _, _, bad = self.moments_array[slot, row].tolist()
-            units.add_array(slot, row, values, math.inf if bad else max(-lo, hi), offset)
-        else:
-            units.add(slot, row, t.detach())
+        return math.inf if bad else max(-lo, hi)
 
     def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> None:
         """Adds the values to the histogram, or a sample of them to those that are counted later."""

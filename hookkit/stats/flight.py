@@ -29,8 +29,16 @@ from hookkit.hooks.entries import Handle, graph_task
 from hookkit.modules import unwrap
 from hookkit.recording.recording import Recorder, RecordSwitch
 from hookkit.records import Incident
-from hookkit.stats.incidents import FIRST, INPUT, LOSS, Memory
-from hookkit.stats.norm_history import GradNormHistory, NormHistory, input_hook, norm_hook
+from hookkit.stats.norm_history import (
+    FIRST,
+    INPUT,
+    LOSS,
+    GradNormHistory,
+    Memory,
+    NormHistory,
+    input_hook,
+    norm_hook,
+)
 from hookkit.stats.parameters import Named, Parameters
 from hookkit.stats.unscaling import unscale_of
 

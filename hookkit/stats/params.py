@@ -20,20 +20,22 @@ from hookkit.moments.cpu import norms
 from hookkit.moments.history import StepHistory
 from hookkit.moments.numba_loader import machine
 from hookkit.records import Exports, Record
-from hookkit.stats.bits import Bits
-from hookkit.stats.norms import (
+from hookkit.stats.parameters import (
     FEW,
     FIELDS,
+    Bits,
+    Named,
+    Parameters,
     arrays_of,
     changes,
     grad_norms_by_id,
+    idle_parameters,
     local_values,
     norms_of,
     rows_of,
     rows_swept,
     spread,
 )
-from hookkit.stats.parameters import Named, Parameters, idle_parameters
 
 
 class ParamStats(Exports, Callback):
