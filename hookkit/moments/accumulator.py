@@ -243,7 +243,7 @@ class StatsAccumulator:
         self._clear()
 
     def fold(self, *, finite_only: bool = False) -> None:
-        """Count what was seen towards the record of a step that is still to come.
+        """Count what was seen towards the record of a later step.
 
         With `finite_only` nothing is kept if any of it was not finite.
         """

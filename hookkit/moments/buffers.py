@@ -2,7 +2,7 @@
 
 It builds on the ways to a row of moments (`moments`, `cpu`, `triton_kernels`) and on `histograms`
 and `units`. Everything is allocated before it is needed and stays on the data's device; nothing
-here reads a value of a tensor that could still be on its way.
+here makes the host wait for a device.
 
 On a CPU the tables have several slots, one for each record: the batch at hand is written into the
 first free one, and the records before it wait there until there are enough to count their samples,

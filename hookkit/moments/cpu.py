@@ -1,8 +1,9 @@
-"""Moments of a CPU tensor in one read: in chunks that stay in the cache.
+"""Moments and norms of CPU tensors in one read: by numpy, in chunks that stay in the cache.
 
-By numpy, on one thread. The model has just driven all code out of the cache: the first call of
-anything costs 30 to 100 µs here, so few different things are called. Where numba is installed
-(the `fast` extra), its machine code reads instead, from the first watch or fit on.
+It builds on `moments` (the row, and how rows merge). The model's own code and data have just
+filled the caches, so the first call of any function costs 30 to 100 µs here: few different
+functions are called, on one thread. Where numba is installed (the `fast` extra), the compiled
+loops of `numba_kernels` read instead.
 """
 
 from __future__ import annotations
@@ -42,13 +43,12 @@ _ONES = {kind: np.ones((_PIECE, 1), kind) for kind in (np.float32, np.float64)}
 _LARGE = {np.float32: 1e17, np.float64: 1e150}
 # The squares of a piece of smaller values do not overflow.
 
-
 _FLAGS_LIE = sys.platform == "darwin"
-# Accelerate's products set the error flags of the processor at random.
+# On macOS Accelerate's products set the processor's error flags at random.
 
 
 class _Scratch(threading.local):
-    """Work space of one thread: allocated once, so that a hook allocates nothing."""
+    """Work space of one thread, allocated once, so that hooks allocate nothing."""
 
     def __init__(self) -> None:
         both = torch.float32, torch.float64
@@ -71,8 +71,8 @@ scratch = _Scratch()
 def cpu_row(x: Any, eps: float) -> Row:
     """The row (without `calls`) of flat values on the CPU, read once in chunks that fit the cache.
 
-    By numpy fp32 within a chunk (fp64 for fp64 and wide integers), Python floats between chunks.
-    Reads results through numpy's view of them: memory that is already here, no tensor read-out.
+    Sums are float32 within 8,192 values (float64 for float64 and wide integers), and Python
+    floats beyond.
 
     Args:
         x: (n,) array of float32 or float64 without gaps, or a tensor of any dtype and stride.
@@ -95,7 +95,7 @@ def cpu_row(x: Any, eps: float) -> Row:
 
 
 def _compiled_row(compiled: Any, x: Any, eps: float) -> Row | None:
-    """The row of an array by machine code; None if that has none for such arrays."""
+    """The row of an array by numba's loops; None if they are not made for such arrays."""
     if x.dtype != np.float32:
         return None
     row = scratch.row

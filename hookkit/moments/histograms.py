@@ -2,11 +2,13 @@
 
 The idea: the upper bits of a float *are* a logarithmic bin number. `bits >> (23 - m)` of a
 float32 counts 2**m bins per octave (m = 1: edges 1, 1.5, 2, 3, 4, 6, …), exactly and alike on
-every device, without a logarithm or a search. Exact zeros, NaN and Inf are counted apart, what
-is below or above the bins goes to an underflow bin next to zero or to an open bin at the end.
+every device, without a logarithm or a search. Exact zeros, NaN and Inf have counts of their own;
+what is below or above the bins goes to an underflow bin next to zero or to an open bin at the end.
 
-A sample is a strided slice whose stride is coprime with the size: the stride n // k would meet
-the same few channels again and again (standard deviations off by 50 %).
+Why a strided sample: one slice copies it, on any device, without random numbers, which belong to
+the training. The stride is coprime with the size, because the stride n // k often divides the
+number of channels and would take the same few of them again and again (standard deviations were
+off by 50 %). Each record begins at another offset, so in the long run every value is taken.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Bins:
     """Where values are counted; build it with `log_bins`, `range_bins` or `edge_bins`.
 
     A table of counts has `n` columns for the bins and four more: exact zeros (which are also in
-    their bin), NaN, Inf, and the absent.
+    their bin), NaN, Inf, and unused places of a sample.
 
     Args:
         edges: (n + 1,) increasing float64; bin i holds edges[i] <= x < edges[i + 1], negative
@@ -66,7 +68,7 @@ class Bins:
         return int(np.searchsorted(self.edges, 0.0, side="right")) - 1
 
     def index(self, x: Tensor) -> Tensor:
-        """Column of each value: int64 of the shape of `x`, zeros apart from their bin.
+        """Column of each value: int64 of the shape of `x`; zeros get their own column.
 
         Args:
             x: float32, any shape and device; `ABSENT` bits mark places without a value.
@@ -105,10 +107,11 @@ class Bins:
         return table
 
     def _count_bits(self, x: Tensor) -> Tensor:
-        """The same on a CPU by the bits alone: 1 ns a value; the arithmetic takes 36 ns there.
+        """The same on a CPU by the bits alone: 1 ns a value, where the arithmetic takes 36 ns.
 
-        Sign, exponent and the first bits of the fraction number the logarithmic bins already,
-        outer ones finer than is asked for. What they do not tell apart is looked at if it is there.
+        Sign, exponent and the first bits of the fraction are a bin number already, finer than
+        needed at both ends. Zeros of both signs, NaN, Inf and `ABSENT` share such numbers with
+        other values; they are separated only where there are any.
         """
         assert self.octaves
         low, high, m = self.octaves
@@ -159,7 +162,7 @@ def log_bins(low: int = -12, high: int = 12, per_octave: int = 2) -> Bins:
     """
     if per_octave not in (1, 2, 4, 8) or not -126 <= low < high <= 127:
         raise OptionError(
-            f"log_bins({low}, {high}, {per_octave}) was asked for. "
+            f"log_bins({low}, {high}, {per_octave}) is outside of float32, or not in whole bits. "
             "Use exponents -126 <= low < high <= 127 and 1, 2, 4 or 8 bins per octave."
         )
     steps = np.arange(per_octave) / per_octave
@@ -187,7 +190,8 @@ def range_bins(low: float, high: float, n: int = 40) -> Bins:
     """`n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), open ones beside them."""
     if not (math.isfinite(low) and math.isfinite(high) and low < high and n > 0):
         raise OptionError(
-            f"{n} bins from {low} to {high} were asked for. The range has to be finite, low < high."
+            f"range_bins({low}, {high}, {n}): the range is empty or not finite. Give finite low < "
+            f"high, and at least one bin."
         )
     return edge_bins(np.linspace(low, high, n + 1))
 
@@ -205,12 +209,16 @@ def coprime_stride(n: int, k: int) -> int:
     return stride
 
 
-def sample_of(n: int, k: int, turn: int) -> slice:
-    """Which `k` of `n` values to take; all if there are fewer, others at each `turn`."""
+def sample_of(n: int, k: int, offset: int) -> slice:
+    """Which `k` of `n` values to take, beginning with the one at `offset`; all if there are fewer.
+
+    >>> sample_of(1000, 10, 3)
+    slice(3, 895, 99)
+    """
     if n <= k:
         return slice(0, n)
     stride = coprime_stride(n, k)
-    start = turn % stride
+    start = offset % stride
     return slice(start, start + stride * (k - 1) + 1, stride)
 
 

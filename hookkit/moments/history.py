@@ -10,7 +10,7 @@ over all its values would have given.
 All classes here are values: `with_records` returns a new one and leaves the old one as it was. New
 columns are written into the old one's spare room, which it never reads. So an interrupt or an error
 at any line leaves the old past or the new one, once the owner assigns the result, and nothing
-between. Steps, epochs and spans are host numbers: nobody waits for the device.
+between. Steps, epochs and spans are host numbers, so the index needs no read of the device.
 """
 
 from __future__ import annotations

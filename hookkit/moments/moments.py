@@ -5,9 +5,12 @@ their mean and their sum of squared deviations (`m2`), least and greatest, how m
 and exactly zero, and how many values were not finite. Rows of different tensors, steps, layers or
 ranks merge exactly (`merge`, Chan et al. 1983), so nothing is lost by summing up early.
 
-Four ways to a row, one truth: `moments` (any device, no branch on data; the oracle of the others),
-`sweeps.py` (chunks that stay in the cache of a CPU), `loops.py` (one read there, where numba is),
-and `kernels.py` (one read on CUDA).
+There are four ways to a row: `moments` here (tensor operations on any device, without a branch on
+data; the reference for the others), `cpu` (numpy, in chunks that stay in the cache),
+`numba_kernels` (one read, where numba is installed) and `triton_kernels` (one read on CUDA).
+
+Why merged moments and not sums of squares: a layer's values may have a mean far from 0, and
+E[x²] − E[x]² then cancels all digits; mean and `m2` of parts merge without that loss.
 """
 
 from __future__ import annotations
@@ -30,9 +33,14 @@ EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
 Row = tuple[float, float, float, float, float, float, float, float]
 """`FIELDS` without `calls`."""
 
-_unwrapped = getattr(torch._C, "_functorch", None)
+# Private: `torch._C._is_cow_tensor`, whether a tensor is a lazy clone (since 2.1). numpy would
+# copy all of it first, since it could write to it. Without it no tensor is taken for one.
 _is_cow: Any = getattr(torch._C, "_is_cow_tensor", lambda t: False)
-_is_wrapped = getattr(_unwrapped, "is_functorch_wrapped_tensor", lambda t: False)
+
+# Private: `torch._C._functorch.is_functorch_wrapped_tensor`, whether a tensor is a wrapper of
+# torch.func, which has no memory of its own (since 2.0). Without it reading one raises.
+_functorch = getattr(torch._C, "_functorch", None)
+_is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda t: False)
 
 
 def plain(t: Tensor) -> Tensor | None:
@@ -41,7 +49,7 @@ def plain(t: Tensor) -> Tensor | None:
     Complex values become magnitudes; sparse tensors their explicit values; nested ones all their
     values; quantized ones are dequantized; a DTensor its local shard. None for meta and fake
     tensors, inside `torch.func` transforms, and for dtypes that PyTorch only stores (`int4`,
-    `bits8`, two floats of four bits in a byte), where there is nothing to look at.
+    `bits8`, two floats of four bits in a byte), which have no values to read.
 
     >>> plain(torch.tensor([3 + 4j]))
     tensor([5.])
@@ -85,7 +93,7 @@ def _odd(t: Tensor) -> Tensor | None:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The values of all parts, as rows of features where they are alike in those."""
+    """The values of all parts, as rows of features where all have the same number of features."""
     widths = {part.shape[-1] if part.ndim else 0 for part in parts}
     width = widths.pop() if len(widths) == 1 else 0
     rows = (-1, width) if width else (-1,)
@@ -118,18 +126,18 @@ def flat(t: Tensor) -> tuple[Tensor, int]:
 
 
 def array_of(x: Tensor) -> Any:
-    """The memory of the flat CPU tensor `x` as numpy sees it, if those are floats without gaps.
+    """The memory of the flat CPU tensor `x` as numpy sees it, if it is floats without gaps.
 
-    None else, and for a lazy clone: numpy would copy all of it first, since it could write to it.
+    None otherwise, and for a lazy clone.
     """
     floats = x.dtype is torch.float32 or x.dtype is torch.float64
     return x.numpy() if floats and x.is_contiguous() and not _is_cow(x) else None
 
 
 def floats_of(t: Tensor) -> Any:
-    """`array_of` all of an ordinary float32 CPU tensor without gaps, None of any other.
+    """`array_of` all of an ordinary float32 CPU tensor without gaps; None for any other.
 
-    What most layers give, with as few calls as can be: each costs µs in a cold cache.
+    The hot path of most layers, in as few calls as possible: each costs µs in a cold cache.
     """
     ordinary = type(t) is Tensor or type(t) is torch.nn.Parameter
     if not ordinary or t.dtype is not torch.float32 or not t.is_cpu or _is_wrapped(t):
@@ -144,7 +152,7 @@ def floats_of(t: Tensor) -> Any:
 
 
 def working_dtype(t: Tensor) -> torch.dtype:
-    """What `t` is computed in: float64 for float64 and 32/64-bit integers, else float32."""
+    """The dtype `t` is computed in: float64 for float64 and 32/64-bit integers, else float32."""
     wide = (torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64)
     return torch.float64 if t.dtype in wide else torch.float32
 

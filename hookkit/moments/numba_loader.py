@@ -1,9 +1,9 @@
-"""Loads the machine code of `loops.py`, once in a process, when a watch or a fit begins.
+"""Loads `numba_kernels`, once in a process, when a watch or a fit begins.
 
-So one run has one way of computing: were it to change during a run, the last digits of what is
-summed up would change with it. numba is imported on a thread of its own, which the reader waits
-for. There no Ctrl-C leaves half a numba behind, which nobody could import again, and none of
-PyTorch's modes, numpy's error state or a debugger that the training has set is in force.
+Not in the middle of a run, since the last digits of sums would change with the way of computing.
+numba is imported on a thread of its own, which the caller waits for: a Ctrl-C there would leave a
+half-imported numba that cannot be imported again, and PyTorch's modes, numpy's error state and a
+debugger that the training has set apply to its own thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Machine:
     """The compiled loops, once they are loaded.
 
     Attributes:
-        found: the module `loops`; None before `load`, or where numba does not serve.
+        found: the module `numba_kernels`; None before `load`, or where numba does not work.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,8 @@ class Machine:
         self._problems: list[str] = []
 
     def load(self) -> None:
-        """Loads them, where numba is installed: 0.5 s once in a process, then nothing.
-
-        On a machine that has not compiled them yet it takes some seconds.
+        """Loads them, if numba is installed: 0.5 s once in a process, some seconds if they have not
+        been compiled on this machine.
         """
         if self._loader is None:
             loader = threading.Thread(target=self._find, name="hookkit loads numba")
@@ -52,11 +51,11 @@ class Machine:
             with _quiet():
                 import numba
 
-                if not numba.config.DISABLE_JIT:  # somebody debugs: these would be loops of Python
+                if not numba.config.DISABLE_JIT:  # for debugging: these would be loops of Python
                     from hookkit.moments import numba_kernels
 
                     self.found = numba_kernels
-        except Exception as e:  # what is slower is no reason to end a training
+        except Exception as e:  # slower reading is no reason to end a training
             problem = f"{type(e).__name__}: {e}"
             self._problems.append(f"numba does not work here ({problem}), so numpy reads instead.")
 
@@ -66,9 +65,9 @@ _LOG = logging.getLogger("numba")
 
 @block
 def _quiet() -> Iterator[None]:
-    """Where everything is logged, numba would log its compiling in 20,000 lines."""
+    """Keeps numba from logging its compilation, 20,000 lines where all levels are logged."""
     log = _LOG
-    if log.level != logging.NOTSET:  # somebody wants to know
+    if log.level != logging.NOTSET:  # the user has set it
         yield
         return
     log.setLevel(logging.WARNING)

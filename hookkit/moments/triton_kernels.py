@@ -1,9 +1,9 @@
-"""Moments on CUDA in one read: a Triton kernel, where Triton is (PyTorch for CUDA brings it).
+"""Moments on CUDA in one read: a Triton kernel, where Triton is installed (with PyTorch for CUDA).
 
-Each of `PROGRAMS` programs reads its part of the tensor once and adds its sums to a place of its
-own, so nothing is atomic, the result does not depend on timing, and a hook is one launch. The
-places are put together for all layers at once at the step (`collapse`). Sums are float64, which
-bears a mean 1e5 times the spread without a shift. The oracle is `moments.moments`.
+Each of `PROGRAMS` programs reads its part of the tensor once and adds its sums to its own row of a
+table, so nothing is atomic, the result does not depend on timing, and a hook is one launch. The
+rows are combined for all layers at once at the step (`collapse`). Sums are float64, exact enough
+for a mean 1e5 times the spread without a shift. The reference is `moments.moments`.
 """
 
 from __future__ import annotations

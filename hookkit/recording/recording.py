@@ -47,7 +47,7 @@ class RecordSwitch(Switch):
 
     Attributes:
         on: whether hooks record.
-        late: the model's forward has returned. A layer that is called by itself now is recorded if
+        late: the model's forward has returned. A layer that is called on its own now is recorded if
             it takes part in the loss.
         target: what recorders show tensors to.
         thread: whose forwards are recorded; None records those of all threads. No graph guards on
@@ -151,8 +151,8 @@ class HookCallback(Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ours = cls.__module__.partition(".")[0] == "hookkit"
-        for event, does in () if ours else _NEEDED.items():
+        is_own = cls.__module__.partition(".")[0] == "hookkit"
+        for event, does in () if is_own else _NEEDED.items():
             if event in vars(cls) and not calls(vars(cls)[event], event):
                 warnings.warn(
                     f"{cls.__name__}.{event} does not call super().{event}(), which {does}. "
@@ -210,7 +210,7 @@ class HookCallback(Callback):
     def before_fit(self) -> None:
         """Looks the modules up and hooks them."""
         if not (self.learn.fitting or self.on_valid):
-            return  # a validation that nobody records must not cost what was recorded before
+            return  # a validation that is not recorded must not reset what was recorded before
         self._remove()
         self._batch_count, self._last_iter, self._ended = 0, -1, False
         self._hook_all(self.learn.model)
@@ -230,7 +230,7 @@ class HookCallback(Callback):
             on = self.on_train and self._batch_count % (self.every or 1) == 0
             self._batch_count, self._last_iter = self._batch_count + 1, self.learn.train_iter
         else:
-            on = self.on_valid and self.every is None  # `every` asks for few batches, as in fastai
+            on = self.on_valid and self.every is None  # as in fastai
         if on:
             self._follow()
         self._record(on)

@@ -6,8 +6,8 @@ Anomaly mode costs half a step and sees the backward pass only; this costs about
 
 When it looks: on the CPU before each optimizer step, where reading costs nothing, so bad
 gradients never reach the weights. On a GPU a flag is copied to the host as the batch ends and
-looked at one batch later, when it has arrived: no waiting, and what it needs to tell is still in
-its memory. With `"skip"` the answer is needed before the step: one wait per step.
+read one batch later, when it has arrived: no waiting, and the norms that explain it are still in
+memory. With `"skip"` the answer is needed before the step: one wait per step.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from hookkit.stats.parameters import Named, Parameters
 from hookkit.stats.unscaling import unscale_of
 
 ACTIONS = ("raise", "skip", "report")
-_MOST = 16  # incidents kept: a run that breaks down again and again tells nothing new
+_MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
 
 class FlightRecorder(Recorder):
-    """Watches for the first NaN or Inf in loss, activations and gradients, and tells its story.
+    """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
 
     Args:
         on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
             `"report"` only: it is then in `incidents`.
         n_batches: how many batches to remember.
-        modules: which, as for `select`; None takes every module without children. What comes into
-            the model amid a training is watched, too.
+        modules: which, as for `select`; None takes every module without children. Modules
+            that the model gets during a training are watched, too.
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
 
     A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
 
-    Of a step with a closure the first evaluation decides whether it is left out. Under a
-    GradScaler gradients that overflow are its own business, and no incident. An output counts as
-    not finite from 1.8e19 on, where its square leaves float32.
+    In a step with a closure the first evaluation decides whether the step is skipped. Under a
+    GradScaler overflowing gradients are no incident: it skips such steps itself. An output counts
+    as not finite from 1.8e19 on, where its square leaves float32.
 
     Raises:
         OptionError: an option that cannot work.
@@ -148,7 +148,7 @@ class FlightRecorder(Recorder):
         super().before_fit()
 
     def before_batch(self) -> None:
-        """The next place in its memory; on a GPU, a look at what the last batch left."""
+        """Begins the next batch in memory; on a GPU, reads what the flags of earlier ones say."""
         self._checked = self._switch.late = self._noted = False
         super().before_batch()
         if self.recording and self._norms is not None:
@@ -157,13 +157,13 @@ class FlightRecorder(Recorder):
             self._grads.advance(self._norms.at)
 
     def after_pred(self) -> None:
-        """The batch is through: a layer called by itself from here on is no part of it."""
+        """The model has returned: a layer called on its own after that is not recorded."""
         self._switch.late = True
 
     def before_step(self) -> None:
-        """Looks, while bad gradients can still be kept from the weights.
+        """Checks all norms, while bad gradients can still be kept from the weights.
 
-        Where the step comes before its batch there is nothing to look at yet: `after_batch` does.
+        Where the step comes before its batch there are none yet: `after_batch` checks them.
         """
         if not self.recording:
             return
@@ -186,12 +186,12 @@ class FlightRecorder(Recorder):
             warnings.warn(_TOO_LATE.format(why), HookkitWarning, stacklevel=2)
 
     def after_step(self) -> None:
-        """Notes the gradients that the step used (a closure makes them within the step)."""
+        """Takes the norms of the gradients that the step used (a closure computes them in it)."""
         if self.recording and self.learn.stepped and not self._noted:
             self._note_gradients()
 
     def after_batch(self) -> None:
-        """Looks, or on a GPU sends for the answer."""
+        """Checks all norms, or on a GPU copies the answer to the host, to be read later."""
         if not (self.recording and self._norms is not None):
             return
         on_cpu = self._on_cpu()
@@ -205,7 +205,7 @@ class FlightRecorder(Recorder):
                 self._send_flag()
 
     def after_fit(self) -> None:
-        """The last batch's answer."""
+        """Reads the last batch's answer."""
         super().after_fit()
         self._look_late(wait=True)
 
@@ -215,7 +215,7 @@ class FlightRecorder(Recorder):
         self._record(False)
         self._grads, self._known = GradNormHistory(), None  # they hold the model's parameters
 
-    # --- noting
+    # --- taking norms
 
     def _on_cpu(self) -> bool:
         return self._norms is not None and self._norms.device.type == "cpu"
@@ -253,7 +253,7 @@ class FlightRecorder(Recorder):
         return fine
 
     def _look_now(self) -> bool:
-        """Reads whether all was finite; tells if not. True if something was bad."""
+        """Whether something of this batch is not finite; if so, reports it."""
         assert self._norms is not None
         self._checked = True
         fine = bool(self._finite().cpu().numpy())  # sync: one per step, on a GPU for "skip" only
@@ -271,7 +271,7 @@ class FlightRecorder(Recorder):
         self._flags.append((self._norms.at, flag, arrived))
 
     def _look_late(self, wait: bool = False) -> None:
-        """What the flags of earlier batches say, as far as they have arrived."""
+        """Reads the flags of earlier batches, as far as they have arrived."""
         while self._flags:
             at, flag, arrived = self._flags[0]
             if wait and arrived is not None:
@@ -285,10 +285,10 @@ class FlightRecorder(Recorder):
             del self._flags[0]
             self._judge(at, bool(flag.numpy()), late=True)
 
-    # --- telling
+    # --- reporting
 
     def _judge(self, at: int, fine: bool, late: bool) -> bool:
-        """Tells of the batch in slot `at`; `late`: its step may have been made meanwhile."""
+        """Reports the batch in slot `at` unless it is `fine`; `late`: its step may be made."""
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
             assert self._norms is not None
@@ -312,18 +312,18 @@ class FlightRecorder(Recorder):
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
 
 
-_CURE = 'Look there first; FlightRecorder("skip") leaves such steps out, "report" only notes them.'
+_CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
 _TOO_LATE = (
-    'FlightRecorder("skip") was asked for; this step {}, so what is not finite is found too late '
-    "for it to be left out, and noted only. Call `backward()` first and a torch `opt.step()` after."
+    'FlightRecorder("skip"): this step {}, so NaN and Inf are found too late to skip it, and are '
+    "only reported. Call `backward()` first and a torch optimizer's `step()` after it."
 )
 _WITHIN, _UNSEEN = "is made within the backward", "is not seen (each_forward)"
 _AGAIN = "evaluates its batch more than once in its closure"
 
 
-def _check_some(found: Any, asked: Any) -> None:
+def _check_some(found: Any, given: Any) -> None:
     if not found:
         raise OptionError(
-            f"FlightRecorder(modules={shown(asked)}): that selects no module, so it would see "
+            f"FlightRecorder(modules={shown(given)}): that selects no module, so it would see "
             f"nothing begin. Use None for all of them, or name some."
         )

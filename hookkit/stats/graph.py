@@ -1,4 +1,5 @@
-"""What the autograd graph tells of a model: who reads each layer, and which weights it has hidden.
+"""What the autograd graph shows of a model: which activation reads each layer, and which weights
+are hidden from PyTorch.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
 does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
@@ -92,7 +93,7 @@ def _graph(output: Any) -> tuple[dict[Any, list[Any]], list[Any]]:
 
 
 def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
-    """Who uses `node`, through operations that pass values on; `node` itself if nobody does."""
+    """The users of `node`, through operations that pass values on; `node` if it has none."""
     ends, todo, seen = [], [node], {node}
     while todo:
         for user in users[todo.pop()]:

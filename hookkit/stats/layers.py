@@ -1,7 +1,7 @@
 """What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
 
 Callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)` around any
-loop. Recorded on the device, exact, in bounded memory, at no host read before somebody asks; read
+loop. Recorded on the device, exact, in bounded memory, without a host read before `record()`; read
 as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as pictures.
 """
 
@@ -29,12 +29,13 @@ class ActivationStats(LayerStats):
 
     Exact, over all values; in a Learner or in `watch`. One record for each optimizer step (of
     those that `every` selects): batches of one step under gradient accumulation are merged,
-    cancelled batches and skipped steps leave nothing, recomputation under activation checkpointing
-    is not seen twice. A second fit appends; validation is not recorded unless asked. (In `watch` a
-    batch whose step a GradScaler left out is merged into the next: the weights are the same.)
+    cancelled batches and skipped steps record nothing, recomputation in activation checkpointing is
+    not counted twice. A second fit appends; validation is recorded with `on_valid=True` only. (In
+    `watch` a batch whose step a GradScaler skipped is merged into the next: the weights are the
+    same.)
 
     Memory is bounded (about 10 MB): when full, neighbouring records merge exactly, and
-    `record().spans` tells how many steps each holds.
+    `record().spans` has the number of steps in each.
 
     Args:
         with_hist: whether to keep a histogram of each layer too, from `sample` of its values.
@@ -119,14 +120,17 @@ class ActivationStats(LayerStats):
         self._n_asked = 0
 
     def after_pred(self) -> None:
-        """The batch is through: a layer called by itself now is part of it if it makes the loss."""
+        """The model has returned: a layer called on its own now counts if it makes the loss."""
         if self.kind == "activation":
             self._switch.late = True
             if self.recording and self.learn.training and self._n_asked < 2:
                 self._ask(self.learn)
 
     def _ask(self, learn: Any) -> None:
-        """Has the graph of two batches tell of the model, once a fit: it may have changed."""
+        """Reads which activation consumes each layer, and which weights are hidden from PyTorch.
+
+        From the autograd graphs of a fit's first two batches: a model may change between fits.
+        """
         if not (self._n_asked or self._function):
             found = self.accumulator.consumers = consumers(learn.model, learn.pred)
             self.valid_accumulator.consumers = found
@@ -218,11 +222,11 @@ class GradientStats(LayerStats):
         self._names, self._seen = {}, set()
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
-        """Reads the gradients that one optimizer of several has used, while they are there."""
+        """Reads the gradients that one optimizer of several has used, before they are reset."""
         if not self.recording or self.of == "outputs":
             return
         if not self._names:
-            within = graph_task() != -1  # the others' gradients are still to come
+            within = graph_task() != -1  # the gradients of other parameters come later
             for name, kind, p in named_parameters(self.learn.model):
                 self._names[id(p)] = name, kind
                 if p.requires_grad if within else p.grad is not None:

@@ -193,7 +193,7 @@ def input_hook(switch: RecordSwitch, row: int) -> Any:
     return hook
 
 
-# --- the incident that they tell of
+# --- what was not finite
 
 LOSS, INPUT, FIRST = 0, 1, 2
 """Rows of the norms: the loss, the model's input, the first layer."""

@@ -72,7 +72,7 @@ def _held(opts: Iterable[Any]) -> set[int]:
 
 
 class Parameters:
-    """`named_parameters` of one model, for who asks at each step: a walk costs 10 µs a module.
+    """`named_parameters` of one model, to be read at each step: a walk costs 10 µs a module.
 
     >>> net = nn.Sequential(nn.Linear(2, 2))
     >>> parameters = Parameters(net)

@@ -43,7 +43,7 @@ class ParamStats(Exports, Callback):
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
-    where the parameter's optimizer made no part of it (two that take turns; one not seen yet).
+    where the parameter's optimizer did not step (a GAN's other player; one not seen yet).
     One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
 
     Costs a copy of the weights, and about three reads of them in each recorded step.
@@ -193,7 +193,7 @@ class ParamStats(Exports, Callback):
                 self._measure()
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
-        """Measures the gradients that one optimizer of several has used, while they are there."""
+        """Measures the gradients that one optimizer of several has used, before they are reset."""
         if self._snapped:
             self._parts |= grad_norms_by_id(owned)
 

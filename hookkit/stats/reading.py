@@ -198,7 +198,7 @@ class LayerStats(Exports, UnscaledStats):
         record = self.record()
         if record.hist is None:
             raise OptionError(
-                f"a histogram was asked for, {type(self).__name__} recorded none. "
+                f"{type(self).__name__} recorded no histogram. "
                 f"Make it with {type(self).__name__}(with_hist=True)."
             )
         return record
@@ -229,7 +229,7 @@ class LayerStats(Exports, UnscaledStats):
         if not self.options.window:
             who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
             raise OptionError(
-                f"units were asked for, {type(self).__name__} did not look at them. "
+                f"{type(self).__name__} did not count dead and dormant units. "
                 f"Make it with {who}(units=True)."
             )
         name = self.record().names[self._row(layer)]
@@ -258,7 +258,7 @@ class LayerStats(Exports, UnscaledStats):
         Raises:
             OptionError: no histogram was recorded, or `ax` was given for every layer.
         """
-        record = self._with_hist()  # before matplotlib is asked for
+        record = self._with_hist()  # before matplotlib is imported
 
         from hookkit import plotting
         from hookkit.plotting.figures import new_axes, new_figure

@@ -1,6 +1,6 @@
 """Recorded numbers as a small table of bounded size: text for a terminal, HTML for a notebook.
 
-`StatsList` and `BatchStats` show themselves so. Builds on `layout` (text widths).
+`StatsList` and `BatchStats` show themselves so. Builds on `texts` (text widths).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_COLUMNS = 36
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a row for each layer, and a line below; of many rows the middle is left out.
+    """A title, a row for each layer, and a line below; of many rows the middle is not shown.
 
     Args:
         title: above the table.

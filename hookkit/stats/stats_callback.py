@@ -2,7 +2,7 @@
 
 Builds on `Recorder` (which registers and removes hooks) and `StatsAccumulator` (what is kept).
 The step axis is the optimizer step: what several batches of one step gave is merged, and a batch
-that was cancelled, or whose step was left out, leaves nothing.
+that was cancelled, or whose step was skipped, records nothing.
 
 The hooks stay registered and do nothing while their `RecordSwitch` is off, so that a compiled model
 need not be compiled again. Its `target` is the accumulator of training, or that of validation; both
@@ -88,7 +88,7 @@ class StatsCallback(Recorder):
         if self._selectors is not None:
             return found
         found = found or leaf_modules(model) or {"": model}
-        # what runs no Python hooks is left out, unless it was selected by name
+        # scripted modules run no Python hooks: hooked only if they were selected by name
         return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
@@ -150,11 +150,11 @@ class StatsCallback(Recorder):
         self._step_tried = not self.learn.in_closure
 
     def after_cancel_step(self) -> None:
-        """A step that a callback leaves out leaves nothing, with a closure or without."""
+        """A step that a callback skips records nothing, with a closure or without."""
         self._step_tried = True
 
     def after_cancel_batch(self) -> None:
-        """A cancelled batch leaves nothing; in `watch` it is over with this."""
+        """A cancelled batch records nothing; in `watch` it is over with this."""
         self._cancelled = True
         if self.recording:
             (self.accumulator if self.learn.training else self.valid_accumulator).drop()
@@ -283,8 +283,10 @@ def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
 
 
 def _makes_loss(output: Any) -> bool:
-    """Whether a layer called by itself takes part in the training: a probe runs without gradients,
-    what runs again within the backward was seen before, and torch.jit.trace trains nothing.
+    """Whether a layer that is called on its own takes part in the loss.
+
+    A probe runs without gradients, what runs again in the backward pass was counted before, and
+    torch.jit.trace trains nothing.
     """
     if not is_compiling() and (graph_task() != -1 or is_tracing()):
         return False

@@ -1,8 +1,10 @@
-"""Gradients of outputs as they are without a GradScaler: divided by the scale of the loss.
+"""Gradients of outputs under a GradScaler, divided by the scale of the loss.
 
-Nothing in a backward pass says by which scaler its loss was scaled, or whether by one; the step
-says it, when the gradients are gone. So until the first step the gradients are counted once for
-each scaler that there is and once as they are, and the step decides which count is the record's.
+Nothing in a backward pass says which scaler scaled its loss, or whether one did; that is known at
+the step, when the gradients are gone. So until the first step the gradients are counted once for
+each live scaler and once as they are, and the step selects the count that is recorded. One count
+with a scale that is applied later would not do: how many values are near zero, and which bins they
+fall into, cannot be computed afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hookkit.stats.stats_callback import StatsCallback
 
 
 class ScaledAccumulator(StatsAccumulator):
-    """A stats of gradients whose scale may be known only when they have been counted.
+    """Statistics of gradients whose scale may be known only after they were counted.
 
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     >>> stats = ScaledAccumulator("gradient")
@@ -83,7 +85,7 @@ class ScaledAccumulator(StatsAccumulator):
             twin.drop()
 
     def fold(self, *, finite_only: bool = False) -> None:
-        """Count what was seen towards the record of a step that is still to come."""
+        """Count what was seen towards the record of a later step."""
         super().fold(finite_only=finite_only)
         for twin in self._twins:
             twin.fold(finite_only=finite_only)
