@@ -366,10 +366,10 @@ def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
 def test_what_comes_too_late_in_a_closure_to_be_skipped_is_told_once() -> None:
     recorder = FlightRecorder("skip")
 
-    with pytest.warns(HookkitWarning, match=r"closure.*and a torch `opt\.step\(\)` after") as told:
+    with pytest.warns(HookkitWarning, match=r"closure.*and a torch optimizer's `step\(\)` after it") as warned:
         train_by_closure(broken(Breaks(4)), recorder, n_calls=3)
 
-    assert len(told) == 1
+    assert len(warned) == 1
     assert [i.step for i in recorder.incidents] == [1]
 
 
