@@ -363,10 +363,10 @@ def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
     assert acts.record().value("count", "3").tolist() == [8, 8, 8]
 
 
-def test_what_comes_too_late_in_a_closure_to_be_skipped_is_told_once() -> None:
+def test_what_comes_too_late_in_a_closure_to_be_skipped_is_warned_about_once() -> None:
     recorder = FlightRecorder("skip")
 
-    with pytest.warns(HookkitWarning, match=r"closure.*and a torch optimizer's `step\(\)` after it") as warned:
+    with pytest.warns(HookkitWarning, match=r"closure.*optimizer's `step\(\)` after it") as warned:
         train_by_closure(broken(Breaks(4)), recorder, n_calls=3)
 
     assert len(warned) == 1
