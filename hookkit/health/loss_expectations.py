@@ -1,6 +1,6 @@
 """Losses that need not fall: of players, of policies and energies, of a target that moves.
 
-Builds on `loss_trend` and `loss_trend`. Where no training is meant to bring the loss down, a loss
+Builds on `loss_trend`. Where no training is meant to bring the loss down, a loss
 that does not fall is no problem. `why_it_need_not_fall` finds out; then `not_learning` is a note,
 and for all other rules it is unknown whether the run learns.
 """
@@ -23,7 +23,7 @@ NEVER_BELOW_ZERO = frozenset(
 )
 
 GROWN_BATCH = 2.0
-"""A step sees twice as much at the end as at first: losses of different data (hookkit, measured)"""
+"""A step sees twice as much at the end as at first: losses of different data (measured)."""
 
 ABOVE_BOUND = 2.0
 """A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)."""

@@ -89,9 +89,9 @@ class Rule:
         for need in self.needs:
             getattr(run, need)
         for hit in self.check(run) if self.check is not None else ():
-            said = hit.of or self
-            texts = said.threshold, said.source, said.cause, said.fix
-            yield Finding(said.name, *hit[:4], *texts)
+            says = hit.of or self
+            texts = says.threshold, says.source, says.cause, says.fix
+            yield Finding(says.name, *hit[:4], *texts)
 
 
 def rule(

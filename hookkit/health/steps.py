@@ -52,14 +52,17 @@ UPHILL = 0.12
     fix="divide the learning rate by 10, or warm it up",
 )
 def lr_too_high(run: RunView) -> Iterator[Hit]:
-    """Most matrices are rewritten faster than they can learn."""
+    """Most matrices are rewritten faster than they can learn.
+
+    What counts as fast depends on the loss: while it falls, large steps are often meant.
+    """
     record, which, ratio = _update_ratios(run)
     early = _early(record, ratio)
     peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
     erased = (peak > ERASES) & (len(which) > 1)
     if run.fails:
         fast = (early > FAST) | (peak > LEAP)
-    elif run.learns:  # something is learnt: only steps that cannot be meant; a single head may leap
+    elif run.learns:  # a single matrix, such as a new head on a frozen body, may move that far
         fast = erased | ((early > FAST / 2) & (peak > LEAP) & (len(which) > 1))
     else:
         fast = erased | (read.median(ratio, axis=1) > FAST)

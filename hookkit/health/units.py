@@ -46,7 +46,12 @@ _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "
     fix="lower the learning rate, or use LeakyReLU or GELU",
 )
 def dead(run: RunView) -> Iterator[Hit]:
-    """Units behind a ReLU that give nothing throughout the later half of the run."""
+    """Units behind a ReLU that give nothing throughout the later half of the run.
+
+    Three groups of layers: those that a ReLU reads for sure, those where zeros among the gradients
+    prove it, and those where it stays a guess. A layer whose weight still gets a gradient is not
+    dead, whatever its outputs look like.
+    """
     record = run.activations
     relus = read.rows(record, read.RELU_LIKE)
     sure = relus + _relu_inputs(record, relus)
@@ -81,9 +86,8 @@ def _dead_layers(run: RunView, shares: dict[int, float], units: str) -> Iterator
         what += ", from the first step on" if born else ", and more than at first"
         if severity == "warning" and run.learns and not born:
             severity = "note"
-        yield Hit(
-            severity, read.names(record, sorted(hit)), steps, what, of=_BORN if born else None
-        )
+        of = _BORN if born else None
+        yield Hit(severity, read.names(record, sorted(hit)), steps, what, of)
 
 
 _BORN = dead.but(

@@ -94,9 +94,7 @@ _FAINT = Rule(
 )
 
 
-def _hits(
-    record: Record, which: Bools, says: Rule, severity: str, what: str
-) -> Iterator[Hit]:  # fmt: skip
+def _hits(record: Record, which: Bools, says: Rule, severity: str, what: str) -> Iterator[Hit]:
     """One hit for all parameters in `which`, if there are any."""
     if rows := [int(i) for i in np.flatnonzero(which)]:
         n = f"{len(rows)} parameter{'s' * (len(rows) != 1)}"

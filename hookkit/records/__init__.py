@@ -8,7 +8,7 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
     files     save, and the fields in a saved file
     loggers   log_to: TensorBoard
     record    Record, with the methods above
-    run       Run, Incident; as_run, as_record of any source; load, load_run; by_module, in_order
+    run       Run, Incident; as_run, as_record of any source; load; by_module, in_order
 """
 
 from hookkit.records.files import save
@@ -32,7 +32,6 @@ from hookkit.records.run import (
     by_module,
     in_order,
     load,
-    load_run,
 )
 from hookkit.records.values import Floats, Ints, label, records_of
 
@@ -57,7 +56,6 @@ __all__ = [
     "in_order",
     "label",
     "load",
-    "load_run",
     "log_to",
     "records_of",
     "save",

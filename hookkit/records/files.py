@@ -30,7 +30,7 @@ _UNREADABLE = (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile,
 def save(source: Any, path: str | Path) -> Path:
     """Writes what was recorded to one compressed `.npz` file, without pickles; the path.
 
-    Of a Run, a Watcher or a Learner also losses, epochs, incidents and facts: `load_run` reads all
+    Of a Run, a Watcher or a Learner also losses, epochs, incidents and facts: `Run.load` reads all
     of it, `load` the records. Missing parent folders are made.
 
     >>> import tempfile

@@ -1,7 +1,7 @@
 """`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
 
-Builds on `record`, and stands on top of the package: `as_run` makes a Run of any source, `load` and
-`load_run` of a file.
+Builds on `record`, and stands on top of the package: `as_run` makes a Run of any source, `Run.load`
+of a file.
 """
 
 from __future__ import annotations
@@ -116,8 +116,20 @@ class Run(Plain, Exports, Views):
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """The run that `save` wrote: see `records.load_run`."""
-        return load_run(path)
+        """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
+
+        Raises:
+            OptionError: the file is not one of `save`'s, is damaged, or holds several of a kind.
+        """
+        with files.opened(path) as (fields, of_run):
+            records = [Record(**each) for each in fields]
+            incidents = tuple(Incident(**each) for each in of_run.pop("incidents"))
+        if len({r.kind for r in records}) < len(records):
+            raise OptionError(
+                f"cannot load one run: {path} holds {len(records)} records, several of a kind. "
+                f"Use hookkit.records.load(path), which returns all of them."
+            )
+        return replace(as_run(records) if records else cls(), incidents=incidents, **of_run)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -162,23 +174,6 @@ def load(path: str | Path) -> list[Record]:
     """
     with files.opened(path) as (records, _):
         return [Record(**fields) for fields in records]
-
-
-def load_run(path: str | Path) -> Run:
-    """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
-
-    Raises:
-        OptionError: the file is not one of `save`'s, is damaged, or holds several of a kind.
-    """
-    with files.opened(path) as (fields, of_run):
-        records = [Record(**each) for each in fields]
-        incidents = tuple(Incident(**each) for each in of_run.pop("incidents"))
-    if len({r.kind for r in records}) < len(records):
-        raise OptionError(
-            f"cannot load one run: {path} holds {len(records)} records, several of a kind. "
-            f"Use hookkit.records.load(path), which returns all of them."
-        )
-    return replace(as_run(records) if records else Run(), incidents=incidents, **of_run)
 
 
 def by_module(record: Record) -> Record:
