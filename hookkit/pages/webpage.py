@@ -32,7 +32,7 @@ outline:3px solid var(--note);outline-offset:2px}
 .skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.4rem}
 nav ul{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;margin:.6rem 0}
 .verdict{font-size:1.1rem;font-weight:600;color:var(--tone)}footer,figcaption{color:var(--soft)}
-article{background:var(--card)}figure{margin:1rem 0;break-inside:avoid}
+body.hk .finding{max-width:none;background:var(--card)}figure{margin:1rem 0;break-inside:avoid}
 figure img{max-width:100%;height:auto;background:#fff;display:block;border-radius:4px}
 figcaption{font-size:.9rem;padding:.3rem 0}
 pre{overflow-x:auto;font-size:.85rem;line-height:1.35}

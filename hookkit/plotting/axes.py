@@ -114,7 +114,7 @@ def log_y(ax: Any, values: Any) -> None:
     ax.set_yscale("log", nonpositive="mask")
     leads = (1, 2, 5) if high < 100 * low else (1,)
     ax.yaxis.set_major_locator(LogLocator(subs=leads))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -129,7 +129,7 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
     if size.max() > 100 * usual:
         ax.set_yscale("symlog", linthresh=10.0 ** np.round(np.log10(usual)))
         ax.yaxis.get_major_locator().set_params(numticks=7)
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
 
 
 def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floats, list[str]]:

@@ -108,7 +108,7 @@ class Grid:
         return cls(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
 
     def name(self, record: Record, row: int) -> str:
-        """What fits over a tile; of long names the end, which tells neighbours apart."""
+        """What fits over a tile; of long names the end, by which neighbours differ."""
         return row_label(record, row, self.room)
 
 
