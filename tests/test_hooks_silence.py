@@ -128,7 +128,7 @@ def test_a_module_that_is_gone_is_told_and_cannot_be_hooked_again() -> None:
     for made in (hooks, single):
         with pytest.raises(HookError, match=r"the module of this hook is gone\. Make a new hook"):
             made.register()
-    with pytest.raises(HookError, match=r"the module of this edit is gone\. Make a new edit"):
+    with pytest.raises(HookError, match=r"the module of this hook is gone\. Make a new hook"):
         edits.register()
     assert repr(single) == "Hook(a module that is gone, 0 calls, removed)"
 

@@ -1,28 +1,21 @@
 """Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
 
-changing   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value
-           or a part.
-rewriting  One edit on one module: calls the user's function, checks what it gives, puts it in
-           place.
+edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`: hooks that replace what they see.
+changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
+          a part of it. (Two files, since together they exceed 300 lines.)
 """
 
+from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.editing.edits import (
-    Edits,
-    add,
     edit_grad,
     edit_grads,
     edit_input,
     edit_inputs,
     edit_output,
     edit_outputs,
-    patch_from,
-    replace,
-    scale,
-    zero,
 )
 
 __all__ = [
-    "Edits",
     "add",
     "edit_grad",
     "edit_grads",

@@ -1,58 +1,40 @@
 """Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
 
-Built on `attach(edit=True)` and on tensor hooks (`gradients`). An edit is one more hook of the
-layer, and hooks run in the order in which they were written: what captures a layer before the edit
-sees the layer's own output, what captures it after the edit sees the edited one.
+An edit is a hook that replaces what it sees and stores nothing: `Hooks(edit=True, keep="none")`.
+Hooks run in the order in which they were written: what captures a layer before the edit sees the
+layer's own output, what captures it after the edit sees the edited one.
 
     with hook_output(layer) as own, edit_output(layer, zero()), hook_output(layer) as edited:
         model(x)
 
-The ready-made edits (`zero`, `scale`, `add`, `replace`, `patch_from`) are in `changing`, what one
-edit does to one module in `rewriting`.
+The ready-made edits (`zero`, `scale`, `add`, `replace`, `patch_from`) are in `changes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from threading import get_ident
-from warnings import warn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 from hookkit.checks import check_function
-from hookkit.editing.changing import add, patch_from, replace, scale, zero
-from hookkit.editing.rewriting import Edit, Function, Kind
-from hookkit.errors import ArgumentError, CompiledWarning, NeverFiredWarning
-from hookkit.hooks.collection import named_modules_of
-from hookkit.hooks.compiling import compiled_modules, enter_eager, leave_eager
+from hookkit.editing.changes import add, patch_from, replace, scale, zero
+from hookkit.errors import ArgumentError
+from hookkit.hooks import Hooks
+from hookkit.hooks.collection import Modules, Named, named_modules_of
 from hookkit.hooks.entries import check_hookable
-from hookkit.interrupts import Scope, uninterrupted
+from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 
-__all__ = [
-    "Edits",
-    "add",
-    "edit_grad",
-    "edit_grads",
-    "edit_input",
-    "edit_inputs",
-    "edit_output",
-    "edit_outputs",
-    "patch_from",
-    "replace",
-    "scale",
-    "zero",
-]
-
-Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
+Function = Callable[..., Any]
 _MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
 
 
-def edit_output(module: nn.Module, f: Function) -> Edits:
+def edit_output(module: nn.Module, f: Function) -> Hooks:
     """Replaces what `module` returns by what `f(module, input, output)` returns.
 
-    Put in place at once, taken out by `remove()` or at the end of its `with` block, which says so
-    if the layer was never reached. In the block, calls from other threads are not edited, and
-    compiled models run eagerly.
+    Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
+    the layer was never reached. In the block, calls from other threads are not edited, and compiled
+    models run eagerly. `Hook(module, f, edit=True)` edits in the same way, and stores the result.
 
     Args:
         module: the layer.
@@ -60,6 +42,10 @@ def edit_output(module: nn.Module, f: Function) -> Edits:
             the replacement, of the same structure, or None to leave it. A function of one argument
             gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
             `patch_from`. It must not write into the output.
+
+    Returns:
+        `Hooks` that store nothing. `n_calls` counts the calls that reached each layer (or the
+        gradients), by name; not those that a checkpoint repeats, nor those of a compiled graph.
 
     Raises:
         ArgumentError: `module` is no module, or `f` no function.
@@ -71,11 +57,11 @@ def edit_output(module: nn.Module, f: Function) -> Edits:
     ...     net(torch.zeros(1, 2))
     tensor([[1., 1.]])
     """
-    return _edits("edit_output", [(None, module, "")], f, "output")
+    return _edits("edit_output", "forward", _one(module, "edit_output"), f)
 
 
-def edit_outputs(modules: Modules, f: Function) -> Edits:
-    """`edit_output` for several modules: put in place all or none, taken out together.
+def edit_outputs(modules: Modules, f: Function) -> Hooks:
+    """`edit_output` for several modules, registered all or none. One given twice is edited once.
 
     Args:
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
@@ -89,10 +75,10 @@ def edit_outputs(modules: Modules, f: Function) -> Edits:
     ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
     (0.0, {'0': 1, '2': 1})
     """
-    return _edits("edit_outputs", named_modules_of(modules, "edit_outputs"), f, "output")
+    return _edits("edit_outputs", "forward", named_modules_of(modules, "edit_outputs"), f)
 
 
-def edit_input(module: nn.Module, f: Function) -> Edits:
+def edit_input(module: nn.Module, f: Function) -> Hooks:
     """Replaces what `module` is called with by what `f(module, input)` returns.
 
     Otherwise as `edit_output`. `input` is an `Inputs`: a tuple of the positional inputs, keyword
@@ -104,10 +90,10 @@ def edit_input(module: nn.Module, f: Function) -> Edits:
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return _edits("edit_input", [(None, module, "")], f, "input")
+    return _edits("edit_input", "pre", _one(module, "edit_input"), f)
 
 
-def edit_inputs(modules: Modules, f: Function) -> Edits:
+def edit_inputs(modules: Modules, f: Function) -> Hooks:
     """`edit_input` for several modules, see `edit_outputs`; leaf paths are into the inputs.
 
     >>> import torch
@@ -116,16 +102,16 @@ def edit_inputs(modules: Modules, f: Function) -> Edits:
     ...     net(torch.ones(2))
     tensor([9., 9.])
     """
-    return _edits("edit_inputs", named_modules_of(modules, "edit_inputs"), f, "input")
+    return _edits("edit_inputs", "pre", named_modules_of(modules, "edit_inputs"), f)
 
 
-def edit_grad(module: nn.Module, f: Function) -> Edits:
+def edit_grad(module: nn.Module, f: Function) -> Hooks:
     """Replaces the gradient of each tensor that `module` returns by what `f(module, grad)` returns.
 
     Backward goes on from there with the replacement. Forward and backward have to run inside the
     block. `f` is called for each tensor of the output by itself, when its gradient arrives, and
-    gives a tensor of its shape, or None; it must not write into `grad`. It sees the gradient as
-    edits and hooks that were written before it left it. Otherwise as `edit_output`.
+    gives a tensor of its shape, or None; it must not write into `grad`. It sees the gradient after
+    the edits and hooks that were written before it. Otherwise as `edit_output`.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
@@ -134,10 +120,10 @@ def edit_grad(module: nn.Module, f: Function) -> Edits:
     >>> x.grad
     tensor([5., 5.])
     """
-    return _edits("edit_grad", [(None, module, "")], f, "grad")
+    return _edits("edit_grad", "grad", _one(module, "edit_grad"), f)
 
 
-def edit_grads(modules: Modules, f: Function) -> Edits:
+def edit_grads(modules: Modules, f: Function) -> Hooks:
     """`edit_grad` for several modules, see `edit_outputs`.
 
     >>> import torch
@@ -147,134 +133,20 @@ def edit_grads(modules: Modules, f: Function) -> Edits:
     >>> x.grad
     tensor([25., 25.])
     """
-    return _edits("edit_grads", named_modules_of(modules, "edit_grads"), f, "grad")
+    return _edits("edit_grads", "grad", named_modules_of(modules, "edit_grads"), f)
 
 
-_SEEN: dict[Kind, tuple[str, ...]] = {
-    "output": ("module", "input", "output"),
-    "input": ("module", "input"),
-    "grad": ("module", "grad"),
-}
-"""What the function of each kind of edit is called with."""
+def _one(module: nn.Module, who: str) -> list[Named]:
+    check_hookable(module, who)
+    return [(None, module, "")]
 
 
-class Edits(Scope):
-    """Edits that are in place on some modules. What `edit_output` and its like return.
-
-    Removed by `remove()` or by the end of a `with` block; entering a removed one registers it again
-    and counts anew.
-    """
-
-    def __init__(
-        self, who: str, modules: list[tuple[str | None, nn.Module, str]], f: Function, kind: Kind
-    ):
-        if any(f is maker for maker in _MAKERS):
-            raise ArgumentError(
-                f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
-                f"{'zero()' if f is zero else f.__name__ + '(…)'}."
-            )
-        f = check_function(who, f, *_SEEN[kind], name="f")
-        for _, module, _ in modules:
-            check_hookable(module, who)
-        self._who = who
-        edits: dict[tuple[int, str], Edit] = {}
-        self._by_name: list[tuple[str | None, Edit]] = []
-        for name, module, leaf in modules:
-            # once for a module that was given twice, by two names of it: scale(2) is not scale(4)
-            edit = edits.setdefault((id(module), leaf), Edit(who, name, module, leaf, f, kind))
-            self._by_name.append((name, edit))
-        self._edits = [*edits.values()]
-
-    def register(self) -> None:
-        """Puts the edits on their modules, all or none; nothing where they are."""
-        try:
-            for edit in self._edits:
-                edit.register()
-        except BaseException:
-            self._take_off()
-            raise
-
-    @uninterrupted
-    def remove(self) -> None:
-        """Takes the edits off; nothing where they are off."""
-        try:
-            self._warn_if_compiled()
-        finally:
-            self._take_off()
-
-    def _take_off(self) -> None:
-        for edit in self._edits:
-            edit.remove()
-
-    @property
-    def removed(self) -> bool:
-        """True when no edit is in place."""
-        return all(edit.handle is None for edit in self._edits)
-
-    @property
-    def n_calls(self) -> dict[str, int]:
-        """How often each layer was reached, by its name (or position): calls, or gradients.
-
-        Calls that activation checkpointing repeats are edited and not counted; nor are those of a
-        compiled graph, into which an edit is traced that was there before its first call.
-        """
-        self._warn_if_compiled()
-        return {name or str(i): edit.n_calls for i, (name, edit) in enumerate(self._by_name)}
-
-    def _begin(self) -> None:
-        if self.removed:
-            for edit in self._edits:
-                edit.n_calls, edit.elsewhere, edit.traced = 0, False, False
-            self.register()
-        for edit in self._edits:
-            edit.thread = get_ident()
-        enter_eager(self)
-
-    def _undo(self) -> None:
-        leave_eager(self)
-        self._take_off()
-        for edit in self._edits:
-            edit.thread = None
-
-    def _ended(self, e: BaseException | None) -> None:
-        idle = [edit for edit in self._edits if not (edit.n_calls or edit.traced)]  # by an export
-        if e is None and idle:
-            names = "; ".join(f"{edit.label()}: {edit.why()}" for edit in idle[:5])
-            warn(
-                f"{self._who}: {len(idle)} of {len(self._edits)} edits were never reached: {names}"
-                f"{'; …' if len(idle) > 5 else ''}. Run what reaches them inside the block.",
-                NeverFiredWarning,
-                stacklevel=4,
-            )
-
-    def _warn_if_compiled(self) -> None:
-        """Warns of an edit left in place that compiled code ignores."""
-        pairs = [(edit, edit.module()) for edit in self._edits if edit.is_idle()]
-        compiled = compiled_modules() if pairs else {}
-        for edit, module in pairs:
-            if module is None or id(module) not in compiled:
-                continue
-            warn(
-                f"{self._who}: {edit.label()} was never reached, and is {compiled[id(module)]}: "
-                f"torch.compile ignores what is added after its first call. Use the edit in a "
-                f"`with` block, or add it before that call, after torch.compiler.reset().",
-                CompiledWarning,
-                stacklevel=3,
-            )
-            return
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def __repr__(self) -> str:
-        few = "1 module" if len(self) == 1 else f"{len(self)} modules"
-        return f"Edits({self._who}, {few}{', removed' if self.removed else ''})"
-
-
-def _edits(
-    who: str, modules: list[tuple[str | None, nn.Module, str]], f: Function, kind: Kind
-) -> Edits:
-    """Edits that are in place. They exist before that: no interrupt can part them."""
-    edits = Edits(who, modules, f, kind)
-    edits.register()
-    return edits
+def _edits(who: str, kind: Kind, modules: Iterable[Named], f: Function) -> Hooks:
+    """Registered hooks that edit and store nothing."""
+    if any(f is maker for maker in _MAKERS):
+        raise ArgumentError(
+            f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
+            f"{'zero()' if f is zero else f.__name__ + '(…)'}."
+        )
+    f = check_function(who, f, *FUNCTION_OF[kind], name="f")
+    return Hooks.of_named(modules, Options(who, kind, f, edit=True, keep="none"))

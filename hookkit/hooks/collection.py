@@ -6,9 +6,8 @@ whatever happens in it; entering them again registers them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import repeat
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, overload
 
 import torch
@@ -27,6 +26,8 @@ from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
 
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
+Named = tuple[str | None, nn.Module, str]
+"""A module's name, the module, and the path of the part of its output that is meant."""
 
 
 class Hooks(Collection[Hook], Iterator[Hook]):
@@ -40,6 +41,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     _hooks: list[Hook] | None = None  # made when somebody asks for them
     _next: Iterator[Hook] | None = None
     _select: Any = None
+    _also: Mapping[str, str] = MappingProxyType({})  # other names, and the first of each module
 
     def __init__(
         self,
@@ -62,25 +64,42 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         self._set_up(ms, o)
 
     @classmethod
-    def of(cls, ms: Iterable[nn.Module] | Mapping[str, nn.Module], options: Options) -> Hooks:
+    def of(cls, ms: Modules, options: Options) -> Hooks:
         """Registered hooks with these `options`."""
         hooks = cls.__new__(cls)
         hooks._set_up(ms, options)
         return hooks
 
+    @classmethod
+    def of_named(cls, found: Iterable[Named], options: Options) -> Hooks:
+        """Registered hooks with these `options`, on what `named_modules_of` has found.
+
+        One hook for a module that is given twice, by two of its names, which answers to both: an
+        edit by scale(2) is not one by scale(4).
+        """
+        hooks, once = cls.__new__(cls), dict[Any, Named]()
+        for name, m, leaf in found:
+            first, _, _ = once.setdefault((id(m), leaf), (name, m, leaf))
+            if name is not None and first is not None and name != first:
+                hooks._also = {**hooks._also, name: first}
+        hooks._make([*once.values()], options)
+        return hooks
+
     def _set_up(self, ms: Any, options: Options) -> None:
-        self._options, self._block = options, Block(options)
-        names: Iterable[str | None] = repeat(None)
-        leaves: Iterable[str] = repeat("")
-        if type(ms) is not list or not all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
+        if type(ms) is list and all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
+            found: list[Named] = [(None, m, "") for m in ms]
+        else:
             self._select = ms if hasattr(ms, "aliases") else None
             found = named_modules_of(ms, options.who)
-            names, ms, leaves = zip(*found, strict=True) if found else ((), (), ())
-        for m in ms:  # isinstance(m, ScriptModule) is ten times as slow: it has a metaclass
+        self._make(found, options)
+
+    def _make(self, found: Sequence[Named], options: Options) -> None:
+        self._options, self._block = options, Block(options)
+        for _, m, _ in found:  # isinstance(m, ScriptModule) is ten times as slow: a metaclass
             if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
                 check_hookable(m, options.who)
-        block, each = self._block, zip(ms, names, leaves, strict=False)
-        self._captures = [Capture(m, block, name, leaf) for m, name, leaf in each]
+        block = self._block
+        self._captures = [Capture(m, block, name, leaf) for name, m, leaf in found]
         register_or_remove(self._captures)
 
     @property
@@ -103,7 +122,8 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     @property
     def n_calls(self) -> dict[str, int]:
         """How many forward calls each hook has seen, by its name or position; `Hook.n_calls`."""
-        return dict(zip(self.names, (h.n_calls for h in self.hooks), strict=True))
+        n = dict(zip(self.names, (h.n_calls for h in self.hooks), strict=True))
+        return {**n, **{name: n[first] for name, first in self._also.items()}}
 
     @property
     def switch(self) -> Switch:
@@ -173,6 +193,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def _named(self, name: str) -> Hook | None:
         """The hook of that name, or on a module of which that is another name."""
+        name = self._also.get(name, name)
         for h in self.hooks:
             if h.name == name:
                 return h
@@ -198,7 +219,12 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles. Of removed hooks no selection, which holds the modules."""
         chosen = None if self.removed else self._select
-        return {"_options": self._options, "_hooks": self.hooks, "_select": chosen}
+        return {
+            "_options": self._options,
+            "_hooks": self.hooks,
+            "_select": chosen,
+            "_also": {**self._also},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -222,8 +248,8 @@ def as_L(items: list[Any]) -> L:
     return new
 
 
-def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str]]:
-    """What `ms` holds, as (name, module, leaf path); names are None where there are none."""
+def named_modules_of(ms: Any, who: str) -> list[Named]:
+    """What `ms` holds; names are None where there are none."""
     if isinstance(ms, nn.Module):
         ms = unwrap(ms)
     if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -241,6 +267,6 @@ def named_modules_of(ms: Any, who: str) -> list[tuple[str | None, nn.Module, str
     return [_named(m) for m in ms]
 
 
-def _named(m: Any) -> tuple[str | None, nn.Module, str]:
+def _named(m: Any) -> Named:
     named = isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)
     return (m[0], m[1], "") if named else (None, m, "")

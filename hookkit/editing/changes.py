@@ -23,7 +23,7 @@ from hookkit.nested import describe, leaves, named_leaves, pick, tmap
 
 @dataclass(frozen=True)
 class Where:
-    """Where a change is asked for: the layer's name if known, its leaf path, and which call."""
+    """The layer that is changed: its name if known, its leaf path, and which call it is."""
 
     module: nn.Module
     name: str | None = None
@@ -35,29 +35,32 @@ class Where:
         """The layer in words, for messages."""
         if self.name is None:
             return brief(self.module)
-        return f'"{self.name}" ({type(self.module).__name__})'
+        return f"'{self.name}' ({type(self.module).__name__})"
 
 
 class Change:
     """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
 
-    Called as `change(module, …, value)`; `on(value, where)` is the same with a place for messages.
+    Called as `change(module, …, value)`. A hook adds itself as `hook=`: its layer's name and its
+    count of calls, for messages and for `patch_from`.
     """
+
+    wants_hook = True
 
     def __init__(self, text: str, new: Callable[[Any, Where], Any]):
         self._text, self._new = text, new
 
-    def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        """The changed last argument: the output, the inputs, or a gradient."""
-        return self.on(seen[-1], Where(module))
+    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
+        """The last argument, changed: the output, the inputs, or a gradient.
 
-    def on(self, value: Any, where: Where) -> Any:
-        """`value` changed; containers keep their types.
+        Containers keep their types.
 
         Raises:
             HookError: the change does not fit the value; names the layer.
         """
-        return self._new(value, where)
+        if hook is None:
+            return self._new(seen[-1], Where(module))
+        return self._new(seen[-1], Where(module, hook.name, hook.leaf, hook.count))
 
     def __repr__(self) -> str:
         return self._text
@@ -66,8 +69,8 @@ class Change:
 def _check_number(who: str, k: Any) -> None:
     if not isinstance(k, (int, float, complex, Tensor)):
         raise ArgumentError(
-            f"{who}({k!r}) was asked for: {type(k).__name__} is no number. Give a number, or a "
-            f"tensor that broadcasts."
+            f"{who}({k!r}): {type(k).__name__} is no number. Give a number, or a tensor that "
+            f"broadcasts."
         )
 
 
@@ -121,8 +124,8 @@ def replace(t: Any, *, at: Any = None) -> Change:
     """
     if t is None or isinstance(t, (str, bytes)):
         raise ArgumentError(
-            f"replace({t!r}) was asked for: {type(t).__name__} is no value of a layer. Give a "
-            f"number, a tensor, or a structure of the same containers with tensors in it."
+            f"replace({t!r}): {type(t).__name__} is no value of a layer. Give a number, a tensor, "
+            f"or a structure of the same containers with tensors in it."
         )
     return Change(f"replace({_short(t)})", lambda value, w: _replaced(value, t, at, "replace", w))
 
