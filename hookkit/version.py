@@ -1,3 +1,3 @@
-"""The version of hookkit, where every room can read it."""
+"""The version of hookkit, where every package can read it."""
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ from typing import Any
 
 import hookkit
 
-ROOMS = ("hookkit", "hookkit.plotting", "hookkit.testing", "hookkit.bridges", "hookkit.records")
+PACKAGES = ("hookkit", "hookkit.plotting", "hookkit.testing", "hookkit.bridges", "hookkit.records")
 
 
 def signature(f: Any) -> str:
@@ -40,9 +40,9 @@ def public(module: ModuleType) -> list[str]:
 
 
 def lines() -> Iterator[str]:
-    for room in ROOMS:
-        module = import_module(room)
-        yield f"{room}"
+    for package in PACKAGES:
+        module = import_module(package)
+        yield package
         for name in public(module):
             thing = getattr(module, name)
             is_error = isinstance(thing, type) and issubclass(thing, BaseException)

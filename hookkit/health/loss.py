@@ -34,8 +34,17 @@ LARGE_ERROR = 20
 OUT_OF_REACH = 0.05
 """Share of the first loss that all steps can take away (hookkit, measured)."""
 
+WORSE = 0.5
+"""A loss that ends this share above its start diverges (hookkit, measured)."""
+
+ENDLESS = 10
+"""Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)."""
+
 SPIKE_SIGMAS, SPIKE_WINDOW = 6, 128
 """OLMo-core, SkipStepOptimizer."""
+
+OFTEN, OFTEN_SHARE = 3, 0.01
+"""Fewer spikes, or a smaller share of the steps, happen in healthy runs (hookkit, measured)."""
 
 OVERFIT_GAP = 0.1
 """SageMaker Debugger, Overfit: validation over training loss."""
@@ -102,7 +111,7 @@ def not_learning(run: RunView) -> Iterator[Hit]:
         return
     start, end = start_level(series), end_level(series)
     steps, what = (0, len(series) - 1), f"the loss began at {start:.3g} and ends at {end:.3g}"
-    worse = bool(np.isinf(end)) or end > start + 0.5 * abs(start)
+    worse = bool(np.isinf(end)) or end > start + WORSE * abs(start)
     if run.falls_slowly:
         yield Hit("note", (), steps, f"{what}: it falls slowly, and steadily", of=_SLOW)
     elif not worse and noise_may_hide_a_fall(run.recorded):
@@ -178,7 +187,7 @@ def below_zero(run: RunView) -> Iterator[Hit]:
     if impossible:
         what = f"the loss falls to {low:.3g}, and {run.loss_name} cannot be below 0"
         yield Hit("error", (), (0, len(series) - 1), what, of=_IMPOSSIBLE)
-    elif end < -10 * max(abs(start), 1.0) and faster:
+    elif end < -ENDLESS * max(abs(start), 1.0) and faster:
         what = f"the loss falls to {low:.3g}, and faster the longer it falls"
         yield Hit("error", (), (0, len(series) - 1), what)
 
@@ -204,7 +213,7 @@ def spikes(run: RunView) -> Iterator[Hit]:
     at = [t for t in range(SPIKE_WINDOW // 2, len(values)) if _jumps(values, t, level)]
     if not at:
         return
-    often = len(at) >= 3 and len(at) > 0.01 * len(values) and not run.need_not_fall
+    often = len(at) >= OFTEN and len(at) > OFTEN_SHARE * len(values) and not run.need_not_fall
     what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[at].max():.3g}"
     yield Hit("warning" if often else "note", (), (at[0], at[-1]), what)
 

@@ -29,6 +29,14 @@ ABOVE_BOUND = 2.0
 """A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)."""
 
 
+BOTH_SIGNS, NEAR_ZERO = 0.1, 10
+"""Both signs have a tenth of the early losses or more, and the loss stays within ten times their
+size (hookkit, measured)."""
+
+ALIKE = 0.95
+"""Share of steps in which the layers see what they saw a period before (hookkit, measured)."""
+
+
 class ExpectedNonDecrease(NamedTuple):
     """Why a loss need not fall: what was seen, and the texts of a finding about it."""
 
@@ -131,7 +139,7 @@ def _period(record: Record) -> int:
         shares = np.nan_to_num(counts / counts.max(axis=0))  # a last batch is short in all layers
     longest = min(6, shares.shape[1] // 5)
     for n in range(1, longest + 1):
-        if _alike(shares[:, n:], shares[:, :-n]).mean() > 0.95:
+        if _alike(shares[:, n:], shares[:, :-n]).mean() > ALIKE:
             return n if n > 1 else 0
     return 0
 
@@ -145,8 +153,8 @@ def _has_both_signs(run: Run) -> bool:
     series = losses(run)
     values = known(series)
     early = values[: max(10, len(values) // 5)]
-    both = min((early < 0).mean(), (early > 0).mean()) > 0.1
-    near = abs(end_level(values)) <= 10 * np.abs(early).max()
+    both = min((early < 0).mean(), (early > 0).mean()) > BOTH_SIGNS
+    near = abs(end_level(values)) <= NEAR_ZERO * np.abs(early).max()
     differs = bool((both or abs(values[0]) < 1e-6) and near)
     return differs and loss_name(run) not in NEVER_BELOW_ZERO
 

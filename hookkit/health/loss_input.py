@@ -21,6 +21,9 @@ SCORES_SIZE = 4
 MASK_SIZE = -1e3
 """Scores below this mask something out, and do not change the loss."""
 
+NEAR_FLOOR = 0.1
+"""How near its floor a loss must end to have settled there (hookkit, measured)."""
+
 _ENDS = ("Softmax", "Sigmoid")
 
 
@@ -104,7 +107,7 @@ def _by_floor(run: RunView) -> Hit | None:
     n = int(run.info["n_classes"])
     floor = float(np.log(np.e + n - 1) - 1)
     low, high, end = series.min(), series.max(), end_level(series)
-    if n < 3 or low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + 0.1:
+    if n < 3 or low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + NEAR_FLOOR:
         return None
     before = float(np.median(series[-max(len(series) // 4, 10) :][:10]))
     if before - end > end - floor:

@@ -29,6 +29,10 @@ FALL = 0.05
 SLOW_FALL = 0.02
 """A steady fall of 2 % is one, too (hookkit, measured)."""
 
+LEARNT_BEFORE, STILL_LEARNT = 0.5, 0.75
+"""Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
+and counts as fallen while it ends below three quarters of it (hookkit, measured)."""
+
 SIGMA = 1.4826
 """A standard deviation, per median absolute deviation, of a normal distribution."""
 
@@ -110,8 +114,8 @@ def _has_fallen(run: Run, series: Floats) -> bool:
         return end > start + FALL * abs(start)
     if (n := run.info.get("n_classes")) and n > 1:
         chance = float(np.log(n))
-        if start < 0.5 * chance:
-            return end < 0.75 * chance
+        if start < LEARNT_BEFORE * chance:
+            return end < STILL_LEARNT * chance
         if start > chance and (abs(end - chance) < FALL * chance or end > 10 * chance):
             return False
     if end < start - FALL * abs(start):

@@ -33,6 +33,9 @@ NOTED, MANY, MOST = 0.2, 0.5, 0.9
 TANH_END, SIGMOID_END = 0.97, 0.47
 """Karpathy, makemore part 3: |tanh| above 0.97; the same for a sigmoid is 0.47 away from 1/2."""
 
+SHUT, ALIKE = 0.45, 0.05
+"""A gate's mean is so far from 1/2, and its values differ by no more than this (measured)."""
+
 _NOT_RELU = ("GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh", "Sigmoid", "Softplus")
 _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh")
 
@@ -265,7 +268,7 @@ _GATES = saturated.but(
 def _is_gate(record: Record, row: int) -> bool:
     """Whether a sigmoid begins all at one end: a bias does that, large inputs go to both."""
     mean, std = (read.table(record, s)[row, 0] for s in ("mean", "std"))
-    return record.types[row] == "Sigmoid" and abs(mean - 0.5) > 0.45 and std < 0.05
+    return record.types[row] == "Sigmoid" and abs(mean - 0.5) > SHUT and std < ALIKE
 
 
 def _saturated_by_record(record: Record, row: int) -> Floats:
