@@ -15,7 +15,7 @@ Builds on `diagnosis`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hookkit.health.diagnosis import Finding
@@ -53,7 +53,7 @@ class Hit(NamedTuple):
 Check = Callable[["RunView"], Iterator[Hit]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rule:
     """One question about a run, and what to say if the answer is bad.
 
@@ -69,12 +69,15 @@ class Rule:
     """
 
     name: str
-    threshold: str = field(repr=False)
-    source: str = field(repr=False)
-    cause: str = field(repr=False)
-    fix: str = field(repr=False)
+    threshold: str
+    source: str
+    cause: str
+    fix: str
     needs: tuple[str, ...] = ()
-    check: Check | None = field(default=None, repr=False)
+    check: Check | None = None
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name!r})"
 
     def but(self, **texts: str) -> Rule:
         """This rule with other texts."""
