@@ -114,7 +114,7 @@ def test_a_gradient_names_the_module_nearest_to_the_loss() -> None:
     assert (first.kind, first.name, first.others) == ("gradient", "2", ("0",))
 
 
-def test_a_bad_input_is_told() -> None:
+def test_a_bad_input_is_named() -> None:
     recorder = FlightRecorder("report")
 
     train(broken(nn.Identity()), recorder, bad_input=2)
@@ -123,7 +123,7 @@ def test_a_bad_input_is_told() -> None:
     assert recorder.incidents[0].step == 2
 
 
-def test_spoiled_weights_are_told() -> None:
+def test_spoiled_weights_are_named() -> None:
     model, recorder = broken(nn.Identity()), FlightRecorder("report")
     with torch.no_grad():
         model[3].weight[0, 0] = math.nan
@@ -134,7 +134,7 @@ def test_spoiled_weights_are_told() -> None:
     assert "weights were not finite" in recorder.incidents[0].note
 
 
-def test_a_loss_alone_is_told() -> None:
+def test_a_loss_alone_is_reported() -> None:
     learn = synth_learner(n_trn=3, cbs=FlightRecorder("report"))
     learn.loss_func = lambda pred, y: (pred - y).pow(2).mean() * math.inf
 
@@ -144,7 +144,7 @@ def test_a_loss_alone_is_told() -> None:
     assert learn.flight_recorder.incidents[0].kind == "loss"
 
 
-def test_of_bad_batches_in_a_row_the_first_is_told() -> None:
+def test_of_bad_batches_in_a_row_the_first_is_reported() -> None:
     recorder = FlightRecorder("report")
 
     train(broken(Breaks(2)), recorder, n=8)  # from the third on the weights are NaN
@@ -152,7 +152,7 @@ def test_of_bad_batches_in_a_row_the_first_is_told() -> None:
     assert [i.step for i in recorder.incidents] == [2]
 
 
-def test_a_healthy_run_tells_nothing() -> None:
+def test_a_healthy_run_has_no_incident() -> None:
     recorder = FlightRecorder()
 
     train(broken(nn.Identity()), recorder, n=100)
@@ -223,7 +223,7 @@ def train_changing(model: nn.Sequential, recorder: FlightRecorder, change: Any) 
             opt.zero_grad()
 
 
-def test_a_module_that_comes_amid_a_training_is_watched_and_the_past_kept() -> None:
+def test_a_module_that_comes_during_a_training_is_watched_and_the_past_kept() -> None:
     def change(model: nn.Sequential, opt: Any) -> None:
         model.append(Breaks(1))
 
@@ -240,7 +240,7 @@ def test_a_module_that_comes_amid_a_training_is_watched_and_the_past_kept() -> N
 
 
 @pytest.mark.parametrize("of_gradient", [False, True])
-def test_a_module_that_is_exchanged_amid_a_training_is_watched(of_gradient: bool) -> None:
+def test_a_module_that_is_exchanged_during_a_training_is_watched(of_gradient: bool) -> None:
     def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
         model[1] = SqrtOfZero() if of_gradient else Breaks(1)
         model[0] = nn.Linear(8, 6)
@@ -257,7 +257,7 @@ def test_a_module_that_is_exchanged_amid_a_training_is_watched(of_gradient: bool
     assert not old._forward_hooks
 
 
-def test_a_parameter_that_is_exchanged_amid_a_training_is_watched() -> None:
+def test_a_parameter_that_is_exchanged_during_a_training_is_watched() -> None:
     def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
         model[0].weight = nn.Parameter(torch.ones(2, 8))
         model[0].weight.register_hook(lambda grad: grad * math.nan)
@@ -280,7 +280,7 @@ def test_a_changed_model_whose_root_is_watched_is_watched_on() -> None:
     assert [(i.name, i.step) for i in recorder.incidents] == [("", 3)]
 
 
-def test_modules_that_cannot_be_found_again_are_told() -> None:
+def test_modules_that_cannot_be_found_again_are_warned_about() -> None:
     def change(model: nn.Sequential, opt: Any) -> None:
         model[2] = nn.Identity()
 

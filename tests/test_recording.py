@@ -94,7 +94,7 @@ def test_the_backward_hook_sees_the_gradient_of_the_loss() -> None:
 
 @pytest.mark.parametrize("event", ["before_fit", "before_batch", "cleanup_fit"])
 @pytest.mark.parametrize("base", [HookCallback, ActivationStats])
-def test_an_event_that_leaves_the_base_class_out_is_told(base: type, event: str) -> None:
+def test_an_event_without_super_is_warned_about(base: type, event: str) -> None:
     with pytest.warns(HookkitWarning, match=rf"Mine\.{event} does not call super\(\)\.{event}\(\)"):
         type("Mine", (base,), {event: lambda self: None})
 
@@ -107,7 +107,7 @@ def test_an_event_that_leaves_the_base_class_out_is_told(base: type, event: str)
 
 
 @pytest.mark.parametrize("base", [HookCallback, ActivationStats])
-def test_an_init_that_leaves_the_base_class_out_is_told(base: Any) -> None:
+def test_an_init_without_super_is_named_in_the_error(base: Any) -> None:
     class Mine(base):  # type: ignore[misc]
         def __init__(self, mark: int) -> None:
             self.mark = mark
@@ -418,7 +418,7 @@ def test_modules_are_looked_up_anew_for_each_fit() -> None:
 
 
 @pytest.mark.parametrize("is_forward", [True, False])
-def test_modules_that_come_amid_a_fit_are_hooked(is_forward: bool) -> None:
+def test_modules_that_come_during_a_fit_are_hooked(is_forward: bool) -> None:
     def grow(self: Any) -> None:
         seen.append((len(cb.hooks), sum(s is not None for s in cb.hooks.stored)))
         if self.training and self.iter == 1:
@@ -453,7 +453,7 @@ def test_every_looks_for_modules_at_recorded_batches_only() -> None:
     assert names[:3] == [["0"], ["0"], ["0", "1"]]
 
 
-def test_a_module_that_is_gone_amid_a_fit_is_told_once() -> None:
+def test_a_module_that_is_gone_during_a_fit_is_warned_about_once() -> None:
     def exchange(self: Any) -> None:
         if self.training and self.iter == 0:
             self.learn.model[2] = nn.Linear(4, 1)
@@ -462,14 +462,14 @@ def test_a_module_that_is_gone_amid_a_fit_is_told_once() -> None:
     cb = HookCallback(modules=[model[0], model[2]], hook=lambda m, i, o: o)
     learn = quiet(n_trn=4, model=model, cbs=[cb, Callback(after_batch=exchange)])
 
-    with pytest.warns(HookkitWarning, match=r"found other modules.*HookCallback\(mod") as told:
+    with pytest.warns(HookkitWarning, match=r"found other modules.*HookCallback\(mod") as warned:
         learn.fit(1)
 
-    assert len(told) == 1
+    assert len(warned) == 1
     assert (cb.names, n_hooks(learn.model)) == (["0", "2"], 0)
 
 
-def test_an_unknown_name_is_told_as_the_fit_begins_and_nothing_stays() -> None:
+def test_an_unknown_name_raises_as_the_fit_begins_and_nothing_stays() -> None:
     learn = quiet(model=mlp(1, 4, 1), cbs=HookCallback("layer9"))
 
     with pytest.raises(SelectionError, match=r"layer9"):
@@ -622,15 +622,15 @@ def test_without_remove_end_an_error_removes_them_all_the_same() -> None:
 
 
 def test_a_callback_removed_in_mid_fit_takes_its_hooks_along() -> None:
-    left: list[int] = []
+    remaining: list[int] = []
     cb = Calls()
     remove = Callback(
-        after_batch=lambda self: (self.learn.remove_cb(cb), left.append(n_hooks(self.model)))
+        after_batch=lambda self: (self.learn.remove_cb(cb), remaining.append(n_hooks(self.model)))
     )
 
     quiet(cbs=[cb, remove]).fit(1)
 
-    assert left[0] == 0
+    assert remaining[0] == 0
     assert len(cb.calls) == 1
 
 
@@ -655,7 +655,7 @@ def test_foreign_hooks_are_left_alone() -> None:
     assert n_hooks(model) == 1
 
 
-# --- bad input, at the door
+# --- bad arguments
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "2"])
@@ -693,7 +693,7 @@ def test_an_unknown_keyword_is_pythons_own_error() -> None:
         HookCallback(do_remove=True)  # type: ignore[call-arg]
 
 
-def test_a_non_module_in_the_list_is_told() -> None:
+def test_a_non_module_in_the_list_is_refused() -> None:
     learn = quiet(cbs=HookCallback([3]))
 
     with pytest.raises(ArgumentError):

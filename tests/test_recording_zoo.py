@@ -32,7 +32,7 @@ def total(out: Any, _: Tensor) -> Tensor:
 
 
 def trained(entry: Entry, guests: list[Any]) -> tuple[str, int, dict[str, Any]]:
-    """How two steps ended (an exception's type and message), hooks left, and the weights."""
+    """How two steps ended (an exception's type and message), hooks that remain, and the weights."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +54,7 @@ def trained(entry: Entry, guests: list[Any]) -> tuple[str, int, dict[str, Any]]:
         except Exception as error:
             ended = f"{type(error).__name__}: {str(error)[:60]}"
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if not lazy(p)}
-    return ended, left(model), weights
+    return ended, n_hooks(model), weights
 
 
 def lazy(p: Tensor) -> bool:
@@ -65,7 +65,7 @@ def plain_params(m: nn.Module) -> list[nn.Parameter]:
     return [p for p in m.parameters() if p.requires_grad and not lazy(p) and not p.is_meta]
 
 
-def left(model: nn.Module) -> int:
+def n_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 

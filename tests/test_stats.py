@@ -146,7 +146,7 @@ def test_a_histogram_is_bins_by_records(recorded: ActivationStats) -> None:
     assert hist.expm1().sum(0).tolist() == pytest.approx([512] * 6, rel=1e-4)
 
 
-def test_a_histogram_that_was_not_recorded_is_told() -> None:
+def test_a_histogram_that_was_not_recorded_raises() -> None:
     stats = ActivationStats()
     train(net(), batches(1), stats)
 
@@ -206,7 +206,7 @@ def test_validation_is_kept_apart_when_asked_for() -> None:
     assert valid.value("count", 0).tolist() == [48, 48]
 
 
-def test_validations_that_were_not_recorded_are_told() -> None:
+def test_validations_that_were_not_recorded_raise() -> None:
     learn = synth_learner(n_trn=4, n_val=3, cbs=[ActivationStats, GradientStats])
     acts = learn.activation_stats
 
@@ -215,7 +215,7 @@ def test_validations_that_were_not_recorded_are_told() -> None:
     with pytest.raises(OptionError, match=r"Grad\w+ did not .* with ActivationStats\(on_valid=Tr"):
         learn.gradient_stats.record(valid=True)
     acts.on_valid = True
-    assert len(acts.record(valid=True)) == 0  # asked for: there was none yet
+    assert len(acts.record(valid=True)) == 0  # there was none yet
     with learn.no_logging():
         learn.fit(1)
     acts.on_valid = False

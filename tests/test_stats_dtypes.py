@@ -103,8 +103,8 @@ def test_what_is_ordinary_is_recorded_as_if_the_odd_one_were_too(make):
         for name in ("a", "b", "a.weight", "b.bias"):
             if name in want.names:
                 for stat in want.values:
-                    mine, theirs = got.value(stat, name), want.value(stat, name)
-                    np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-12)
+                    own, others = got.value(stat, name), want.value(stat, name)
+                    np.testing.assert_allclose(own, others, rtol=1e-6, atol=1e-12)
 
 
 FLOATS = [d for d in DTYPES if d.is_floating_point and "x2" not in str(d)]

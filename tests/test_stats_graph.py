@@ -1,4 +1,4 @@
-"""Which activation reads each layer, and what else the recorders tell a diagnosis."""
+"""Which activation reads each layer, and what else the recorders give a diagnosis."""
 
 import pickle
 
@@ -39,7 +39,7 @@ class Calls(nn.Module):
         (lambda x: F.relu(x + 1), ""),
     ],
 )
-def test_the_graph_tells_who_reads_a_layer(f, reader):
+def test_the_graph_shows_which_activation_reads_a_layer(f, reader):
     for x in (torch.randn(3, 4), torch.randn(3, 5, 4)):
         assert read_by(Calls(f), x) == {"a": reader, "b": ""}
 
@@ -96,13 +96,13 @@ def test_param_stats_tell_which_weights_begin_at_one_value():
     nn.init.constant_(net.a.weight, 0.1)
     record = train(net, stats).params
 
-    told = dict(zip(record.names, record.meta["constant"], strict=True))
+    constant = dict(zip(record.names, record.meta["constant"], strict=True))
 
-    assert told == {"a.weight": True, "a.bias": False, "b.weight": False, "b.bias": False}
+    assert constant == {"a.weight": True, "a.bias": False, "b.weight": False, "b.bias": False}
     assert pickle.loads(pickle.dumps(stats)).record().meta == record.meta
 
 
-def test_a_run_tells_momentum_and_maximize():
+def test_a_run_has_momentum_and_maximize():
     info = train(Calls(F.relu), ParamStats(), momentum=0.5, maximize=True).info
 
     assert (info["momentum"], info["maximize"]) == ([0.5], True)
@@ -138,7 +138,7 @@ def test_scores_of_no_one_shape_tell_nothing() -> None:
         assert Scores(F.cross_entropy, output, fed=False).read() == {}
 
 
-def test_a_recorder_pickled_amid_a_run_knows_how_far_it_came() -> None:
+def test_a_recorder_pickled_during_a_run_knows_how_far_it_came() -> None:
     model, stats = nn.Linear(2, 2), ParamStats()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, opt, stats):

@@ -188,9 +188,9 @@ def same(got: Any, want: Any, where: str) -> None:
         whole = (got.values["count"] == want.values["count"]).all(0)
         assert whole.sum() >= len(want) - 1, where
     for name, table in want.values.items():
-        mine = got.values[name][:, whole]
+        found = got.values[name][:, whole]
         np.testing.assert_allclose(
-            mine, table[:, whole], rtol=1e-6, atol=1e-9, err_msg=f"{where}: {name}"
+            found, table[:, whole], rtol=1e-6, atol=1e-9, err_msg=f"{where}: {name}"
         )
     if want.hist is not None:
         np.testing.assert_array_equal(got.hist, want.hist, err_msg=where)

@@ -1,6 +1,6 @@
 """Recorders and `watch` record the thread that entered; other threads' calls are their own affair.
 
-The other thread's forwards run at fixed points of ours, so that nothing depends on time.
+The other thread's forwards run at fixed points of the training, so that nothing depends on time.
 """
 
 import threading

@@ -35,6 +35,6 @@ def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
         dead = stats.record().value("dead", name)
         if np.isfinite(dead).any():
             assert isinstance(stats.dead_units(i), list)
-        elif len(dead):  # it gave nothing: that is told
+        elif len(dead):  # it gave nothing: that is warned about
             with pytest.warns(HookkitWarning, match=re.escape(name)):
                 assert stats.dead_units(i) == []

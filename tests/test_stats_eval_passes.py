@@ -54,7 +54,7 @@ def probe(m):
     m.train()
 
 
-def aside(m):
+def eval_pass(m):
     m.eval()
     with torch.no_grad():
         m(torch.randn(100, 4))
@@ -62,7 +62,7 @@ def aside(m):
     probe(m)
 
 
-@pytest.mark.parametrize("between", [probe, aside])
+@pytest.mark.parametrize("between", [probe, eval_pass])
 def test_a_layer_called_by_itself_is_no_part_of_the_batch(between):
     w = train(ActivationStats(), between=between)
     assert w.activation_stats.record().value("count", "enc").tolist() == [40, 40]
@@ -192,7 +192,7 @@ def test_values_beyond_float32_are_finite():
     assert not merge(a, moments(torch.tensor([1e200, -1e180]).double(), 1)).isnan().any()
 
 
-def test_a_model_left_in_eval_mode_is_told():
+def test_a_model_in_eval_mode_is_warned_about():
     m = Net()
     o = torch.optim.SGD(m.parameters(), 0.1)
     with watch(m, o, ActivationStats()):
@@ -248,7 +248,7 @@ def test_small_and_large_models_have_the_same_norms(monkeypatch):
         np.testing.assert_allclose(fast[key], values, rtol=1e-5, err_msg=key)
 
 
-def test_a_norm_of_a_nan_is_told_and_numpys_error_state_kept():
+def test_a_norm_of_a_nan_is_recorded_and_numpys_error_state_kept():
     x = np.array([1.0, np.nan, 2.0], np.float32)
     with np.errstate(all="raise"):
         assert np.isnan(norms([x])[0])
@@ -337,7 +337,7 @@ def test_a_path_into_the_output_is_what_is_recorded(make):
 
 
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])
-def test_a_path_that_is_not_there_is_told(make):
+def test_a_path_that_is_not_there_raises(make):
     model = nn.Sequential(nn.Linear(4, 4))
     opt = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, opt, make(modules="0[1].x")), pytest.raises(HookError, match=r"\[1\]\.x"):

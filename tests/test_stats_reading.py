@@ -1,4 +1,4 @@
-"""Reading what layers did: short where it is shown, and nothing asked for is passed over."""
+"""`LayerStats`: how recorded layers are read and shown."""
 
 from typing import Any
 
@@ -159,7 +159,7 @@ class Experts(nn.Module):
         return out
 
 
-def test_units_of_a_layer_that_never_ran_are_told_to_be_unknown() -> None:
+def test_units_of_a_layer_that_never_ran_are_warned_about() -> None:
     model, stats = Experts(), ActivationStats(units=True)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, stats):
