@@ -15,7 +15,8 @@ from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.history import StepIndex
 from hookkit.moments.moments import moments, statistics
-from hookkit.moments.units import UnitLayout, UnitTables
+from hookkit.moments.unit_layouts import UnitLayout
+from hookkit.moments.units import UnitTables
 
 pytestmark = pytest.mark.usefixtures("reader")
 

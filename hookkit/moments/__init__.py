@@ -8,10 +8,12 @@ numba_kernels   The same by compiled loops, with the `fast` extra.
 numba_loader    Loads those, once in a process, when a watch or a fit begins.
 triton_kernels  The same on CUDA.
 histograms      Signed logarithmic bins, which need no range in advance, and bounded samples.
-units           Dead, dormant and saturated units (channels), judged over a window of records.
+unit_layouts    Units (channels) of one tensor, and how their values are read.
+units           Dead, dormant and saturated units, judged over a window of records.
 buffers         Preallocated tables of the batch at hand, on one device.
 history         The past in bounded memory: its resolution halves when it is full.
 accumulator     `StatsAccumulator`: takes tensors from hooks, closes records at steps.
+graph_op        The operation by which a compiled graph shows a tensor to a recorder.
 reading         From its tables to a `Record`, of this process or of all ranks.
 """
 

@@ -10,14 +10,12 @@ beside the old one, put it in place by one assignment, and then empty the batch 
 repeated before anything else if an interrupt or an error comes in between. So no record is ever
 half there or counted twice, whatever line an exception leaves.
 
-Inside `torch.compile` the hook's call becomes one opaque operation of the graph, `observe`, which
+Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code: no graph break, no second implementation.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +23,14 @@ import torch
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.hooks.entries import in_thread, is_exporting
 from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import reading
 from hookkit.moments.buffers import Buffers, Options
+from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.history import DecimatedHistory, Key, Place, StepHistory
 from hookkit.moments.moments import floats_of, plain, working_dtype
-from hookkit.moments.units import UnitLayout, UnitTables
+from hookkit.moments.unit_layouts import UnitLayout
+from hookkit.moments.units import UnitTables
 from hookkit.records import Record
 
 _CPU = torch.device("cpu")
@@ -153,8 +152,7 @@ class StatsAccumulator:
         `torch.compile` it is one operation of the graph.
         """
         if torch.compiler.is_compiling():
-            if not is_exporting():
-                torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
+            show_traced(self, row, leaf, path, t)
             return
         if self._must_clear:
             self._clear()
@@ -334,16 +332,7 @@ class StatsAccumulator:
 
         (units,) bool, of what `record()` has read last: of all ranks or of this one.
         """
-        found = [] if self._of_ranks is None else [self._of_ranks]
-        found += [reading.RankUnits(units, self.names) for units in self.units]
-        for units, names in found:
-            seen = units.now(names.index(name)) if name in names else None
-            if seen is not None:
-                low, zero, dormant, _ = seen
-                kind = self.types[self.names.index(name)] if name in self.names else ""
-                clamped = self.consumers is None or reading.is_clamped(self.consumers, name, kind)
-                return dormant if which == "dormant" else low if clamped else zero
-        return None
+        return reading.units_now(self, self._of_ranks, name, which)
 
     def count_from(self, n: int) -> None:
         """Begin with record number `n`, which selects the values that are sampled."""
@@ -402,36 +391,3 @@ def _tables(
             if name != "past" or with_ranks:
                 tables[name, device] = table
     return after, tables
-
-
-_ids = itertools.count()
-_receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def enlist(receiver: Any) -> int:
-    """A number under which compiled graphs find `receiver`, whose `see` they call; held weakly."""
-    number = next(_ids)
-    _receivers[number] = receiver
-    return number
-
-
-def new_token() -> Tensor:
-    """What a compiled graph writes where it shows a tensor to a receiver."""
-    return torch.zeros(1, dtype=torch.float32, device=_CPU)
-
-
-# `token` is written, so no compiler pass drops the call or moves it past another one.
-_library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
-_library.define(
-    "observe(Tensor t, Tensor(a!) token, int receiver, int row, int leaf, str path) -> ()"
-)
-
-
-def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
-    known = _receivers.get(receiver)
-    if known is not None and in_thread(known.thread):
-        known.see(row, leaf, path, t)
-
-
-_library.impl("observe", _observe, "CompositeExplicitAutograd")
-torch.library.register_fake("hookkit::observe", lambda *args: None, lib=_library)

@@ -163,7 +163,7 @@ class Buffers:
             offset: the number of the record, which selects the values that are sampled.
             array: all values of `t`, where numpy sees them.
         """
-        values, times = (array, 1) if array is not None and self.by_array else flat(t)
+        values, times = (array, 1) if array is not None and self.by_array else flat(t.detach())
         if self.by_array and isinstance(values, Tensor):
             found = array_of(values)
             values = values if found is None else found

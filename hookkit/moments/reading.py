@@ -111,6 +111,22 @@ def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
+def units_now(
+    stats: StatsAccumulator, of_ranks: RankUnits | None, name: str, which: str
+) -> Tensor | None:
+    """See `StatsAccumulator.units_now`."""
+    found = [] if of_ranks is None else [of_ranks]
+    found += [RankUnits(units, stats.names) for units in stats.units]
+    for units, names in found:
+        seen = units.now(names.index(name)) if name in names else None
+        if seen is not None:
+            low, zero, dormant, _ = seen
+            kind = stats.types[stats.names.index(name)] if name in stats.names else ""
+            clamped = stats.consumers is None or is_clamped(stats.consumers, name, kind)
+            return dormant if which == "dormant" else low if clamped else zero
+    return None
+
+
 def _hist(options: Options, counts: Tensor, values: dict[str, Any]) -> Any:
     """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
     assert options.bins is not None

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.hooks.entries import called, counts_for, is_exporting
+from hookkit.hooks.entries import called, counts_for
 from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import plain
-from hookkit.moments.accumulator import enlist, new_token
+from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording.recording import RecordSwitch
 from hookkit.records import Incident
@@ -74,8 +74,7 @@ class NormHistory:
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Add the tensor `t` to the norm of `row` in this batch."""
         if torch.compiler.is_compiling():
-            if not is_exporting():
-                torch.ops.hookkit.observe(t.detach(), self.token, self.id, row, leaf, path)
+            show_traced(self, row, leaf, path, t)
             return
         if is_transforming():
             inner = unwrapped(t)

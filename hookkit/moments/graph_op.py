@@ -1,0 +1,54 @@
+"""`hookkit::observe`: the one operation by which a compiled graph shows a tensor to a recorder.
+
+Its implementation calls the recorder's `see` as the graph runs, with the tensor that an eager hook
+would have got. Graphs outlive recorders, so they know them by a number and hold them weakly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookkit.hooks.entries import in_thread, is_exporting
+
+_ids = itertools.count()
+_receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def show_traced(receiver: Any, row: int, leaf: int, path: str, t: Tensor) -> None:
+    """Adds the operation to the graph that is traced; nothing while a model is exported."""
+    if not is_exporting():
+        torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, leaf, path)
+
+
+def enlist(receiver: Any) -> int:
+    """A number under which compiled graphs find `receiver`, whose `see` they call; held weakly."""
+    number = next(_ids)
+    _receivers[number] = receiver
+    return number
+
+
+def new_token() -> Tensor:
+    """What a compiled graph writes where it shows a tensor to a receiver."""
+    return torch.zeros(1, dtype=torch.float32, device="cpu")
+
+
+# `token` is written, so no compiler pass drops the call or moves it past another one.
+_library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "observe(Tensor t, Tensor(a!) token, int receiver, int row, int leaf, str path) -> ()"
+)
+
+
+def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
+    known = _receivers.get(receiver)
+    if known is not None and in_thread(known.thread):
+        known.see(row, leaf, path, t)
+
+
+_library.impl("observe", _observe, "CompositeExplicitAutograd")
+torch.library.register_fake("hookkit::observe", lambda *args: None, lib=_library)
