@@ -153,9 +153,9 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     given, made_up = _inputs(m, size, x)
     tree = Tree(m)
     with (
-        sandbox.undisturbed(),
-        sandbox.random_states(),
-        sandbox.restored_after(tree),
+        sandbox.preserve_global_state(),
+        sandbox.preserve_random_states(),
+        sandbox.restore_after(tree),
         torch.no_grad(),
     ):
         sandbox.set_mode(tree, False)

@@ -71,7 +71,7 @@ def copied_inputs(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
 
 
 @block
-def restored_after(tree: Tree) -> Iterator[None]:
+def restore_after(tree: Tree) -> Iterator[None]:
     """Restores the modules of `tree` at the end: modes, attributes, hooks, buffers' content.
 
     Attributes are restored one level deep (a list that grew shrinks again); tensors whose version
@@ -131,7 +131,7 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @block
-def undisturbed() -> Iterator[None]:
+def preserve_global_state() -> Iterator[None]:
     """Restores the switches that a run of a copy needs, also after an error.
 
     The grad mode, and two switches of the process that are safe with several threads inside: that
@@ -163,7 +163,7 @@ class _Quiet(logging.Filter):
 
 
 @block
-def random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def preserve_random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Restores the random states that the code inside moved, also after an error.
 
     PyTorch, Python and NumPy have one generator each for all threads: to restore its state is to

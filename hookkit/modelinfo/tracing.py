@@ -41,8 +41,8 @@ def trace(tree: Tree, given: Inputs, *, training: bool | None = None) -> Trace:
     """
     _refuse_sharded(tree)
     hooks = HookCopies(tree)
-    with sandbox.undisturbed():
-        with sandbox.random_states(lambda: False):  # nothing is drawn; a forward may seed
+    with sandbox.preserve_global_state():
+        with sandbox.preserve_random_states(lambda: False):  # nothing is drawn; a forward may seed
             done = _run_fake(tree, hooks, given, training)
         if done is None or done.error is not None:
             why = _reason(done, tree, given)
@@ -96,11 +96,11 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
 
 def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace:
     run, done = _Run("real", training), None
-    with sandbox.random_states(lambda: done is None or done.drew):
+    with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
             copied = Tree(sandbox.real_copy(tree, hooks))
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
-            with sandbox.restored_after(tree):
+            with sandbox.restore_after(tree):
                 hooks.remove_observers()
                 done = run.through(tree, sandbox.real_inputs(given))
         else:

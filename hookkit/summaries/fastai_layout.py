@@ -213,7 +213,7 @@ def one_input(dls: Any) -> Inputs:
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
     with Undo() as stack:
-        stack.enter_context(sandbox.random_states())
+        stack.enter_context(sandbox.preserve_random_states())
         for g in generators_of(train):
             stack.callback(g.set_state, g.get_state())
         batch = _batch(train)
