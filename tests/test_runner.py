@@ -510,7 +510,7 @@ def test_a_callback_at_work_in_one_fit_serves_no_other(verb: str) -> None:
 
     learn = quiet(cbs=[shared, Callback(before_train=inside)])
 
-    with pytest.raises(HookError, match=r"Tst was given to a second Learner while a fit of"):
+    with pytest.raises(HookError, match=r"Tst is in use in a run that is under way\. Give"):
         learn.fit(1)
     other.fit(1)
 

@@ -256,8 +256,8 @@ class CallbackRunner:
         for cb in cbs:
             if cb.learn is not self and getattr(cb.learn, "fitting", False):
                 raise HookError(
-                    f"{cb!r} was given to a second {type(self).__name__} while a fit of another "
-                    f"one uses it. Give each its own: {type(cb).__name__}(…)."
+                    f"{cb!r} is in use in a run that is under way. Give each run its own: "
+                    f"{type(cb).__name__}(…)."
                 )
 
     def _continue_from(self, cb: Callback) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from hookkit.checks import check_number, is_number, shown
 from hookkit.errors import ArgumentError, OptionError
 
+# Private: `_BatchNorm`, the base of all batch norms, SyncBatchNorm too (since 0.4). Without it each
+# public class would have to be listed.
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 

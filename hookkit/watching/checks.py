@@ -14,13 +14,11 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.checks import check_callable, check_flag, kind_of, shown
 from hookkit.errors import (
     ArgumentError,
     CompiledWarning,
-    HookError,
     HookkitWarning,
     NeverFiredWarning,
 )
@@ -77,21 +75,6 @@ def _not_an_optimizer(opt: Any) -> str:
         f"watch: expected a torch optimizer, a list of them, or None (any optimizer that steps the "
         f"model's parameters), found {kind_of(opt)}. Write watch(model, opt, *callbacks)."
     )
-
-
-def check_free(callbacks: Iterable[Any]) -> None:
-    """Raises if one of `callbacks` is in use in a fit that is under way.
-
-    Raises:
-        HookError: it is.
-    """
-    for cb in callbacks:
-        runner = cb.learn if isinstance(cb, Callback) else None
-        if getattr(runner, "fitting", False):
-            raise HookError(
-                f"watch: {cb!r} records another run that is under way. Give each run its own: "
-                f"{type(cb).__name__}()."
-            )
 
 
 COUNTED = ("epoch", "step")

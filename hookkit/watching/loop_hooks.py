@@ -163,7 +163,7 @@ class LoopHooks:
         if torch.compiler.is_compiling():
             self.compiled = True  # written only: no guard, no graph break
             return
-        if "_is_replica" in module.__dict__:  # DataParallel: its own call is the forward
+        if _is_replica(module):
             return
         if not in_thread(self._thread):
             self.other_thread |= _learns(self.root) and not recomputing()
@@ -183,7 +183,7 @@ class LoopHooks:
         self.loop.forward_began(training)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
+        if torch.compiler.is_compiling() or _is_replica(module):
             return
         if not in_thread(self._thread):
             return
@@ -263,6 +263,13 @@ class LoopHooks:
             owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
             self._owned[opt] = (len(opt.param_groups), owned)
         return owned
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether `module` is one of DataParallel's copies: DataParallel's own call is the forward."""
+    # Private: `_is_replica`, set by torch.nn.parallel.replicate (since 1.5). Without it the part of
+    # a batch on each device would count as a batch.
+    return "_is_replica" in module.__dict__
 
 
 def _learns(module: nn.Module) -> bool:

@@ -32,7 +32,6 @@ from hookkit.interrupts import Guard, interruptible, uninterrupted
 from hookkit.modules import unwrap
 from hookkit.records import Exports, Floats, Run, Views
 from hookkit.watching.checks import (
-    check_free,
     check_reported,
     check_rest,
     one_model,
@@ -135,7 +134,6 @@ class Watcher(Exports, Views):
         unseen = WeakMethod(self._on_unseen)  # weak, or the two would keep each other alive
         self.loop = ExternalLoop(unwrap(model), opts, each_forward, unseen, finds)
         self.loop.loss_func = loss_func
-        check_free(callbacks := list(callbacks))
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
@@ -160,14 +158,14 @@ class Watcher(Exports, Views):
                 "watch was started while it is running. Stop it first, or use a second watch(…) "
                 "with other callbacks."
             )
-        check_free(self.cbs)
+        self.loop._check_free(self.cbs)
         self._with_grad = torch.is_grad_enabled()
         try:
             self._guard.begin()
             self.loop.begin()
             self.hooks.attach()
             if self.loop.cbs:
-                forget_graphs(self.model)  # one that has run would not see the hooks
+                forget_graphs(self.model)  # one that has run would ignore the hooks
             self.loss_hook.attach()
         except BaseException:
             self._take_down()
