@@ -28,6 +28,8 @@ from hookkit.watching.loop_table import TABLE, Signal, State
 from hookkit.watching.losses import epoch_rows, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
 
+_IN_EVAL = frozenset((State.EVAL, State.PAUSED))
+
 
 class ExternalLoop(CallbackRunner):
     """The user's training loop, as callbacks see it in `self.learn`.
@@ -162,16 +164,17 @@ class ExternalLoop(CallbackRunner):
 
     # --- signals
 
-    def _signal(self, signal: Signal) -> None:
-        row = TABLE[self.state].get(signal)
-        if row is None and self.state in (State.EVAL, State.PAUSED):  # Ctrl-C ended the forward
-            self.state, self.training = self._state_before_eval, self.state is State.PAUSED
-            row = TABLE[self.state].get(signal)
+    def _signal(self, signal: str) -> None:
+        before = self.state
+        row = TABLE[before].get(signal)
         if row is None:
+            if before in _IN_EVAL:  # Ctrl-C ended the forward
+                self.state, self.training = self._state_before_eval, before is State.PAUSED
+                self._signal(signal)
             return
         actions, state = row
-        if state in (State.EVAL, State.PAUSED):
-            self._state_before_eval = self.state
+        if state in _IN_EVAL:
+            self._state_before_eval = before
         self.state = self._state_before_eval if state is State.BACK else state
         try:
             for action in actions:
@@ -179,7 +182,7 @@ class ExternalLoop(CallbackRunner):
                 if self.state is State.CANCELLED:
                     break
         except BaseException:  # a callback's: the other actions are skipped
-            if self.state not in (State.EVAL, State.PAUSED):
+            if self.state not in _IN_EVAL:
                 self.state = State.BATCH if self.training else State.BETWEEN
             raise
 
@@ -358,6 +361,8 @@ class ExternalLoop(CallbackRunner):
 
     def _tell(self, event: str) -> None:
         """Fires an event of a training batch."""
+        if self._by_event.get(event) == []:
+            return  # the common case
         try:
             self(event)
         except CancelBatchException:  # the user's batch goes on; for the callbacks it is over
@@ -419,7 +424,8 @@ class ExternalLoop(CallbackRunner):
         loss, guess = loss_in(output)
         if loss is not None:
             self.report_loss(loss, guess, share)
-        if not isinstance(self.loss_func, nn.Module):  # else its own input is read
+        # of a loss function that is a module, its own input is read
+        if self._scores is None and not isinstance(self.loss_func, nn.Module):
             self._note_scores(self.loss_func, output, fed=False)
 
     def _step_losses(self) -> Floats | None:
