@@ -146,24 +146,12 @@ def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module
     """The module to put in the place of `original`: as given, or made from it, in its mode."""
     if isinstance(replacement, nn.Module):
         return replacement
-    if not callable(replacement):
-        raise ArgumentError(
-            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
-            f"module, or a function or class that makes one from the original, such as Catcher."
-        )
-    if isinstance(replacement, type) and _is_plain_layer(replacement):
-        layer = replacement.__name__
-        raise ArgumentError(
-            f'swap: for "{name}" the class {layer} would be called with the present layer, '
-            f"{layer}({type(original).__name__}), and it takes no layer. Give a "
-            f"module, {layer}(…), or a function that makes one: lambda old: {layer}(…)."
-        )
+    _check_can_make(name, original, replacement)
     try:
         made = replacement(original)
     except Exception as e:
-        e.add_note(
-            f'hookkit: raised in swap by the replacement of "{name}" ({type(original).__name__})'
-        )
+        by = f'the replacement of "{name}" ({type(original).__name__})'
+        e.add_note(f"hookkit: raised in swap by {by}")
         raise
     if not isinstance(made, nn.Module):
         raise ArgumentError(
@@ -180,6 +168,22 @@ def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module
         if id(m) not in old:
             m.training = original.training
     return made
+
+
+def _check_can_make(name: str, original: nn.Module, replacement: Any) -> None:
+    """Raises unless `replacement` is something that can make a module from the original."""
+    if not callable(replacement):
+        raise ArgumentError(
+            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
+            f"module, or a function or class that makes one from the original, such as Catcher."
+        )
+    if isinstance(replacement, type) and _is_plain_layer(replacement):
+        layer = replacement.__name__
+        raise ArgumentError(
+            f'swap: for "{name}" the class {layer} would be called with the present layer, '
+            f"{layer}({type(original).__name__}), and it takes no layer. Give a "
+            f"module, {layer}(…), or a function that makes one: lambda old: {layer}(…)."
+        )
 
 
 def _is_plain_layer(kind: type) -> bool:

@@ -14,6 +14,7 @@ from hookkit.errors import nearest
 from hookkit.modules import children, find
 from hookkit.selecting.patterns import ModelNames, parts
 
+# A key without its quotes: head[logits]. And the brackets at the end of a name: attn[0]['x'].
 _BARE_KEY = re.compile(r"(.*?)\[([^\W\d]\w*)\](.*)", re.DOTALL)
 _BRACKETS = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])*)""", re.DOTALL)
 
