@@ -15,29 +15,22 @@ from hookkit.health.rule import LECUN, SAGEMAKER, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
+# Sizes of the first layer's output, and of its inputs, where 1 is usual (hookkit, measured)
 LARGE_INPUT, FAINT_INPUT = 20, 3e-3
-"""Sizes of the first layer's output, and of its inputs, where 1 is usual (hookkit, measured)."""
-
+# SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
 VARIANCE_RATIO = 10.0
-"""SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured."""
-
+# PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half
 DEFAULT_SHRINKAGE = 6.0
-"""PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half."""
-
+# Beyond this a net that does not learn has its cause (hookkit, measured)
 BROKEN_RATIO = 1e6
-"""Beyond this a net that does not learn has its cause (hookkit, measured)."""
-
+# A correlation of log size with depth: it grows or shrinks along the depth (measured)
 ALONG_DEPTH = 0.8
-"""A correlation of log size with depth: it grows or shrinks along the depth (measured)."""
-
+# A recurrence's output, or a layer's against the first one's (hookkit, measured)
 HUGE = 100
-"""A recurrence's output, or a layer's against the first one's (hookkit, measured)."""
-
+# Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 10 %: measured.
 LEAST_KEPT = 0.1
-"""Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 10 %: measured."""
-
+# Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured
 FEW_VALUES = 4
-"""Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured."""
 
 _GIVEN_NO_INPUTS = frozenset({"RNN", "LSTM", "GRU", "MultiheadAttention", *read.EMBEDDINGS})
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")

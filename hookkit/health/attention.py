@@ -28,11 +28,10 @@ from hookkit.health.rule import Hit, Rule, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
+# Megatron-core, qk_clip_threshold: from where on QK-clip scales queries and keys down
 HUGE_LOGIT = 100.0
-"""Megatron-core, qk_clip_threshold: from where on QK-clip scales queries and keys down."""
-
+# Mean Σp²: on average the heaviest key gets at least so much (hookkit, measured)
 ONE_KEY = 0.95
-"""Mean Σp²: on average the heaviest key gets at least so much (hookkit, measured)."""
 
 _VIT = "Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442): huge logits, almost one-hot weights"
 _CLIP = "100 for the largest logit: Megatron-core, qk_clip_threshold"

@@ -16,11 +16,10 @@ from hookkit.health.rule import Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints
 
+# AUTOTRAINER: gradients of the first over those of the last layer
 EXPLODED_RATIO = 70
-"""AUTOTRAINER: gradients of the first over those of the last layer."""
-
+# A correlation of log size with depth: the size changes along the depth (hookkit, measured)
 ORDERED = 0.6
-"""A correlation of log size with depth: the size changes along the depth (hookkit, measured)."""
 
 
 @rule(
@@ -92,17 +91,14 @@ def _first_and_last(
 
 # How a running sum of gradients differs from gradients that merely grow: fresh batches make the
 # norm jitter, while a sum changes little from step to step. Measured on the benchmark's trainings.
+# While the loss does not fall: grown 10-fold, changing by at most 15 % a step
 STUCK_GROWTH, STUCK_JITTER = 10, 0.15
-"""While the loss does not fall: grown 10-fold, changing by at most 15 % a step."""
-
+# Where the loss is unknown, or falls: changing by less than 3 % a step
 SURE_JITTER = 0.03
-"""Where the loss is unknown, or falls: changing by less than 3 % a step."""
-
+# Where the loss falls: grown 1.5-fold, and five times as quiet as the loss
 SUM_GROWTH, QUIETER = 1.5, 5
-"""Where the loss falls: grown 1.5-fold, and five times as quiet as the loss."""
-
+# The same where some steps only are recorded: the sum goes on between the records
 SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
-"""The same where some steps only are recorded: the sum goes on between the records."""
 
 
 @rule(

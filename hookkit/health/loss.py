@@ -24,30 +24,23 @@ from hookkit.health.rule import CHECKER, CS231N, LECUN, SAGEMAKER, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats
 
+# Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
+# measured. Several heads, whose losses are added up, begin above chance too.
 FIRST_LOSS, GUESSES = 2, 5
-"""Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
-measured. Several heads, whose losses are added up, begin above chance too."""
-
+# Where standardised targets give an error of about 1 (hookkit, measured)
 LARGE_ERROR = 20
-"""Where standardised targets give an error of about 1 (hookkit, measured)."""
-
+# Share of the first loss that all steps can take away (hookkit, measured)
 OUT_OF_REACH = 0.05
-"""Share of the first loss that all steps can take away (hookkit, measured)."""
-
+# A loss that ends this share above its start diverges (hookkit, measured)
 WORSE = 0.5
-"""A loss that ends this share above its start diverges (hookkit, measured)."""
-
+# Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)
 ENDLESS = 10
-"""Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)."""
-
+# OLMo-core, SkipStepOptimizer
 SPIKE_SIGMAS, SPIKE_WINDOW = 6, 128
-"""OLMo-core, SkipStepOptimizer."""
-
+# Fewer spikes, or a smaller share of the steps, happen in healthy runs (hookkit, measured)
 OFTEN, OFTEN_SHARE = 3, 0.01
-"""Fewer spikes, or a smaller share of the steps, happen in healthy runs (hookkit, measured)."""
-
+# SageMaker Debugger, Overfit: validation over training loss
 OVERFIT_GAP = 0.1
-"""SageMaker Debugger, Overfit: validation over training loss."""
 
 
 @rule(

@@ -22,19 +22,17 @@ NEVER_BELOW_ZERO = frozenset(
     | {"binarycrossentropy", "binarycrossentropywithlogits"}
 )
 
+# A step sees twice as much at the end as at first: losses of different data (measured)
 GROWN_BATCH = 2.0
-"""A step sees twice as much at the end as at first: losses of different data (measured)."""
-
+# A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)
 ABOVE_BOUND = 2.0
-"""A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)."""
 
 
+# Both signs have a tenth of the early losses or more, and the loss stays within ten times their
+# size (hookkit, measured).
 BOTH_SIGNS, NEAR_ZERO = 0.1, 10
-"""Both signs have a tenth of the early losses or more, and the loss stays within ten times their
-size (hookkit, measured)."""
-
+# Share of steps in which the layers see what they saw a period before (hookkit, measured)
 ALIKE = 0.95
-"""Share of steps in which the layers see what they saw a period before (hookkit, measured)."""
 
 
 class ExpectedNonDecrease(NamedTuple):

@@ -15,14 +15,12 @@ from hookkit.health.loss_trend import end_level, known
 from hookkit.health.rule import Hit, rule
 from hookkit.health.run_view import RunView
 
+# An RMS of scores that would make a binary cross entropy almost 0, or large (measured)
 SCORES_SIZE = 4
-"""An RMS of scores that would make a binary cross entropy almost 0, or large (measured)."""
-
+# Scores below this mask something out, and do not change the loss
 MASK_SIZE = -1e3
-"""Scores below this mask something out, and do not change the loss."""
-
+# How near its floor a loss must end to have settled there (hookkit, measured)
 NEAR_FLOOR = 0.1
-"""How near its floor a loss must end to have settled there (hookkit, measured)."""
 
 _ENDS = ("Softmax", "Sigmoid")
 

@@ -20,21 +20,17 @@ from hookkit.health import reading as read
 from hookkit.health.reading import Missing
 from hookkit.records import Floats, Record, Run
 
+# In fewer steps than this, a loss that does not fall proves nothing
 ENOUGH_LOSSES = 50
-"""In fewer steps than this, a loss that does not fall proves nothing."""
-
+# Ben Braiek & Khomh 2022 (TheDeepChecker): a loss that falls by less than 5 % does not fall
 FALL = 0.05
-"""Ben Braiek & Khomh 2022 (TheDeepChecker): a loss that falls by less than 5 % does not fall."""
-
+# A steady fall of 2 % is one, too (hookkit, measured)
 SLOW_FALL = 0.02
-"""A steady fall of 2 % is one, too (hookkit, measured)."""
-
+# Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
+# and counts as fallen while it ends below three quarters of it (hookkit, measured).
 LEARNT_BEFORE, STILL_LEARNT = 0.5, 0.75
-"""Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
-and counts as fallen while it ends below three quarters of it (hookkit, measured)."""
-
+# A standard deviation, per median absolute deviation, of a normal distribution
 SIGMA = 1.4826
-"""A standard deviation, per median absolute deviation, of a normal distribution."""
 
 
 def losses(run: Run, at_least: int = 1) -> Floats:

@@ -16,11 +16,10 @@ from hookkit.health.rule import Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
 
+# IEEE 754 binary16: its largest number, its smallest, and its smallest with all bits
 LARGEST, SMALLEST, NORMAL = 65504.0, 2.0**-24, 2.0**-14
-"""IEEE 754 binary16: its largest number, its smallest, and its smallest with all bits."""
-
+# Below this, two bits or fewer of a gradient remain
 TWO_BITS = 4 * SMALLEST
-"""Below this, two bits or fewer of a gradient remain."""
 
 _IEEE = "IEEE 754 binary16"
 _AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zero"

@@ -15,18 +15,17 @@ import numpy.typing as npt
 
 from hookkit.records import Floats, Record, Run
 
+# With fewer records than this nothing is judged. Half as many are enough if they are spread over
+# `SPREAD_STEPS` steps or more, since such batches differ more than neighbours do.
 MIN_RECORDS = 10
-"""With fewer records than this nothing is judged. Half as many are enough if they are spread over
-`SPREAD_STEPS` steps or more, since such batches differ more than neighbours do."""
 
 SPREAD_STEPS = 40
 
+# Relative difference below which two norms may belong to the same values: the last digits of a
+# norm depend on the order in which it was summed.
 SAME_NORM = 1e-6
-"""Relative difference below which two norms may belong to the same values: the last digits of a
-norm depend on the order in which it was summed."""
-
+# AUTOTRAINER (ICSE 2021): a first layer's gradient below 1e-4 and below 1e-3 of the last one's
 VANISHED, VANISHED_RATIO = 1e-4, 1e-3
-"""AUTOTRAINER (ICSE 2021): a first layer's gradient below 1e-4 and below 1e-3 of the last one's."""
 
 RELU_LIKE = frozenset({"ReLU", "ReLU6"})
 PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")

@@ -18,29 +18,22 @@ from hookkit.health.rule import CHECKER, CS231N, TAYLOR, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
+# TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3
 FAST, SLOW = 1e-1, 1e-4
-"""TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3."""
-
+# One step that changes half of the weights (measured), or replaces them
 LEAP, ERASES = 0.5, 1.0
-"""One step that changes half of the weights (measured), or replaces them."""
-
+# 1 % of the weight in 1000 steps (hookkit, measured)
 NEVER_MOVES = 1e-5
-"""1 % of the weight in 1000 steps (hookkit, measured)."""
-
+# An early update:weight above this is not slow: what broke at first, moves no more (measured)
 LEAPT = 1e-2
-"""An early update:weight above this is not slow: what broke at first, moves no more (measured)."""
-
+# Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured
 ADAM_SHARE = 3e-2
-"""Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured."""
-
+# From here on each gradient is carried on for more than 100 steps
 HIGH_MOMENTUM = 0.99
-"""From here on each gradient is carried on for more than 100 steps."""
-
+# Weight decay that takes 1 % a step; or weights below 10 % of their first norm (measured)
 DECAY_PER_STEP, SHRUNK = 0.01, 0.1
-"""Weight decay that takes 1 % a step; or weights below 10 % of their first norm (measured)."""
-
+# Of the bound in `loss_trend`: twice what steps reach that are too large (hookkit, measured)
 UPHILL = 0.12
-"""Of the bound in `loss_trend`: twice what steps reach that are too large (hookkit, measured)."""
 
 
 @rule(

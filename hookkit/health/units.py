@@ -26,15 +26,12 @@ from hookkit.health.rule import SAGEMAKER, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
+# Shares of a layer's units. SageMaker Debugger, DeadRelu: 50 % of a layer; the others: measured.
 NOTED, MANY, MOST = 0.2, 0.5, 0.9
-"""Shares of a layer's units. SageMaker Debugger, DeadRelu: 50 % of a layer; the others: measured.
-"""
-
+# Karpathy, makemore part 3: |tanh| above 0.97; the same for a sigmoid is 0.47 away from 1/2
 TANH_END, SIGMOID_END = 0.97, 0.47
-"""Karpathy, makemore part 3: |tanh| above 0.97; the same for a sigmoid is 0.47 away from 1/2."""
-
+# A gate's mean is so far from 1/2, and its values differ by no more than this (measured)
 SHUT, ALIKE = 0.45, 0.05
-"""A gate's mean is so far from 1/2, and its values differ by no more than this (measured)."""
 
 _NOT_RELU = ("GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh", "Sigmoid", "Softplus")
 _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh")

@@ -19,11 +19,10 @@ from hookkit.records import Record
 
 Bools = npt.NDArray[np.bool_]
 
+# SageMaker Debugger, VanishingGradient
 FAINT_GRADIENT = 1e-7
-"""SageMaker Debugger, VanishingGradient."""
-
+# Where training stopped by itself, gradients have fallen below a tenth (hookkit, measured)
 STILL_GRADED = 0.1
-"""Where training stopped by itself, gradients have fallen below a tenth (hookkit, measured)."""
 
 _RECURRENT = frozenset({"RNN", "LSTM", "GRU"})
 _EXACT = f"exact; {SAGEMAKER}, UnchangedTensor"
