@@ -18,7 +18,6 @@ from hookkit.hooks import (
     hook_input,
     hook_output,
     hook_outputs,
-    old_grads,
 )
 from hookkit.selecting import select
 
@@ -168,9 +167,8 @@ def test_a_graph_with_a_gradient_hook_computes_what_it_computes_without(
 @pytest.fixture
 def older(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a torch that cannot trace a hook on a tensor."""
-    for module in (gradients, old_grads):
-        monkeypatch.setattr(module, "TRACEABLE", False)
-        monkeypatch.setattr(module, "_outside", None)
+    monkeypatch.setattr(gradients, "TRACEABLE", False)
+    monkeypatch.setattr(gradients, "_outside", None)
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookkit.editing import edit_grad, edit_input, edit_output
 from hookkit.hooks import Hook, attach, attach_grad, hook_input, hook_output, hook_outputs
-from hookkit.recording.backward import BackwardHooks
+from hookkit.hooks.backward import attach_backward
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "attach pre edit": lambda m: attach(m, note, pre=True, edit=True),
     "attach_grad": lambda m: attach_grad(m, note),
     "attach_grad inputs": lambda m: attach_grad(m, note, inputs=True),
-    "backward hooks": lambda m: BackwardHooks({"m": m}, note),
+    "backward hooks": lambda m: attach_backward(m, note),
     "edit output": lambda m: Block(edit_output(m, note)),
     "edit input": lambda m: Block(edit_input(m, note)),
     "edit gradient": lambda m: Block(edit_grad(m, note)),

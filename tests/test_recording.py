@@ -245,7 +245,6 @@ def test_backward_hooks_rest_where_there_is_no_backward() -> None:
     quiet(cbs=cb).fit(2)
 
     assert calls == [True] * 6
-    assert all(not h._open for h in cb.hooks)
 
 
 def test_every_without_training_is_refused() -> None:

@@ -2,28 +2,25 @@
 
 making       `hook_output(s)` and `hook_input(s)`, which make hooks that store.
 collection   `Hooks`: many hooks as one, registered all or none.
-hook         `Hook`: one module, one function, and what it stored.
-plain        The fast path: hooks that store nothing but a snapshot of the last output.
-snapshot     What is stored of what a module returned: detached, copied, moved, and read back
-             safely.
-references   Objects that hold tensors and are no container: stored as references, and watched for
-             changes.
+hook         `Hook`: one module, one function, and what it stored, as the user sees it.
+capture      `Capture`: the same as the module holds it; the fast path.
+calls        What a hook does at a call of its module: after it, before it, in the backward.
+reading      Reading what hooks have stored, here or over ranks.
+block        The `with` block, and what is reported at its end: hooks that never fired, and why.
+snapshot     What is stored of what a module returned: detached, copied, moved, read back safely.
+references   Objects that hold tensors and are no container: stored as they are, and watched.
 entries      `HookEntry`: the one thing that hookkit puts on a module, its switch and its handle.
+gradients    Gradients of outputs and inputs, by tensor hooks that are set while the forward runs.
 backward     A function called in each backward pass with the gradients of inputs and outputs.
-old_grads    Goes: the dispatchers that `gradients` had.
-gradients    Gradients of what modules return and take, by tensor hooks that are set while the
-             forward runs.
 taps         How a hook gets the gradient of one use of a tensor, and the run stays as it is.
 views        The gradient of one tensor, also where its memory is written in place later.
 compiling    What torch.compile does to hooks, and how a capture is right all the same.
 compiled_functions
              Which modules the functions run that torch.compile has compiled.
-observing    What happens at a call of a hooked module: the dispatchers of `Hook`, one for each
-             of its kinds.
-block        What is said when a block ends: stops, hooks that never fired and why, hints for
-             errors.
-global_hooks  Hooks that are not on chosen modules: on one tensor, on every module there is, on a
-             whole model.
+global_hooks  Hooks that are not on chosen modules: on one tensor, on every module there is.
+
+More than eight files: the four on gradients stand for one duty with much to say, and each of the
+others is one of the questions that a reader comes with.
 """
 
 from hookkit.hooks.block import StopForward

@@ -62,7 +62,7 @@ def attach_backward(
     [tensor(3.)]
     """
     check_hookable(module, "attach_backward")
-    calls = BothGrads(fn, leaf, detach, switch or Switch(), thread)
+    calls = BothGrads(fn, leaf, detach, switch or Switch(), lambda: thread)
     return put(module, calls.entries(module, switch))
 
 
@@ -89,7 +89,12 @@ class BothGrads:
     """The calls of one module. Its entries hold it; the graph holds what it gives, weak to it."""
 
     def __init__(
-        self, fn: Function, leaf: str, detach: bool, switch: Switch, thread: int | None
+        self,
+        fn: Function,
+        leaf: str,
+        detach: bool,
+        switch: Switch,
+        thread: Callable[[], int | None],
     ) -> None:
         self.fn, self.leaf, self.detach = fn, leaf, detach
         self.switch, self.thread = switch, thread
@@ -107,13 +112,14 @@ class BothGrads:
 
     def counts(self, module: nn.Module) -> bool:
         """`counts_for`, and a checkpoint's second run: the gradients come from that forward."""
-        counted = is_compiling() or in_thread(self.thread)
+        counted = is_compiling() or in_thread(self.thread())
         return counted or graph_task() != -1 or "_is_replica" in module.__dict__
 
     def begin_inputs(self, module: nn.Module, inputs: Any) -> Receive | None:
         """Before a forward: what receives the gradients of its inputs."""
         if not self.counts(module):
             return None
+        del self.open[:-256]  # of forwards that raised
         self.open.append(call := _Call(module, leaves(inputs)))
         return _receiver(self, call, 0)
 

@@ -179,7 +179,7 @@ class Capture(HookEntry):
 
     def _both_grads(self) -> BothGrads:
         block = self.switch
-        return BothGrads(self.both, self.leaf, block.options.detach, block, block.thread)
+        return BothGrads(self.both, self.leaf, block.options.detach, block, lambda: block.thread)
 
     def registered(self) -> tuple[tuple[RemovableHandle, HookEntry | None], ...]:
         """What is on the module, each entry with PyTorch's handle; for copies."""

@@ -18,7 +18,7 @@ from torch.jit import ScriptModule
 from hookkit.errors import ArgumentError, SelectionError, nearest
 from hookkit.hooks.block import Block, reasons, register_or_remove, remove_all, warn_if_compiled
 from hookkit.hooks.capture import Capture
-from hookkit.hooks.entries import Switch, check_hookable
+from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.hook import Hook, kind_of
 from hookkit.hooks.reading import stored
 from hookkit.hooks.snapshot import Options
@@ -126,7 +126,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         return {**n, **{name: n[first] for name, first in self._also.items()}}
 
     @property
-    def switch(self) -> Switch:
+    def switch(self) -> Block:
         """Its `on` switches all hooks off and on again; they stay registered."""
         return self._block
 

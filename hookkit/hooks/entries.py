@@ -22,10 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from threading import get_ident
-from typing import Any, Self, cast
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -448,96 +446,3 @@ def positional(who: str, label: Label, inputs: Inputs, new: Any) -> tuple[Any, .
             f"called with {describe(inputs)}. Return as many, or Inputs(args, kwargs) for all."
         )
     return values
-
-
-# -- until their users have moved: use `HookEntry`, `Handle` and `attach` ---------------------
-
-# PyTorch's own handles count up from 0, so these never meet.
-new_key = count(-1, -1).__next__
-
-
-class Dispatcher(HookEntry):
-    """Goes: a `HookEntry` with its own way of being registered."""
-
-    __slots__ = ("__weakref__", "key", "target")
-
-    is_pre = False
-    with_kwargs = True
-    keeps_live: Any = True
-
-    def __init__(self, target: Any = None, key: Any = None) -> None:
-        self.target, self.key = target, key
-
-    def put_on(self, module: nn.Module) -> None:
-        """Makes this one of the module's hooks, after those that are there."""
-        key = self.key = new_key()
-        me = cast("Callable[..., Any]", self)
-        if self.is_pre:  # the flag first: another thread may be calling the module's hooks
-            module._forward_pre_hooks_with_kwargs[key] = True
-            module._forward_pre_hooks[key] = me
-        else:
-            if self.with_kwargs:
-                module._forward_hooks_with_kwargs[key] = True
-            module._forward_hooks[key] = me
-
-    def take_off(self, module: nn.Module | None) -> None:
-        """Takes it out again, if nobody else has, and makes it inert for a call under way."""
-        self.target = None
-        if module is None:
-            return
-        if self.is_pre:
-            module._forward_pre_hooks.pop(self.key, None)
-            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
-        else:
-            module._forward_hooks.pop(self.key, None)
-            if self.with_kwargs:
-                module._forward_hooks_with_kwargs.pop(self.key, None)
-
-    def for_copy(self) -> HookEntry | None:
-        """As `HookEntry.for_copy`."""
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        return type(self)(None, self.key)
-
-    def __reduce__(self) -> Any:
-        return type(self), (None, self.key)
-
-
-class Attached:
-    """Goes: a `Handle` of dispatchers."""
-
-    __slots__ = ("_module", "calls")
-
-    def __init__(self, module: nn.Module, *calls: Dispatcher) -> None:
-        self._module, self.calls = ref(module), calls
-
-    def put_on(self) -> Self:
-        """Puts all of them on the module, or none; the handle itself."""
-        module = self._module()
-        assert module is not None
-        try:
-            for call in self.calls:
-                call.put_on(module)
-        except BaseException:
-            self._take_off()
-            raise
-        return self
-
-    @uninterrupted
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        self._take_off()
-
-    def _take_off(self) -> None:
-        module = self._module()
-        for call in self.calls:
-            call.take_off(module)
-
-
-@uninterrupted
-def put_first(hooks: dict[int, Any], key: int) -> None:
-    """Makes `key` the first of a module's hooks."""
-    items = [(key, hooks.pop(key)), *hooks.items()]
-    hooks.clear()
-    hooks.update(items)

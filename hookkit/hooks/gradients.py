@@ -30,10 +30,6 @@ from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
 from hookkit.hooks.entries import Handle, HookEntry, Switch, check_hookable, is_compiling
-from hookkit.hooks.old_grads import First as First
-from hookkit.hooks.old_grads import GradState as GradState
-from hookkit.hooks.old_grads import grad_dispatchers as grad_dispatchers
-from hookkit.hooks.old_grads import note_version as note_version
 from hookkit.hooks.taps import Receive, alias, is_alias, on_grad, versions_of, with_aliases
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.nested import Inputs, leaves, tmap

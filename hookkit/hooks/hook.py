@@ -21,7 +21,7 @@ from hookkit.hooks import calls
 from hookkit.hooks.block import Block, register_or_remove, remove_all, warn_if_compiled
 from hookkit.hooks.calls import Grads
 from hookkit.hooks.capture import Capture
-from hookkit.hooks.entries import Switch, check_hookable
+from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.reading import read, stored
 from hookkit.hooks.snapshot import Kept, Kind, Options, Storer
 from hookkit.interrupts import uninterrupted
@@ -154,7 +154,7 @@ class Hook:
         return self._capture.removed
 
     @property
-    def switch(self) -> Switch:
+    def switch(self) -> Block:
         """Its `on` switches the hook off and on again, which stays registered."""
         return self._capture.switch
 

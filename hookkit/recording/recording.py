@@ -29,10 +29,9 @@ from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionEr
 from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.hooks.entries import Handle, Switch
-from hookkit.hooks.snapshot import FUNCTION_OF
+from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import child_table
-from hookkit.recording.backward import BackwardHooks
 from hookkit.selecting import Selection, leaf_modules, select
 
 _NEEDED = {
@@ -90,7 +89,7 @@ class HookCallback(Callback):
     Attributes:
         modules: the hooked modules, a list, from `before_fit` on; before, the argument as given.
         names: the hooked modules' names, parallel to `modules` and `hooks`.
-        hooks: the `Hooks` (`BackwardHooks`) of this fit, or of the last; None before the first.
+        hooks: the `Hooks` of this fit, or of the last; None before the first.
         recording: whether the batch at hand is recorded.
 
     Raises:
@@ -297,12 +296,9 @@ class HookCallback(Callback):
 
     def _make_hooks(self, modules: Mapping[str, nn.Module], before: Any) -> Any:
         """Hooks on `modules`; `before` are those that are on now, if any."""
+        kind: Kind = "forward" if self.is_forward else "both"
         func = self._function or self.hook
-        if not self.is_forward:
-            return BackwardHooks(modules, func, self.detach, self.cpu)
-        hooks = Hooks(modules, func, True, self.detach, self.cpu)
-        hooks._block.thread = self._switch.thread
-        return hooks
+        return Hooks.of(modules, Options("HookCallback", kind, func, self.detach, self.cpu))
 
     @uninterrupted
     def _remove(self) -> None:
@@ -318,10 +314,7 @@ class HookCallback(Callback):
         """
         self._switch.on = on
         if isinstance(self.hooks, Hooks):
-            self.hooks.switch.on = on
-        elif isinstance(self.hooks, BackwardHooks):
-            for h in self.hooks:
-                h.listen(on)
+            self.hooks.switch.on, self.hooks.switch.thread = on, self._switch.thread
 
     def __getstate__(self) -> dict[str, Any]:
         # a pickle needs neither hooks nor activations

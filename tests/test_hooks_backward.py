@@ -1,4 +1,4 @@
-"""BackwardHooks: a module's gradients, in and out, on any structure, and nothing disturbed."""
+"""A module's gradients, in and out, on any structure, and nothing disturbed."""
 
 import gc
 import weakref
@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, SelectionError
-from hookkit.recording.backward import BackwardHooks
+from hookkit.hooks import Hooks
+from hookkit.hooks.snapshot import Options
 from hookkit.selecting import select
+
+
+def backward_hooks(modules: Any, func: Any) -> Hooks:
+    """As `HookCallback(is_forward=False)` makes them."""
+    return Hooks.of(modules, Options("HookCallback", "both", func))
 
 
 def both(m: nn.Module, gi: Any, go: Any) -> Any:
@@ -28,7 +34,7 @@ def test_gradients_are_those_of_pytorchs_full_backward_hook() -> None:
     for handle in handles:
         handle.remove()
 
-    hooks = BackwardHooks(dict(net.named_children()), both)
+    hooks = backward_hooks(dict(net.named_children()), both)
     net(x).pow(2).sum().backward()
 
     for m, (gi, go) in zip(net, hooks.stored, strict=True):
@@ -42,7 +48,7 @@ def test_in_place_layers_and_first_layers_work_without_a_warning() -> None:
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
 
-    hooks = BackwardHooks(select(net), both)
+    hooks = backward_hooks(select(net), both)
     net(x).sum().backward()
 
     (none,), (go,) = hooks["0"].stored
@@ -65,7 +71,7 @@ class Adds(nn.Module):
 
 def test_an_input_passed_twice_stays_one_tensor_and_has_the_sum_in_both_places() -> None:
     net = Adds()
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
     x = torch.ones(1, requires_grad=True)
     a = x * 1
 
@@ -78,7 +84,7 @@ def test_an_input_passed_twice_stays_one_tensor_and_has_the_sum_in_both_places()
 
 def test_outputs_that_are_not_used_have_none_and_the_function_runs_at_the_end() -> None:
     net = TwoOut()
-    hooks = BackwardHooks({"two": net}, both)
+    hooks = backward_hooks({"two": net}, both)
     x = torch.ones(1, requires_grad=True)
 
     net(x)["b"].sum().backward()
@@ -89,7 +95,7 @@ def test_outputs_that_are_not_used_have_none_and_the_function_runs_at_the_end() 
 
 def test_a_leaf_of_a_structured_output() -> None:
     root = nn.Sequential(nn.LSTM(2, 3))
-    hooks = BackwardHooks(select(root, "0[0]"), both)
+    hooks = backward_hooks(select(root, "0[0]"), both)
     out, _ = root(torch.ones(1, 1, 2))
 
     out.sum().backward()
@@ -99,7 +105,7 @@ def test_a_leaf_of_a_structured_output() -> None:
 
 def test_two_passes_over_one_graph_each_count() -> None:
     net, calls = nn.Linear(2, 1), list[Any]()
-    hooks = BackwardHooks({"": net}, lambda m, gi, go: calls.append(go[0].sum().item()))
+    hooks = backward_hooks({"": net}, lambda m, gi, go: calls.append(go[0].sum().item()))
     y = net(torch.ones(3, 2)).sum()
 
     y.backward(retain_graph=True)
@@ -111,7 +117,7 @@ def test_two_passes_over_one_graph_each_count() -> None:
 
 def test_a_module_used_twice_is_called_twice() -> None:
     net, calls = nn.Linear(2, 2), list[Any]()
-    _hooks = BackwardHooks({"": net}, lambda m, gi, go: calls.append(1))
+    _hooks = backward_hooks({"": net}, lambda m, gi, go: calls.append(1))
 
     net(net(torch.ones(1, 2))).sum().backward()
 
@@ -120,10 +126,10 @@ def test_a_module_used_twice_is_called_twice() -> None:
 
 def test_switched_off_or_removed_it_keeps_still_and_what_was_stored_stays() -> None:
     net = nn.Linear(2, 1)
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
     net(torch.ones(1, 2)).sum().backward()
 
-    hooks[0].listen(False)
+    hooks.switch.on = False
     net(torch.zeros(5, 2)).sum().backward()
     hooks.remove()
     net(torch.zeros(5, 2)).sum().backward()
@@ -135,7 +141,7 @@ def test_switched_off_or_removed_it_keeps_still_and_what_was_stored_stays() -> N
 
 def test_no_grad_and_frozen_modules_are_left_alone() -> None:
     net = nn.Linear(2, 1).requires_grad_(False)
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
 
     with torch.no_grad():
         net(torch.ones(1, 2))
@@ -152,7 +158,7 @@ def test_what_is_stored_does_not_change_with_the_gradients() -> None:
             return w * 1
 
     net = Direct()
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
     net().sum().backward()
 
     w.grad.mul_(100)  # type: ignore[union-attr]
@@ -164,27 +170,27 @@ def test_one_bad_module_registers_none() -> None:
     net = nn.Linear(1, 1)
 
     with pytest.raises(ArgumentError):
-        BackwardHooks({"a": net, "b": 3}, both)  # type: ignore[dict-item]
+        backward_hooks({"a": net, "b": 3}, both)
 
     assert not net._forward_hooks
 
 
 def test_names_positions_and_near_misses() -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    hooks = BackwardHooks(select(net), both)
+    hooks = backward_hooks(select(net), both)
 
     assert hooks.names == ("0", "1")
     assert hooks._ipython_key_completions_() == ["0", "1"]
     assert hooks["1"] is hooks[1] is list(hooks)[1]
     assert hooks[1].module is net[1]
-    assert repr(hooks) == "BackwardHooks(2 modules)"
-    with pytest.raises(SelectionError, match=r"No hook is called \"2\".*\.names lists all 2"):
+    assert repr(hooks) == "Hooks(2 hooks)"
+    with pytest.raises(SelectionError, match=r"no hook is called \"2\".*\.names lists all 2"):
         hooks["2"]
 
 
 def test_neither_graph_nor_module_keeps_the_hooks_alive() -> None:
     net = nn.Linear(1, 1)
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
     y = net(torch.ones(1, 1)).sum()
     weak = weakref.ref(hooks[0])
     hooks.remove()
@@ -198,7 +204,7 @@ def test_neither_graph_nor_module_keeps_the_hooks_alive() -> None:
 
 def test_passing_a_parameter_through_without_gradients_needs_no_tap() -> None:
     net = nn.Identity()
-    hooks = BackwardHooks({"": net}, both)
+    hooks = backward_hooks({"": net}, both)
 
     with torch.no_grad():
         y = net(nn.Parameter(torch.ones(1)))
