@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Mapping
 from importlib import import_module
 from types import GeneratorType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +82,11 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
     except Exception:  # whatever cannot be copied without values is run for real
         return None
     before = fake_tensors.remember(tree, hooks)
-    pairs = zip(leaves(fakes), leaves(given), strict=True)
-    run = _Run("fake", training, mode, {id(fake): t for fake, t in pairs})
-    done = run.through(Tree(model), fakes)
+    real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
+    with mode:
+        done = _run(Tree(model), fakes, training, "fake", real)
     done.made += [weakref.ref(t) for t in leaves(fakes)]
-    del fakes, pairs, run
+    del fakes
     if done.error is not None:
         done.error = done.error.with_traceback(None)  # its frames hold what the run made
     fake_tensors.purge(done.made, done.tree, before)
@@ -95,73 +94,57 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
 
 
 def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace:
-    run, done = _Run("real", training), None
+    done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
             copied = Tree(sandbox.real_copy(tree, hooks))
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
-                done = run.through(tree, sandbox.real_inputs(given))
+                done = _run(tree, sandbox.real_inputs(given), training, "real")
         else:
-            done = run.through(copied, sandbox.real_inputs(given))
+            done = _run(copied, sandbox.real_inputs(given), training, "real")
     return done
 
 
-class _Run:
-    """How a model is run.
+def _run(
+    tree: Tree,
+    given: Inputs,
+    training: bool | None,
+    how: str,
+    real: Mapping[int, Tensor] | None = None,
+) -> Trace:
+    """Runs the model, twice if the first call makes layers, which only a second one can see."""
+    sandbox.set_mode(tree, training)
+    done = _once(Tracer(tree, how, real or {}), given)
+    if not tree.is_stale():
+        return done
+    tree = Tree(tree.model)
+    if done.error is not None:
+        done.tree = tree
+        return done
+    again = _once(Tracer(tree, how, real or {}), given)
+    again.drew |= done.drew
+    return again
 
-    Args:
-        how: "fake" or "real".
-        training: the mode of the model; None for its own.
-        mode: that of the fake tensors.
-        real: the inputs by the ids of their fakes.
-    """
 
-    def __init__(
-        self,
-        how: str,
-        training: bool | None,
-        mode: Any = None,
-        real: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        self.how, self.training = how, training
-        self.mode, self.real = mode, real or {}
-
-    def through(self, tree: Tree, given: Inputs) -> Trace:
-        """Runs the model, twice if the first call makes layers, which only a second one can see."""
-        sandbox.set_mode(tree, self.training)
-        done = self._once(tree, given)
-        if not tree.is_stale():
-            return done
-        tree = Tree(tree.model)
-        if done.error is not None:
-            done.tree = tree
-            return done
-        again = self._once(tree, given)
-        again.drew |= done.drew
-        return again
-
-    def _once(self, tree: Tree, given: Inputs) -> Trace:
-        tracer = Tracer(tree, self.how, self.real)
-        with Undo() as stack:
-            if self.mode is not None:
-                stack.enter_context(self.mode)
-            tracer.attach(stack)
-            stack.callback(leave_eager, tracer)
-            _enter_eager(tracer)
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
-            stack.enter_context(Operations(tracer))
-            try:
-                out = tree.model(*given, **given.kwargs)
-                if isinstance(out, GeneratorType):
-                    out = list(out)
-                tracer.ended(out)
-            except Exception as e:
-                tracer.trace.error = e
-        return tracer.trace
+def _once(tracer: Tracer, given: Inputs) -> Trace:
+    with Undo() as stack:
+        tracer.attach(stack)
+        stack.callback(leave_eager, tracer)
+        _enter_eager(tracer)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+        stack.enter_context(Operations(tracer))
+        try:
+            out = tracer.trace.tree.model(*given, **given.kwargs)
+            if isinstance(out, GeneratorType):
+                out = list(out)
+            tracer.ended(out)
+        except Exception as e:
+            tracer.trace.error = e
+    return tracer.trace
 
 
 def _enter_eager(owner: object) -> None:
