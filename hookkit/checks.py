@@ -26,8 +26,8 @@ def check_module(who: str, module: Any, hint: str = "") -> nn.Module:
 
     Args:
         who: the function or class called.
-        module: what it was given.
-        hint: what to do instead, where a likely mistake is known.
+        module: the argument to check.
+        hint: what to do instead, if there is a likely mistake.
 
     Raises:
         ArgumentError: it is something else, such as the class of one.
@@ -52,9 +52,9 @@ def check_flag(who: str, name: str, value: Any, hint: str = "") -> bool:
 
     Args:
         who: the function or class called.
-        name: the argument.
-        value: what it was given.
-        hint: what to do instead, where a likely mistake is known.
+        name: the argument's name.
+        value: the argument to check.
+        hint: what to do instead, if there is a likely mistake.
 
     Raises:
         ArgumentError: it is something else.
@@ -80,8 +80,8 @@ def check_number(
 
     Args:
         who: the function or class called.
-        name: the argument.
-        value: what it was given.
+        name: the argument's name.
+        value: the argument to check.
         low: the smallest value that can work.
         high: the largest.
         above: as `low`, but itself too small.

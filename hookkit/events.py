@@ -102,16 +102,16 @@ SKIPS: dict[str, tuple[str, ...]] = {
 }
 """Part of a fit → what its `Cancel…Exception` leaves out, when raised as the part begins.
 
-Raised later, it leaves out what is still to come: `CancelBatchException` in `after_loss` skips
+Raised later, it skips the rest: `CancelBatchException` in `after_loss` skips
 backward, step and zero_grad. `after_cancel_<part>` and `after_<part>` fire in every case.
 """
 
 CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
-"""What an `except` clause needs to let control flow pass."""
+"""For an `except` clause that lets control flow pass."""
 
 
 def not_an_event(name: str) -> str:
-    """What to say of an event that there is not.
+    """The message for a name that is no event.
 
     >>> not_an_event("on_end")
     "'on_end' is not an event. hookkit.events.EVENTS lists all 24."
@@ -122,13 +122,13 @@ def not_an_event(name: str) -> str:
 
 
 def stray_cancel(error: Exception) -> str:
-    """What to say of a `Cancel…Exception` that came where its part was not under way.
+    """The message for a `Cancel…Exception` raised outside the part that it ends.
 
     >>> stray_cancel(CancelStepException()).partition(". ")[2]
     'Raise it from before_step on, and before after_step.'
     """
     part = next(part for part, kind in CANCELS.items() if isinstance(error, kind))
     return (
-        f"{type(error).__name__} ends a part of the fit, and came where that was not under way. "
+        f"{type(error).__name__} was raised outside the part of the fit that it ends. "
         f"Raise it from before_{part} on, and before after_{part}."
     )

@@ -1,7 +1,7 @@
 """HTML for notebooks and pages: one style sheet, and the few elements that are used everywhere.
 
-All that hookkit shows as HTML stands inside an element of class `hk`, and every rule of the sheet
-begins with `.hk`, so it changes nothing else in a notebook. Grey tones are mixed from the text
+All HTML of hookkit is inside an element of class `hk`, and every rule of the style sheet begins
+with `.hk`, so it changes nothing else in a notebook. Grey tones are mixed from the text
 colour of the page around it, so that light and dark need no switch; the four colours of severities
 have one value for each. No script, no outside file. Text is escaped here; `html` arguments are not.
 """

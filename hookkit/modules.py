@@ -184,8 +184,8 @@ def calls_children(module: nn.Module) -> bool:
 def is_observer(module: nn.Module) -> bool:
     """True for a module that quantization puts into a layer to observe its values, or round them.
 
-    A Linear that is trained for int8 holds two of them, and is a leaf all the same. Its observers
-    see what the layer returns; an observer inside an observer is never called.
+    A Linear that is trained for int8 holds two of them, and is still a leaf. Its observers see what
+    the layer returns; an observer inside an observer is never called.
     """
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
 

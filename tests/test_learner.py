@@ -846,7 +846,7 @@ def test_a_cancel_of_what_a_validation_has_not_says_so() -> None:
     with pytest.raises(CancelFitException) as caught:
         quiet(cbs=Callback(after_loss=cancel)).validate()
 
-    assert "came where that was not under way" in caught.value.__notes__[0]
+    assert "was raised outside the part of the fit that it ends" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The frame of a page that stands alone: head, navigation, sections, pictures inside the file.
+"""The frame of a self-contained page: head, navigation, sections, pictures inside the file.
 
 Builds on `markup`, whose style sheet it extends by a layout. No network, no script: a content
 security policy in the page forbids both. Light and dark follow the reader's system, but pictures

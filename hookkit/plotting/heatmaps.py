@@ -75,14 +75,14 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
         nothing(fig.subplots(), "nothing was recorded")
         return fig
     axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    met: dict[str, list[str]] = {}
+    meanings: dict[str, list[str]] = {}
     for ax, record, height in zip(axes, panels, heights, strict=True):
         for colour, word in _heat(ax, record, height).items():
-            met[colour] = [*dict.fromkeys([*met.get(colour, []), word])]
+            meanings[colour] = [*dict.fromkeys([*meanings.get(colour, []), word])]
         mark_epochs(ax, record, label=ax is axes[0])
     count_steps(axes[-1])
     lines = _mark_findings(axes, panels, found)
-    key(fig, {" / ".join(words): colour for colour, words in met.items()}, lines)
+    key(fig, {" / ".join(words): colour for colour, words in meanings.items()}, lines)
     return fig
 
 

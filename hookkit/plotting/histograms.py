@@ -86,7 +86,7 @@ def color_dim(
 
 @dataclass(frozen=True)
 class Grid:
-    """How many tiles stand side by side, how high they are (inches), and what fits over one."""
+    """How many tiles are side by side, how high they are (inches), and how long their names."""
 
     rows: int
     columns: int

@@ -219,7 +219,7 @@ def curves(
 
 
 def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
-    """One line, with a point where there are few values, or where one stands alone.
+    """One line, with points where there are few values, or one without neighbours.
 
     A layer that runs every other step has no two values side by side: nothing would be drawn.
     """

@@ -91,7 +91,7 @@ class Selection(Mapping[str, nn.Module]):
         return f"Selection({few}{': ' if shown else ''}{', '.join(shown)})"
 
     def __str__(self) -> str:
-        """A line for each entry: name, class, and where it stands in the model if renamed."""
+        """A line for each entry: name, class, and its name in the model if renamed."""
         width = max((len(name) for name in self), default=0)
         lines = []
         for name, pick in self.picks.items():
