@@ -82,7 +82,7 @@ class LossHistory:
 
     def __init__(self) -> None:
         self._values, self._steps = Scalars(), array("q")
-        self._guessed, self._shares = array("b"), array("b")
+        self._guesses, self._shares = array("q"), array("q")  # which batches, see `put`
         # of the batch at hand; None while it has no loss
         self._step, self._now, self._guess, self._share = 0, None, False, False
         self._device: torch.device | None = None
@@ -92,10 +92,12 @@ class LossHistory:
     def begin(self, step: int) -> None:
         """A batch begins; `step` is the optimizer step it is for."""
         if self._now is not None:
+            if self._guess:
+                self._guesses.append(len(self._steps))
+            if self._share:
+                self._shares.append(len(self._steps))
             self._values.append(self._now)
             self._steps.append(self._step)
-            self._guessed.append(self._guess)
-            self._shares.append(self._share)
         self._step, self._now = step, None
 
     def put(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
@@ -106,9 +108,10 @@ class LossHistory:
             guess: it may be something else: it does not count if others are known for certain.
             share: the losses of a step's batches add up to the step's; else that is their mean.
         """
-        self._device = self._device or loss.device
-        loss = loss.detach()
-        self._now = loss if loss.device == self._device else loss.to(self._device)
+        device = loss.device
+        if self._device is None:
+            self._device = device
+        self._now = (loss if device == self._device else loss.to(self._device)).detach()
         self._guess, self._share = guess, share
 
     def drop(self) -> None:
@@ -131,7 +134,8 @@ class LossHistory:
         Sync: one per 1024 losses.
         """
         losses, steps = self.by_batch(), self.steps()
-        guessed, shares = np.array(self._guessed, bool), np.array(self._shares, bool)
+        guessed, shares = np.zeros((2, len(steps)), np.bool_)
+        guessed[self._guesses] = shares[self._shares] = True
         taken = steps < n_steps  # no step has followed the batches at the end
         taken &= ~guessed | guessed.all()
         counts = np.bincount(steps[taken], minlength=n_steps)
