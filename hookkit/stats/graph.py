@@ -109,6 +109,8 @@ def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
 
 def _kind(node: Any) -> str | None:
     name = op_name(node)
+    # Private: `_saved_min_val` of autograd's node of ReLU6 and Hardtanh (since 1.9). Without it a
+    # ReLU6 is taken for another activation, and dead units before it are those that give only 0.
     if name == "Hardtanh" and getattr(node, "_saved_min_val", None) == 0:
         return "ReLU6"
     if name == "CopySlices":  # a view was written in place: by whom, it does not say

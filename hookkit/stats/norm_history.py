@@ -21,7 +21,7 @@ from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording.recording import RecordSwitch
 from hookkit.records import Incident
-from hookkit.stats.parameters import Named, local_values
+from hookkit.stats.parameters import Named, batched_norms, local_values
 
 
 class NormHistory:
@@ -146,9 +146,8 @@ class GradNormHistory:
             and (p.grad.is_floating_point() or p.grad.is_complex())
             and p.grad.numel()
         ]
-        with torch.no_grad():  # in 16 bits the norm of finite gradients may be Inf
-            wide = [g.float() if g.dtype.itemsize < 4 else g for _, _, g in found]
-            norms = [n.real for n in torch._foreach_norm(wide)] if wide else []
+        with torch.no_grad():
+            norms = batched_norms([grad for _, _, grad in found])
         noted = self.norms.setdefault(self.at, {})
         for (name, kind, _), norm in zip(found, norms, strict=True):
             noted[name] = kind, norm

@@ -141,15 +141,23 @@ def local_values(t: Tensor) -> Tensor:
     return values.to(working_dtype(values))
 
 
-def norms_of(tensors: list[Tensor]) -> Tensor:
-    """(n,) float64 2-norms on the tensors' device; float32 arithmetic for 16-bit tensors."""
+def batched_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Their 2-norms, 0-d each, in float32 for 16-bit tensors (where that of finite values may be Inf)."""
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
+    # Private: `torch._foreach_norm`, and `_foreach_sub_` and `_foreach_copy_`: one operation for a
+    # list of tensors, in few kernels on a GPU (since 2.0; torch's optimizers are made of them).
+    # Without them each tensor costs a launch of its own.
+    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """(n,) float64 2-norms on the tensors' device; on a CPU right also where squares overflow."""
+    norms = torch.stack(batched_norms(tensors)).double()
     if norms.is_cpu:
         found = norms.numpy()
         for i in np.flatnonzero((found < _SMALL) | (found == math.inf)):
-            norms[i] = _wider_norm(wide[i])
+            norms[i] = _wider_norm(tensors[i])
     return norms
 
 

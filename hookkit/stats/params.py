@@ -159,6 +159,7 @@ class ParamStats(Exports, Callback):
         copies = self._copies = None if arrays is None else arrays_of(self._before.values())
         if arrays is None or copies is None:
             with torch.no_grad():
+                # Private: see `parameters.batched_norms`.
                 torch._foreach_copy_(list(self._before.values()), list(now.values()))
             return None
         return norms(arrays, copies)

@@ -210,8 +210,11 @@ def inverse_scale(scaler: Any) -> Tensor | None:
     """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use."""
     if scaler is None or not scaler.is_enabled():
         return None
-    scale = getattr(scaler, "_scale", None)  # get_scale() would wait for the device
-    if scale is None:  # nothing was scaled yet
+    # Private: `GradScaler._scale`, the scale as a tensor on the device, None before the first use,
+    # and `_init_scale`, its first value (both since 1.6). `get_scale()` would wait for the device;
+    # without these two, gradients are recorded as if the scale were 1.
+    scale = getattr(scaler, "_scale", None)
+    if scale is None:
         scale = torch.tensor(
             float(getattr(scaler, "_init_scale", 1.0)), dtype=torch.float64, device="cpu"
         )
