@@ -142,7 +142,7 @@ def local_values(t: Tensor) -> Tensor:
 
 
 def batched_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Their 2-norms, 0-d each, in float32 for 16-bit tensors (where that of finite values may be Inf)."""
+    """Their 2-norms, 0-d each; in float32 for 16-bit tensors, where squares overflow early."""
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
     # Private: `torch._foreach_norm`, and `_foreach_sub_` and `_foreach_copy_`: one operation for a
