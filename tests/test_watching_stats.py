@@ -19,7 +19,7 @@ from hookkit.errors import HookError, HookkitWarning
 from hookkit.events import CancelStepException
 from hookkit.health import diagnose
 from hookkit.learner import Learner
-from hookkit.recording.recording import Parts
+from hookkit.modules import Parts
 from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder

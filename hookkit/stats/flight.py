@@ -27,7 +27,7 @@ from hookkit.events import CancelStepException
 from hookkit.hooks import attach
 from hookkit.hooks.entries import Handle, graph_task
 from hookkit.modules import unwrap
-from hookkit.recording.recording import Recorder, RecordSwitch
+from hookkit.recording import Recorder, RecordSwitch
 from hookkit.records import Incident
 from hookkit.stats.norm_history import (
     FIRST,

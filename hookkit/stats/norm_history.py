@@ -19,7 +19,7 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import plain
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.nested import Inputs, named_leaves, tmap
-from hookkit.recording.recording import RecordSwitch
+from hookkit.recording import RecordSwitch
 from hookkit.records import Incident
 from hookkit.stats.parameters import Named, batched_norms, local_values
 

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.modules import is_parametrization, join, submodules, walk
+from hookkit.modules import Parts, is_parametrization, join, submodules, walk
 from hookkit.moments.cpu import norms
 from hookkit.moments.moments import floats_of, has_numbers, plain, working_dtype
-from hookkit.recording.recording import Parts
 
 Named = tuple[str, str, nn.Parameter]
 

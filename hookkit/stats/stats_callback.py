@@ -35,7 +35,7 @@ from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
 from hookkit.nested import Inputs, named_leaves, tmap
-from hookkit.recording.recording import Recorder, RecordSwitch
+from hookkit.recording import Recorder, RecordSwitch
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
 

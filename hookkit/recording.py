@@ -7,7 +7,8 @@ works at any `order`, and a compiled model, which guards on the switch alone, ha
 most, unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
 
 `Recorder` is the base of callbacks whose hooks store nothing and hand what they see to something
-else: they say in `_attach` what goes on one module.
+else: they say in `_attach` what goes on one module. The file is longer than most, since the options
+of hooks, their events and their life are read together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from threading import get_ident
 from typing import Any, ClassVar
 from weakref import ref
@@ -31,7 +31,7 @@ from hookkit.hooks.compiling import forget_graphs
 from hookkit.hooks.entries import Handle, Switch
 from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 from hookkit.interrupts import uninterrupted
-from hookkit.modules import child_table
+from hookkit.modules import Parts
 from hookkit.selecting import Selection, leaf_modules, select
 
 _NEEDED = {
@@ -394,35 +394,6 @@ class RecorderHooks:
     def remove(self) -> None:
         """Removes all hooks."""
         self.replace({})
-
-
-class Parts:
-    """The modules of `model` as they are now.
-
-    Models grow, and have parts exchanged, while they train. A walk at each recorded step is too
-    slow; what is compared is only the tables of children, by Python's own list equality (20 µs for
-    120 modules, cold caches apart).
-
-    >>> net = nn.Sequential(nn.Linear(2, 2))
-    >>> parts = Parts(net)
-    >>> parts.changed()
-    False
-    >>> net[0] = nn.Linear(2, 2)
-    >>> parts.changed()
-    True
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        tables = (child_table(module) for module in model.modules())
-        self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
-        self._held = self._now()
-
-    def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def changed(self) -> bool:
-        """Whether a module was added, exchanged, moved or taken out since."""
-        return self._now() != self._held
 
 
 def _warn_of_changed_model(who: str, error: HookkitError) -> None:
