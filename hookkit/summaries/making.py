@@ -29,7 +29,6 @@ from hookkit.summaries.result import Summary
 from hookkit.summaries.rows import rows_of
 
 _OPTIONS = ("opt", "fold", "depth", "columns", "model_kwargs")
-
 _SIZE = "Give inputs, or the size of one image: summary(model, x), summary(model, (3, 224, 224))"
 # the names of options in torchinfo and its like
 _ELSEWHERE = {
@@ -107,10 +106,11 @@ def summary(
 
 
 def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
-    own = "learn.summary(), or " if callable(getattr(model, "summary", None)) else ""
-    hint = f"It holds a model: use {own}summary(learn.model, x)."
-    is_learner = isinstance(getattr(model, "model", None), nn.Module)
-    check_module("summary", model, hint if is_learner else "")
+    if not isinstance(model, nn.Module):
+        own = "learn.summary(), or " if callable(getattr(model, "summary", None)) else ""
+        holds = isinstance(getattr(model, "model", None), nn.Module)
+        hint = f"It holds a model: use {own}summary(learn.model, x)." if holds else ""
+        check_module("summary", model, hint)
     if opt is not None and (isinstance(opt, type) or not hasattr(opt, "param_groups")):
         raise ArgumentError(
             f"summary: opt must be an optimizer, found {kind_of(opt)}. Give one with param_groups."
