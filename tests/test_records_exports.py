@@ -1,4 +1,4 @@
-"""Records leave hookkit without loss: frames, CSV, npz, TensorBoard, two runs compared."""
+"""The ways out of records: data frames, CSV, npz, TensorBoard, two runs compared; all without loss."""
 
 import csv
 import gc
