@@ -1,4 +1,4 @@
-"""The ways out of records: data frames, CSV, npz, TensorBoard, two runs compared; all without loss."""
+"""The ways out of records, without loss: frames, CSV, npz, TensorBoard, two runs compared."""
 
 import csv
 import gc
