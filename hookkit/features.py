@@ -25,7 +25,7 @@ from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
-from hookkit.hooks.snapshot import lent, owned, snapshot
+from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
 from hookkit.hooks.taps import tap
 from hookkit.interrupts import block
 from hookkit.modules import can_run, find
@@ -164,7 +164,7 @@ class _Call:
         """Puts a hook on `module` that stores its output, or the part of it at `leaf`."""
 
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.see(key, leaf, output, owned(module, args, kwargs))
+            self.see(key, leaf, output, inputs_and_buffers(module, args, kwargs))
 
         self.handles.append(attach(module, see))
 
@@ -191,7 +191,7 @@ class _Call:
         def own(t: Tensor) -> Tensor:  # later in-place operations do not change it
             if self.detach:
                 return snapshot(t, given)
-            return t.clone() if lent(t, given) else tap(t)
+            return t.clone() if aliases_user_memory(t, given) else tap(t)
 
         found.append(tmap(own, part))
         if self.stop and not self.n_missing:

@@ -23,7 +23,7 @@ from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import recomputing, untraced
-from hookkit.hooks.snapshot import owned, rehoused, snapshot, unwrapped
+from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
 from hookkit.interrupts import block
 from hookkit.modules import edges, inner_key, unwrap
 from hookkit.nested import Inputs, describe, tmap
@@ -328,7 +328,7 @@ class Catcher(Wrapper):
         """What `wrapped` returns, recorded with what it was given."""
         if recomputing():
             return self.wrapped(*args, **kwargs)
-        given = owned(self.wrapped, args, kwargs)
+        given = inputs_and_buffers(self.wrapped, args, kwargs)
         inputs = self._stored(Inputs(args, kwargs), given)
         output = self.wrapped(*args, **kwargs)
         if self.keep == "last":
@@ -338,7 +338,11 @@ class Catcher(Wrapper):
 
     def _stored(self, x: Any, given: Any) -> Any:
         with untraced():
-            return tmap(lambda t: snapshot(unwrapped(t), given), x) if self.detach else rehoused(x)
+            return (
+                tmap(lambda t: snapshot(unwrapped(t), given), x)
+                if self.detach
+                else copied_containers(x)
+            )
 
 
 class GramWrapper(Wrapper):

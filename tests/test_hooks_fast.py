@@ -287,7 +287,7 @@ def test_one_that_another_thread_takes_off_in_the_middle_of_a_call_lets_the_mode
         h.remove()
         return ()
 
-    monkeypatch.setattr("hookkit.hooks.calls.owned", taken_off)
+    monkeypatch.setattr("hookkit.hooks.calls.inputs_and_buffers", taken_off)
 
     output, _ = layer(torch.randn(2, 3, 4))
 

@@ -102,7 +102,7 @@ class BothGrads:
 
     def hooks(self) -> tuple[GradHooks, GradHooks]:
         """The hooks on the inputs' and on the output's gradients. They hold this."""
-        # A layer that asks `query is key` must see that: a training stays as it is, bit by bit.
+        # A layer that tests `query is key` must find it true: training stays bit-identical.
         inputs = GradHooks(self.begin_inputs, True, each_place=False)
         return inputs, GradHooks(self.begin_outputs, False, self.leaf)
 

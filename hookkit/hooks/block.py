@@ -87,7 +87,7 @@ class Block(Switch):
         self.on, self.options = True, options
         self.thread: int | None = None
         self.stop: Stop | None = None
-        self.compiled: dict[int, str] | None = None  # what `compiled_modules` found, once asked
+        self.compiled: dict[int, str] | None = None  # what `compiled_modules` found
         self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
         self.guard = Guard()
         self.depth = 0
@@ -194,7 +194,7 @@ def _hint(hooks: Sequence[Capture], e: BaseException) -> None:
 def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
     """The hooks that have nothing, by label, each with the reason as far as it can be known.
 
-    Where two have the same label (modules without names), their place tells them apart.
+    Where two have the same label (modules without names), their place is added.
     """
     silent = [(i, h) for i, h in enumerate(hooks) if h.last is None and _is_silent(h)]
     times = Counter(h.label() for _, h in silent)
@@ -265,11 +265,11 @@ def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:
 
 
 def warn_if_compiled(h: Capture) -> None:
-    """Warns of a hook left in place that compiled code ignores, once it is seen to be empty."""
+    """Warns of a hook outside of a block that compiled code ignores, when it is read and empty."""
     module, block = h.module(), h.switch
     if h.removed or h.count or h.traced or block.depth or module is None:
         return
-    if block.compiled is None:  # code compiled after the hooks were put on has them in it
+    if block.compiled is None:  # code compiled after the hooks were registered has them in it
         block.compiled = compiled_modules()
     what = block.compiled.get(id(module))
     if what is not None and "compiled" not in block.warned:

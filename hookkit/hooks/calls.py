@@ -27,7 +27,7 @@ from hookkit.hooks.entries import (
     positional,
     untraced,
 )
-from hookkit.hooks.snapshot import Kept, Storer, lent, owned
+from hookkit.hooks.snapshot import Snapshotter, StoredValue, aliases_user_memory, inputs_and_buffers
 from hookkit.hooks.taps import Receive
 from hookkit.nested import Inputs, describe, leaves, put, tmap
 
@@ -43,10 +43,12 @@ def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any)
             return after(hook, module, args, kwargs, output)
     x = part_at(output, leaf, o.who, hook.label)
     if o.hook_func is None:
-        return observe(hook, module, owned(module, args, kwargs), _same, x)
+        return observe(hook, module, inputs_and_buffers(module, args, kwargs), _same, x)
     inputs, is_users = Inputs(args, kwargs), False
     if o.detach and not o.edit:
-        is_users = isinstance(x, Tensor) and lent(x, owned(module, args, kwargs))
+        is_users = isinstance(x, Tensor) and aliases_user_memory(
+            x, inputs_and_buffers(module, args, kwargs)
+        )
         inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
     given = (*inputs, *inputs.kwargs.values(), *((x,) if is_users else ()))
     new = observe(hook, module, given, _function(hook), module, inputs, x)
@@ -87,7 +89,7 @@ def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any
         grad_output = tmap(Tensor.detach, grad_output)
     func = o.hook_func
     new = grad_output if func is None else called(func, module, grad_input, grad_output)
-    hook.keep(Storer(o).keep(new))
+    hook.keep(Snapshotter(o).keep(new))
     if not o.edit:
         return None
     return (new,) if isinstance(new, Tensor) else new  # PyTorch would take it for a tuple
@@ -96,7 +98,7 @@ def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any
 def both(hook: Capture, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
     """Once all gradients of a call are there: `hook_func(module, grad_inputs, grad_outputs)`."""
     new = called(hook.options.hook_func, module, grad_inputs, grad_outputs)  # type: ignore[arg-type]
-    hook.keep(Storer(hook.options).keep(new))
+    hook.keep(Snapshotter(hook.options).keep(new))
 
 
 def check_output(hook: Capture, output: Any) -> None:
@@ -149,7 +151,7 @@ def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any],
         hook.missed = hook.missed or "recomputed"
         return f(*seen) if o.edit else None
     new = f(*seen)
-    hook.keep(None if o.keep == "none" else Storer(o, given).keep(new))
+    hook.keep(None if o.keep == "none" else Snapshotter(o, given).keep(new))
     if hook.switch.stop is not None:
         hook.switch.stop.fired(hook)
     return new if o.edit else None
@@ -162,7 +164,7 @@ def _observe_traced(hook: Capture, f: Callable[..., Any], *seen: Any) -> Any:
         return None
     new = f(*seen)
     if o.keep != "none" and not is_exporting():
-        hook.last, hook.version = tmap(Storer(o).tensor, new), -1
+        hook.last, hook.version = tmap(Snapshotter(o).tensor, new), -1
     hook.traced = True
     return new if o.edit else None
 
@@ -192,7 +194,7 @@ class Grads:
     def __init__(self, index: int, n: int) -> None:
         self.index, self.task = index, -1
         self.whole: tuple[Any, ...] | None = None
-        self.kept: list[Kept | None] = [None] * n
+        self.kept: list[StoredValue | None] = [None] * n
 
 
 def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
@@ -239,7 +241,7 @@ def receiver(hook: ref[Capture], grads: Grads) -> Receive:
             return
         if grads.task != graph_task():
             grads.task, grads.kept, grads.whole = graph_task(), [None] * len(grads.kept), None
-        grads.kept[i] = Storer(h.options).keep(grad)
+        grads.kept[i] = Snapshotter(h.options).keep(grad)
         if not isinstance(h.last, Grads) or h.last.index <= grads.index:
             h.last = grads
 

@@ -7,7 +7,7 @@ nothing, or through a module that owns the `Hook`, where it works.
 A `with hook_outputs(layers)` makes one capture a layer for one forward pass, and what that costs
 are mostly the objects made, in a cache that the model has just emptied. So a capture is itself the
 entry that is registered after the forward, and its call begins with the fast path; `calls` does
-everything else. The `Hook` around it is made when somebody asks for one.
+everything else. A collection makes the `Hook` around it on demand.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hookkit.hooks.entries import (
 )
 from hookkit.hooks.gradients import GradHooks, Placed
 from hookkit.hooks.snapshot import (
-    Kept,
     Options,
-    Storer,
+    Snapshotter,
+    StoredValue,
+    inputs_and_buffers,
     is_transforming,
     lazy_clone,
-    owned,
     snapshot,
 )
 
@@ -67,7 +67,8 @@ class Capture(HookEntry):
         switch: the block, which all hooks of a collection share.
         removed: it is registered on no module.
         count: the calls seen.
-        last: what is stored of the last call: a tensor (the fast path), a `Kept`, `Grads`, None.
+        last: what is stored of the last call: a tensor (by the fast path), a `StoredValue`,
+            `Grads`, or None.
         all: the same for each call, with `keep="all"`.
         missed: why calls were not recorded, for the report.
         traced: it ran inside a compiled graph, which keeps the last value only.
@@ -213,7 +214,7 @@ class Capture(HookEntry):
         if module is not None and not module._backward_hooks:
             # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook and
             # never resets it (since 1.8). Without this line the module would go on refusing
-            # backward hooks of the old sort after ours is gone.
+            # backward hooks of the old sort after hookkit's is gone.
             module._is_full_backward_hook = None
 
     # -- called -------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class Capture(HookEntry):
         recording = is_grad_enabled()
         inference = not recording and is_inference_mode()
         if inference or not output.is_cpu or output._is_view():
-            self.last = Storer(o, owned(module, args, kwargs)).keep(output)
+            self.last = Snapshotter(o, inputs_and_buffers(module, args, kwargs)).keep(output)
             return None
         if o.live:
             self.last, self.version = output, output._version
@@ -254,7 +255,7 @@ class Capture(HookEntry):
             or not args
             or output is args[0]
         ):
-            self.last = snapshot(output, owned(module, args, kwargs))
+            self.last = snapshot(output, inputs_and_buffers(module, args, kwargs))
             return None
         try:
             if recording:  # half the cost of output.detach(), and one tensor less
@@ -293,7 +294,7 @@ class Capture(HookEntry):
         """Once all gradients of a call are there."""
         calls.both(self, module, grad_inputs, grad_outputs)
 
-    def keep(self, kept: Kept | None) -> None:
+    def keep(self, kept: StoredValue | None) -> None:
         """Stores what a call gave."""
         self.last = kept
         self.count += 1

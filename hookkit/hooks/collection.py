@@ -38,7 +38,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
     tasks that take turns in one, all.
     """
 
-    _hooks: list[Hook] | None = None  # made when somebody asks for them
+    _hooks: list[Hook] | None = None  # made on demand
     _next: Iterator[Hook] | None = None
     _select: Any = None
     _also: Mapping[str, str] = MappingProxyType({})  # other names, and the first of each module

@@ -1,8 +1,8 @@
 """What torch.compile does to hooks, and how a capture is right all the same.
 
-A hook added after a compiled function has run is ignored by it without a word: empty hook dicts
-are not guarded. Inside a `with` block the answer is to run eagerly (the compiler's own stance,
-no recompilation afterwards); a hook that stays has to be there before the first call.
+A compiled function ignores a hook that is added after it has run, and does not warn: empty hook
+dicts are not guarded. Inside a `with` block compiled code therefore runs eagerly (the compiler's
+own stance, no recompilation afterwards); a hook that stays has to be there before the first call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from torch import nn
 from hookkit.hooks.compiled_functions import run_by_functions
 from hookkit.modules import unwrap
 
+# Private: the compiler's module for frames, whose `_stance` says how compiled functions run and
+# whose `DynamoStance` makes one (since 2.6). The public `torch.compiler.set_stance` is the fallback,
+# at 9 µs a block against 1.
 FRAMES = "torch._dynamo.eval_frame"
 
 
@@ -107,11 +110,11 @@ def _restore(frames: Any, before: Any) -> None:
         _stance = None
 
 
-def _restore_publicly(mine: Any) -> None:
+def _restore_publicly(own: Any) -> None:
     now = torch.compiler.set_stance("default")  # its `prev` is what was set before
     now.__exit__(None, None, None)
-    if now.prev is mine.stance:
-        mine.__exit__(None, None, None)
+    if now.prev is own.stance:
+        own.__exit__(None, None, None)
 
 
 def compiled_modules() -> dict[int, str]:
@@ -163,6 +166,8 @@ def forget_graphs(model: nn.Module) -> bool:
     return bool(used)
 
 
+# Private: `reset_code` forgets the graphs of one code object, `_debug_get_cache_entry_list` lists
+# them (since 2.1). Without them everything that was compiled is compiled anew.
 _PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
 
 

@@ -1,4 +1,4 @@
-"""`HookEntry`: the one thing hookkit puts on a module, in every room; and `attach`, which does it.
+"""`HookEntry`: the one thing that hookkit registers on modules; `attach` registers it.
 
 Hooks go on through PyTorch's public functions (`register_forward_hook`,
 `register_forward_pre_hook`), so their order, `prepend` and `always_call` are PyTorch's.
@@ -201,7 +201,7 @@ class HookEntry:
 
     @property
     def __name__(self) -> str:
-        # torch.jit.script alone asks a hook for its name; this error is what it shows.
+        # Only torch.jit.script reads a hook's name; this error is what it shows.
         raise AttributeError(
             "hookkit: torch.jit.script compiles a module's hooks with it, and cannot compile those "
             "of hookkit. Script the model before they are registered, or after they were removed."

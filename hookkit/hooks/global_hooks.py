@@ -28,17 +28,19 @@ from hookkit.hooks.entries import (
     Handle,
     attach,
     called,
+    in_thread,
     is_compiling,
     recomputing,
     untraced,
 )
-from hookkit.hooks.snapshot import Kept, Options, Storer
+from hookkit.hooks.snapshot import Options, Snapshotter, StoredValue
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.interrupts import Scope, block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
-# PyTorch's own removal leaves its entry here, and torch.compile then warns of a global hook.
+# Private: which of PyTorch's global hooks take keyword inputs (since 2.0). Its own removal leaves the
+# entry there, and torch.compile then warns of a global hook. Without the dict, it goes on to warn.
 _with_kwargs: dict[int, bool] = getattr(
     torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
 )
@@ -65,7 +67,7 @@ class TensorHook(Scope):
         self.shape = t.shape
         self._handle = listen(t, _weakly(ref(self)))
 
-    _kept: Kept | None
+    _kept: StoredValue | None
 
     @property
     def stored(self) -> Tensor | None:
@@ -115,7 +117,7 @@ def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
 
     def receive(grad: Tensor) -> None:
         if (h := hook()) is not None:
-            h._kept = Storer(h._options).keep(grad)
+            h._kept = Snapshotter(h._options).keep(grad)
 
     return receive
 
@@ -252,7 +254,7 @@ class GlobalHook(Scope):
             return
         if getattr(_stand_in, "now", False):
             return
-        if self._thread is not None and self._thread != get_ident():
+        if not in_thread(self._thread):
             return
         self._busy.now = True
         try:

@@ -23,7 +23,7 @@ from hookkit.hooks.calls import Grads
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.reading import read, stored
-from hookkit.hooks.snapshot import Kept, Kind, Options, Storer
+from hookkit.hooks.snapshot import Kind, Options, Snapshotter, StoredValue
 from hookkit.interrupts import uninterrupted
 from hookkit.nested import describe, is_path
 
@@ -192,7 +192,7 @@ class Hook:
             return calls.before(c, m, args, kwargs)
         if kind == "backward":
             return calls.backward(c, m, i, o)
-        c.keep(Storer(c.options).keep(i if kind == "pre_grad" else o))
+        c.keep(Snapshotter(c.options).keep(i if kind == "pre_grad" else o))
         return None
 
     # -- how it captures ----------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Hook:
         last = self._capture.last
         if last is None or isinstance(last, Grads):
             return ""
-        return describe(last.value if isinstance(last, Kept) else last)
+        return describe(last.value if isinstance(last, StoredValue) else last)
 
     # -- copies -------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def hook_output(
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as a
-    reference; reading it warns if it was changed since, or is not as the options ask.
+    reference; reading it warns if it was changed since, or is not as the options demand.
 
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
     arrived), filled in by the backward pass: what every use of that tensor sends back, also by
@@ -110,7 +110,7 @@ def hook_input(
     With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
     positional inputs and then the keyword inputs, None where none arrived. Each place has its own
     gradient, so a tensor that is passed twice comes to the module as two views of it, as with
-    PyTorch's full backward hook. `MultiheadAttention`, which asks `query is key`, then computes
+    PyTorch's full backward hook. `MultiheadAttention`, which tests `query is key`, then computes
     its projections one by one, and the last digits can differ.
 
     >>> m = nn.Linear(5, 3)

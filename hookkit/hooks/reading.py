@@ -10,12 +10,12 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.hooks.block import warn_if_compiled, warn_of_references
 from hookkit.hooks.calls import Grads
-from hookkit.hooks.snapshot import Kept, Kind
+from hookkit.hooks.snapshot import Kind, StoredValue
 
 if TYPE_CHECKING:
     from hookkit.hooks.capture import Capture
 
-Stored = tuple["Capture", Kept | Grads | None, str]  # the last is which call, in words
+Stored = tuple["Capture", StoredValue | Grads | None, str]  # the last is which call, in words
 
 
 _WHAT: dict[Kind, str] = {
@@ -48,9 +48,9 @@ def _last(c: Capture) -> Stored:
     """The last call's value, for `read`."""
     if c.last is None:
         warn_if_compiled(c)
-    elif not isinstance(c.last, (Kept, Grads)):
+    elif not isinstance(c.last, (StoredValue, Grads)):
         live = c.options.live and type(c.last) is Tensor and c.version >= 0
-        c.last = Kept(c.last, [(c.last, c.version)] if live else None)
+        c.last = StoredValue(c.last, [(c.last, c.version)] if live else None)
     return c, c.last, ""
 
 
@@ -62,7 +62,7 @@ def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
         names = [_over_ranks(stored[i][0]) + stored[i][2] for i in todo]
         for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
             values[i], kept = value, stored[i][1]
-            if isinstance(kept, Kept):
+            if isinstance(kept, StoredValue):
                 kept.value, kept.whole = value, True
             elif kept is not None:
                 kept.whole = value

@@ -1,9 +1,9 @@
 """Objects that hold tensors and are no container: stored as references, and watched for changes.
 
 A hook copies the tensors in tuples, lists, dicts, dataclasses and deques. What else a module takes
-and returns (a set, a KV cache, a distribution, any object) is kept as it is: to copy it is not
-ours, since it may hold half the memory of a GPU. So what is stored can change under the user's
-hands, and is not detached; this file finds out when that is so, and says it.
+and returns (a set, a KV cache, a distribution, any object) is stored as it is: a copy may take half
+the memory of a GPU. So what is stored can change later, and is not detached; `warning_of` says when
+that is so.
 """
 
 from __future__ import annotations

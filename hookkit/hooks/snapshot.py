@@ -2,7 +2,7 @@
 
 A stored tensor is a snapshot: a later in-place operation cannot change it. On the CPU that is
 torch's lazy clone (copy-on-write, 0.5 µs whatever the size), elsewhere a clone. What is stored
-live instead is watched by its version counter, and told when it is read.
+live instead is watched by its version counter, and reading it warns if it was overwritten.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from hookkit.nested import leaves, tmap
 
 Kind = Literal["forward", "pre", "grad", "pre_grad", "backward", "both"]
 
-# Private names, probed once.
+# Private: `torch._lazy_clone` copies a tensor on its first write (copy-on-write, CPU, since 2.2).
+# Without it each snapshot is a full copy.
 lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
+# Private: `torch._C._functorch`, `_are_functorch_transforms_active` and `_DisableFuncTorch` (since
+# 2.0). In a transform of torch.func (vmap, grad, …) a module sees wrappers that are dead once the
+# transform ends; `unwrapped` gives the values behind one. Without them captures are right outside
+# of transforms only.
 _functorch = getattr(torch._C, "_functorch", None)
 is_transformed: Callable[[Tensor], bool] = getattr(
     _functorch, "is_functorch_wrapped_tensor", lambda t: False
 )
-
-
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
-# Suspends torch.func's transforms.
 outside: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_DisableFuncTorch", nullcontext
 )
@@ -57,7 +59,7 @@ BY_NAME = "Modules by name come from select(model, name); options are best given
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a hook captures: what `Hook` was asked for, checked once for all modules."""
+    """How a hook captures: the arguments of `Hook`, checked once for all modules."""
 
     who: str = "Hook"
     kind: Kind = "forward"
@@ -108,8 +110,8 @@ class Options:
             )
 
 
-def lent(t: Tensor, given: Iterable[Any]) -> bool:
-    """Whether `t` has the memory of a tensor that the user made: a parameter, or a leaf of `given`.
+def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
+    """True if `t` aliases a tensor that the user made: a parameter, or a leaf among `given`.
 
     `given` is what a module was called with and owns. A view of such a tensor has its memory too.
     """
@@ -121,8 +123,8 @@ def _holds(x: Any, t: Tensor) -> bool:
     return x is t or (not isinstance(x, Tensor) and any(part is t for part in leaves(x)))
 
 
-def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The tensors that a module was called with, and its buffers: what it may give as they are."""
+def inputs_and_buffers(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The tensors that a module was called with, and its buffers: it may return any of them."""
     return (*args, *kwargs.values(), *module._buffers.values())
 
 
@@ -134,10 +136,10 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
     parameter, a leaf among `given`, a module's inputs, or a view of one) may share its memory with
     a numpy array, and a lazy clone gives it new memory at its next in-place operation.
     """
-    theirs = lent(t, given)
+    is_users = aliases_user_memory(t, given)
     t = t.detach()
     if (
-        not theirs
+        not is_users
         and t.is_cpu
         and t.layout is torch.strided
         and not t.is_quantized  # torch 2.13 crashes on reading a lazy one
@@ -145,7 +147,7 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
         and not is_transformed(t)
     ):
         try:
-            return t.clone() if _is_crumb(t) else lazy_clone(t)
+            return t.clone() if _is_small_view(t) else lazy_clone(t)
         except RuntimeError:  # from_numpy, shared memory
             pass
     return t.clone()
@@ -168,7 +170,7 @@ def unwrapped(t: Tensor) -> Tensor:
 Versions = list[tuple[Tensor, int]]
 
 
-class Kept:
+class StoredValue:
     """One stored value with what is needed to read it: versions of live tensors, CUDA events.
 
     Attributes:
@@ -199,8 +201,8 @@ class Kept:
         return self.value
 
 
-def rehoused(x: Any) -> Any:
-    """The tensors of `x` as they are, in containers of our own: the model may empty its own."""
+def copied_containers(x: Any) -> Any:
+    """A copy of the containers of `x` with the same tensors, as the model may mutate its own."""
     found = iter(leaves(x))
     return tmap(lambda t: next(found), tmap(Tensor.detach, x))
 
@@ -215,17 +217,17 @@ def overwritten(who: str, name: str) -> str:
 
 
 def _settled(t: Tensor) -> Tensor:
-    """`t` as it can be used and kept: out of torch.func's wrappers, out of an inference mode that
-    has ended, out of a storage much larger than itself."""
+    """`t` as it can be used later: without torch.func's wrappers, not an inference tensor after the
+    inference mode has ended, not a small view of a large storage."""
     t = unwrapped(t)
     if t.is_inference() and not torch.is_inference_mode_enabled():
         return t.clone()
-    if not t.requires_grad and _is_crumb(t):
+    if not t.requires_grad and _is_small_view(t):
         return t.clone()
     return t
 
 
-def _is_crumb(t: Tensor) -> bool:
+def _is_small_view(t: Tensor) -> bool:
     """A small view, which keeps the whole of its storage alive."""
     try:
         return t.untyped_storage().nbytes() > 4 * t.numel() * t.element_size() + 64
@@ -233,7 +235,7 @@ def _is_crumb(t: Tensor) -> bool:
         return False
 
 
-class Storer:
+class Snapshotter:
     """Turns what a hook saw into what it stores, one tensor at a time, as `Options` ask."""
 
     __slots__ = ("events", "given", "options")
@@ -242,7 +244,7 @@ class Storer:
         self.options, self.given = options, given
         self.events: tuple[Any, ...] = ()
 
-    def keep(self, x: Any) -> Kept:
+    def keep(self, x: Any) -> StoredValue:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
         if not is_compiling() and is_tracing():
             with untraced():
@@ -250,13 +252,13 @@ class Storer:
         bare = type(x) is Tensor
         value = self.tensor(x) if bare else tmap(self.tensor, x)
         if value is x and self.options.live and not isinstance(x, Tensor):
-            value = rehoused(x)
+            value = copied_containers(x)
         versions = None
         if self.options.live and not is_compiling():
             found = (value,) if bare else leaves(value)
             versions = [(t, t._version) for t in found if not t.is_inference()]
         events, self.events = self.events, ()
-        kept = Kept(value, versions, events)
+        kept = StoredValue(value, versions, events)
         if not bare and not is_compiling():
             kept.references = references(value)
         return kept
