@@ -309,7 +309,7 @@ def test_a_reset_makes_the_next_model_of_a_class_see_its_hooks(x: Tensor) -> Non
     h.remove()
 
 
-def test_a_second_model_of_a_compiled_class_is_captured_or_told(x: Tensor) -> None:
+def test_a_second_model_of_a_compiled_class_is_captured_or_reported(x: Tensor) -> None:
     torch.compile(Net(), backend="eager")(x)
     net = Net()
     h = hook_outputs([net.a])
@@ -321,9 +321,9 @@ def test_a_second_model_of_a_compiled_class_is_captured_or_told(x: Tensor) -> No
         stored = h[0].stored
 
     if stored is None:  # torch 2.13 may run the first model's graph
-        told = str(caught[0].message)
-        assert "of this model or of another of its class" in told
-        assert "torch.compiler.reset()" in told
+        reported = str(caught[0].message)
+        assert "of this model or of another of its class" in reported
+        assert "torch.compiler.reset()" in reported
     else:
         torch.testing.assert_close(stored, net.a(x).detach())
     h.remove()

@@ -95,7 +95,7 @@ WRONG = [None, 3, "fc", b"x", object(), [None], ["fc"], nn.Linear, {"a": 3}, {"a
     ],
 )
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda x: repr(x).partition(" at 0x")[0])
-def test_what_is_no_module_is_an_error_of_ours_in_each_function(make: Any, wrong: Any) -> None:
+def test_what_is_no_module_is_an_error_of_hookkit_in_each_function(make: Any, wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r": expected .*found "):
         make(wrong)
 
@@ -134,7 +134,7 @@ def test_an_option_that_is_neither_true_nor_false_is_refused(
 
 
 @pytest.mark.parametrize("option", ["is_forward", "pre", "edit"])
-def test_the_kind_of_a_hook_is_asked_for_by_true_or_false(option: str) -> None:
+def test_the_kind_of_a_hook_is_given_by_true_or_false(option: str) -> None:
     with pytest.raises(ArgumentError, match=rf"Hook\({option}='no'\): give True or False"):
         Hook(nn.ReLU(), print, **{option: "no"})  # type: ignore[arg-type]
 
@@ -187,7 +187,7 @@ def test_no_modules_at_all_is_an_empty_capture(net: nn.Sequential, x: Tensor) ->
     assert feature_extractor(net, [])(x) == {}
 
 
-def test_a_module_asked_for_twice_is_captured_twice(net: nn.Sequential, x: Tensor) -> None:
+def test_a_module_given_twice_is_captured_twice(net: nn.Sequential, x: Tensor) -> None:
     with hook_outputs([net[0], net[0]]) as h, hook_outputs([net[0], net[0]], grad=True) as g:
         net(x).sum().backward()
 
@@ -323,7 +323,7 @@ def test_an_edit_that_removes_itself_is_applied_once(net: nn.Sequential, x: Tens
     assert n_hooks(net) == 0
 
 
-def test_a_module_that_is_replaced_in_the_block_is_told(net: nn.Sequential, x: Tensor) -> None:
+def test_a_module_that_is_replaced_in_the_block_is_reported(net: nn.Sequential, x: Tensor) -> None:
     def use() -> list[int]:
         with hook_outputs(net) as h:
             net[0] = nn.Linear(5, 10)
@@ -412,7 +412,7 @@ def test_a_block_may_end_in_another_thread(net: nn.Sequential, x: Tensor) -> Non
     assert n_hooks(net) == 0
 
 
-def test_a_layer_that_has_left_the_model_is_told_by_its_extractor(
+def test_a_layer_that_has_left_the_model_is_reported_by_its_extractor(
     net: nn.Sequential, x: Tensor
 ) -> None:
     extract = feature_extractor(net, "2")
@@ -628,7 +628,7 @@ def test_a_structure_without_end_is_refused_in_words(f: Any, x: Tensor) -> None:
     assert n_hooks(m) == 0
 
 
-def test_a_structure_without_end_is_stored_if_a_leaf_of_it_is_asked_for(x: Tensor) -> None:
+def test_a_structure_without_end_is_stored_if_a_leaf_of_it_is_wanted(x: Tensor) -> None:
     m = Gives(holds_itself)
 
     with Hook(m, None, leaf="['x']") as h:
@@ -652,12 +652,12 @@ def test_where_tensors_are_is_said_in_words(x: Tensor) -> None:
     assert paths_of((None, 3)) == "it has no tensors"
 
 
-def test_a_path_into_a_plain_tensor_is_told_as_such(net: nn.Sequential, x: Tensor) -> None:
-    told = "Select a path that is there: it is one tensor, which needs none"
-    with pytest.raises(HookError, match=told):
+def test_a_path_into_a_plain_tensor_is_named_as_such(net: nn.Sequential, x: Tensor) -> None:
+    reported = "Select a path that is there: it is one tensor, which needs none"
+    with pytest.raises(HookError, match=reported):
         feature_extractor(net, "0[7]")(x)
-    told = "Select a path that is there: it is one tensor, which needs none"
-    with pytest.raises(HookError, match=told), edit_outputs(select(net, "0[7]"), zero()):
+    reported = "Select a path that is there: it is one tensor, which needs none"
+    with pytest.raises(HookError, match=reported), edit_outputs(select(net, "0[7]"), zero()):
         net(x)
 
 
@@ -792,7 +792,7 @@ def test_a_generator_is_stored_as_it_is_and_its_layers_call_by_call(x: Tensor) -
     torch.testing.assert_close(layer.calls[2], out[2])
 
 
-def test_every_error_and_warning_of_ours_has_the_one_base() -> None:
+def test_every_error_and_warning_of_hookkit_has_the_one_base() -> None:
     for error in (ArgumentError, HookError, SelectionError):
         assert issubclass(error, HookkitError)
     with warnings.catch_warnings():

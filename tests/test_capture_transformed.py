@@ -218,7 +218,7 @@ def test_modules_of_an_fx_graph_are_captured_edited_and_extracted(x: Tensor) -> 
     )
 
 
-def test_a_module_that_fx_has_inlined_is_told_to_be_silent(x: Tensor) -> None:
+def test_a_module_that_fx_has_inlined_is_reported_to_be_silent(x: Tensor) -> None:
     class LeavesBlocks(torch.fx.Tracer):
         pass
 
@@ -240,7 +240,7 @@ def _ran(block: Any, model: nn.Module, *args: Any) -> Any:
 # --- exported
 
 
-def test_an_exported_model_is_captured_as_a_whole_and_its_insides_are_told(x: Tensor) -> None:
+def test_an_exported_model_is_captured_as_a_whole_and_its_insides_are_reported(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
     exported = torch.export.export(model, (x,)).module()
 
@@ -274,9 +274,7 @@ def test_hooks_that_are_on_are_not_part_of_an_export(x: Tensor) -> None:
         lambda ms: attach(ms[0], print),
     ],
 )
-def test_scripting_a_hooked_model_is_told_what_to_do(
-    hooked: Callable[[Any], Any], x: Tensor
-) -> None:
+def test_scripting_a_hooked_model_says_what_to_do(hooked: Callable[[Any], Any], x: Tensor) -> None:
     model = Block()
     hooks = hooked([model.fc])
 
@@ -290,7 +288,7 @@ def test_scripting_a_hooked_model_is_told_what_to_do(
 # --- replicas
 
 
-def test_a_replica_of_data_parallel_is_the_reason_told(x: Tensor) -> None:
+def test_a_replica_of_data_parallel_is_the_reason_reported(x: Tensor) -> None:
     """There are no devices here: the replica and its thread are made as it makes them."""
     model = Block()
     replica = model._replicate_for_data_parallel()

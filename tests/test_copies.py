@@ -121,7 +121,7 @@ def test_a_watcher_travels_with_what_was_recorded(way: Any, hosted: bool) -> Non
 
 
 @each_way
-def test_a_copy_made_amid_a_run_is_at_rest_and_the_run_goes_on(way: Any) -> None:
+def test_a_copy_made_during_a_run_is_at_rest_and_the_run_goes_on(way: Any) -> None:
     torch.manual_seed(1)
     (plain := Run()).w.start()
     plain.steps(8)

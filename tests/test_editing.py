@@ -57,7 +57,7 @@ class Out:
 
 
 class Gives(nn.Module):
-    """Returns what it is told to make of its input."""
+    """Returns what `make` makes of its input."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_shared_modules_are_edited_at_each_call() -> None:
     assert edits.n_calls == {"0": 3}
 
 
-def test_a_module_asked_for_by_two_names_is_edited_once_and_answers_to_both() -> None:
+def test_a_module_given_by_two_names_is_edited_once_and_answers_to_both() -> None:
     act, other = nn.Identity(), nn.Identity()
     net = nn.Sequential(act, other, act)
 
@@ -413,7 +413,7 @@ def test_the_gradient_of_a_leaf() -> None:
     assert x.grad.tolist() == [32]
 
 
-def test_a_gradient_that_runs_after_the_block_is_not_edited_and_that_is_told() -> None:
+def test_a_gradient_that_runs_after_the_block_is_not_edited_and_that_is_reported() -> None:
     x = torch.ones(1, requires_grad=True)
     layer = Gives(lambda x: 2 * x)
 
@@ -686,7 +686,7 @@ def test_an_error_of_the_function_keeps_its_type_and_names_the_layer() -> None:
 
 
 @pytest.mark.parametrize(("maker", "call"), [(zero, r"zero\(\)"), (scale, r"scale\(…\)")])
-def test_a_maker_of_edits_that_was_not_called_is_told(maker: Any, call: str) -> None:
+def test_a_maker_of_edits_that_was_not_called_is_reported(maker: Any, call: str) -> None:
     net = mlp()
 
     with pytest.raises(
@@ -697,7 +697,7 @@ def test_a_maker_of_edits_that_was_not_called_is_told(maker: Any, call: str) -> 
     assert not net[0]._forward_hooks
 
 
-def test_what_was_never_reached_is_told_by_name() -> None:
+def test_what_was_never_reached_is_reported_by_name() -> None:
     net = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
 
     with (
@@ -710,7 +710,7 @@ def test_what_was_never_reached_is_told_by_name() -> None:
         net["a"](torch.ones(1))
 
 
-def test_nothing_is_told_when_the_block_failed() -> None:
+def test_nothing_is_reported_when_the_block_failed() -> None:
     with pytest.raises(ZeroDivisionError), edit_output(nn.ReLU(), zero()):
         _ = 1 / 0
 
@@ -747,7 +747,7 @@ def test_an_edit_that_is_exported_is_in_the_graph_and_was_reached() -> None:
 
 
 @pytest.mark.parametrize("one", [hook_output, hook_input, edit_output, edit_input, edit_grad])
-def test_several_modules_where_one_is_wanted_are_sent_next_door(one: Any) -> None:
+def test_several_modules_where_one_is_wanted_are_pointed_to_the_plural(one: Any) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     given = () if one in (hook_output, hook_input) else (zero(),)
 
@@ -841,7 +841,7 @@ def test_an_edit_installed_before_compilation_is_traced() -> None:
     edits.remove()
 
 
-def test_an_edit_left_on_a_compiled_model_is_told() -> None:
+def test_an_edit_left_on_a_compiled_model_is_reported() -> None:
     net, x = mlp(), torch.randn(5, 4)
     torch.compiler.reset()
     compiled = torch.compile(net, backend="eager")

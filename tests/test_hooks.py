@@ -218,7 +218,7 @@ def test_reading_an_overwritten_live_tensor_warns_with_the_layers_name(
     with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten .* clone=True"):
         _ = h[0].stored
 
-    _ = h[0].stored  # told once
+    _ = h[0].stored  # warned once
     _ = h[1].stored
 
 
@@ -364,10 +364,10 @@ def test_an_edit_of_another_structure_names_the_layer(f: Any, message: str) -> N
 
 def test_an_edit_of_inputs_gives_as_many_as_there_are() -> None:
     m, x = nn.Bilinear(2, 3, 4), (torch.zeros(5, 2), torch.ones(5, 3))
-    told = r"'two' \(Bilinear\): 1 positional inputs were returned.*called with \(5×2, 5×3\)"
+    reported = r"'two' \(Bilinear\): 1 positional inputs were returned.*called with \(5×2, 5×3\)"
 
     with (
-        pytest.raises(HookError, match=told),
+        pytest.raises(HookError, match=reported),
         Hooks({"two": m}, lambda m, i: i[0], pre=True, edit=True),
     ):
         m(*x)
@@ -480,7 +480,7 @@ def test_completion_lists_the_names_of_the_hooks(net: nn.Sequential) -> None:
     assert bare._ipython_key_completions_() == []
 
 
-def test_an_unknown_name_is_told_its_neighbours(net: nn.Sequential) -> None:
+def test_an_unknown_name_is_answered_with_its_neighbours(net: nn.Sequential) -> None:
     h = hook_outputs({"encoder": net[0], "decoder": net[2]})
 
     with pytest.raises(SelectionError, match=r"no hook is called \"encodr\". Nearest: 'encoder'"):
@@ -545,7 +545,7 @@ def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) ->
         (lambda m: Hook(torch.jit.script(m), None), HookError, "scripted or traced"),
     ],
 )
-def test_bad_options_are_told_at_the_door(make: Any, error: type, message: str) -> None:
+def test_bad_options_are_reported_at_the_door(make: Any, error: type, message: str) -> None:
     m = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -578,7 +578,7 @@ def test_entering_again_registers_again_and_starts_afresh(net: nn.Sequential, x:
         assert len(h[0].calls) == 1
 
 
-def test_a_hook_that_never_fired_is_told_by_name_with_the_reason(x: Tensor) -> None:
+def test_a_hook_that_never_fired_is_reported_by_name_with_the_reason(x: Tensor) -> None:
     model = nn.ModuleDict({"used": nn.Linear(5, 5), "list": nn.ModuleList(), "unused": nn.ReLU()})
 
     with pytest.warns(NeverFiredWarning) as w, hook_outputs(dict(model.items())):
@@ -682,14 +682,14 @@ def test_other_threads_are_not_recorded(net: nn.Sequential, x: Tensor) -> None:
     assert stored == {n: (20, n) for n in (1, 2, 3)}
 
 
-def test_a_run_in_another_thread_is_the_reason_told(net: nn.Sequential, x: Tensor) -> None:
+def test_a_run_in_another_thread_is_the_reason_reported(net: nn.Sequential, x: Tensor) -> None:
     def elsewhere() -> None:
         t = threading.Thread(target=net, args=(x,))
         t.start()
         t.join()
 
-    told = pytest.warns(NeverFiredWarning, match="called only from another thread")
-    with told, hook_output(net):
+    reported = pytest.warns(NeverFiredWarning, match="called only from another thread")
+    with reported, hook_output(net):
         elsewhere()
 
 

@@ -1,4 +1,4 @@
-"""Hooks on compiled models: right in a block, right if there before the first call, or told."""
+"""Hooks on compiled models: right in a block, right if there before the first call, or reported."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -211,7 +211,7 @@ def test_hooks_put_first_are_compiled_in_their_order(net: nn.Sequential, x: Tens
     first.remove()
 
 
-def test_a_hook_left_on_after_compilation_is_told_by_name(net: nn.Sequential, x: Tensor) -> None:
+def test_a_hook_added_after_compilation_is_reported_by_name(net: nn.Sequential, x: Tensor) -> None:
     compiled = torch.compile(net, backend="eager")
     compiled(x)
     h = hook_outputs(net)

@@ -44,7 +44,7 @@ def n_hooks(net: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
-def test_one_that_is_asked_for_inside_the_block_sees_what_comes_after(
+def test_one_that_is_wanted_inside_the_block_sees_what_comes_after(
     net: nn.Sequential, x: Tensor
 ) -> None:
     with hook_outputs(net) as h:
@@ -313,7 +313,7 @@ def test_live_hooks_give_what_the_module_gave(
 
 
 @LIVE
-def test_a_live_hook_tells_of_a_later_write_wherever_it_is_read(
+def test_a_live_hook_warns_of_a_later_write_wherever_it_is_read(
     options: dict[str, bool], net: nn.Sequential, x: Tensor
 ) -> None:
     for read in (lambda h: h.stored, lambda h: h[0].stored):
@@ -323,7 +323,7 @@ def test_a_live_hook_tells_of_a_later_write_wherever_it_is_read(
                 y.mul_(2)
             with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten"):
                 read(h)
-        read(h)  # told once
+        read(h)  # warned once
 
 
 @LIVE
@@ -427,7 +427,7 @@ def test_live_hooks_give_the_same_tensor_at_each_read(
 
 
 @LIVE
-def test_a_write_after_an_eager_call_is_told_though_a_graph_ran_before(
+def test_a_write_after_an_eager_call_is_reported_though_a_graph_ran_before(
     options: dict[str, bool], x: Tensor
 ) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

@@ -20,7 +20,7 @@ def x() -> Tensor:
     return torch.ones(2, 3)
 
 
-def told(block: Any, run: Callable[[], Any] = lambda: None) -> str:
+def reported(block: Any, run: Callable[[], Any] = lambda: None) -> str:
     """The one warning of the block."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -35,7 +35,7 @@ def test_modules_without_names_are_counted_one_by_one() -> None:
     layers = [nn.ReLU(), nn.Tanh(), nn.ReLU()]
     h = hook_outputs(layers)
 
-    text = told(h)
+    text = reported(h)
 
     assert text.startswith("hook_outputs: 3 of 3 hooks never fired: ")
     assert "ReLU() at [0]: not called" in text
@@ -47,17 +47,17 @@ def test_modules_without_names_are_counted_one_by_one() -> None:
 def test_more_than_five_are_counted_and_five_are_shown() -> None:
     layers = nn.ModuleList(nn.ReLU() for _ in range(8))
 
-    text = told(hook_outputs(layers))
+    text = reported(hook_outputs(layers))
 
     assert "8 of 8 hooks never fired" in text
     assert text.count("not called") == 5
     assert "; and 3 more. What they store is None: run the model inside the block" in text
 
 
-def test_gradients_that_did_not_come_ask_for_the_backward_pass(x: Tensor) -> None:
+def test_gradients_that_did_not_come_call_for_the_backward_pass(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
 
-    text = told(hook_outputs([layer], grad=True), lambda: layer(x))
+    text = reported(hook_outputs([layer], grad=True), lambda: layer(x))
 
     assert "no backward pass came by it inside the block. What they store is None: run " in text
     assert "run loss.backward() inside the block" in text
@@ -67,38 +67,38 @@ def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:
     attention = nn.MultiheadAttention(3, 1)
     q = x[None]
 
-    text = told(hook_outputs([attention.out_proj, attention]), lambda: attention(q, q, q))
+    text = reported(hook_outputs([attention.out_proj, attention]), lambda: attention(q, q, q))
 
     assert "1 of 2 hooks never fired" in text
     assert "MultiheadAttention uses its weights without calling it; hook the attention" in text
 
 
-def test_a_run_that_is_only_recomputed_in_the_block_is_told(x: Tensor) -> None:
+def test_a_run_that_is_only_recomputed_in_the_block_is_reported(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
     loss = checkpoint(layer, x.requires_grad_(), use_reentrant=True).sum()
 
-    text = told(hook_output(layer), loss.backward)
+    text = reported(hook_output(layer), loss.backward)
 
     assert "seen only while a checkpoint recomputed it; run the forward in the block too" in text
 
 
-def test_inputs_without_gradient_are_told(x: Tensor) -> None:
+def test_inputs_without_gradient_are_reported(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
 
-    text = told(hook_input(layer, grad=True), lambda: layer(x).sum().backward())
+    text = reported(hook_input(layer, grad=True), lambda: layer(x).sum().backward())
 
     assert "none of its inputs requires a gradient" in text
 
 
-def test_a_call_of_forward_itself_is_told(x: Tensor) -> None:
+def test_a_call_of_forward_itself_is_reported(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
 
-    text = told(hook_output(layer), lambda: layer.forward(x))
+    text = reported(hook_output(layer), lambda: layer.forward(x))
 
     assert "not called (module.forward(x) runs no hooks, module(x) does)" in text
 
 
-def test_another_thread_is_told(x: Tensor) -> None:
+def test_another_thread_is_reported(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
 
     def elsewhere() -> None:
@@ -106,23 +106,23 @@ def test_another_thread_is_told(x: Tensor) -> None:
         thread.start()
         thread.join()
 
-    assert "called only from another thread; enter the block in" in told(
+    assert "called only from another thread; enter the block in" in reported(
         hook_output(layer), elsewhere
     )
-    assert "called only from another thread" in told(edit_output(layer, zero()), elsewhere)
+    assert "called only from another thread" in reported(edit_output(layer, zero()), elsewhere)
 
 
-def test_an_edit_of_gradients_that_never_came_is_told(x: Tensor) -> None:
+def test_an_edit_of_gradients_that_never_came_is_reported(x: Tensor) -> None:
     layer = nn.Linear(3, 3)
 
-    assert "no gradient arrived" in told(edit_grad(layer, zero()), lambda: layer(x))
+    assert "no gradient arrived" in reported(edit_grad(layer, zero()), lambda: layer(x))
 
 
-def test_a_module_that_is_gone_is_told_and_cannot_be_hooked_again() -> None:
+def test_a_module_that_is_gone_is_reported_and_cannot_be_hooked_again() -> None:
     hooks, single = hook_outputs([nn.ReLU()]), hook_output(nn.ReLU())
     edits = edit_output(nn.ReLU(), zero())
 
-    assert "a module that is gone: the module is gone" in told(hooks)
+    assert "a module that is gone: the module is gone" in reported(hooks)
     edits.remove()
     single.remove()
     for made in (hooks, single):
@@ -136,7 +136,7 @@ def test_a_module_that_is_gone_is_told_and_cannot_be_hooked_again() -> None:
 def test_a_stop_that_is_not_reached_names_what_it_waits_for(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(3, 3))
 
-    text = told(hook_outputs({"fc": net[0], "other": nn.Tanh()}, stop=True), lambda: net(x))
+    text = reported(hook_outputs({"fc": net[0], "other": nn.Tanh()}, stop=True), lambda: net(x))
 
     assert "stop=True was never reached, so the whole forward ran. Never fired: 'other'" in text
     assert "Leave them out, or run the model inside the block" in text

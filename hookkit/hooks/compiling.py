@@ -23,8 +23,8 @@ from hookkit.hooks.compiled_functions import run_by_functions
 from hookkit.modules import unwrap
 
 # Private: the compiler's module for frames, whose `_stance` says how compiled functions run and
-# whose `DynamoStance` makes one (since 2.6). The public `torch.compiler.set_stance` is the fallback,
-# at 9 µs a block against 1.
+# whose `DynamoStance` makes one (since 2.6). The fallback is the public
+# `torch.compiler.set_stance`, at 9 µs a block against 1.
 FRAMES = "torch._dynamo.eval_frame"
 
 

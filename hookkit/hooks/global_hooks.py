@@ -39,8 +39,8 @@ from hookkit.interrupts import Scope, block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
-# Private: which of PyTorch's global hooks take keyword inputs (since 2.0). Its own removal leaves the
-# entry there, and torch.compile then warns of a global hook. Without the dict, it goes on to warn.
+# Private: which of PyTorch's global hooks take keyword inputs (since 2.0). Its own removal leaves
+# the entry there, and torch.compile then warns of a global hook; without the dict, it still does.
 _with_kwargs: dict[int, bool] = getattr(
     torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
 )
