@@ -58,7 +58,7 @@ def measured(make, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
         "watch, no callback": watch(model, opt),
         "watch, optimizer found by itself": watch(model),
         "watch, a callback that does nothing": watch(model, opt, Noop()),
-        "watch, and w.loss(loss) told": watch(model, opt, Noop()),
+        "watch, and w.loss(loss) reported": watch(model, opt, Noop()),
     }
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(n_rounds):

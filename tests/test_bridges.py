@@ -342,7 +342,7 @@ def test_a_bad_step_of_lightning_is_skipped(tmp_path, by_hand: bool):
     lightning_trainer(tmp_path, 1, bridge).fit(module, loader())
 
     assert [i.step for i in flight.incidents] == [1]
-    assert bridge.watcher.loop.n_left_out == 1
+    assert bridge.watcher.loop.n_cancelled_steps == 1
     assert len(params.record()) == bridge.watcher.n_steps == next(n) - 1
     assert all(p.isfinite().all() for p in module.parameters())
 

@@ -130,7 +130,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "no step at all": (
@@ -141,7 +141,7 @@ out       after_pred
 in        after_batch before_batch
 out       after_pred
 stop      after_batch after_train after_epoch after_fit
-n_steps=0 train_iter=2 epoch=1 n_left_out=0
+n_steps=0 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an empty run": (
@@ -149,7 +149,7 @@ n_steps=0 train_iter=2 epoch=1 n_left_out=0
         """
 epoch
 stop      after_fit
-n_steps=0 train_iter=0 epoch=0 n_left_out=0
+n_steps=0 train_iter=0 epoch=0 n_cancelled_steps=0
 """,
     ),
     "accumulation": (
@@ -168,7 +168,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=4 epoch=1 n_left_out=0
+n_steps=2 train_iter=4 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a step that a GradScaler skips": (
@@ -189,7 +189,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=3 epoch=1 n_left_out=0
+n_steps=2 train_iter=3 epoch=1 n_cancelled_steps=0
 """,
     ),
     "epochs marked at the bottom": (
@@ -210,7 +210,7 @@ a.done    after_step after_batch
 a.zero
 epoch     after_train after_epoch
 stop      after_fit
-n_steps=2 train_iter=2 epoch=2 n_left_out=0
+n_steps=2 train_iter=2 epoch=2 n_cancelled_steps=0
 """,
     ),
     "epochs marked at the top": (
@@ -231,7 +231,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=2 n_left_out=0
+n_steps=2 train_iter=2 epoch=2 n_cancelled_steps=0
 """,
     ),
     "an epoch marked between forward and step": (
@@ -243,7 +243,7 @@ epoch     after_batch after_train after_epoch
 a.step    before_epoch before_train before_batch before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=2 n_left_out=0
+n_steps=1 train_iter=2 epoch=2 n_cancelled_steps=0
 """,
     ),
     "validation after each epoch": (
@@ -275,7 +275,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=3 train_iter=3 epoch=2 n_left_out=0
+n_steps=3 train_iter=3 epoch=2 n_cancelled_steps=0
 """,
     ),
     "validation before the first batch": (
@@ -290,7 +290,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an eval forward within a batch": (
@@ -303,7 +303,7 @@ out
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an eval forward within a batch that raises": (
@@ -316,7 +316,7 @@ fail
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a validation forward that raises": (
@@ -331,7 +331,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a forward that raises": (
@@ -346,7 +346,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a forward that raises among accumulated ones": (
@@ -361,7 +361,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a forward cut short by Ctrl-C": (
@@ -375,7 +375,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a validation forward cut short by Ctrl-C": (
@@ -395,7 +395,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a step that raises, and is tried again": (
@@ -407,7 +407,7 @@ a.step    before_step
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a step that raises, and the loop goes on": (
@@ -423,7 +423,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a step before any forward": (
@@ -438,7 +438,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "two steps for one forward": (
@@ -451,7 +451,7 @@ a.done    after_step after_batch
 a.step    before_batch before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure": (
@@ -468,7 +468,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure evaluated three times": (
@@ -486,7 +486,7 @@ out       after_pred
 ran
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=3 epoch=1 n_left_out=0
+n_steps=1 train_iter=3 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure over a forward that came before": (
@@ -503,7 +503,7 @@ a.closure
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure that is never evaluated": (
@@ -516,7 +516,7 @@ a.done    after_step after_batch
 a.closure
 a.done    before_batch after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure whose forward raises": (
@@ -531,7 +531,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure with an eval forward": (
@@ -547,7 +547,7 @@ out
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure that the caller marks as a batch": (
@@ -558,7 +558,7 @@ mark      before_epoch before_train before_batch
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "two optimizers of one model": (
@@ -579,7 +579,7 @@ a.done
 b.step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "two optimizers, found by themselves": (
@@ -600,7 +600,7 @@ a.done
 b.step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "two optimizers without gradients: the second is late": (
@@ -625,7 +625,7 @@ a.done    after_step after_batch
 b.step
 b.done
 stop      after_train after_epoch after_fit
-n_steps=3 train_iter=3 epoch=1 n_left_out=0
+n_steps=3 train_iter=3 epoch=1 n_cancelled_steps=0
 """,
     ),
     "two players": (
@@ -658,7 +658,7 @@ b.grad
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=4 train_iter=4 epoch=1 n_left_out=0
+n_steps=4 train_iter=4 epoch=1 n_cancelled_steps=0
 """,
     ),
     "one of two optimizers stops stepping": (
@@ -685,7 +685,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=4 train_iter=4 epoch=1 n_left_out=0
+n_steps=4 train_iter=4 epoch=1 n_cancelled_steps=0
 """,
     ),
     "one optimizer steps twice while the other waits": (
@@ -700,7 +700,7 @@ a.done
 a.step    after_step after_batch before_batch before_step
 a.done
 stop      after_step after_batch after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "the second of two optimizers has a closure": (
@@ -725,7 +725,7 @@ b.closure
 ran       before_batch before_step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=4 train_iter=4 epoch=1 n_left_out=0
+n_steps=4 train_iter=4 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an epoch marked between two optimizers": (
@@ -741,7 +741,7 @@ epoch     after_step after_batch after_train after_epoch
 b.step
 b.done
 stop      after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an eval forward between two optimizers": (
@@ -758,7 +758,7 @@ out
 b.step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "optimizers that step within the backward": (
@@ -785,7 +785,7 @@ b.step
 b.done
 }         after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "optimizers that step within an accumulated backward": (
@@ -802,7 +802,7 @@ b.step
 b.done
 }         after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "marked batches": (
@@ -817,7 +817,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "marked batches whose forwards are not seen": (
@@ -830,7 +830,7 @@ mark      before_batch
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a marked batch, then unmarked ones": (
@@ -848,7 +848,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=3 epoch=1 n_left_out=0
+n_steps=2 train_iter=3 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a marked batch with a closure": (
@@ -861,7 +861,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an eval forward in a marked batch": (
@@ -875,7 +875,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "each forward is a step": (
@@ -893,7 +893,7 @@ epoch     after_step after_batch after_train after_epoch
 in        before_epoch before_train before_batch before_step
 out       after_pred
 stop      after_step after_batch after_train after_epoch after_fit
-n_steps=4 train_iter=4 epoch=2 n_left_out=0
+n_steps=4 train_iter=4 epoch=2 n_cancelled_steps=0
 """,
     ),
     "each forward is a step, one raises": (
@@ -904,7 +904,7 @@ fail      after_cancel_batch
 in        before_batch before_step
 out       after_pred
 stop      after_step after_batch after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "each forward is a step, an optimizer steps too": (
@@ -922,7 +922,7 @@ out       after_pred
 ran
 a.done
 stop      after_step after_batch after_train after_epoch after_fit
-n_steps=3 train_iter=3 epoch=1 n_left_out=0
+n_steps=3 train_iter=3 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a model used through its parts": (
@@ -937,7 +937,7 @@ part:y
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "parts, each forward is a step": (
@@ -948,7 +948,7 @@ part:y
 part:x    after_step after_batch before_batch before_step
 part:y
 stop      after_step after_batch after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "parts, two optimizers": (
@@ -964,7 +964,7 @@ part:x    after_step after_batch before_batch
 b.step    before_step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "parts in a marked batch": (
@@ -980,7 +980,7 @@ part:x
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a batch cancelled as it begins": (
@@ -999,7 +999,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a batch cancelled after the forward": (
@@ -1018,7 +1018,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a batch cancelled before its step": (
@@ -1037,7 +1037,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a batch cancelled after its step": (
@@ -1056,7 +1056,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a batch cancelled as it ends": (
@@ -1075,7 +1075,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=2 epoch=1 n_left_out=0
+n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "an accumulated batch cancelled as it ends": (
@@ -1088,7 +1088,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=0
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a cancelled batch with an eval forward": (
@@ -1107,7 +1107,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a validation batch cancelled": (
@@ -1124,7 +1124,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=1 epoch=1 n_left_out=0
+n_steps=1 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a closure's batch cancelled": (
@@ -1141,7 +1141,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=2 train_iter=1 epoch=1 n_left_out=0
+n_steps=2 train_iter=1 epoch=1 n_cancelled_steps=0
 """,
     ),
     "a step cancelled": (
@@ -1160,7 +1160,7 @@ a.step    before_step
 a.done    after_step after_batch
 a.zero
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=1
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=1
 """,
     ),
     "a step of two optimizers cancelled": (
@@ -1185,7 +1185,7 @@ a.done
 b.step
 b.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=1
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=1
 """,
     ),
     "a closure's step cancelled": (
@@ -1202,7 +1202,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=2 epoch=1 n_left_out=1
+n_steps=1 train_iter=2 epoch=1 n_cancelled_steps=1
 """,
     ),
     "a closure's step cancelled, evaluated twice": (
@@ -1222,7 +1222,7 @@ out       after_pred
 ran       before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=3 epoch=1 n_left_out=1
+n_steps=1 train_iter=3 epoch=1 n_cancelled_steps=1
 """,
     ),
     "an accumulated step cancelled": (
@@ -1239,7 +1239,7 @@ out       after_pred
 a.step    before_step
 a.done    after_step after_batch
 stop      after_train after_epoch after_fit
-n_steps=1 train_iter=3 epoch=1 n_left_out=1
+n_steps=1 train_iter=3 epoch=1 n_cancelled_steps=1
 """,
     ),
 }
@@ -1257,5 +1257,5 @@ def test_the_events_of_each_signal(name: str) -> None:
     assert found == log
     assert counts == (
         f"n_steps={loop.n_steps} train_iter={loop.train_iter} epoch={loop.epoch} "
-        f"n_left_out={loop.n_left_out}"
+        f"n_cancelled_steps={loop.n_cancelled_steps}"
     )

@@ -341,7 +341,7 @@ def test_a_step_with_a_closure_is_skipped(make_opt: Any, make_middle: Any, n_bad
             opt.step(closure)
 
     assert len(recorder.incidents) == 1
-    assert w.loop.n_left_out == n_bad
+    assert w.loop.n_cancelled_steps == n_bad
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -357,7 +357,7 @@ def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
             opt.step(lambda loss=loss: loss)
 
     assert [i.step for i in recorder.incidents] == [2]
-    assert (w.n_steps, w.loop.n_left_out) == (3, 1)
+    assert (w.n_steps, w.loop.n_cancelled_steps) == (3, 1)
     assert (params.record().value("update_norm") > 0).all()
     assert acts.record().value("nonfinite", "3").tolist() == [0, 0, 0]
     assert acts.record().value("count", "3").tolist() == [8, 8, 8]

@@ -356,7 +356,7 @@ def test_a_step_can_be_cancelled_after_its_closure():
     with watch(model, opt, Callback(before_step=cancel)) as w:
         opt.step(closure)
 
-    assert (w.n_steps, w.loop.n_left_out) == (0, 1)
+    assert (w.n_steps, w.loop.n_cancelled_steps) == (0, 1)
     assert all(map(torch.equal, model.parameters(), before))
 
 

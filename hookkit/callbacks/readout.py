@@ -55,11 +55,11 @@ def _recorded(runner: Any) -> dict[str, tuple[Any, Record]]:
     for kind, several in found.items():
         several[:] = [pair for pair in several if len(pair[1])] or several[-1:]
         if others := [cb for cb, _ in several[:-1] if any(cb is c for c in runner.cbs)]:
-            _warn_left_out(kind, others, several[-1][0])
+            _warn_not_in_run(kind, others, several[-1][0])
     return {kind: several[-1] for kind, several in found.items()}
 
 
-def _warn_left_out(kind: str, others: list[Any], taken: Any) -> None:
+def _warn_not_in_run(kind: str, others: list[Any], taken: Any) -> None:
     warnings.warn(
         f"run_record: several callbacks recorded {kind}s; the Run holds those of the last, "
         f"{taken!r}, without {', '.join(map(repr, others))}. Read the others by themselves: "

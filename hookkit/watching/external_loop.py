@@ -45,7 +45,7 @@ class ExternalLoop(CallbackRunner):
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
-        n_left_out: steps that a callback cancelled (CancelStepException).
+        n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
@@ -65,7 +65,7 @@ class ExternalLoop(CallbackRunner):
     scaler: Any = None
     pred: Any = None
     loss: Tensor | None = None
-    epoch = n_left_out = 0
+    epoch = n_cancelled_steps = 0
 
     def __init__(
         self,
@@ -118,7 +118,16 @@ class ExternalLoop(CallbackRunner):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was recorded; the model, the optimizers and an open batch stay behind."""
-        names = ("cbs", "_past", "n_steps", "epoch", "elsewhere", "losses", "spans", "n_left_out")
+        names = (
+            "cbs",
+            "_past",
+            "n_steps",
+            "epoch",
+            "elsewhere",
+            "losses",
+            "spans",
+            "n_cancelled_steps",
+        )
         return {**{name: getattr(self, name) for name in names}, "kept_info": info_of(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -329,7 +338,7 @@ class ExternalLoop(CallbackRunner):
                 ) from None
             for opt in self.opts:
                 opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
-            self._step_cancelled, self.n_left_out = True, self.n_left_out + 1
+            self._step_cancelled, self.n_cancelled_steps = True, self.n_cancelled_steps + 1
             self("after_cancel_step")
 
     def _end_step(self) -> None:

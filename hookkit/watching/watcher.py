@@ -367,7 +367,7 @@ class Watcher(Exports, Views):
 
     def _check_stepped(self) -> None:
         loop, compiled = self.loop, self.hooks.compiled_step
-        stepped = self.n_steps or loop.n_left_out or loop.each_forward
+        stepped = self.n_steps or loop.n_cancelled_steps or loop.each_forward
         n_idle = loop.n_batches_since_step
         if not (self._warned or self.n_steps or loop.train_iter) and self.hooks.other_thread:
             self._warned = True
