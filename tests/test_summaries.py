@@ -263,8 +263,24 @@ def test_a_model_that_cannot_be_copied_runs_in_place_and_is_restored() -> None:
     assert s.run == "real"
     assert s["bn"].calls == 1
     assert (net.seen, net.bn.num_batches_tracked.item(), hasattr(net, "extra")) == ([], 0, False)
+    assert net.bn.running_mean.equal(torch.zeros(3))
+    assert net.bn.running_var.equal(torch.ones(3))
     assert not net._forward_hooks
     assert not net.bn._forward_hooks
+
+
+def test_a_module_that_is_its_own_copy_is_restored() -> None:
+    class Shared(nn.BatchNorm1d):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    net = nn.Sequential(nn.Linear(3, 3), Shared(3))
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+
+    s = summary(net, torch.randn(4, 3))
+
+    assert (s.run, s["1"].calls) == ("real", 1)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 
 def test_a_users_recorder_runs_and_keeps_no_fake_tensor() -> None:

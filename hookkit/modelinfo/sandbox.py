@@ -74,14 +74,12 @@ def copied_inputs(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
 def restore_after(tree: Tree) -> Iterator[None]:
     """Restores the modules of `tree` at the end: modes, attributes, hooks, buffers' content.
 
-    Attributes are restored one level deep (a list that grew shrinks again); tensors whose version
-    changed get their content back. Cost: one clone of every buffer and parameter.
+    Attributes are restored one level deep (a list that grew shrinks again); tensors that were
+    written get their content back. Cost: one clone of every buffer and parameter.
     """
     modules = [(m, type(m), _attributes(m)) for m in (*tree.wrappers, *tree.modules)]
     modes = [(m, m.training) for m in tree.scripted]
     tensors = {id(t): t for t in tree.tensors if not nn.parameter.is_lazy(t)}
-    # `_version` counts the in-place writes of a tensor. Private, in torch 2.11 to 2.13; nothing
-    # public gives it. Without it every tensor would be copied back.
     saved = [(t, t._version, t.detach().clone()) for t in tensors.values()]
     try:
         yield
@@ -94,8 +92,20 @@ def restore_after(tree: Tree) -> Iterator[None]:
             m.training = mode
         with torch.no_grad():
             for t, version, content in saved:
-                if t._version != version:
+                if _is_written(t, version, content):
                     t.copy_(content)
+
+
+def _is_written(t: Tensor, version: int, content: Tensor) -> bool:
+    """True if `t` was written in place; what was not is left alone, for graphs that saved it.
+
+    `_version` counts such writes. Private, in torch 2.11 to 2.13; nothing public gives it. Without
+    it every tensor would be copied back. BatchNorm's kernel writes its buffers without counting.
+    """
+    has_values = t.layout is torch.strided and not (t.is_meta or t.is_nested)
+    if t._version != version or isinstance(t, nn.Parameter) or not has_values:
+        return t._version != version
+    return not torch.equal(t, content)
 
 
 def set_mode(tree: Tree, training: bool | None) -> None:

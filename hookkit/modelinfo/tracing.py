@@ -14,7 +14,7 @@ from importlib import import_module
 from types import GeneratorType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit.errors import ArgumentError
@@ -77,14 +77,14 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         return None
     try:
         home = next((t.device for t in leaves(given) if not t.is_meta), None)
-        model = fake_tensors.fake_copy(tree, hooks, mode, home)
+        copied = _tree_of_copy(fake_tensors.fake_copy(tree, hooks, mode, home), tree)
         fakes = fake_tensors.fake_inputs(given, mode)
     except Exception:  # whatever cannot be copied without values is run for real
         return None
     before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     with mode:
-        done = _run(Tree(model), fakes, training, "fake", real)
+        done = _run(copied, fakes, training, "fake", real)
     done.made += [weakref.ref(t) for t in leaves(fakes)]
     del fakes
     if done.error is not None:
@@ -97,7 +97,7 @@ def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
     done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
-            copied = Tree(sandbox.real_copy(tree, hooks))
+            copied = _tree_of_copy(sandbox.real_copy(tree, hooks), tree)
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
@@ -105,6 +105,14 @@ def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         else:
             done = _run(copied, sandbox.real_inputs(given), training, "real")
     return done
+
+
+def _tree_of_copy(model: nn.Module, original: Tree) -> Tree:
+    """The tree of a copy, which must not run modules of the original."""
+    tree = Tree(model)
+    if not {*map(id, tree.modules)}.isdisjoint(map(id, original.modules)):
+        raise TypeError("the __deepcopy__ of a module returns the module itself")
+    return tree
 
 
 def _run(
