@@ -90,7 +90,7 @@ class HookCallback(Callback):
         modules: the hooked modules, a list, from `before_fit` on; before, the argument as given.
         names: the hooked modules' names, parallel to `modules` and `hooks`.
         hooks: the `Hooks` of this fit, or of the last; None before the first.
-        recording: whether the batch at hand is recorded.
+        recording: whether the current batch is recorded.
 
     Raises:
         OptionError: `every` is below 1, or given with `on_train=False`.
@@ -166,7 +166,7 @@ class HookCallback(Callback):
 
     @property
     def recording(self) -> bool:
-        """Whether the batch at hand is recorded."""
+        """Whether the current batch is recorded."""
         return self._switch.on
 
     @property

@@ -6,7 +6,7 @@ rows at once, and puts the result into a history (`history`). No value is read b
 `record()` (`reading`).
 
 What has to change together is one tuple, `_State`: `commit`, `fold` and `drop` build the next state
-beside the old one, put it in place by one assignment, and then empty the batch at hand, which is
+beside the old one, put it in place by one assignment, and then empty the current batch, which is
 repeated before anything else if an interrupt or an error comes in between. So no record is ever
 half there or counted twice, whatever line an exception leaves.
 
@@ -143,7 +143,7 @@ class StatsAccumulator:
         """How many records were made."""
         return self._state.n
 
-    # --- the batch at hand
+    # --- the current batch
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Record `t`, leaf number `leaf` (called `path`) of what module `row` gave.
@@ -222,14 +222,14 @@ class StatsAccumulator:
         self._state = self._state._replace(buffers={**self._state.buffers, **new})
 
     def _clear(self) -> None:
-        """Empties the batch at hand; done again if it was interrupted."""
+        """Empties the current batch; done again if it was interrupted."""
         slot = len(self._state.waiting)
         for buffers in self._state.buffers.values():
             buffers.clear(slot)
         self._must_clear = False
 
     def _move_to(self, state: _State) -> None:
-        """Puts the next state in place, in which the batch at hand is empty."""
+        """Puts the next state in place, in which the current batch is empty."""
         self._must_clear, self._state = True, state
         self._clear()
 
@@ -280,7 +280,7 @@ class StatsAccumulator:
         return max(self.options.window // 2, 1) if self.options.window else 1 << 30
 
     def _flushed(self, state: _State) -> _State:
-        """The state with the records that wait in the history; the batch at hand is in slot 0."""
+        """The state with the records that wait in the history; the current batch is in slot 0."""
         n, history, waiting, buffers = state
         if not waiting:
             return state

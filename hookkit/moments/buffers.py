@@ -1,10 +1,10 @@
-"""What hooks hand in on one device: preallocated tables of the batch at hand, a row per layer.
+"""What hooks show on one device: preallocated tables of the current batch, a row per layer.
 
 It builds on the ways to a row of moments (`moments`, `cpu`, `triton_kernels`) and on `histograms`
 and `units`. Everything is allocated before it is needed and stays on the data's device; nothing
 here makes the host wait for a device.
 
-On a CPU the tables have several slots, one for each record: the batch at hand is written into the
+On a CPU the tables have several slots, one for each record: the current batch is written into the
 first free one, and the records before it wait there until there are enough to count their samples,
 judge their units and write them into the history together. For nets of a few milliseconds a step
 those operations cost more than all reading, because the model has driven their code out of the
@@ -50,7 +50,7 @@ class Options:
         bins: of the histogram, None for none.
         sample: values per layer and call that go into the histogram.
         exact_hist: count every value instead of a sample.
-        window: records over which units are judged; 0 not to look at units.
+        window: records over which units are judged; 0 records no units.
     """
 
     eps: float = 0.05
@@ -67,7 +67,7 @@ class Options:
 
 
 class Buffers:
-    """The tables of one device. What is not written in place changes in copies (`folded`, …).
+    """The tables of one device. All but the current batch changes in copies only (`folded`, …).
 
     Args:
         options: what is counted.
@@ -78,7 +78,7 @@ class Buffers:
     Attributes:
         moments: (slots, rows, 9); `sums` in its place where a kernel adds them up.
         samples: (slots, rows, sample) float32, of the last call of each row in a batch.
-        counts: (rows, width) int64 of earlier calls in the batch at hand, and of all its values
+        counts: (rows, width) int64 of earlier calls in the current batch, and of all its values
             with `exact_hist`.
         seen: by slot, the rows whose module was called.
         counted: whether `counts` has anything.
@@ -146,7 +146,7 @@ class Buffers:
 
     @property
     def waits(self) -> bool:
-        """Whether the batch at hand may wait for others before it goes into the history."""
+        """Whether the current batch may wait for others before it goes into the history."""
         return self.slots > 1 and self.kept is None and not self.counted
 
     @property
@@ -154,7 +154,7 @@ class Buffers:
         """Whether `resized` would give other slots than there are."""
         return self.by_array and self._slots_for(self.rows) != self.slots
 
-    # --- the batch at hand
+    # --- the current batch
 
     def add(self, slot: int, row: int, t: Tensor, offset: int, array: Any = None) -> None:
         """Adds the plain tensor `t` to `row`.
@@ -223,7 +223,7 @@ class Buffers:
             self.samples[slot, row, : len(some)].copy_(narrow(some))
 
     def clear(self, slot: int) -> None:
-        """Empties the batch at hand, in place."""
+        """Empties the current batch, in place."""
         if self.fused:
             triton_kernels.clear(self.sums)
         else:
@@ -260,7 +260,7 @@ class Buffers:
         return counts
 
     def folded(self, slot: int, finite_only: bool) -> Buffers:
-        """With the batch at hand kept for its step, if it is finite throughout or need not be."""
+        """With the current batch kept for its step, if it is finite throughout or need not be."""
         new, rows, counts = copy(self), self._moments_of(slot), self._counts_of(slot)
         if finite_only:
             live = triton_kernels.collapse(self.sums) if self.fused else self.moments[slot]
@@ -326,7 +326,7 @@ class Buffers:
         return tables, new
 
     def record(self, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:
-        """The same of the step at hand, all of whose batches are in the first slot and `kept`."""
+        """The same of the current step, all of whose batches are in the first slot and `kept`."""
         new = self.without_kept()
         tables = {"moments": self._moments_of(0)[None, :rows]}
         if (counts := self._counts_of(0)) is not None:

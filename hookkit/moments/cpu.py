@@ -149,7 +149,7 @@ def _any_chunk(values: Any, eps: float) -> Row:
         if lo < hi and dtype is np.float32 and max(-lo, hi) < _TINY:
             return tuple(moments(torch.from_numpy(values).double(), eps)[1:].tolist())
         near, zero = _counts(values, lo, hi, eps)
-        # last: it may overwrite the room that the values lie in
+        # last: `values` may be in the scratch memory that this overwrites
         if lo < hi and m2 < _ILL * mean * mean * n:
             near_mean = dtype(mean)
             room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
@@ -178,7 +178,7 @@ def _sums(values: Any) -> tuple[float, float]:
 
 
 def _squares(values: Any) -> float:
-    """Their sum, likewise."""
+    """Sum of squares, in the same way."""
     whole = len(values) - len(values) % _PIECE
     total, rest = 0.0, values[whole:]
     if whole:

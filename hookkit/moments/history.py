@@ -41,7 +41,7 @@ Key = tuple[str, torch.device]
 
 @dataclass(frozen=True)
 class StepIndex:
-    """Where the columns lie in time; shared by the tables of all devices.
+    """Which steps the columns are of; shared by the tables of all devices.
 
     Args:
         columns: place and number of records of each.

@@ -42,7 +42,7 @@ class UnitTables:
 
     Args:
         window: records that a judgement looks back on.
-        live: (slots, 4, units) of records that are not judged yet, then of the batch at hand;
+        live: (slots, 4, units) of records that are not judged yet, then of the current batch;
             the only table that is written in place.
         kept: (4, units) of earlier batches of this step, None if there are none.
         older, newer: (4, units) of the two halves of the window.
@@ -85,7 +85,7 @@ class UnitTables:
         return self.live.numpy()
 
     def add(self, slot: int, row: int, x: Tensor) -> None:
-        """Adds the plain tensor `x` to the batch at hand."""
+        """Adds the plain tensor `x` to the current batch."""
         start, n = self.places[row]
         self.layouts[row].add_tensor(self.live[slot, :, start : start + n], x)
 
@@ -147,12 +147,12 @@ class UnitTables:
         )
 
     def clear(self, slot: int) -> None:
-        """Empties the batch at hand."""
+        """Empties the current batch."""
         self.live[slot, 1:] = 0
         self.live[slot, 0] = -math.inf
 
     def folded(self, slot: int) -> UnitTables:
-        """With the batch at hand kept for its step."""
+        """With the current batch kept for its step."""
         return replace(self, kept=self.with_kept(slot).clone())
 
     def without_kept(self) -> UnitTables:
@@ -191,7 +191,7 @@ class UnitTables:
         return shares, counts.transpose(1, 2), replace(self, older=older, newer=newer)
 
     def _shares(self, seen: Tensor, ran: Tensor, rows: int) -> Tensor:
-        """(n, rows, 6) shares, from the (n, 4, units) of all that lies within the window."""
+        """(n, rows, 6) shares, from the (n, 4, units) of the whole window."""
         size = seen[:, 1] / seen[:, 2].clamp(min=1)
         one = torch.ones_like(size)
         sums = self._by_row(torch.stack([size, one], 1), rows)
@@ -221,7 +221,7 @@ class UnitTables:
         return tuple(flags[0] for flags in _verdict(seen, mean))
 
     def on_cpu(self) -> UnitTables:
-        """A copy on the CPU without the batch at hand, for pickles."""
+        """A copy on the CPU without the current batch, for pickles."""
         cpu = torch.device("cpu")
         return replace(
             self,

@@ -142,7 +142,7 @@ class FlightRecorder(Recorder):
     # --- events
 
     def before_fit(self) -> None:
-        """Hooks the modules; nothing of an earlier fit is remembered but its incidents."""
+        """Hooks the modules; of an earlier fit only the incidents are kept."""
         if self.learn.fitting:
             self._clear()
         super().before_fit()

@@ -134,7 +134,7 @@ class ActivationStats(LayerStats):
         if not (self._n_asked or self._function):
             found = self.accumulator.consumers = consumers(learn.model, learn.pred)
             self.valid_accumulator.consumers = found
-        if self._n_asked and learn.n_steps:  # by now those that step are known
+        if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
@@ -278,7 +278,7 @@ def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> O
 
 
 def check_scaler(who: str, scaler: Any) -> None:
-    """Raises if `scaler` is not None, and nothing of which the scale can be known.
+    """Raises if `scaler` is neither None nor a GradScaler.
 
     Raises:
         OptionError: it is a class, a number, or else no GradScaler.

@@ -197,7 +197,7 @@ LOSS, INPUT, FIRST = 0, 1, 2
 """Rows of the norms: the loss, the model's input, the first layer."""
 
 _SPOILED = "Its own weights were not finite: the step before has spoiled them."
-_SPOILED_BY_NOW = "Its own weights are not finite by now: this step or the one before spoiled them."
+_SPOILED_BY_NOW = "Its own weights are not finite now: this step or the one before spoiled them."
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _is_empty(p: nn.Parameter) -> bool:
 def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
     """Ids of those of `parameters` whose optimizers made no part of the last step.
 
-    What stands in their `.grad` is of another step, or of another loss (a GAN's other player).
+    Their `.grad` is of another step, or of another loss (a GAN's other player).
     Where optimizers are found as they step, also of those whose has not been found yet.
     """
     made_it = learn.stepped_opts

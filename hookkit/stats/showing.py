@@ -43,7 +43,7 @@ class Table:
     note: str = ""
 
     def text(self) -> str:
-        """The table in columns; numbers stand on the right."""
+        """The table in columns; numbers are aligned on the right."""
         rows = [self.head, *self._shown()]
         rows = [(clip(" ".join(row[0].split()), MOST_COLUMNS), *row[1:]) for row in rows]
         wide = [max(map(width, column)) for column in zip(*rows, strict=True)]

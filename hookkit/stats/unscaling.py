@@ -139,7 +139,7 @@ class UnscaledStats(StatsCallback):
         )
 
     def _possible(self) -> list[Any]:
-        """The scalers of which one has the loss of this batch; None stands for no scaling."""
+        """The scalers that may have scaled the loss of this batch; None stands for no scaling."""
         if (given := self._given_scaler()) is not None:
             return [given]
         if self._used is None:
