@@ -3,7 +3,8 @@
 Two are built on it: the `Learner`, which runs its own loop, and the `ExternalLoop` behind `watch`,
 which follows anybody's. The idea that makes it cheap: for each event a runner finds once which
 callbacks have a method of that name, in order, and keeps that list until a callback is added,
-removed or reordered. An event that no callback has costs one dict lookup.
+removed or reordered. An event that no callback has costs one dict lookup. One class, and therefore
+one file of more than 300 lines.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ It reads from top to bottom as it runs: `_do_fit`, `_do_epoch`, `_do_epoch_train
 inside `_with_events`, which fires its events and handles its `Cancel…Exception`. Modes, counts,
 recording, schedules and progress are callbacks; `Learner` adds data, options and everything else.
 After fastai's Learner, 2.8, with two repairs: whatever a fit set up is undone in a `finally`, and a
-batch begins without the `pred` and `loss` of the one before.
+batch begins without the `pred` and `loss` of the one before. It is one file, though a little long,
+so that a fit can be read in one piece.
 """
 
 from __future__ import annotations
