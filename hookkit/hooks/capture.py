@@ -7,7 +7,7 @@ nothing, or through a module that owns the `Hook`, where it works.
 A `with hook_outputs(layers)` makes one capture a layer for one forward pass, and what that costs
 are mostly the objects made, in a cache that the model has just emptied. So a capture is itself the
 entry that is registered after the forward, and its call begins with the fast path; `calls` does
-everything else. A collection makes the `Hook` around it on demand.
+everything else. A collection makes the `Hook` around it on demand. (Over 300 lines: one class.)
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ registering and removing: a compiled model then has two graphs at most.
 
 Also here, for all rooms: which calls count (`counts_for`, `recomputing`, `untraced`), the part of a
 value at a path (`part_at`), and whether a replacement has the structure of the original
-(`check_same`). Gradients have entries too; `gradients` makes them.
+(`check_same`). Gradients have entries too; `gradients` makes them. The file is long since each of
+these is the only copy in hookkit, and half of it are docstrings.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ of torch.compile there is none then (hook the layer before or after it), and use
 earlier do not count.
 
 `attach_grad` is the simple way in, `attach_grads` the one for recorders; `backward` has both sides.
+The five hooks of `GradHooks` are read together, so they are one file of more than 300 lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`Hook`: one module, one function, and what it stored, as the user sees it.
 
 What happens at the module's calls, and what is stored, is in its `Capture`, which the module holds;
-a `Hook` is the user's side of it: registering, the `with` block, reading, copying.
+a `Hook` is the user's side of it: registering, the `with` block, reading, copying. (More than 300
+lines, of which a third documents what users see.)
 """
 
 from __future__ import annotations
