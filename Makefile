@@ -40,7 +40,7 @@ demo: $(STAMP)  ## train on real digits, print and draw what every layer did (AR
 test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
 	$(PYTEST) $(ARGS)
 
-test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models
+test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models: under two minutes
 	$(PYTEST) -m "not slow and not zoo" $(ARGS)
 
 test-gpu: $(STAMP)  ## only the tests that need a CUDA device

@@ -137,6 +137,7 @@ def test_records_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stats.record()) == 50
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_over_ten_thousand_steps() -> None:
     stats = StatsAccumulator("activation", Options(bins=log_bins(), sample=256))
     rows = stats.rows([f"layer{i}" for i in range(40)], ["Linear"] * 40)
@@ -327,6 +328,7 @@ def test_records_that_wait_have_the_moments_of_the_oracle(n: int) -> None:
     assert record.hist[0].sum(0)[0] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 6, 100])
 @pytest.mark.parametrize("seed", range(6))
 def test_units_of_records_that_wait_are_judged_alike(window: int, seed: int) -> None:

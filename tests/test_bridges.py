@@ -187,6 +187,7 @@ def hugging_face(model, *callbacks, **options):
     return InOrder(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[*callbacks])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("each", [1, 2])
 def test_hugging_face_with_nothing_but_watch(tmp_path, each: int):
@@ -201,6 +202,7 @@ def test_hugging_face_with_nothing_but_watch(tmp_path, each: int):
     assert n_hooks(model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("each", [1, 2])
 def test_hugging_face_with_the_bridge(tmp_path, each: int):
@@ -236,6 +238,7 @@ class Shares(Net):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bridged", [False, True])
 def test_hugging_face_s_losses_in_shares_add_up(tmp_path, bridged: bool):

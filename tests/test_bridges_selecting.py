@@ -209,6 +209,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", WAYS, ids=lambda way: way.__name__)
 def test_every_kind_of_selector_finds_its_layers_and_their_values(train, tmp_path: Path) -> None:
     callbacks = [Means(what) for what, _ in SELECTORS]
@@ -223,6 +224,7 @@ def test_every_kind_of_selector_finds_its_layers_and_their_values(train, tmp_pat
         np.testing.assert_allclose(callback.rows, wanted, rtol=1e-5, atol=1e-7, err_msg=str(what))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", WAYS, ids=lambda way: way.__name__)
 def test_statistics_are_of_the_layers_selected_under_the_names_given(train, tmp_path) -> None:
     acts = ActivationStats(modules=["b", {"a": "first"}, re.compile("^act$")])

@@ -251,6 +251,7 @@ def test_edits_in_a_full_graph_before_the_first_call(backend: str, net: Net, x: 
             edit.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_of_a_hook_there_before_the_first_call_are_right(
     backend: str, net: Net, x: Tensor

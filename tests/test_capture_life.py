@@ -82,6 +82,7 @@ def _within(block: Any, net: nn.Module, x: Tensor) -> None:
         net(x).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_many_cycles_leave_nothing_behind(use: str, net: nn.Sequential, x: Tensor) -> None:
     def objects() -> int:
@@ -99,6 +100,7 @@ def test_many_cycles_leave_nothing_behind(use: str, net: nn.Sequential, x: Tenso
     assert objects() - before < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_model_that_was_captured_can_die(use: str, x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -111,6 +113,7 @@ def test_a_model_that_was_captured_can_die(use: str, x: Tensor) -> None:
     assert [ref() for ref in gone] == [None] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_threads_do_not_meet(use: str, x: Tensor) -> None:
     nets = [nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(3)]
@@ -160,6 +163,7 @@ class Unmade(nn.Module):
         return "Unmade()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -171,6 +171,7 @@ def test_a_screen_that_has_few_characters_gets_escapes(monkeypatch: pytest.Monke
     assert b"3\\xd74 float32" in raw.getvalue()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "hookkit", "my_nets:ready"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -182,6 +183,7 @@ def test_a_closed_pipe_gets_no_traceback() -> None:
     assert err == b""
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "hookkit", "my_nets:ready", "--input", "3,4"]
 

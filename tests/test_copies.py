@@ -101,6 +101,7 @@ def same(a: Any, b: Any) -> None:
             np.testing.assert_array_equal(mine.values[name], theirs.values[name])
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("hosted", [False, True])
 def test_a_watcher_travels_with_what_was_recorded(way: Any, hosted: bool) -> None:
@@ -162,6 +163,7 @@ def test_a_copied_watcher_does_not_start_and_its_callbacks_go_on_elsewhere(way: 
     assert again.loop.fitting is False
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("i", range(5))
 @pytest.mark.parametrize("amid", [False, True])
@@ -181,6 +183,7 @@ def test_a_recorder_travels_by_itself(i: int, amid: bool, way: Any) -> None:
             np.testing.assert_array_equal(again.record().values[name], values)
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("amid", [False, True])
 def test_a_learner_travels_with_its_recorders_and_trains_on(way: Any, amid: bool) -> None:

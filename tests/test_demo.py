@@ -11,6 +11,7 @@ pytest.importorskip("tqdm")
 from hookkit import demo
 
 
+@pytest.mark.slow
 def test_the_demo_learns_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

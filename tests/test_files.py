@@ -101,6 +101,7 @@ def test_a_file_is_written_over_a_whole_one(name: str, write: Write, tmp_path: P
     assert path.stat().st_size
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_wherever_ctrl_c_comes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a" * 9)
@@ -189,6 +190,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
     save_state(path := tmp_path / "net.pth", nn.Linear(100, 100))
     for wait_s in (0.0, 0.013, 0.031):

@@ -70,6 +70,7 @@ def test_what_holds_no_records_is_refused(wrong):
         diagnose(wrong)
 
 
+@pytest.mark.slow
 def test_a_diagnosis_needs_no_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import hookkit; hookkit.diagnose("
     code += "hookkit.Run()); print('plotting' in ' '.join(sys.modules))"

@@ -261,6 +261,7 @@ def compiler(f: Any) -> Any:
     return torch.compile(f, backend="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["stored", "n_calls", "calls"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hook_that_a_compiled_function_ignores_is_reported_by_name(
@@ -280,6 +281,7 @@ def test_a_hook_that_a_compiled_function_ignores_is_reported_by_name(
     h.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hook_that_was_there_before_the_compiled_function_is_no_alarm(
     way: str, net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch

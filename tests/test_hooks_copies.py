@@ -85,6 +85,7 @@ def alike(a: Any, b: Any) -> bool:
     return torch.equal(a, b)
 
 
+@pytest.mark.slow
 @every
 @each_way
 @on_or_removed
@@ -104,6 +105,7 @@ def test_a_guests_hook_stays_with_the_original(kind: str, way: str, on: bool) ->
     assert entries(model) == []
 
 
+@pytest.mark.slow
 @every
 @each_way
 @pytest.mark.parametrize("listed", [False, True])

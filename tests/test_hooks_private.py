@@ -46,6 +46,7 @@ def python(*args: str, names: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_capture_is_right_without_any_of_torchs_private_names() -> None:
     options = ["-q", "-x", "-p", "without_private", "-p", "no:cacheprovider"]
     options += ["-k", f"not ({NEEDS_FUNCTORCH})", *(str(TESTS / name) for name in CORE)]
@@ -55,6 +56,7 @@ def test_capture_is_right_without_any_of_torchs_private_names() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
+@pytest.mark.slow
 def test_the_plugin_does_take_a_name_away() -> None:
     code = (
         "import without_private, torch; from hookkit.hooks.snapshot import lazy_clone; "

@@ -179,6 +179,7 @@ SCENARIOS: list[Callable[[], None]] = [
 LONG = {summarized: 12, watched: 30, fit: 30}  # thousands of points, all of them clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
 def test_nothing_is_left_wherever_ctrl_c_comes(scenario: Callable[[], None]) -> None:
     with warnings.catch_warnings():

@@ -101,6 +101,7 @@ def trained(net: str, guests: list[Any]) -> tuple[dict[str, Tensor], list[float]
     return copy.deepcopy(model.state_dict()), losses, rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guest", GUESTS)
 @pytest.mark.parametrize("net", NETS)
 def test_training_is_bit_identical_with_guests(net: str, guest: str) -> None:

@@ -96,6 +96,7 @@ plotting.plot_depth(run)
 PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_a_picture_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("matplotlib", "matplotlib_inline"):
         pytest.importorskip(library)

@@ -149,6 +149,7 @@ RUNS: dict[str, Callable[[], Run]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("state", RUNS)
 def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
@@ -216,6 +217,7 @@ def test_an_unknown_layer_is_an_error_with_the_nearest_names() -> None:
 ODD = ("größe_слой", "日本語", "fire🔥", "a$b$", "<b>", "two\nlines", "_hidden", "n" * 120, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_layers_of_any_name_are_drawn_without_a_warning(name: str) -> None:
     picture = PICTURES[name](made.run([(odd, "Linear") for odd in ODD], n=6))
@@ -339,6 +341,7 @@ def test_grey_and_black_say_what_they_mean_of_each_kind(kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [300, 1500])
 def test_one_broken_layer_of_many_is_seen_on_a_screen(n: int) -> None:
     record = made.record([(f"fc{i}", "Linear") for i in range(n)], 5, hist=False)
@@ -554,6 +557,7 @@ def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values: tuple[float,
     assert 0 < low < high < np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1e308, -np.inf, np.inf, 5e-324])
 @pytest.mark.parametrize("name", ["plot_stats", "plot_loss"])
 def test_a_few_values_at_the_ends_among_usual_ones_are_drawn(name: str, value: float) -> None:
@@ -601,6 +605,7 @@ def test_validation_alone_is_drawn_by_its_epochs() -> None:
     assert points_of(plotting.plot_loss(Run(valid=rows)).axes[0]) == [(0, 1), (1, 0.5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["seaborn-v0_8", "ggplot", "classic"])
 def test_other_styles_draw_without_a_warning_or_a_grid_on_heat_maps(style: str) -> None:
     run = made.run(n=9)
@@ -1003,6 +1008,7 @@ def test_a_dollar_in_a_layers_name_is_no_formula(name: str) -> None:
     assert any("$p_a^{$" in text for text in texts(picture))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", ["plot_run", "plot_stats", "plot_loss", "color_dim one layer"])
 def test_few_steps_are_counted_in_whole_numbers(name: str, n: int) -> None:

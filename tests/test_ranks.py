@@ -202,6 +202,7 @@ def work(r: int, where: str) -> None:
     leave(r, Path(where).parent)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_with_unequal_batches_get_the_whole(tmp_path: Path) -> None:
     context: Any = mp.spawn(work, args=(str(tmp_path / "meet"),), nprocs=2, join=False)

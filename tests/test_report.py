@@ -70,6 +70,7 @@ def broken_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return html_of(run, tmp_path_factory.mktemp("failing"))
 
 
+@pytest.mark.slow
 def test_the_page_has_every_part_in_order_and_its_tags_balance(broken_page: str) -> None:
     page = Outline(broken_page)
 
@@ -99,6 +100,7 @@ def test_a_picture_fits_a_narrow_page_and_scrolls_by_itself_when_enlarged(broken
     assert any("figure img{max-width:100%;" in rule for rule in rules)
 
 
+@pytest.mark.slow
 def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) -> None:
     bad = made.run(n=30)
     assert bad.activations is not None
@@ -121,6 +123,7 @@ def test_tables_have_captions_and_scopes(broken_page: str) -> None:
     assert {attrs.get("scope") for attrs in page.all("th")} == {"row", "col"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "text"), [(1, "1 rule could not"), (2, "2 rules could not")])
 def test_rules_that_could_not_judge_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, text: str
@@ -152,6 +155,7 @@ def looked_at(tmp_path: Path) -> dict[str, Any]:
     return {"run": made.exploding(made.run(n=300)), "learn": learn, "w": w}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["run", "learn", "w"])
 def test_a_run_is_diagnosed_drawn_and_reported_by_itself(who: str, tmp_path: Path) -> None:
     source = looked_at(tmp_path)[who]
@@ -187,6 +191,7 @@ def test_without_histograms_the_page_says_how_to_have_them(tmp_path: Path) -> No
     assert "No histograms of activations were recorded: use with_hist=True" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [1, 64])
 @pytest.mark.parametrize("broken", [slice(12, None), slice(None)])
 def test_the_page_of_a_net_that_diverged_has_every_picture(
@@ -284,6 +289,7 @@ def test_a_path_or_title_that_is_no_text_is_refused(options: Any, what: str) -> 
         report(made.run(n=20), **options)
 
 
+@pytest.mark.slow
 def test_the_table_of_many_layers_is_folded(tmp_path: Path) -> None:
     run = Run(made.record(made.transformer_names(), 3, hist=False))
 

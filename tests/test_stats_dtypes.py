@@ -80,6 +80,7 @@ def recorders() -> list[ActivationStats | GradientStats | ParamStats]:
     return [*stats, GradientStats(True, of="both", include_paramless=True), ParamStats()]
 
 
+@pytest.mark.slow
 @quiet
 @odd
 @pytest.mark.parametrize("exact", [False, True])
@@ -92,6 +93,7 @@ def test_no_dtype_and_no_layout_ends_or_changes_a_training(make, exact: bool):
     assert all(map(torch.equal, plain, watched))
 
 
+@pytest.mark.slow
 @quiet
 @odd
 def test_what_is_ordinary_is_recorded_as_if_the_odd_one_were_too(make):

@@ -135,6 +135,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [pickle.loads((folder / f"seen{rank}").read_bytes()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_are_merged_exactly_when_read(seen: list[dict[str, Any]]) -> None:
     want = record([0, 1]).record()

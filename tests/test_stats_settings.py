@@ -79,6 +79,7 @@ def recorded(dtype: torch.dtype, setting: Callable[[], AbstractContextManager[An
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_change_no_record(name: str, dtype: torch.dtype) -> None:

@@ -103,6 +103,7 @@ def recorders() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("where", POINTS)
 def test_another_thread_s_forward_is_not_recorded(where: str, grad: bool) -> None:

@@ -194,6 +194,7 @@ def by_global(net: Any) -> None:
     net.a.register_forward_hook(lambda m, i, o: NET.kept.update(a=o))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "add",
     [by_closure, by_inner_closure, by_container, by_default, by_partial, by_owner, by_list,

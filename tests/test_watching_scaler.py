@@ -113,6 +113,7 @@ def test_parameters_gradients_are_unscaled_also_if_the_scaler_is_not_given():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", [(), (0, 1, 7)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("given", [False, True])

@@ -81,6 +81,7 @@ def test_the_records_are_those_of_the_learner():
     np.testing.assert_allclose(own.losses, other.losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.traces_gradients
 def test_a_compiled_model_gives_the_same(backend: str):
