@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, HookError, MissingExtraError
-from hookkit.stats import ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import FlightRecorder, ParamStats
 from hookkit.watching import watch
 
 N, BATCH_SIZE, EPOCHS = 8, 4, 2  # batches of an epoch, rows of a batch, epochs

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError, HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
-from hookkit.stats import ActivationStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 

@@ -54,8 +54,7 @@ def _sequences() -> Any:
 
 
 def stats_callbacks() -> list[Any]:
-    from hookkit.stats import ActivationStats, GradientStats, ParamStats
-    from hookkit.stats.flight import FlightRecorder
+    from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
     return [
         ActivationStats(with_hist=True, include_paramless=True, units=True),

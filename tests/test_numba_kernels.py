@@ -15,8 +15,14 @@ from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning
 from hookkit.moments import cpu, numba_loader
 from hookkit.moments.cpu import cpu_row
-from hookkit.stats import ActivationStats, GradientStats, ParamStats, params, stats_callback
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import (
+    ActivationStats,
+    FlightRecorder,
+    GradientStats,
+    ParamStats,
+    params,
+    stats_callback,
+)
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.records import Record
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)

@@ -17,8 +17,7 @@ from hookkit.errors import (
 from hookkit.moments.cpu import cpu_row, norms
 from hookkit.moments.moments import merge, moments
 from hookkit.records import load
-from hookkit.stats import ActivationStats, GradientStats, ParamStats, params
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats, params
 from hookkit.stats.parameters import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hookkit.moments.histograms import edge_bins
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
 

@@ -9,8 +9,7 @@ from test_recording_zoo import trained
 from zoo import ZOO, Entry
 
 from hookkit.errors import HookkitWarning
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
 pytestmark = pytest.mark.usefixtures("reader")
 

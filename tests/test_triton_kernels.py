@@ -9,8 +9,7 @@ from hookkit.moments import flat, moments, plain, triton_kernels
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
 pytest.importorskip("triton")

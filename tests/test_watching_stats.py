@@ -21,8 +21,7 @@ from hookkit.health import diagnose
 from hookkit.learner import Learner
 from hookkit.modules import Parts
 from hookkit.records import Record
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
 
