@@ -3,7 +3,7 @@
     python benchmarks/summary.py                 # torchinfo is timed if it is installed
     python benchmarks/summary.py --only gpt2
 
-Times are medians of interleaved rounds in one thread. Each peer is asked for what it has: hookkit
+Times are medians of interleaved rounds in one thread. Each computes what it can: hookkit
 for shapes, calls, MACs, saved bytes and warnings; torchinfo for all its columns at full depth.
 """
 

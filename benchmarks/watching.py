@@ -66,16 +66,16 @@ def measured(make, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
             w = kinds[kind]
             if w is None:
                 times[kind].append(steps(model, x, opt, n_steps))
-            elif "told" in kind:
+            elif "reported" in kind:
                 with w:
-                    times[kind].append(told(w, model, x, opt, n_steps))
+                    times[kind].append(reported(w, model, x, opt, n_steps))
             else:
                 with w:
                     times[kind].append(steps(model, x, opt, n_steps))
     return times
 
 
-def told(w, model: nn.Module, x: torch.Tensor, opt: torch.optim.Optimizer, n: int) -> float:
+def reported(w, model: nn.Module, x: torch.Tensor, opt: torch.optim.Optimizer, n: int) -> float:
     start = time.process_time()
     for _ in range(n):
         loss = model(x).pow(2).mean()
