@@ -6,9 +6,9 @@ one `RecordSwitch` that all hooks of a callback share; it is set as each batch b
 works at any `order`, and a compiled model, which guards on the switch alone, has two graphs at
 most, unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
 
-`Recorder` is the base of callbacks whose hooks store nothing and hand what they see to something
-else: they say in `_attach` what goes on one module. The file is longer than most, since the options
-of hooks, their events and their life are read together.
+`RecorderCallback` is the base of callbacks whose hooks store nothing and hand what they see to
+something else: they say in `_attach` what goes on one module. The file is longer than most, since
+the options of hooks, their events and their life are read together.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class HookCallback(Callback):
         self._record(False)
 
     def before_validate(self) -> None:
-        """Likewise: batches that pass this callback by are not recorded."""
+        """Switches recording off, as `before_train` does."""
         self._record(False)
 
     def before_batch(self) -> None:
@@ -327,7 +327,7 @@ Key = tuple[str | None, int]
 """A hooked module's name, and its id; None for a hook that is no layer's."""
 
 
-class Recorder(HookCallback):
+class RecorderCallback(HookCallback):
     """Base of callbacks whose hooks show what they see to something that records it.
 
     Derive `_attach`. A subclass's `hook`, or one that is given, is in `_function`.
@@ -357,7 +357,7 @@ class Recorder(HookCallback):
 
 
 class RecorderHooks:
-    """The hooks of a `Recorder` while they are on, by module name. They store nothing."""
+    """The hooks of a `RecorderCallback` while they are on, by module name. They store nothing."""
 
     stored = L()
 
@@ -376,7 +376,7 @@ class RecorderHooks:
         return f"RecorderHooks({len(self)} modules)"
 
     def replace(self, wanted: Mapping[Key, Callable[[], Handle]]) -> None:
-        """Has the hooks that are `wanted` and no others; if one cannot be made, those of before."""
+        """Makes the `wanted` hooks, removes all others; if one cannot be made, nothing changes."""
         added: dict[Key, Handle] = {}
         try:
             for key, register in wanted.items():

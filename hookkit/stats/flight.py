@@ -27,7 +27,7 @@ from hookkit.events import CancelStepException
 from hookkit.hooks import attach
 from hookkit.hooks.entries import Handle, graph_task
 from hookkit.modules import unwrap
-from hookkit.recording import Recorder, RecordSwitch
+from hookkit.recording import RecorderCallback, RecordSwitch
 from hookkit.records import Incident
 from hookkit.stats.norm_history import (
     FIRST,
@@ -46,7 +46,7 @@ ACTIONS = ("raise", "skip", "report")
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
 
-class FlightRecorder(Recorder):
+class FlightRecorder(RecorderCallback):
     """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
 
     Args:

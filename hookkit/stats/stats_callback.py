@@ -1,6 +1,7 @@
 """`StatsCallback`: what the recorders of tensors share, from a layer's hook to the step's record.
 
-Builds on `Recorder` (which registers and removes hooks) and `StatsAccumulator` (what is kept).
+Builds on `RecorderCallback`, which registers and removes hooks, and on `StatsAccumulator`, which
+keeps the numbers.
 The step axis is the optimizer step: what several batches of one step gave is merged, and a batch
 that was cancelled, or whose step was skipped, records nothing.
 
@@ -35,14 +36,14 @@ from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
 from hookkit.nested import Inputs, named_leaves, tmap
-from hookkit.recording import Recorder, RecordSwitch
+from hookkit.recording import RecorderCallback, RecordSwitch
 from hookkit.records import Record
 from hookkit.selecting import leaf_modules
 
 Function = Callable[[nn.Module, Any, Any], Any]
 
 
-class StatsCallback(Recorder):
+class StatsCallback(RecorderCallback):
     """Base of the callbacks that record statistics of tensors; see `ActivationStats`.
 
     Attributes:

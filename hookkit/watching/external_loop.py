@@ -315,7 +315,7 @@ class ExternalLoop(CallbackRunner):
             self("before_epoch", "before_train")
         self.training, self.stepped, self._marked, self.loss = True, False, False, None
         self.losses.begin(self.n_steps)
-        self._tell("before_batch")
+        self._fire_in_batch("before_batch")
 
     def _begin_unseen_batch(self) -> None:
         """A step came, and the forward before it was not seen."""
@@ -324,11 +324,11 @@ class ExternalLoop(CallbackRunner):
         self._begin_batch()
 
     def _after_pred(self) -> None:
-        self._tell("after_pred")
+        self._fire_in_batch("after_pred")
 
     def _before_step(self) -> None:
         try:
-            self._tell("before_step")
+            self._fire_in_batch("before_step")
         except CancelStepException:
             if self.each_forward or in_backward():
                 raise HookError(
@@ -349,7 +349,7 @@ class ExternalLoop(CallbackRunner):
             self._step_cancelled = False
         else:
             self.n_steps, self.stepped = self.n_steps + 1, True
-            self._tell("after_step")
+            self._fire_in_batch("after_step")
         if self.training:
             self._end_batch()
 
@@ -359,7 +359,7 @@ class ExternalLoop(CallbackRunner):
     def _end_batch(self, event: str = "after_batch") -> None:
         self.train_iter += event == "after_batch"  # as the Learner: known to most `after_batch`
         try:
-            self._tell(event)
+            self._fire_in_batch(event)
         finally:
             self.training = self._marked = False
             self._pause()
@@ -368,7 +368,7 @@ class ExternalLoop(CallbackRunner):
         self.losses.drop()
         self._end_batch("after_cancel_batch")
 
-    def _tell(self, event: str) -> None:
+    def _fire_in_batch(self, event: str) -> None:
         """Fires an event of a training batch."""
         if self._by_event.get(event) == []:
             return  # the common case
