@@ -55,7 +55,7 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
 
-format: $(STAMP)  ## rewrite the sources in the house format
+format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
