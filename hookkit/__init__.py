@@ -25,7 +25,7 @@ alone.
      6  pages · callbacks                       report: one page of a run; Callback
      7  recording                               HookCallback: where hooks meet a loop
      8  stats                                   ActivationStats and other recorders
-     9  learner · watching                      our training loop; anybody's
+     9  learner · watching                      hookkit's training loop; yours
     10  bridges · testing · demo                other libraries' loops; small models; a real run
 """
 

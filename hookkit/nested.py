@@ -1,4 +1,4 @@
-"""Whatever a module takes and returns: its tensors listed, named, mapped, picked and described.
+"""What a module takes and returns: its tensors listed, named, mapped, picked and described.
 
 Containers are tuple, namedtuple, `torch.return_types.*`, list, deque, dict and other mappings
 (Hugging Face's ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type;

@@ -6,7 +6,7 @@ calls, `GramWrapper` sums XᵀX.
 
 Builds on `select`, which finds the modules, and on `modules.edges`, which finds their places: each
 registration of a module is one, so a shared module is replaced everywhere. The wrappers share the
-file with `swap`, since each of them is used through it (370 lines).
+(long) file with `swap`, since each of them is used through it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`CallbackRunner`: whatever owns callbacks and calls them by event.
+"""`CallbackRunner`: what owns callbacks and calls them by event.
 
 Two are built on it: the `Learner`, which runs its own loop, and the `ExternalLoop` behind `watch`,
 which follows anybody's. The idea that makes it cheap: for each event a runner finds once which

@@ -1,7 +1,7 @@
 """Rules on what layers give: badly scaled from the start, or too noisy in training.
 
-Units that give nothing are in `units`, NaN and Inf in `non_finite`, attention's logits in
-`attention`, the range of float16 in `precision`.
+Units that give nothing are in `units`; NaN, Inf and the range of float16 in `precision`;
+attention's logits in `attention`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hooks that remember: `Hook` for one module, `Hooks` for many, and the functions that make them.
+"""Hooks that store: `Hook` for one module, `Hooks` for many, and the functions that make them.
 
 making       `hook_output(s)` and `hook_input(s)`, which make hooks that store.
 collection   `Hooks`: many hooks as one, registered all or none.
@@ -12,15 +12,15 @@ references   Objects that hold tensors and are no container: stored as they are,
 entries      `HookEntry`: the one thing that hookkit puts on a module, its switch and its handle.
 gradients    Gradients of outputs and inputs, by tensor hooks that are set while the forward runs.
 backward     A function called in each backward pass with the gradients of inputs and outputs.
-taps         How a hook gets the gradient of one use of a tensor, and the run stays as it is.
+taps         How a hook gets the gradient of one use of a tensor, without a change to the run.
 views        The gradient of one tensor, also where its memory is written in place later.
-compiling    What torch.compile does to hooks, and how a capture is right all the same.
+compiling    What torch.compile does to hooks, and how capture works with it.
 compiled_functions
              Which modules the functions run that torch.compile has compiled.
 global_hooks  Hooks that are not on chosen modules: on one tensor, on every module there is.
 
-More than eight files: the four on gradients stand for one duty with much to say, and each of the
-others is one of the questions that a reader comes with.
+More than eight files: gradients need four (`gradients`, `backward`, `taps`, `views`), and each of
+the others is looked for by itself.
 """
 
 from hookkit.hooks.block import StopForward

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """After the forward: `hook_func(module, input, output)`. What an edit hands on, else None."""
+    """After the forward: `hook_func(module, input, output)`. What an edit returns, else None."""
     o, leaf = hook.options, hook.leaf
     if not o.edit and not is_compiling() and is_tracing():
         with untraced():
@@ -138,7 +138,7 @@ def _function(hook: Capture) -> Callable[..., Any]:
 
 
 def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:
-    """Stores `f(*seen)` if this call is to be recorded; what an edit hands on, else None.
+    """Stores `f(*seen)` if this call is to be recorded; what an edit returns, else None.
 
     `given`: what the module was called with, if `f` may return that itself.
     """
@@ -249,7 +249,7 @@ def receiver(hook: ref[Capture], grads: Grads) -> Receive:
 
 
 def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
-    """As `begin`, for an edit: what receives a gradient gives the one that goes on."""
+    """As `begin`, for an edit: what receives a gradient returns the one that goes on."""
     if is_compiling():  # here: the graph of a gradient's hook may write no attribute
         hook.traced = True
         return _editor(ref(hook), ref(module))

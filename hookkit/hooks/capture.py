@@ -1,8 +1,8 @@
 """`Capture`: what a hook does at the calls of its module, and what it has stored.
 
 The module holds the capture, the user holds a `Hook` around it. They are two objects since a copy
-has to know how it was reached: through the module's dict of hooks, where it is a guest's and does
-nothing, or through a module that owns the `Hook`, where it works.
+has to know how it was reached: through the module's dict of hooks, where the copy does nothing, or
+through a module that owns the `Hook` as an attribute, where the copy works.
 
 A `with hook_outputs(layers)` makes one capture a layer for one forward pass, and what that costs
 are mostly the objects made, in a cache that the model has just emptied. So a capture is itself the

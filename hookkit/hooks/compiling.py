@@ -1,4 +1,4 @@
-"""What torch.compile does to hooks, and how a capture is right all the same.
+"""What torch.compile does to hooks, and how capture works with it.
 
 A compiled function ignores a hook that is added after it has run, and does not warn: empty hook
 dicts are not guarded. Inside a `with` block compiled code therefore runs eagerly (the compiler's

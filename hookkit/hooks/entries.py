@@ -13,8 +13,8 @@ A module's hooks are copied and pickled with it. What is registered is therefore
 `callback`, which only the original has. A recorder is switched on and off by its `Switch`, not by
 registering and removing: a compiled model then has two graphs at most.
 
-Also here, for all rooms: which calls count (`counts_for`, `recomputing`, `untraced`), the part of a
-value at a path (`part_at`), and whether a replacement has the structure of the original
+Also here, for other folders too: which calls count (`counts_for`, `recomputing`, `untraced`), the
+part of a value at a path (`part_at`), and whether a replacement has the structure of the original
 (`check_same`). Gradients have entries too; `gradients` makes them. The file is long since each of
 these is the only copy in hookkit, and half of it are docstrings.
 """

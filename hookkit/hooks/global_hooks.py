@@ -50,7 +50,7 @@ R = TypeVar("R", "GlobalHook", "_Printed")
 
 
 def _registered(hook: R) -> R:
-    """`hook`, which exists before it is registered: no interrupt can part them."""
+    """`hook`, which exists before it is registered: no interrupt comes between the two."""
     try:
         hook.register()
     except BaseException:

@@ -73,7 +73,7 @@ class GradHooks:
     """The forward hooks of one module that together receive gradients of its output or inputs.
 
     For the output: `before` notes which inputs come in, `after` sets hooks on the output's tensors,
-    and hands on an alias where a tensor has uses that are not the output's. `first` makes these
+    and returns an alias where a tensor has uses that are not the output's. `first` makes these
     aliases before other hooks keep the output, so that their uses count too; it is registered only
     where there are such hooks. For the inputs: `take` hands an alias of each to the module and
     hooks it, `give` sees which of them the module has written.
@@ -170,7 +170,7 @@ class GradHooks:
     def _after_one(
         self, module: nn.Module, args: Any, kwargs: Any, t: Tensor, receive: Receive
     ) -> Tensor:
-        """What is handed on for an output that is one tensor: itself, or an alias."""
+        """What is returned for an output that is one tensor: itself, or an alias."""
         if not (t.requires_grad and torch.is_grad_enabled()):
             return t
         base = t._base
@@ -224,7 +224,7 @@ class GradHooks:
     def give(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook before all others: sees which inputs the module has written.
 
-        Where it returns one of them, the caller's own tensor is handed on, which is the same by
+        Where it returns one of them, the caller's own tensor is returned, which is the same by
         then.
         """
         if is_compiling():
@@ -258,7 +258,7 @@ def _is_own_base(module: nn.Module, args: Any, output: Tensor, base: Tensor) -> 
     """
     if type(module) is not nn.Linear or base.numel() != output.numel():
         return False
-    # a hook may hand on the input instead
+    # a hook may return the input instead
     return not any(base is x or base is getattr(x, "_base", None) for x in args)
 
 

@@ -1,11 +1,11 @@
-"""How a hook gets the gradient of one use of a tensor, and the run stays as it is.
+"""How a hook gets the gradient of one use of a tensor, without a change to the run.
 
 A hook on a tensor (`Tensor.register_hook`) belongs to one node of autograd's graph and receives the
 gradient of every use that goes through that node. Two things can make that the wrong gradient of
 an output (the third is in `views`):
 
 - The tensor has other uses that must not count: a module returns its own input, a parameter, or
-  one tensor twice. `alias` makes a view of it, a node of its own, to hand on instead. A view shares
+  one tensor twice. `alias` makes a view of it, a node of its own, to return instead. A view shares
   the memory and autograd knows it, so an in-place operation on either reaches the other, in values
   and in gradients, as it does without the hook. (A copy would not: it changes the run.)
 - The module has used the tensor itself, for another of its outputs. `own_node` gives the tensor a
@@ -55,7 +55,7 @@ def on_grad(
         given: what the module was called with; read in a graph of torch.compile only.
 
     Returns:
-        What the forward has to hand on: `output` itself, or, where a leaf needed an alias, the
+        What the forward has to return: `output` itself, or, where a leaf needed an alias, the
         same structure with that leaf replaced.
     """
     if not torch.is_grad_enabled():
@@ -105,7 +105,7 @@ class _Needs:
         self.times = Counter(map(id, found)) if self.several else Counter[int]()
 
     def separated(self, t: Tensor) -> Tensor:
-        """The tensor to hand on and to hook in the place of `t`: `t` itself where that will do."""
+        """The tensor to return and to hook in the place of `t`: `t` itself where that is right."""
         if self.alias(t):
             return alias(t)
         return own_node(t) if self.several else t
@@ -182,7 +182,7 @@ def own_node(t: Tensor) -> Tensor:
 
 
 def separated_in_graph(t: Tensor, given: Iterable[Tensor]) -> Tensor:
-    """What is handed on and hooked for `t` in a graph of torch.compile.
+    """What is returned and hooked for `t` in a graph of torch.compile.
 
     A copy, since a graph knows no versions and a hook on a view is lost with the next in-place
     operation. But a view where `t` is a parameter or shares the memory of a module's input, one of

@@ -4,7 +4,7 @@ A hook may change what a layer gives, so it is part of what the model computes. 
 (weight norm, pruning, lazy layers) and those that the model holds are copied with it. A user's
 function cannot be copied: it is shared, and where it refers to the model itself (in a closure, a
 default, a global name, an attribute of its owner) a second function refers to the copy instead.
-hookkit's own hooks run on the copy if they edit, and stay away if they only observe.
+hookkit's own hooks run on the copy if they edit, and are not copied if they only observe.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def n_on_wrappers(tree: Tree) -> int:
 
 def tables_of(m: nn.Module) -> tuple[dict[str, Any], ...]:
     """The dicts in which `m` holds tensors: attributes, parameters, buffers."""
-    # Private, in torch 2.11 to 2.13: only the dicts themselves can be told from other containers.
+    # Private, in torch 2.11 to 2.13: only the dicts themselves differ from other containers.
     return vars(m), m._parameters, m._buffers
 
 

@@ -8,7 +8,7 @@ rows at once, and puts the result into a history (`history`). No value is read b
 What has to change together is one tuple, `_State`: `commit`, `fold` and `drop` build the next state
 beside the old one, put it in place by one assignment, and then empty the current batch, which is
 repeated before anything else if an interrupt or an error comes in between. So no record is ever
-half there or counted twice, whatever line an exception leaves.
+half written or counted twice, at whatever line an exception is raised.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code: no graph break, no second implementation.

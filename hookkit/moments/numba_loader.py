@@ -1,6 +1,6 @@
 """Loads `numba_kernels`, once in a process, when a watch or a fit begins.
 
-Not in the middle of a run, since the last digits of sums would change with the way of computing.
+Never in the middle of a run: the last digits of sums would change with the way of computing.
 numba is imported on a thread of its own, which the caller waits for: a Ctrl-C there would leave a
 half-imported numba that cannot be imported again, and PyTorch's modes, numpy's error state and a
 debugger that the training has set apply to its own thread only.

@@ -6,7 +6,7 @@ where there are several. Steps are optimizer steps; dotted lines mark epochs; co
 first layer (dark) to the last (light) and are safe for colour-blind readers; vermilion means NaN or
 Inf and nothing else.
 
-    figures     figures, files, colours, text; says how to get matplotlib
+    figures     figures, files, colours, text; says how to install matplotlib
     arrays      edges, limits, smoothing, spikes: what can be decided without matplotlib
     labels      names of layers that fit where they are drawn
     axes        titles, scales and ticks, names of layers, marks of epochs and of NaN or Inf

@@ -1,6 +1,6 @@
 """Figures, files, colours and text: what every picture needs. No global setting is changed.
 
-The first file of the room to be imported, so the one that says how to get matplotlib.
+The first file of the folder to be imported, so the one that says how to install matplotlib.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError:
 FAINT = "#767676"
 """Grey that is legible on white and on black: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3)."""
 ALARM = "#d55e00"
-"""Vermilion of Okabe and Ito's palette, which colour-blind readers can tell: NaN or Inf only."""
+"""Vermilion of Okabe and Ito's palette, which colour-blind readers distinguish: NaN or Inf only."""
 NEVER = "#dcdcdc"
 BLUE = "#0072b2"
 ORANGE = "#e69f00"

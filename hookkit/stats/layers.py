@@ -1,8 +1,10 @@
-"""What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
+"""What every layer gives, and its gradients, while the model trains.
 
-Callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)` around any
-loop. Recorded on the device, exact, in bounded memory, without a host read before `record()`; read
-as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as pictures.
+`ActivationStats`, `GradientStats` and the checks of their options; `ParamStats` is in `params`.
+They are callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)`
+around any loop. Recorded on the device, exact, in bounded memory, without a host read before
+`record()`; read as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as
+pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
 The true update, not learning rate times gradient: the weights are copied before a recorded step
-and subtracted after it. How the norms are taken is in `norms`.
+and subtracted after it. How the norms are taken is in `parameters`.
 """
 
 from __future__ import annotations
