@@ -1,4 +1,4 @@
-"""Hand-made records and runs: what recorders would have written of nets we never had to train."""
+"""Hand-made records and runs: what recorders would have written, without a training."""
 
 from dataclasses import replace
 from typing import Any

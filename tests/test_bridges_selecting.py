@@ -34,7 +34,7 @@ class Parts(nn.Module):
         return y, {"twice": 2 * y}
 
 
-class Parted(Net):
+class NetWithParts(Net):
     """The net of the bridges' tests, with a layer at its end that gives a structure."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def by_hand() -> dict[str, np.ndarray]:
 
     A loop and hooks of PyTorch alone.
     """
-    model = Parted()
+    model = NetWithParts()
     opt = sgd(model)
     seen: dict[str, list[Tensor]] = {n: [] for n in ("a", "act", "b", "twice", "grad")}
 
@@ -105,7 +105,7 @@ def by_hand() -> dict[str, np.ndarray]:
 
 
 def in_a_loop(out: Path, *callbacks: Any) -> None:
-    model = Parted()
+    model = NetWithParts()
     opt = sgd(model)
     with watch(model, opt, *callbacks):
         for _ in range(EPOCHS):
@@ -118,7 +118,7 @@ def in_a_loop(out: Path, *callbacks: Any) -> None:
 def in_the_learner(out: Path, *callbacks: Any) -> None:
     from hookkit.learner import Learner
 
-    learn = Learner((loader(), None), Parted(), mse, torch.optim.SGD, lr=0.05, cbs=callbacks)
+    learn = Learner((loader(), None), NetWithParts(), mse, torch.optim.SGD, lr=0.05, cbs=callbacks)
     with learn.no_logging():
         learn.fit(EPOCHS)
 
@@ -130,10 +130,10 @@ def with_lightning(out: Path, *callbacks: Any) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            for name, m in Parted().named_children():
+            for name, m in NetWithParts().named_children():
                 self.add_module(name, m)
 
-        forward = Parted.forward
+        forward = NetWithParts.forward
 
         def training_step(self, batch, i):
             return mse(self(batch[0]), batch[1])
@@ -152,7 +152,9 @@ def with_transformers(out: Path, *callbacks: Any) -> None:
     pytest.importorskip("transformers")
     from hookkit.bridges.transformers import HookkitCallback
 
-    trainer = hugging_face(Parted(), HookkitCallback(*callbacks), out=out, eval_strategy="epoch")
+    trainer = hugging_face(
+        NetWithParts(), HookkitCallback(*callbacks), out=out, eval_strategy="epoch"
+    )
     trainer.train()
 
 
@@ -160,7 +162,7 @@ def with_ignite(out: Path, *callbacks: Any) -> None:
     engines = pytest.importorskip("ignite.engine")
     from hookkit.bridges.ignite import HookkitHandler
 
-    model = Parted()
+    model = NetWithParts()
     opt = sgd(model)
     engine = engines.create_supervised_trainer(model, opt, mse)
     HookkitHandler(*callbacks).attach(engine, model, opt)
@@ -173,7 +175,7 @@ def with_skorch(out: Path, *callbacks: Any) -> None:
 
     rows = Rows()
     net = skorch.NeuralNetRegressor(
-        Parted,
+        NetWithParts,
         max_epochs=EPOCHS,
         lr=0.05,
         batch_size=BATCH_SIZE,
@@ -193,7 +195,7 @@ def with_fastai(out: Path, *callbacks: Any) -> None:
     from hookkit.bridges.fastai import HookkitCallback
 
     dls, bridge = DataLoaders(loader(), loader()), HookkitCallback(*callbacks)
-    learn = Learner(dls, Parted(), mse, SGD, lr=0.05, cbs=bridge)
+    learn = Learner(dls, NetWithParts(), mse, SGD, lr=0.05, cbs=bridge)
     with learn.no_logging():
         learn.fit(EPOCHS)
 

@@ -225,7 +225,7 @@ def test_one_cycle_warms_up_and_anneals_as_torchs_does() -> None:
         (torch.optim.Adagrad, "lr_decay", 0, False),
     ],
 )
-def test_momentum_is_cycled_where_there_is_one_and_put_back(
+def test_momentum_is_cycled_where_there_is_one_and_restored(
     opt_func: Any, key: str, before: Any, cycled: bool
 ) -> None:
     seen: set[Any] = set()
@@ -432,7 +432,7 @@ def test_no_bar_and_no_logging_are_for_the_with_alone(capsys: Any) -> None:
     assert learn.logger is print
 
 
-def test_without_tqdm_the_pip_command_is_told(monkeypatch: Any) -> None:
+def test_without_tqdm_the_pip_command_is_reported(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
 
     with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[progress\]"'):

@@ -330,7 +330,7 @@ def test_a_second_model_of_a_compiled_class_is_captured_or_reported(x: Tensor) -
     h.remove()
 
 
-# --- what we put aside
+# --- forgetting graphs
 
 
 def test_forgetting_graphs_makes_hooks_that_stay_be_seen(net: Net, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Odd and hostile use of the capture API: right, or refused in words that name what was wrong."""
+"""Odd and wrong use of the capture API: it works, or an error names what is wrong."""
 
 import copy
 import gc
@@ -72,7 +72,7 @@ def n_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-# --- what is asked for
+# --- which modules
 
 
 WRONG = [None, 3, "fc", b"x", object(), [None], ["fc"], nn.Linear, {"a": 3}, {"a": None}, [3.5]]
@@ -140,7 +140,7 @@ def test_the_kind_of_a_hook_is_given_by_true_or_false(option: str) -> None:
 
 
 @pytest.mark.parametrize("leaf", ["[0", "zzz(", "[0]x", 3, None])
-def test_a_leaf_path_that_cannot_be_read_is_refused_at_the_door(leaf: Any) -> None:
+def test_a_leaf_path_that_cannot_be_read_is_refused_at_once(leaf: Any) -> None:
     m = nn.ReLU()
 
     with pytest.raises(OptionError, match=r"Hook: leaf=.* is no path into what a module gives"):
@@ -221,7 +221,7 @@ def test_names_of_any_characters_find_their_module() -> None:
 
 
 class Contrary(nn.Module):
-    """A module that answers no question it is not asked: slots, properties, no truth, no length."""
+    """A module that supports nothing it does not need: slots, properties, no truth, no length."""
 
     __slots__ = ("extra",)
 

@@ -1,4 +1,4 @@
-"""Capture on models that another machine has made: scripted, traced, fx, exported, replicated."""
+"""Capture on models that another tool has made: scripted, traced, fx, exported, replicated."""
 
 import copy
 import threading

@@ -48,7 +48,7 @@ def every(entries: list[Entry]) -> Any:
 
 
 def is_bare(model: nn.Module) -> bool:
-    """No hook of ours is left: their keys are negative."""
+    """No hook of hookkit remains: their keys are negative."""
     modules = hookable(model).values()
     return all(k >= 0 for m in modules for k in (*m._forward_hooks, *m._forward_pre_hooks))
 

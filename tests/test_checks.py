@@ -296,7 +296,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
 
 MADE_HERE = {"Watcher", "ParamStats.record", "Recorder.plot_loss", "Hook.listen", "Summary.text"}
 MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding"}
-"""Made by hookkit itself, or checked by a test of its own room."""
+"""Made by hookkit itself, or checked by a test of its own folder."""
 
 
 def flags() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Copies and pickles: what was recorded travels, what runs does not.
+"""Copies and pickles: what was recorded goes with them, what runs does not.
 
 A host (a skorch net, a fastai Learner) that holds a Watcher is copied, pickled and exported as one
 without.
@@ -104,7 +104,7 @@ def same(a: Any, b: Any) -> None:
 @pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("hosted", [False, True])
-def test_a_watcher_travels_with_what_was_recorded(way: Any, hosted: bool) -> None:
+def test_a_watcher_is_copied_with_what_was_recorded(way: Any, hosted: bool) -> None:
     run = Run()
     with run.w:
         run.steps(6)
@@ -166,15 +166,15 @@ def test_a_copied_watcher_does_not_start_and_its_callbacks_go_on_elsewhere(way: 
 @pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("i", range(5))
-@pytest.mark.parametrize("amid", [False, True])
-def test_a_recorder_travels_by_itself(i: int, amid: bool, way: Any) -> None:
+@pytest.mark.parametrize("during", [False, True])
+def test_a_recorder_is_copied_with_its_records(i: int, during: bool, way: Any) -> None:
     run = Run()
     cb = run.w.cbs[i]
 
     with run.w:
         run.steps(3)
-        again = way(cb) if amid else None
-    again = again if amid else way(cb)
+        again = way(cb) if during else None
+    again = again if during else way(cb)
 
     assert again.learn is None
     if hasattr(cb, "record"):
@@ -185,13 +185,13 @@ def test_a_recorder_travels_by_itself(i: int, amid: bool, way: Any) -> None:
 
 @pytest.mark.slow
 @each_way
-@pytest.mark.parametrize("amid", [False, True])
-def test_a_learner_travels_with_its_recorders_and_trains_on(way: Any, amid: bool) -> None:
+@pytest.mark.parametrize("during", [False, True])
+def test_a_learner_is_copied_with_its_recorders_and_trains_on(way: Any, during: bool) -> None:
     copies: list[Learner] = []
 
     class Copies(HookCallback):
         def after_batch(self) -> None:
-            if amid and self.iter == 3:
+            if during and self.iter == 3:
                 copies.append(way(self.learn))
 
     global _Copies
@@ -200,7 +200,7 @@ def test_a_learner_travels_with_its_recorders_and_trains_on(way: Any, amid: bool
     learn = synth_learner(cbs=[*recorders(), ProgressCallback, Copies(hook=keep_shape)])
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
-        again = copies[0] if amid else way(learn)
+        again = copies[0] if during else way(learn)
         n = again.n_steps
         if way is not copy.copy:
             again.logger = learn.logger

@@ -1,4 +1,4 @@
-"""distrib_ctx: accelerate's pieces in the Learner's places, and its own back afterwards."""
+"""distrib_ctx: the Learner runs on accelerate's model, optimizer and loaders, then on its own."""
 
 import subprocess
 import sys
@@ -95,7 +95,7 @@ def test_accumulation_is_accelerates() -> None:
     assert learn.steps_now
 
 
-def test_without_accelerate_the_pip_command_is_told(monkeypatch: Any) -> None:
+def test_without_accelerate_the_pip_command_is_reported(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
 
     with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[distributed\]"'):

@@ -681,7 +681,7 @@ def test_an_error_of_the_function_keeps_its_type_and_names_the_layer() -> None:
     with pytest.raises(KeyError, match="mine") as caught, edit_output(net[0], wrong):
         net(torch.randn(2, 4))
 
-    (note,) = caught.value.__notes__  # the user's function, and nothing of ours
+    (note,) = caught.value.__notes__  # the user's function, and nothing of hookkit's
     assert "wrong on Linear(in_features=4" in note
 
 

@@ -281,7 +281,7 @@ def test_activation_stats_are_the_mean_and_std_of_the_prediction() -> None:
     is_close(stats.itemgot("std"), learn.tst.stds, eps=1e-4)
 
 
-def test_histograms_are_recorded_when_asked_for() -> None:
+def test_histograms_are_recorded_on_request() -> None:
     learn = synth_learner(n_trn=5, cbs=ActivationStats(with_hist=True))
 
     with learn.no_logging():

@@ -27,7 +27,7 @@ def nothing(*seen: Any) -> None:
 
 
 def is_clean() -> bool:
-    """No global hook, the fused path allowed, no block of ours that holds the compiler back."""
+    """No global hook, the fused path allowed, no block of hookkit that holds the compiler back."""
     hooks = nn.modules.module._has_any_global_hook()
     return not hooks and torch.backends.mha.get_fastpath_enabled() and not compiling._inside
 

@@ -51,7 +51,7 @@ def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: l
     assert [len(g["params"]) for g in opt.param_groups] == sizes
 
 
-def test_a_splitter_without_parameters_is_told() -> None:
+def test_a_splitter_without_parameters_is_reported() -> None:
     with pytest.raises(ArgumentError, match=r"splitter returned no parameter, .*requires_grad_"):
         synth_learner(model=nn.Identity()).fit(1)
 
@@ -70,7 +70,7 @@ def test_rates_spread_over_groups(lr: Any, rates: list[float]) -> None:
 
 
 @pytest.mark.parametrize("lr", [[1, 2], -1.0, float("nan")])
-def test_rates_that_cannot_be_are_told(lr: Any) -> None:
+def test_rates_that_cannot_be_are_reported(lr: Any) -> None:
     with pytest.raises(OptionError, match=r"lr=.*: the optimizer has 3 parameter groups"):
         spread(lr, 3)
 
@@ -141,7 +141,7 @@ def test_frozen_weights_do_not_move() -> None:
 @pytest.mark.parametrize(
     ("train_bn", "expected"), [(True, [False, True, True]), (False, [False] * 3)]
 )
-def test_batch_norms_in_frozen_groups_learn_unless_told_otherwise(
+def test_batch_norms_in_frozen_groups_learn_by_default(
     train_bn: bool, expected: list[bool]
 ) -> None:
     model = nn.Sequential(ConvLayer(1, 2), nn.Conv2d(2, 1, 1))
@@ -152,7 +152,7 @@ def test_batch_norms_in_frozen_groups_learn_unless_told_otherwise(
     assert trainable(learn)[:3] == expected
 
 
-def test_a_group_that_is_not_there_is_told() -> None:
+def test_a_group_that_is_not_there_is_reported() -> None:
     with pytest.raises(OptionError, match=r"n=5.* the optimizer's 2 groups.* from -2 to 2"):
         two_groups().freeze_to(5)
 

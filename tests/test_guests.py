@@ -1,4 +1,4 @@
-"""Living together: Captum's hooks and TensorBoard's tracing with ours on the same model."""
+"""Captum's hooks and TensorBoard's tracing together with hookkit's hooks on one model."""
 
 from pathlib import Path
 from typing import Any

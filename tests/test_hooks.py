@@ -1,4 +1,4 @@
-"""Hook, Hooks and hook_output(s): what is stored, when it is stored, what is said, what is left."""
+"""Hook, Hooks and hook_output(s): what is stored, when it is stored, what is reported."""
 
 import collections
 import contextlib
@@ -524,7 +524,7 @@ def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
         ([nn.ReLU(), None], "found None"),
     ],
 )
-def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) -> None:
+def test_what_is_no_module_is_refused_at_once(modules: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         hook_outputs(modules)
 
@@ -545,7 +545,7 @@ def test_what_is_no_module_is_refused_at_the_door(modules: Any, message: str) ->
         (lambda m: Hook(torch.jit.script(m), None), HookError, "scripted or traced"),
     ],
 )
-def test_bad_options_are_reported_at_the_door(make: Any, error: type, message: str) -> None:
+def test_bad_options_are_reported_at_once(make: Any, error: type, message: str) -> None:
     m = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

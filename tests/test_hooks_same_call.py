@@ -1,7 +1,7 @@
 """Hooks that are removed or added while the hooks of that very call run.
 
-PyTorch takes the list of hooks first and asks at each whether it wants the keyword inputs, so it
-still calls one that was removed, and then without them.
+PyTorch takes the list of hooks first and looks up at each whether it takes the keyword inputs, so
+it still calls one that was removed, and then without them.
 """
 
 from collections.abc import Callable

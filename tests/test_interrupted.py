@@ -44,7 +44,7 @@ EXTRACT = feature_extractor(NET, "0", "1")
 
 
 def left() -> str:
-    """What is left on the net, and whether it still runs as it did."""
+    """What remains on the net, and whether it still runs as it did."""
     found = left_behind(NET)
     try:
         same = torch.equal(NET(X), Y) and list(NET) == LAYERS
@@ -208,7 +208,7 @@ def test_nothing_is_left_between_the_making_of_hooks_and_their_block(
     assert interrupted_everywhere(scenario, left, entering=True) == []
 
 
-# --- worse than a hook that is left: a forward pass that ends for ever
+# --- worse than a hook that stays: a forward pass that ends for ever
 
 
 def test_a_stop_that_is_left_ends_no_other_forward_pass() -> None:

@@ -71,7 +71,7 @@ def test_it_learns_the_line() -> None:
     assert learn.recorder.values[-1][1] < 0.02
 
 
-def test_the_optimizer_is_made_once_unless_asked_anew() -> None:
+def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
     learn = quiet()
     assert learn.opt is None
 
@@ -330,7 +330,7 @@ def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
         learn.fit_one_cycle(1)
 
 
-def test_a_generator_is_used_up_and_told() -> None:
+def test_a_generator_is_used_up_and_reported() -> None:
     batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
     learn = quiet(data=(batches, None))
 
@@ -360,12 +360,12 @@ def test_the_loss_function_is_taken_from_the_dataset() -> None:
     assert plain(dls, RegModel()).loss_func is nn.functional.l1_loss
 
 
-def test_training_without_a_loss_is_told() -> None:
+def test_training_without_a_loss_is_reported() -> None:
     with pytest.raises(ModelRunError, match=r"Training needs a loss; .*Give Learner\(…, loss"):
         plain(synth_dbunch(), RegModel()).fit(1)
 
 
-def test_training_on_batches_without_targets_is_told() -> None:
+def test_training_on_batches_without_targets_is_reported() -> None:
     learn = quiet(data=([torch.ones(4, 1)] * 2, None))
 
     with pytest.raises(ModelRunError, match=r"FlatMSELoss compares with targets.*\(4×1,\) is all"):
@@ -384,7 +384,7 @@ def test_a_callback_may_give_the_loss() -> None:
 
 
 @pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
-def test_a_loss_that_is_no_tensor_is_told(loss: Any, said: str) -> None:
+def test_a_loss_that_is_no_tensor_is_reported(loss: Any, said: str) -> None:
     with pytest.raises(ModelRunError, match=re.escape(f"<lambda> returned {said}. Return the")):
         quiet(loss_func=lambda pred, y: loss).fit(1)
 
@@ -468,7 +468,7 @@ def test_functional_losses_come_by_sample_too() -> None:
     torch.testing.assert_close(losses, expected)
 
 
-def test_shapes_that_do_not_join_are_told() -> None:
+def test_shapes_that_do_not_join_are_reported() -> None:
     data = [(torch.ones(2, n), torch.ones(2)) for n in (3, 4)]
     learn = plain((data, data), nn.Identity())
 
@@ -478,7 +478,7 @@ def test_shapes_that_do_not_join_are_told() -> None:
     assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
 
 
-def test_a_dimension_that_predictions_have_not_is_told() -> None:
+def test_a_dimension_that_predictions_have_not_is_reported() -> None:
     with pytest.raises(ModelRunError, match=r"joined along dimension 5; their shapes are 16×1"):
         quiet().get_preds(concat_dim=5)
 
@@ -540,7 +540,7 @@ def test_validating_in_mid_training_leaves_the_batch_alone() -> None:
 @pytest.mark.parametrize("on_valid", [False, True])
 @pytest.mark.parametrize("ask", ["validate", "get_preds"])
 @pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_step"])
-def test_validating_amid_a_batch_leaves_its_record_alone(
+def test_validating_during_a_batch_leaves_its_record_alone(
     event: str, ask: str, on_valid: bool
 ) -> None:
     def recorded(**events: Any) -> list[Any]:
@@ -631,7 +631,7 @@ def test_a_record_goes_where_its_kind_belongs() -> None:
     assert (run.activations, run.gradients) == (None, learn.activation_stats.record())
 
 
-def test_of_several_recorders_of_a_kind_those_left_out_are_told() -> None:
+def test_of_several_recorders_of_a_kind_those_left_out_are_reported() -> None:
     first, last = ActivationStats(modules=""), ActivationStats(modules="", every=2)
     learn = quiet(cbs=[first, last, ActivationStats(modules="", on_train=False)])
     learn.fit(1)
@@ -710,7 +710,7 @@ def test_a_model_must_be_a_module(model: Any, said: str) -> None:
         Learner(synth_dbunch(), model)
 
 
-def test_the_order_of_arguments_is_told_when_swapped() -> None:
+def test_the_order_of_arguments_is_reported_when_swapped() -> None:
     with pytest.raises(ArgumentError, match=r"The order is Learner\(dls, model, loss_func\)"):
         Learner(RegModel(), synth_dbunch())  # type: ignore[arg-type]
 
@@ -726,7 +726,7 @@ def test_a_loss_must_be_a_function() -> None:
         Learner(synth_dbunch(), RegModel(), "mse")  # type: ignore[arg-type]
 
 
-def test_an_optimizer_in_place_of_its_class_is_told() -> None:
+def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
     made: Any = torch.optim.SGD(RegModel().parameters(), lr=0.1)
 
     with pytest.raises(ArgumentError, match=r"opt_func=SGD \( .*Give the class, such as torch"):
@@ -812,7 +812,7 @@ def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:
     assert learn.n_steps == 2
 
 
-def test_an_optimizer_of_another_model_is_told() -> None:
+def test_an_optimizer_of_another_model_is_reported() -> None:
     learn = quiet()
     learn.fit(1)
 

@@ -33,8 +33,8 @@ loops = pytest.importorskip("hookkit.moments.numba_kernels")
 @pytest.fixture
 def machine(monkeypatch):
     fresh = numba_loader.Machine()
-    for room in (cpu, params, stats_callback):
-        monkeypatch.setattr(room, "machine", fresh)
+    for module in (cpu, params, stats_callback):
+        monkeypatch.setattr(module, "machine", fresh)
     return fresh
 
 

@@ -498,7 +498,7 @@ def test_steps_to_skip_are_a_whole_number(n: Any) -> None:
         plot_loss(made.run(), n)
 
 
-def test_the_recorder_draws_the_loss_where_it_is_told() -> None:
+def test_the_recorder_draws_the_loss_where_it_is_reported() -> None:
     ax = new_axes()
     learn = quiet()
     learn.fit(1)

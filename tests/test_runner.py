@@ -143,7 +143,7 @@ def test_an_event_needs_a_function() -> None:
         Callback(after_fit=3)  # type: ignore[arg-type]
 
 
-def test_a_misspelt_event_method_is_told_when_the_class_is_made() -> None:
+def test_a_misspelt_event_method_is_reported_when_the_class_is_made() -> None:
     with pytest.warns(HookkitWarning, match=r"after_predict is never called.*`after_pred`"):
 
         class Miniai(Callback):

@@ -1,4 +1,4 @@
-"""ActivationStats and its kin: right numbers, on the optimizer's step axis, in any loop."""
+"""The recorders of statistics: right numbers, on the optimizer's step axis, in any loop."""
 
 import math
 import pickle
@@ -194,7 +194,7 @@ def test_a_second_fit_appends_and_validation_erases_nothing() -> None:
     assert learn.activation_stats.record().epochs.tolist() == [0] * 10 + [1] * 5
 
 
-def test_validation_is_kept_apart_when_asked_for() -> None:
+def test_validation_is_kept_apart_on_request() -> None:
     learn = synth_learner(n_trn=4, n_val=3, cbs=ActivationStats(modules="", on_valid=True))
 
     with learn.no_logging():

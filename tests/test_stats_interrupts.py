@@ -30,11 +30,11 @@ from hookkit.moments.history import DecimatedHistory, StepIndex
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
-ROOMS = tuple(str(Path(hookkit.__file__).parent / room) for room in ("moments", "stats"))
+FOLDERS = tuple(str(Path(hookkit.__file__).parent / name) for name in ("moments", "stats"))
 
 
 class Lines:
-    """Counts how often each line of `ROOMS` runs; interrupts `line` when it runs for the nth time.
+    """Counts how often each line of `FOLDERS` runs; interrupts `line` at its nth run.
 
     Lines are called `"buffers.py:99 Buffers.clear"`.
     """
@@ -44,7 +44,7 @@ class Lines:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(ROOMS):
+        if not code.co_filename.startswith(FOLDERS):
             return None
         if event == "line":
             here = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"

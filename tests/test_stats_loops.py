@@ -110,7 +110,7 @@ def test_a_parameter_that_is_called_otherwise_goes_on_under_its_new_name() -> No
     assert [math.isfinite(n) for n in norms["0.weight"]] == [False, False, True, True]
 
 
-class Parted(nn.Module):
+class BodyAndHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
@@ -140,7 +140,7 @@ class Again(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_head_that_runs_after_the_model_is_recorded(compiled: bool) -> None:
-    model, stats = Parted(), ActivationStats()
+    model, stats = BodyAndHead(), ActivationStats()
     head = torch.compile(model.head, backend="eager", fullgraph=True) if compiled else model.head
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     want = []
@@ -162,7 +162,7 @@ def test_a_head_that_runs_after_the_model_is_recorded(compiled: bool) -> None:
 
 
 def test_what_runs_again_within_the_backward_is_recorded_once() -> None:
-    class Reversible(Parted):
+    class Reversible(BodyAndHead):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(Again.apply(x.requires_grad_(), self.body))
 

@@ -121,7 +121,7 @@ def test_gradients_are_not_offered_units_that_they_have_not(recorded: Any) -> No
         recorded.gradient_stats.dead_units(0)
 
 
-def test_a_size_asked_for_all_layers_is_kept(recorded: Any) -> None:
+def test_a_size_given_for_all_layers_is_kept(recorded: Any) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
 
     figure = recorded.activation_stats.color_dim(figsize=(7, 6))

@@ -1,4 +1,4 @@
-"""Recorders and `watch` record the thread that entered; other threads' calls are their own affair.
+"""Recorders and `watch` record the thread that entered; other threads' calls are ignored.
 
 The other thread's forwards run at fixed points of the training, so that nothing depends on time.
 """

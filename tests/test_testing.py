@@ -1,4 +1,4 @@
-"""The small data, models and Learners that we and others test with."""
+"""The small data, models and Learners of `hookkit.testing`."""
 
 from typing import Any
 

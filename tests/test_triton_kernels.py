@@ -1,4 +1,4 @@
-"""The fused kernel equals its oracle: interpreted on the CPU, compiled where there is a GPU."""
+"""The fused kernel equals the reference: interpreted on the CPU, compiled where there is a GPU."""
 
 import numpy as np
 import pytest

@@ -132,7 +132,7 @@ def test_a_model_compiled_in_place_that_fails_is_cancelled():
     assert log.events == [*OPEN, "before_batch", "after_cancel_batch", *BATCH, *CLOSE]
 
 
-def test_compiling_the_whole_of_which_only_the_inside_was_given_is_told():
+def test_compiling_the_whole_of_which_only_the_inside_was_given_is_reported():
     inner = Net()
     opt = sgd(inner)
 
@@ -163,7 +163,7 @@ def test_a_compiled_train_step_is_seen_with_marks():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_compiled_optimizer_step_is_told():
+def test_a_compiled_optimizer_step_is_reported():
     model = Net()
     opt = sgd(model)
     step = torch.compile(opt.step, backend="eager")

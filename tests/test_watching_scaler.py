@@ -219,7 +219,7 @@ def test_several_losses_and_optimizers_are_unscaled(n_scalers):
     np.testing.assert_allclose(run(scalers), run([]), rtol=1e-4)
 
 
-def test_a_scaler_for_each_of_two_turns_is_told_apart():
+def test_a_scaler_for_each_of_two_turns_is_distinguished():
     def run(scalers):
         torch.manual_seed(0)
         nets = [nn.Linear(4, 8), nn.Linear(8, 3)]
@@ -247,7 +247,7 @@ def test_a_scaler_for_each_of_two_turns_is_told_apart():
     )
 
 
-def test_a_scaler_made_amid_the_training_costs_one_record_and_is_named():
+def test_a_scaler_made_during_the_training_costs_one_record_and_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     opt = torch.optim.SGD(model.parameters(), 0.0)

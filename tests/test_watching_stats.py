@@ -318,7 +318,7 @@ def test_two_watches_in_turns_share_one_axis():
     np.testing.assert_allclose(both, watchers[0].losses.reshape(2, 3).mean(1))
 
 
-def test_a_recorder_pickled_amid_a_run_goes_on_from_there():
+def test_a_recorder_pickled_during_a_run_goes_on_from_there():
     model, acts = net(1), ActivationStats(every=3)
     opt = sgd(model)
     with watch(model, opt, acts):
@@ -346,7 +346,7 @@ def test_a_recorder_given_to_a_second_learner_goes_on():
     assert np.isfinite(run.grad_norms).all()
 
 
-def changed_amid(*cbs: object, change, n: int = 3, root: nn.Module | None = None):
+def changed_during_training(*cbs: object, change, n: int = 3, root: nn.Module | None = None):
     model = root or net(2)
     x, opt = batches(1)[0], None
     with watch(model, None, *cbs) as w:
@@ -362,7 +362,7 @@ def changed_amid(*cbs: object, change, n: int = 3, root: nn.Module | None = None
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_modules_added_or_exchanged_amid_a_run_are_recorded_from_then_on(every: int):
+def test_modules_added_or_exchanged_during_a_run_are_recorded_from_then_on(every: int):
     acts, grads = ActivationStats(every=every, with_hist=True, units=True), GradientStats()
 
     def change(model: nn.Sequential) -> None:
@@ -370,7 +370,7 @@ def test_modules_added_or_exchanged_amid_a_run_are_recorded_from_then_on(every: 
         model[2] = nn.Linear(16, 2)
         model.append(nn.Linear(2, 3))
 
-    changed_amid(acts, grads, change=change, n=4)
+    changed_during_training(acts, grads, change=change, n=4)
 
     n = 4 // every
     counts = acts.record().value("count")
@@ -391,18 +391,18 @@ def test_a_module_that_has_gone_keeps_its_past():
         model[0] = nn.Sequential(nn.Linear(4, 8))
         model.insert(1, nn.Tanh())
 
-    changed_amid(acts, grads, change=change)
+    changed_during_training(acts, grads, change=change)
 
     assert (acts.record().value("count") == [[40.0] * 6, [10.0] * 6, [40.0] * 6]).all()
     assert acts.record().types == ("Sequential", "Sequential", "Tanh")
     assert (grads.record().value("count") == [[40.0] * 6, [10.0] * 6]).all()
 
 
-def test_a_named_module_that_has_gone_is_told():
+def test_a_named_module_that_has_gone_is_reported():
     acts = ActivationStats(modules=["0", "1"])
 
     with pytest.warns(HookkitWarning, match=r"other modules.*recorded on: no module .* \"1\""):
-        changed_amid(acts, change=lambda model: model.__delitem__(slice(1, 3)))
+        changed_during_training(acts, change=lambda model: model.__delitem__(slice(1, 3)))
 
     assert (acts.record().value("count")[0] == 40.0).all()
     assert np.isnan(acts.record().value("count")[1]).tolist() == [False] * 3 + [True] * 3
@@ -525,7 +525,7 @@ def test_gradients_that_are_gone_before_the_step_is_over_are_recorded(within: bo
     np.testing.assert_allclose(params.record().value("grad_norm"), norms, rtol=1e-5)
 
 
-def test_a_backward_that_raises_amid_its_steps_ends_the_step_at_the_next_forward():
+def test_a_backward_that_raises_during_its_steps_ends_the_step_at_the_next_forward():
     model, params = net(1), ParamStats()
     opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
     fails = iter([True, False, False])

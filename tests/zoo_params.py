@@ -264,7 +264,7 @@ add(
     rand(B, 8),
     params=(6 + 48 + 6) + 14,
     macs=B * (48 + 12),
-    note="the hook of torch.nn.utils.weight_norm, set before ours",
+    note="the hook of torch.nn.utils.weight_norm, set before hookkit's",
 )
 add(
     "spectral_norm",

@@ -1,4 +1,4 @@
-"""What a review found: parts called by themselves, ways out, numbers at the ends of float32."""
+"""Statistics of what is odd: layers called by themselves, quantized ones, the ends of float32."""
 
 import importlib.util
 

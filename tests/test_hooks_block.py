@@ -1,4 +1,4 @@
-"""What a block says of hooks that have nothing: each reason, by name, and how many there are."""
+"""What a `with` block reports at its end: hooks that never fired, and why; stops not reached."""
 
 import threading
 import warnings
@@ -184,7 +184,7 @@ def _run_stopped(net: nn.Module, x: Tensor) -> None:
         h.__exit__(ValueError, ValueError(), None)  # the block ends for another reason
 
 
-def test_nothing_is_said_when_the_forward_failed(x: Tensor) -> None:
+def test_nothing_is_reported_when_the_forward_failed(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(7, 7))
 
     with pytest.raises(RuntimeError, match="mat1 and mat2"), hook_outputs(net, stop=False):
