@@ -115,16 +115,18 @@ def in_thread(thread: int | None) -> bool:
     return thread is None or thread == get_ident()
 
 
-def counts_for(thread: int | None, module: nn.Module) -> bool:
+def counts_for(thread: int | None, module: nn.Module, again: bool = False) -> bool:
     """Whether a recorder that serves `thread` records this call of `module`.
 
-    Not a recomputation, nor another thread's call, except for DataParallel's replicas, whose
-    threads work for the one that called it. True while compiling: a graph is traced once for all
-    threads, and a check would become one of its guards.
+    Not a recomputation (unless `again`), nor another thread's call, except for DataParallel's
+    replicas, whose threads work for the one that called it. True while compiling: a graph is traced
+    once for all threads, and a check would become one of its guards.
     """
     if is_compiling():
         return True
-    return graph_task() == -1 and (in_thread(thread) or "_is_replica" in module.__dict__)
+    if graph_task() != -1:
+        return again
+    return in_thread(thread) or "_is_replica" in module.__dict__
 
 
 # -- what is on a module ----------------------------------------------------------------------

@@ -103,6 +103,7 @@ class GradHooks:
     ) -> None:
         self.begin, self.inputs, self.leaf, self.each_place = begin, inputs, leaf, each_place
         self.aliased = False  # whether `first` has seen this module's output
+        # noted by `before`; empty, and read later, where the hooks are added during the very call
         self.versions: dict[int, int] = {}
         self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
@@ -143,7 +144,8 @@ class GradHooks:
         if is_compiling():
             return None
         try:
-            new = with_aliases(output, self._versions(args, kwargs), self.leaf)
+            versions = self.versions or versions_of(args, kwargs)
+            new = with_aliases(output, versions, self.leaf)
         except (KeyError, IndexError, AttributeError, TypeError):
             return None  # there is no such leaf: the hook itself says so
         self.aliased = True
@@ -152,10 +154,7 @@ class GradHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: hooks the output's tensors, handing on aliases where they are needed."""
         if _outside is not None and is_compiling():
-            return _outside(self._after, module, args, kwargs, output)
-        return self._after(module, args, kwargs, output)
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return _outside(self.after, module, args, kwargs, output)
         receive = self.begin(module, output)
         if receive is None:
             return None
@@ -164,7 +163,8 @@ class GradHooks:
         elif type(output) is Tensor and not self.leaf:  # most calls: `on_grad` in few steps
             new = self._after_one(module, args, kwargs, output, receive)
         else:
-            new = on_grad(output, receive, self._versions(args, kwargs), self.leaf, self.aliased)
+            versions = self.versions or versions_of(args, kwargs)
+            new = on_grad(output, receive, versions, self.leaf, self.aliased)
         return None if new is output else new
 
     def _after_one(
@@ -177,25 +177,18 @@ class GradHooks:
         if base is not None and _is_own_base(module, args, t, base):
             listen(base, partial(_reshaped, receive, t.shape))
             return t
-        versions = self._versions(args, kwargs)
+        versions = self.versions or versions_of(args, kwargs)
         if t.is_leaf or versions.get(id(t)) == t._version:  # an input, as it was
             t = t if self.aliased and is_alias(t) else alias(t)
         listen(t, partial(receive, 0))
         return t
-
-    def _versions(self, args: Any, kwargs: Any) -> dict[int, int]:
-        """The versions that `before` noted; of now where it was added during this very call."""
-        return self.versions or versions_of(args, kwargs)
 
     # -- the inputs'
 
     def take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked."""
         if _outside is not None and is_compiling():
-            return _outside(self._take, module, args, kwargs)
-        return self._take(module, args, kwargs)
-
-    def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _outside(self.take, module, args, kwargs)
         inputs = Inputs(args, kwargs)
         receive = self.begin(module, inputs)
         if receive is None or not torch.is_grad_enabled():

@@ -261,8 +261,7 @@ def gradient_hook(switch: RecordSwitch, row: int, leaf: str) -> Any:
 
     def begin(module: nn.Module, output: Any) -> Any:
         # a checkpoint that runs again counts: the gradients come from that forward
-        again = not is_compiling() and graph_task() != -1
-        if not (again or counts_for(switch.thread, module)):
+        if not counts_for(switch.thread, module, again=True):
             return None
         if isinstance(output, Tensor) and not leaf:
             return received
