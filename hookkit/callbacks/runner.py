@@ -288,9 +288,11 @@ class CallbackRunner:
 
     def _pause_recorders(self) -> list[Any]:
         """Switches off the callbacks that record the batch at hand; those, to be resumed."""
-        paused = [cb for cb in self._recorders if cb.recording]
-        for cb in paused:
-            cb._record(False)
+        paused = []
+        for cb in self._recorders:
+            if cb.recording:
+                cb._record(False)
+                paused.append(cb)
         return paused
 
     # --- what a `Run` needs

@@ -28,7 +28,7 @@ from hookkit.watching.loop_table import TABLE, Signal, State
 from hookkit.watching.losses import epoch_rows, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
 
-_IN_EVAL = frozenset((State.EVAL, State.PAUSED))
+_IN_EVAL = (State.EVAL, State.PAUSED)
 
 
 class ExternalLoop(CallbackRunner):
@@ -84,7 +84,7 @@ class ExternalLoop(CallbackRunner):
         self._reset()
 
     def _reset(self) -> None:
-        self.state = self._state_before_eval = State.BETWEEN
+        self.state = self._state_before = State.BETWEEN
         self.train_iter, self.stepped, self.training, self.in_closure = 0, False, False, False
         self.groups.stepped = []
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
@@ -175,19 +175,20 @@ class ExternalLoop(CallbackRunner):
 
     def _signal(self, signal: str) -> None:
         before = self.state
-        row = TABLE[before].get(signal)
+        row = ROWS[before].get(signal)
         if row is None:
             if before in _IN_EVAL:  # Ctrl-C ended the forward
-                self.state, self.training = self._state_before_eval, before is State.PAUSED
+                self.state, self.training = self._state_before, before is State.PAUSED
                 self._signal(signal)
             return
         actions, state = row
-        if state in _IN_EVAL:
-            self._state_before_eval = before
-        self.state = self._state_before_eval if state is State.BACK else state
+        if state is State.BACK:  # the only way out of an eval forward
+            self.state = self._state_before
+        else:
+            self.state, self._state_before = state, before
         try:
             for action in actions:
-                ACTIONS[action](self)
+                action(self)
                 if self.state is State.CANCELLED:
                     break
         except BaseException:  # a callback's: the other actions are skipped
@@ -229,7 +230,12 @@ class ExternalLoop(CallbackRunner):
             share: a loss in it is a part of its step's loss: the batches' add up to the step's.
         """
         if self.training:
-            self._find_loss(output, share)
+            loss, guess = loss_in(output)
+            if loss is not None:
+                self.report_loss(loss, guess, share)
+            # of a loss function that is a module, its own input is read
+            if self._scores is None and not isinstance(self.loss_func, nn.Module):
+                self._note_scores(self.loss_func, output, fed=False)
         self.pred = output
         try:
             self._signal(Signal.OUT)
@@ -246,7 +252,7 @@ class ExternalLoop(CallbackRunner):
             self.opts.append(opt)
         if self.state is State.CANCELLED or self.each_forward:
             return
-        if opt in self.groups.stepped and not in_backward():
+        if opt in self.groups.stepped and graph_task() == -1:
             self._signal(Signal.CLOSE)
         scaler = stepping_scaler()
         if scaler is not None or not self.groups.stepped:
@@ -279,7 +285,8 @@ class ExternalLoop(CallbackRunner):
 
     def _more_to_come(self, opt: Optimizer) -> bool:
         """Whether the step goes on after `opt` has stepped."""
-        if in_backward():  # an optimizer for each parameter: the step is over when the backward is
+        # within a backward, an optimizer for each parameter: the step is over when the backward is
+        if graph_task() != -1:
             if not self.groups.stepped:
                 # private: the autograd engine calls this when the backward pass under way has
                 # ended. DDP and FSDP use it too; since torch 1.0. Without it such steps would
@@ -330,7 +337,7 @@ class ExternalLoop(CallbackRunner):
         try:
             self._fire_in_batch("before_step")
         except CancelStepException:
-            if self.each_forward or in_backward():
+            if self.each_forward or graph_task() != -1:
                 raise HookError(
                     "A callback raised CancelStepException, and the gradients of this step are "
                     "still to come: it is made within the backward, or is not seen "
@@ -361,7 +368,7 @@ class ExternalLoop(CallbackRunner):
         try:
             self._fire_in_batch(event)
         finally:
-            self.training = self._marked = False
+            self._marked = False
             self._pause()
 
     def _cancel_batch(self) -> None:
@@ -429,14 +436,6 @@ class ExternalLoop(CallbackRunner):
         if self.training:
             self.loss = kept
 
-    def _find_loss(self, output: Any, share: bool) -> None:
-        loss, guess = loss_in(output)
-        if loss is not None:
-            self.report_loss(loss, guess, share)
-        # of a loss function that is a module, its own input is read
-        if self._scores is None and not isinstance(self.loss_func, nn.Module):
-            self._note_scores(self.loss_func, output, fed=False)
-
     def _step_losses(self) -> Floats | None:
         losses = self.losses.by_step(self.n_steps)
         return losses if np.isfinite(losses).any() else None
@@ -445,14 +444,11 @@ class ExternalLoop(CallbackRunner):
         return epoch_rows(self.spans, self.losses.by_step(self.n_steps))
 
 
-ACTIONS: dict[str, Callable[[ExternalLoop], None]] = {
-    name: getattr(ExternalLoop, f"_{name}")
-    for rows in TABLE.values()
-    for actions, _ in rows.values()
-    for name in actions
+ROWS: dict[str, dict[str, tuple[tuple[Callable[[ExternalLoop], None], ...], str]]] = {
+    state: {
+        signal: (tuple(getattr(ExternalLoop, f"_{name}") for name in actions), after)
+        for signal, (actions, after) in rows.items()
+    }
+    for state, rows in TABLE.items()
 }
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is under way in this thread."""
-    return graph_task() != -1
+"""`TABLE`, with the methods that its actions name."""
