@@ -118,7 +118,8 @@ def uninterrupted(f: Callable[P, T]) -> Callable[P, T]:
             return f(*args, **kwargs)
         finally:
             guard.end()
-            _raise_delayed(sys._getframe().f_back)
+            if _delayed is not None:
+                _raise_delayed(sys._getframe().f_back)
 
     _uninterrupted_code = run.__code__  # one object, whatever `f` is
     return wraps(f)(run)

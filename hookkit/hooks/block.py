@@ -197,6 +197,8 @@ def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
     Where two have the same label (modules without names), their place is added.
     """
     silent = [(i, h) for i, h in enumerate(hooks) if h.last is None and _is_silent(h)]
+    if not silent:
+        return {}
     times = Counter(h.label() for _, h in silent)
     return {
         h.label() if times[h.label()] == 1 else f"{h.label()} at [{i}]": _reason(h)

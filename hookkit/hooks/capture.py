@@ -65,7 +65,8 @@ class Capture(HookEntry):
 
     Attributes:
         switch: the block, which all hooks of a collection share.
-        removed: it is registered on no module.
+        removed: it is registered on no module. Compiled edits of gradients read it, and PyTorch's
+            compiler cannot read `handles`.
         count: the calls seen.
         last: what is stored of the last call: a tensor (by the fast path), a `StoredValue`,
             `Grads`, or None.

@@ -95,8 +95,10 @@ class Hooks(Collection[Hook], Iterator[Hook]):
 
     def _make(self, found: Sequence[Named], options: Options) -> None:
         self._options, self._block = options, Block(options)
-        for _, m, _ in found:  # isinstance(m, ScriptModule) is ten times as slow: a metaclass
-            if ScriptModule in type(m).__mro__ or nn.Module not in type(m).__mro__:
+        # isinstance(m, ScriptModule) is ten times as slow: a metaclass
+        orders = [kind.__mro__ for kind in {type(m) for _, m, _ in found}]
+        if any([ScriptModule in mro or nn.Module not in mro for mro in orders]):  # noqa: C419
+            for _, m, _ in found:
                 check_hookable(m, options.who)
         block = self._block
         self._captures = [Capture(m, block, name, leaf) for name, m, leaf in found]
