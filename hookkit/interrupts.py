@@ -92,7 +92,7 @@ class Guard:
         if handler is None:
             return
         handler.n_guards -= 1
-        # A block that ends in another thread cannot restore; our handler passes every Ctrl-C on.
+        # A block that ends in another thread cannot restore it; this one passes every Ctrl-C on.
         if not handler.n_guards and getsignal(_NUMBER) is handler and _in_main_thread():
             signal(_NUMBER, handler.users)
 

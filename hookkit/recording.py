@@ -65,7 +65,7 @@ class HookCallback(Callback):
     """Hooks on the modules of the model while it trains: `self.hooks`, taken off at the end.
 
     What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
-    stays readable after the fit. Modules are looked up anew for each fit, and at a recorded batch
+    stays readable after the fit. Modules are looked up again for each fit, and at a recorded batch
     that finds others in the model than there were: `hooks` is then a new one. As in fastai, the
     hooks run in validation too, unless `every` or `on_valid=False` is given; `self.recording` says
     whether they ran in this batch. A cancelled batch is not counted by `every`.

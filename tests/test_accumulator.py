@@ -304,7 +304,7 @@ def test_units_are_the_same_whole_and_in_parts(kind: str, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("n", [300, 9000, 1 << 14])
-def test_records_that_wait_have_the_moments_of_the_oracle(n: int) -> None:
+def test_records_that_wait_have_the_moments_of_the_reference(n: int) -> None:
     odd = {2: math.nan, 3: math.inf, 4: -math.inf}
     scales = {5: 1e-20, 6: 0.0, 7: 1e25, 8: 1e30}
     data = [scales.get(i, 1.0) * randn(n) + (1e4 if i == 9 else 0) for i in range(12)]

@@ -29,7 +29,7 @@ def _interpreted(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_one_read_equals_the_oracle(device: str, dtype: torch.dtype, mean: float) -> None:
+def test_one_read_equals_the_reference(device: str, dtype: torch.dtype, mean: float) -> None:
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(5000, generator=g).relu() + mean).to(dtype).to(device)
     x[7], x[11], x[13] = float("nan"), float("inf"), 0.0

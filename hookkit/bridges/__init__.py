@@ -96,7 +96,7 @@ class Bridge:
             )
 
     def loss(self, loss: Any) -> None:
-        """Reports the loss of the batch at hand, if it is one number."""
+        """Reports the loss of the current batch, if it is one number."""
         if self._watcher is not None and getattr(loss, "numel", lambda: 1)() == 1:
             self._watcher.loss(loss)
 

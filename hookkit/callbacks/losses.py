@@ -83,7 +83,7 @@ class LossHistory:
     def __init__(self) -> None:
         self._values, self._steps = Scalars(), array("q")
         self._guesses, self._shares = array("q"), array("q")  # which batches, see `put`
-        # of the batch at hand; None while it has no loss
+        # of the current batch; None while it has no loss
         self._step, self._now, self._guess, self._share = 0, None, False, False
         self._device: torch.device | None = None
 
@@ -115,7 +115,7 @@ class LossHistory:
         self._guess, self._share = guess, share
 
     def drop(self) -> None:
-        """The batch at hand does not count."""
+        """The current batch does not count."""
         self._now = None
 
     def by_batch(self, start: int = 0) -> Floats:

@@ -34,7 +34,7 @@ def bare_optimizer(opt: Any) -> Any:
 
 
 def stepping_scaler() -> Any:
-    """The enabled GradScaler that makes the optimizer's step at hand; None if none does.
+    """The enabled GradScaler that makes the optimizer's current step; None if none does.
 
     For an optimizer's step hook. It looks for `GradScaler.step` among the callers, since neither
     the scaler nor the optimizer refers to the other. The loops of libraries (accelerate, Lightning)

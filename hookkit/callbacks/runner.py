@@ -33,8 +33,8 @@ class CallbackRunner:
     Attributes:
         cbs: the callbacks, as they were added.
         fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
-        training: whether the batch at hand is one to learn from.
-        in_closure: whether the step at hand has a closure: until it is made, every batch is one
+        training: whether the current batch is one to learn from.
+        in_closure: whether the current step has a closure: until it is made, every batch is one
             evaluation of it.
         step_scaler: the GradScaler that made the last optimizer step, None if none did.
         finds_opts: the optimizers become known as they step.
@@ -287,7 +287,7 @@ class CallbackRunner:
             raise
 
     def _pause_recorders(self) -> list[Any]:
-        """Switches off the callbacks that record the batch at hand; those, to be resumed."""
+        """Switches off the callbacks that record the current batch; those, to be resumed."""
         paused = []
         for cb in self._recorders:
             if cb.recording:

@@ -167,7 +167,7 @@ def forget_graphs(model: nn.Module) -> bool:
 
 
 # Private: `reset_code` forgets the graphs of one code object, `_debug_get_cache_entry_list` lists
-# them (since 2.1). Without them everything that was compiled is compiled anew.
+# them (since 2.1). Without them everything that was compiled is compiled again.
 _PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
 
 

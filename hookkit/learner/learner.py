@@ -74,8 +74,8 @@ class Learner(Predicting, ReadOut):
         train_iter, pct_train: training batches done in this fit, and their share of it.
         n_steps: optimizer steps really made, over all fits; it goes on from the steps that its
             recorders have seen in another Learner or loop before.
-        stepped: whether the batch at hand has made one.
-        steps_now: whether the batch at hand is to be followed by a step.
+        stepped: whether the current batch has made one.
+        steps_now: whether the current batch is to be followed by a step.
         eval_pass: whether `validate` or `get_preds` is under way.
         xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is

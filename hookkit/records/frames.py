@@ -81,7 +81,7 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
 
     Args:
         a: a Record or what has one; of several kinds, those that recorded the statistic.
-        b: likewise.
+        b: the other, likewise.
         statistic: any that both recorded, such as `"update_ratio"`.
 
     Returns:

@@ -118,7 +118,7 @@ class UnscaledStats(StatsCallback):
         return made(self.kind, options)
 
     def before_fit(self) -> None:
-        """Hooks the modules; which scaler is used is found anew."""
+        """Hooks the modules; which scaler is used is found again."""
         if self.learn.fitting:
             self._used, self._stepped = None, False
         super().before_fit()

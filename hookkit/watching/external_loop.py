@@ -40,7 +40,7 @@ class ExternalLoop(CallbackRunner):
         training: True from a training forward to the end of its batch; False in validation.
         epoch: 0-based, as marked.
         train_iter: training batches so far in this run.
-        loss: of the batch at hand, detached, if it is known by now; else None.
+        loss: of the current batch, detached, if it is known by now; else None.
         pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
@@ -266,7 +266,7 @@ class ExternalLoop(CallbackRunner):
             self._signal(Signal.STEP)
 
     def closure_ran(self) -> None:
-        """The closure of the step at hand was evaluated; weights change from here on.
+        """The closure of the current step was evaluated; weights change from here on.
 
         Only after the first evaluation can a callback still leave the step out.
         """
@@ -425,7 +425,7 @@ class ExternalLoop(CallbackRunner):
     # --- losses
 
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
-        """Takes the loss of the batch at hand, or of the step just made."""
+        """Takes the loss of the current batch, or of the step just made."""
         if self._loss_facts is None and self.loss_func is None:
             self._loss_facts = loss_by_graph(loss)
             by_class = self._loss_facts.get("loss_func") in ("cross_entropy", "nll_loss")
