@@ -1,26 +1,31 @@
 """Hooks that store: `Hook` for one module, `Hooks` for many, and the functions that make them.
 
-making       `hook_output(s)` and `hook_input(s)`, which make hooks that store.
-collection   `Hooks`: many hooks as one, registered all or none.
-hook         `Hook`: one module, one function, and what it stored, as the user sees it.
-capture      `Capture`: the same as the module holds it; the fast path.
-calls        What a hook does at a call of its module: after it, before it, in the backward.
-reading      Reading what hooks have stored, here or over ranks.
-block        The `with` block, and what is reported at its end: hooks that never fired, and why.
-snapshot     What is stored of what a module returned: detached, copied, moved, read back safely.
-references   Objects that hold tensors and are no container: stored as they are, and watched.
-entries      `HookEntry`: the one thing that hookkit puts on a module, its switch and its handle.
-gradients    Gradients of outputs and inputs, by tensor hooks that are set while the forward runs.
-backward     A function called in each backward pass with the gradients of inputs and outputs.
-taps         How a hook gets the gradient of one use of a tensor, without a change to the run.
-views        The gradient of one tensor, also where its memory is written in place later.
-compiling    What torch.compile does to hooks, and how capture works with it.
-compiled_functions
-             Which modules the functions run that torch.compile has compiled.
-global_hooks  Hooks that are not on chosen modules: on one tensor, on every module there is.
+For users:
+making        `hook_output(s)` and `hook_input(s)`, which make hooks that store.
+collection    `Hooks`: many hooks as one; all of them are registered, or none.
+hook          `Hook`: one module, one function, and what it stored.
+global_hooks  Hooks on one tensor, on every module of the process, on a whole model to print sizes.
 
-More than eight files: gradients need four (`gradients`, `backward`, `taps`, `views`), and each of
-the others is looked for by itself.
+One hook, from the module's side:
+entries       `HookEntry`, the one thing that hookkit registers on a module; `attach` registers it.
+capture       `Capture`, the entry of a `Hook`: the options, the calls, the fast path.
+calls         What a hook does at a call of its module: after it, before it, in the backward.
+block         The `with` block, and its warnings at the end: which hooks never fired, and why.
+compiling     What torch.compile does to hooks, and how what they store is right all the same.
+
+What is stored:
+snapshot      The options, and a stored tensor: detached, copied, moved, safe to read later.
+references    Objects that hold tensors and are no container: stored as they are, and watched.
+reading       What each hook stored, as this process has it, or gathered over ranks.
+
+Gradients, each file built on the ones below it:
+backward      A function called with all gradients of a call, of inputs and outputs together.
+gradients     The forward hooks that set tensor hooks on outputs or inputs.
+taps          The gradient of one use of a tensor, where the tensor has several.
+views         The gradient of a view, also if its memory is written in place later.
+
+More than eight files: each answers one question that a reader comes with, and any two of them in
+one file would make it longer than 300 lines or mix two questions.
 """
 
 from hookkit.hooks.block import StopForward

@@ -3,33 +3,41 @@
 A compiled function ignores a hook that is added after it has run, and does not warn: empty hook
 dicts are not guarded. Inside a `with` block compiled code therefore runs eagerly (the compiler's
 own stance, no recompilation afterwards); a hook that stays has to be there before the first call.
+
+`enter_eager` and `leave_eager` set and restore the stance, `compiled_modules` finds what compiled
+code runs (for a warning), and `forget_graphs` has it compiled once more, with the new hooks.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from threading import Lock
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hookkit.hooks.compiled_functions import run_by_functions
 from hookkit.modules import unwrap
+from hookkit.nested import pick
 
 # Private: the compiler's module for frames, whose `_stance` says how compiled functions run and
-# whose `DynamoStance` makes one (since 2.6). The fallback is the public
-# `torch.compiler.set_stance`, at 9 µs a block against 1.
+# whose `DynamoStance` makes one (since 2.6). `torch._C._dynamo.eval_frame.get_eval_frame_callback`
+# (2.11 has it) says whether this code runs inside of a compiled region. If one of them is missing,
+# the public `torch.compiler.set_stance` is called instead, at 9 µs a block against 1.
 FRAMES = "torch._dynamo.eval_frame"
 
+# -- how compiled code runs inside a block ----------------------------------------------------
 
-# The ids of the open blocks, over all threads, and how to restore the stance: it is the process's,
-# and blocks of several threads need not end in the reverse order of their beginning.
+
+# The ids of the open blocks of all threads, and how to restore the stance. The process has one
+# stance, and blocks of several threads need not end in the reverse order of their beginning.
 _lock = Lock()
 _inside: set[int] = set()
 _undo: Callable[[], object] | None = None
@@ -38,8 +46,7 @@ _undo: Callable[[], object] | None = None
 def enter_eager(owner: object) -> None:
     """Compiled functions run eagerly from now on, until `leave_eager(owner)`.
 
-    Nothing is done where no compiler is loaded or this is being compiled. Cost: 1 µs, against 9 for
-    `torch.compiler.set_stance`, which is used if the parts of it that are used here ever go.
+    Does nothing if the compiler is not loaded, or while this call itself is being compiled.
     """
     frames: Any = sys.modules.get(FRAMES)
     if frames is None or torch.compiler.is_compiling():
@@ -66,7 +73,7 @@ def leave_eager(owner: object) -> None:
 
 
 def _set_eager(frames: Any) -> None:
-    """Sets the compiler's stance, if it can be set here; notes before how to restore it."""
+    """Sets the compiler's stance, if it can be set here; first notes how to restore it."""
     global _undo
     callback = getattr(
         getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
@@ -97,7 +104,7 @@ def _force_eager(frames: Any) -> Any:
 
 
 def _changed(frames: Any) -> bool:
-    """Whether the stance is another one than a block has set."""
+    """Whether somebody else has set the stance since a block did."""
     return getattr(frames, "_stance", _stance) is not _stance
 
 
@@ -105,7 +112,8 @@ def _restore(frames: Any, before: Any) -> None:
     global _stance
     if not _changed(frames):
         frames._stance = before
-    else:  # a `with set_stance` that ends after the block restores the block's: it is none now
+    else:  # a `with set_stance` that ends after the block restores the block's stance object,
+        # so that object becomes a copy of the stance from before the block
         vars(_stance).update(vars(before))
         _stance = None
 
@@ -117,17 +125,20 @@ def _restore_publicly(own: Any) -> None:
         own.__exit__(None, None, None)
 
 
-def compiled_modules() -> dict[int, str]:
-    """The modules that compiled code runs, by id: what they are part of, in words.
+# -- which modules compiled code runs ---------------------------------------------------------
 
-    Cost: looks at all objects once, ~50 ms.
+
+def compiled_modules() -> dict[int, str]:
+    """The modules that compiled code runs: for the id of each, what it is part of, in words.
+
+    Cost: about 50 ms, since it looks at all objects of the process once.
     """
     frames: Any = sys.modules.get(FRAMES)
     if frames is None:
         return {}
     objects = gc.get_objects()
     found: dict[int, str] = {}
-    for what, model in chain(_compiled_models(frames, objects), run_by_functions(objects)):
+    for what, model in chain(_compiled_models(frames, objects), _run_by_functions(objects)):
         for module in model.modules():
             found.setdefault(id(module), what)
     return found
@@ -135,6 +146,9 @@ def compiled_modules() -> dict[int, str]:
 
 def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
     """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
+    # Private: `OptimizedModule` is the class of what torch.compile(model) returns (since 2.0), and
+    # `_compiled_call_impl` holds what model.compile() made (since 2.0). Without them an empty hook
+    # on such a model is not warned of.
     wrapper: Any = getattr(frames, "OptimizedModule", ())
     for x in objects:
         kind = type(x)  # not isinstance: that asks proxies for their __class__
@@ -144,12 +158,112 @@ def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.
             yield f"part of a compiled {type(unwrap(x)).__name__}", x
 
 
-def forget_graphs(model: nn.Module) -> bool:
-    """Has what `torch.compile` made of `model` or its parts be made again, hooks included.
+# A compiled function keeps no list of the modules that it runs. But each graph that the compiler
+# made is guarded by a tree of conditions on what the function reads, and each node of it has a
+# source, such as `G['model']` or `L['self'].model`: a path from a global or local variable. The
+# path is followed again from there: from a global's value, from a closure's, or, for an argument,
+# from each object of its class, since the graph serves any of them.
+#
+# Private: `_debug_get_cache_entry_list` of FRAMES (the graphs of a code object), `input_codes` of
+# `torch._dynamo.convert_frame` (the code objects that have graphs), and `guard_manager.root` with
+# its methods `get_child_managers`, `get_key_value_managers`, `get_type_of_guarded_value` and
+# `get_source` (the tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and
+# hookkit does not warn of a hook that a compiled function ignores.
+_TORCH = str(Path(torch.__file__).parent)
+_SOURCE = re.compile(r"([GL])\['([^']+)'\](.*)")
 
-    For hooks that stay, added to a model that has run: its next call compiles once more. True if
-    there was anything to forget. Values do not change; a compiled function of the user's own that
-    calls the model is not found here.
+
+def _run_by_functions(objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """`(which function, in words, module)` for the outermost modules that compiled functions run.
+
+    Args:
+        objects: all objects of the process, as `gc.get_objects()` gives them.
+    """
+    frames: Any = sys.modules.get(FRAMES)
+    convert: Any = sys.modules.get("torch._dynamo.convert_frame")
+    try:
+        entries = frames._debug_get_cache_entry_list
+        # by id, since code objects of equal functions are equal but have graphs of their own
+        codes = {id(code): code for weak in convert.input_codes.seen if (code := weak())}
+        graphs = [(c, entries(c)) for c in codes.values() if not _is_forward(c) and entries(c)]
+        functions = [f for f in objects if graphs and type(f) is FunctionType]
+        for code, found in graphs:
+            what = f"run by the compiled function {code.co_name} ({_place(code)})"
+            own = [f for f in functions if f.__code__ is code]
+            for graph in found:
+                for module in _modules_of(graph.guard_manager.root, own, code, objects):
+                    yield what, module
+    except (AttributeError, RuntimeError):
+        return
+
+
+def _place(code: CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _is_forward(code: CodeType) -> bool:
+    """Whether `code` is a model's forward, which `_compiled_models` finds by the model.
+
+    All models of a class share that code, and the others of them need not be compiled.
+    """
+    return code.co_name == "forward" or code.co_filename.startswith(_TORCH)
+
+
+def _modules_of(
+    root: Any, functions: list[FunctionType], code: CodeType, objects: list[Any]
+) -> Iterator[nn.Module]:
+    """The modules that the sources of the guard tree `root` lead to."""
+    kinds: dict[str, type] = {}
+    for source, kind in _sources(root):
+        kinds[source] = kind
+        found = _SOURCE.fullmatch(source)
+        if found is None or not issubclass(kind, nn.Module):
+            continue
+        scope, name, path = found.groups()
+        if scope == "G":
+            starts = [f.__globals__.get(name) for f in functions]
+        elif name in code.co_freevars:
+            at = code.co_freevars.index(name)
+            starts = [_content(f.__closure__[at]) for f in functions if f.__closure__]
+        else:
+            starts = [x for x in objects if type(x) is kinds.get(f"L['{name}']")]
+        for start in starts:
+            try:
+                value = pick(start, path)
+            except (LookupError, AttributeError, TypeError, ValueError):
+                continue
+            if issubclass(type(value), nn.Module):
+                yield value
+
+
+def _sources(guard: Any) -> Iterator[tuple[str, type]]:
+    """The source and the class of each guarded value; values inside a module are left out."""
+    below = [*guard.get_child_managers()]
+    if hasattr(guard, "get_key_value_managers"):  # of a dict
+        below += [m for pair in guard.get_key_value_managers().values() for m in pair if m]
+    for each in below:
+        kind = each.get_type_of_guarded_value()
+        if isinstance(kind, type):
+            yield each.get_source(), kind
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            yield from _sources(each)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+# -- compiling once more ----------------------------------------------------------------------
+
+
+def forget_graphs(model: nn.Module) -> bool:
+    """Forgets what `torch.compile` made of `model` and its parts; their next call compiles again.
+
+    For hooks that stay and are added to a model that has run. Returns True if there was anything to
+    forget. Values do not change. A compiled function of the user that calls the model is not found.
     """
     frames: Any = sys.modules.get(FRAMES)
     reset, entries = (getattr(frames, name, None) for name in _PRIVATE)
@@ -157,7 +271,7 @@ def forget_graphs(model: nn.Module) -> bool:
         return False
     codes = {getattr(getattr(type(m), "forward", None), "__code__", None) for m in model.modules()}
     codes |= _frames_around_library_modules()
-    if reset is None or entries is None:  # a later torch: everything is made again
+    if reset is None or entries is None:  # a later torch: everything is compiled again
         torch.compiler.reset()
         return True
     used = [code for code in codes if code is not None and entries(code)]
@@ -172,7 +286,10 @@ _PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
 
 
 def _frames_around_library_modules() -> set[Any]:
-    """The frame that stands for the forward of a module of torch's own, such as a Sequential."""
+    """The frames around the forward of a module of torch's own, such as a Sequential."""
+    # Private: torch.compile calls such a forward through a function that `wrap_inline` of
+    # `torch._dynamo.external_utils` makes (2.11 has it). Without it such graphs are not forgotten,
+    # and a hook that is added to a compiled Sequential later is ignored.
     utils: Any = sys.modules.get("torch._dynamo.external_utils")
     code = getattr(getattr(utils, "wrap_inline", None), "__code__", None)
     return {c for c in getattr(code, "co_consts", ()) if isinstance(c, CodeType)}

@@ -13,10 +13,10 @@ A module's hooks are copied and pickled with it. What is registered is therefore
 `callback`, which only the original has. A recorder is switched on and off by its `Switch`, not by
 registering and removing: a compiled model then has two graphs at most.
 
-Also here, for other folders too: which calls count (`counts_for`, `recomputing`, `untraced`), the
-part of a value at a path (`part_at`), and whether a replacement has the structure of the original
-(`check_same`). Gradients have entries too; `gradients` makes them. The file is long since each of
-these is the only copy in hookkit, and half of it are docstrings.
+Also here, for all of hookkit: which calls count (`counts_for`, `recomputing`, `untraced`), the part
+of a value at a path (`part_at`), and whether a replacement has the structure of the original
+(`check_same`). Gradients have entries too; `gradients` makes them. The file is longer than 300
+lines, half of them docstrings: it is what recorders, edits and watched loops share with `Hook`.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def counts_for(thread: int | None, module: nn.Module, again: bool = False) -> bo
     replicas, whose threads work for the one that called it. True while compiling: a graph is traced
     once for all threads, and a check would become one of its guards.
     """
+    # Private: `_is_replica`, which DataParallel sets on each replica of a module (since 1.5).
+    # Without it the calls of replicas would not be recorded.
     if is_compiling():
         return True
     if graph_task() != -1:
