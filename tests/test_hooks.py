@@ -593,7 +593,7 @@ def test_a_hook_that_never_fired_is_reported_by_name_with_the_reason(x: Tensor) 
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (lambda net, x: net(x), "no backward pass came by it inside the block"),
+        (lambda net, x: net(x), "no backward pass reached it inside the block"),
         (lambda net, x: torch.no_grad()(net)(x), "gradients switched off"),
         (lambda net, x: net.requires_grad_(False)(x), "requires a gradient"),
     ],
@@ -648,7 +648,7 @@ def test_a_stop_that_the_model_swallows_is_reported(x: Tensor) -> None:
         except BaseException:
             return x
 
-    swallowed = pytest.warns(NeverFiredWarning, match="the model swallowed the stop")
+    swallowed = pytest.warns(NeverFiredWarning, match="the model caught StopForward")
     with swallowed, hook_output(inner, stop=True):
         Returns(bare)(x)
 

@@ -59,7 +59,7 @@ def test_gradients_that_did_not_come_call_for_the_backward_pass(x: Tensor) -> No
 
     text = reported(hook_outputs([layer], grad=True), lambda: layer(x))
 
-    assert "no backward pass came by it inside the block. What they store is None: run " in text
+    assert "no backward pass reached it inside the block. What they store is None: run " in text
     assert "run loss.backward() inside the block" in text
 
 
@@ -139,7 +139,7 @@ def test_a_stop_that_is_not_reached_names_what_it_waits_for(x: Tensor) -> None:
     text = reported(hook_outputs({"fc": net[0], "other": nn.Tanh()}, stop=True), lambda: net(x))
 
     assert "stop=True was never reached, so the whole forward ran. Never fired: 'other'" in text
-    assert "Leave them out, or run the model inside the block" in text
+    assert "Run the model inside the block, or do not hook these modules" in text
 
 
 def test_a_stop_in_front_of_a_layer_stores_its_input_and_does_not_run_it(x: Tensor) -> None:

@@ -162,7 +162,7 @@ def test_a_full_backward_hook_says_what_to_do_instead() -> None:
     ):
         torch.jit.trace(model, X)
 
-    assert "takes no model with full backward hooks" in found.value.__notes__[0]
+    assert "cannot trace a model with full backward hooks" in found.value.__notes__[0]
 
 
 @pytest.mark.parametrize("wrapper", [Catcher, GramWrapper])

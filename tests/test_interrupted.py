@@ -219,7 +219,7 @@ def test_a_stop_that_is_left_ends_no_other_forward_pass() -> None:
         NET(X)
 
     assert torch.equal(NET(X), Y)
-    with pytest.warns(NeverFiredWarning, match="swallowed the stop"):
+    with pytest.warns(NeverFiredWarning, match="the model caught StopForward"):
         h.__exit__(None, None, None)
 
 

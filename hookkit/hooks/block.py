@@ -1,6 +1,8 @@
-"""The `with` block of hooks: registering, thread, depth, stop; and what is reported at its end.
+"""The `with` block of hooks, and its warnings at the end.
 
-What is reported: a stop that was not reached, hooks that never fired and why, hints for errors.
+`Block` is what the hooks of one block share: it registers and removes them, notes whose calls are
+recorded and how many blocks are open, and ends the forward pass early with `stop=True`. At its end
+it warns of a stop that was not reached and of hooks that never fired, each with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from hookkit.hooks.snapshot import Options
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_NO_BACKWARD = "no backward pass came by it inside the block"
+_NO_BACKWARD = "no backward pass reached it inside the block"
 _MISSED = {
     "thread": "called only from another thread; enter the block in the thread that runs the model",
     "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
@@ -35,7 +37,7 @@ _MISSED = {
     "traced": "called only by torch.jit.trace, whose graph has no hooks on gradients; run the "
     "model itself in the block",
     "no_gradient": "no gradient arrived inside the block",
-    "frozen": "nothing that it returns requires a gradient (its parameters and inputs are frozen)",
+    "frozen": "none of its outputs requires a gradient (its parameters and inputs are frozen)",
     "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
 }
 
@@ -43,7 +45,7 @@ _MISSED = {
 class StopForward(BaseException):
     """Ends a forward pass once every hook of a `with … stop=True` block has fired.
 
-    No `Exception`, so a model's own `except Exception` lets it through; the block swallows it.
+    It is not an `Exception`, so `except Exception` in a model does not catch it. The block does.
     """
 
     def __init__(self, owner: object) -> None:
@@ -55,16 +57,16 @@ class StopForward(BaseException):
 
 
 class Stop:
-    """Which hooks a stop still waits for."""
+    """The hooks of a `stop=True` block that have not fired yet."""
 
     def __init__(self, hooks: Iterable[Capture]) -> None:
         self.waiting = {id(h): h for h in hooks}
         self.done = False
 
     def fired(self, hook: Capture) -> None:
-        """Notes that `hook` has fired, and ends the forward pass if it was the last.
+        """Notes that `hook` has fired, and ends the forward pass if it was the last one.
 
-        Once: whatever goes wrong with the block, the forward passes after it are whole.
+        It ends one forward pass only: even if the block fails to close, later passes are complete.
         """
         self.waiting.pop(id(hook), None)
         if not (self.waiting or self.done):
@@ -73,11 +75,11 @@ class Stop:
 
 
 class Block(Switch):
-    """What the hooks of one `with` block share: switch, options, thread, stop, guard, depth.
+    """What the hooks of one `with` block share: switch, options, thread, stop, guard and depth.
 
     Attributes:
-        thread: whose calls are recorded; None records those of all threads. A block sets it to its
-            own thread. A callback sets it for hooks that it leaves in place.
+        thread: the thread whose calls are recorded; None records the calls of all threads. A block
+            sets it to the thread that entered it; a callback sets it for hooks that stay.
         depth: how many blocks of these same hooks are open, one inside the other.
     """
 
@@ -87,15 +89,15 @@ class Block(Switch):
         self.on, self.options = True, options
         self.thread: int | None = None
         self.stop: Stop | None = None
-        self.compiled: dict[int, str] | None = None  # what `compiled_modules` found
-        self.warned: tuple[str, ...] = ()  # of what the hooks have warned, which is once for all
+        self.compiled: dict[int, str] | None = None  # result of `compiled_modules`
+        self.warned: tuple[str, ...] = ()  # the warnings given, each once for all hooks
         self.guard = Guard()
         self.depth = 0
 
     def enter_all(self, hooks: Sequence[Capture]) -> None:
         """Enters the block of `hooks`, which are registered again if all of them are removed.
 
-        Whoever calls it calls `fail` if it raises, also at its very beginning.
+        If it raises, also before its first statement, the caller has to call `fail`.
         """
         if all([h.removed for h in hooks]):  # noqa: C419
             for h in hooks:
@@ -104,15 +106,18 @@ class Block(Switch):
         self.enter(hooks)
 
     def fail(self, hooks: Sequence[Capture], depth: int) -> None:
-        """Undoes `enter_all`, also half of it; `depth` is what it was before."""
+        """Undoes `enter_all`, also where it was interrupted; `depth` is the depth before it."""
         if not depth:
             remove_all(hooks)
             self.undo()
 
     def exit_all(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
-        """Ends the block, removes `hooks` and reports; True swallows `e`. Called uninterrupted."""
+        """Ends the block, removes `hooks` and warns; True if `e` is the block's own stop.
+
+        Called in an `uninterrupted` function.
+        """
         self.depth -= 1
-        if self.depth > 0:  # there is another block around it, which goes on
+        if self.depth > 0:  # another block of these hooks is still open around this one
             return False
         try:
             for h in hooks:
@@ -122,7 +127,7 @@ class Block(Switch):
         return swallowed
 
     def enter(self, hooks: Sequence[Capture]) -> None:
-        """From here on only this thread's calls are recorded, and compiled code runs eagerly."""
+        """Records this thread's calls only, and has compiled code run eagerly, until `leave`."""
         self.depth += 1
         if self.depth > 1:
             return
@@ -134,13 +139,13 @@ class Block(Switch):
             enter_eager(self)
 
     def undo(self) -> None:
-        """Undoes `enter`, also half of it; can be repeated."""
+        """Undoes `enter`, also where it was interrupted; can be repeated."""
         self.thread, self.stop, self.depth = None, None, 0
         leave_eager(self)
         self.guard.end()
 
     def leave(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
-        """Undoes `enter` and reports; True swallows `e`, which was the block's own stop."""
+        """Undoes `enter` and warns; True if `e` is the block's own stop."""
         stop = self.stop
         self.undo()
         if e is None:
@@ -154,7 +159,7 @@ class Block(Switch):
 
 @uninterrupted
 def register_all(hooks: Sequence[Capture]) -> None:
-    """Registers each of `hooks` on its module; who calls it removes them if it raises."""
+    """Registers each of `hooks` on its module; if it raises, the caller has to remove them."""
     for h in hooks:
         h.register()
 
@@ -175,26 +180,27 @@ def remove_all(hooks: Sequence[Capture]) -> None:
         h.remove()
 
 
-# What PyTorch says where a full backward hook is in the way, and what that means.
-_IN_THE_WAY = {
+# Parts of PyTorch's error messages that a full backward hook causes, each with hookkit's note.
+_CAUSED_BY_BACKWARD_HOOKS = {
     "BackwardHookFunction": "the input or output of a layer with a full backward hook ({}) was "
     "changed in place. Use hook_output(module, grad=True), which allows that.",
-    "have backward hooks assigned": "torch.jit.trace takes no model with full backward hooks ({}). "
-    "Trace it outside of the block, or use hook_output(module, grad=True).",
+    "have backward hooks assigned": "torch.jit.trace cannot trace a model with full backward hooks "
+    "({}). Trace it outside of the block, or use hook_output(module, grad=True).",
 }
 
 
 def _hint(hooks: Sequence[Capture], e: BaseException) -> None:
+    """Adds a note to an error of PyTorch that a full backward hook of the block has caused."""
     names = ", ".join(h.label() for h in hooks if h.options.kind == "backward")
-    for said, hint in _IN_THE_WAY.items():
-        if names and said in str(e):
-            e.add_note("hookkit: " + hint.format(names))
+    for part, note in _CAUSED_BY_BACKWARD_HOOKS.items():
+        if names and part in str(e):
+            e.add_note("hookkit: " + note.format(names))
 
 
 def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
-    """The hooks that have nothing, by label, each with the reason as far as it can be known.
+    """The hooks that have stored nothing, by label, each with the reason as far as it is known.
 
-    Where two have the same label (modules without names), their place is added.
+    Where two have the same label (modules without names), their positions are added.
     """
     silent = [(i, h) for i, h in enumerate(hooks) if h.last is None and _is_silent(h)]
     if not silent:
@@ -207,6 +213,10 @@ def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
 
 
 def _is_silent(h: Capture) -> bool:
+    """Whether `h`, which has stored nothing, never fired.
+
+    The count does not tell of a gradient hook that stores: it counts forward calls.
+    """
     if h.traced:
         return False
     return not h.count or (h.options.keep != "none" and h.options.kind in ("grad", "pre_grad"))
@@ -217,7 +227,7 @@ def _reason(h: Capture) -> str:
     if module is None:
         return "the module is gone"
     if isinstance(module, _CONTAINERS):
-        return f"a {type(module).__name__} is never called itself; hook what it holds"
+        return f"a {type(module).__name__} is never called itself; hook the modules inside it"
     if h.missed == "frozen" and h.options.kind == "pre_grad":
         return "none of its inputs requires a gradient"
     if h.missed in _MISSED:
@@ -243,23 +253,23 @@ def _report(hooks: Sequence[Capture], stop: Stop | None) -> None:
         empty = "Run" if o.keep == "none" else "What they store is None: run"
         text = (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
-            f"{empty} {run} inside the block, or leave them out."
+            f"{empty} {run} inside the block, or do not hook these modules."
         )
     elif stop.waiting:
         text = (
             f"{who}: stop=True was never reached, so the whole forward ran. Never fired: {few}. "
-            "Leave them out, or run the model inside the block."
+            "Run the model inside the block, or do not hook these modules."
         )
     else:
         text = (
-            f"{who}: the model swallowed the stop (a bare `except:` or `except BaseException`), "
-            "and the forward ran on. What was stored is right; let StopForward through."
+            f"{who}: the model caught StopForward (by `except:` or `except BaseException`), so the "
+            "forward continued. The stored values are correct. Use `except Exception` in the model."
         )
     warnings.warn(text, NeverFiredWarning, stacklevel=6)
 
 
 def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:
-    """Warns of what is stored by reference, and is not what a copy would be."""
+    """Warns of objects that are stored as references and differ from what a copy would be."""
     text = warning_of(h.options.who, h.label(), h.options.kind, h.options, stored)
     if text:
         h.switch.warned += ("reference",)
@@ -267,11 +277,11 @@ def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:
 
 
 def warn_if_compiled(h: Capture) -> None:
-    """Warns of a hook outside of a block that compiled code ignores, when it is read and empty."""
+    """Warns when an empty hook is read outside of a block and compiled code runs its module."""
     module, block = h.module(), h.switch
     if h.removed or h.count or h.traced or block.depth or module is None:
         return
-    if block.compiled is None:  # code compiled after the hooks were registered has them in it
+    if block.compiled is None:  # searched once: code that is compiled later includes the hooks
         block.compiled = compiled_modules()
     what = block.compiled.get(id(module))
     if what is not None and "compiled" not in block.warned:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """After the forward: `hook_func(module, input, output)`. What an edit returns, else None."""
+    """After the forward: runs `hook_func(module, input, output)`; returns an edit's new output."""
     o, leaf = hook.options, hook.leaf
     if not o.edit and not is_compiling() and is_tracing():
         with untraced():
@@ -59,7 +59,7 @@ def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any)
 
 
 def before(hook: Capture, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before the forward: `hook_func(module, input)`. What an edit calls it with, else None."""
+    """Before the forward: runs `hook_func(module, input)`; returns an edit's `(args, kwargs)`."""
     o, leaf, inputs = hook.options, hook.leaf, Inputs(args, kwargs)
     if not o.edit and not is_compiling() and is_tracing():
         with untraced():
@@ -82,7 +82,7 @@ def before(hook: Capture, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    """In the backward: `hook_func(module, grad_input, grad_output)`."""
+    """In the backward pass: runs `hook_func(module, grad_input, grad_output)`."""
     o = hook.options
     if o.detach and not o.edit:
         grad_input = tmap(Tensor.detach, grad_input)
@@ -92,27 +92,28 @@ def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any
     hook.keep(Snapshotter(o).keep(new))
     if not o.edit:
         return None
-    return (new,) if isinstance(new, Tensor) else new  # PyTorch would take it for a tuple
+    return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads the tensor as a tuple
 
 
 def both(hook: Capture, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
-    """Once all gradients of a call are there: `hook_func(module, grad_inputs, grad_outputs)`."""
+    """With all gradients of a call: runs `hook_func(module, grad_inputs, grad_outputs)`."""
     new = called(hook.options.hook_func, module, grad_inputs, grad_outputs)  # type: ignore[arg-type]
     hook.keep(Snapshotter(hook.options).keep(new))
 
 
 def check_output(hook: Capture, output: Any) -> None:
-    """Refuses, by name, outputs on which PyTorch's full backward hook does nothing, or is wrong."""
+    """Raises for outputs with which PyTorch's full backward hook does nothing, or is wrong."""
     if _flat(output) or not any(t.requires_grad for t in leaves(output)):
         return
     raise HookError(
-        f"{hook.options.who}: a full backward hook on {hook.label()} would stay silent or be "
-        f"wrong, since it returns {describe(output)} and PyTorch hooks only a tensor or a "
+        f"{hook.options.who}: a full backward hook on {hook.label()} would not run, or give wrong "
+        f"gradients, since it returns {describe(output)} and PyTorch hooks only a tensor or a "
         "flat tuple. Use hook_output(module, grad=True), which takes any structure."
     )
 
 
 def _flat(output: Any) -> bool:
+    """Whether PyTorch's full backward hook sees all tensors of `output`."""
     if isinstance(output, Tensor):
         return True
     if not isinstance(output, tuple) or type(output).__module__ == "torch.return_types":
@@ -121,12 +122,12 @@ def _flat(output: Any) -> bool:
 
 
 def _same(x: Any) -> Any:
-    """`x`: stands for the user's function where there is none."""
+    """Returns `x`: in the place of the user's function where there is none."""
     return x
 
 
 def _function(hook: Capture) -> Callable[..., Any]:
-    """The user's function; an exception in it gains a note, and a ready-made edit its hook."""
+    """The user's function, with a note on its exceptions; a ready-made edit also gets the hook."""
     func: Any = hook.options.hook_func
 
     def run(module: nn.Module, *seen: Any) -> Any:
@@ -138,16 +139,16 @@ def _function(hook: Capture) -> Callable[..., Any]:
 
 
 def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:
-    """Stores `f(*seen)` if this call is to be recorded; what an edit returns, else None.
+    """Stores `f(*seen)` if this call is recorded; returns it for an edit, else None.
 
-    `given`: what the module was called with, if `f` may return that itself.
+    `given`: what the module was called with, since `f` may return a part of that.
     """
     o = hook.options
     if is_compiling():
         return _observe_traced(hook, f, *seen)
     if not counts(hook, module):
         return None
-    if graph_task() != -1:  # a checkpoint runs again: edits have to be there, records have not
+    if graph_task() != -1:  # a checkpoint recomputes this call: edit it again, do not record it
         hook.missed = hook.missed or "recomputed"
         return f(*seen) if o.edit else None
     new = f(*seen)
@@ -158,7 +159,7 @@ def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any],
 
 
 def _observe_traced(hook: Capture, f: Callable[..., Any], *seen: Any) -> Any:
-    """As `observe`, with nothing in it that breaks a graph: no count, no list, no version."""
+    """As `observe`, without what would break a graph: it does not count, list or read versions."""
     o = hook.options
     if is_exporting() and not o.edit:
         return None
@@ -170,7 +171,8 @@ def _observe_traced(hook: Capture, f: Callable[..., Any], *seen: Any) -> Any:
 
 
 def counts(hook: Capture, module: nn.Module) -> bool:
-    """Whether the thread that the hook records makes this call. Notes why not, for the report."""
+    """Whether the thread that the hook records makes this call. If not, notes why."""
+    # Private: `_is_replica`, see `entries.counts_for`.
     replica = "_is_replica" in module.__dict__
     if in_thread(hook.switch.thread) or (replica and not hook.switch.depth):
         return True
@@ -178,16 +180,16 @@ def counts(hook: Capture, module: nn.Module) -> bool:
     return False
 
 
-# What fullgraph=True says; without it the graph breaks once for each hook, and all is right.
+# The error with fullgraph=True. Without it the graph breaks at each hook, and the values are right.
 _IN_PYTHON = (
-    "hookkit: a hook with grad=True stores gradients in Python, which no full graph can. Leave "
-    "fullgraph=True out, use the hook in a `with` block, or attach_grad with a function that "
-    "writes into a buffer."
+    "hookkit: a hook with grad=True stores gradients in a Python object, which code compiled with "
+    "fullgraph=True cannot do. Compile without fullgraph=True, use the hook in a `with` block, or "
+    "use attach_grad with a function that writes into a buffer."
 )
 
 
 class Grads:
-    """The gradients of one forward call, filled in leaf by leaf; emptied by each new backward."""
+    """The gradients of one forward call, set leaf by leaf; each new backward pass clears them."""
 
     __slots__ = ("index", "kept", "task", "whole")
 
@@ -198,10 +200,11 @@ class Grads:
 
 
 def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
-    """A forward call whose gradients are wanted: the function that receives them.
+    """Notes a forward call; returns the function that receives its gradients, None to skip it.
 
-    Under a reentrant checkpoint the counted call runs without gradients, and the recomputed one
-    has them: it takes the place that the counted call has left waiting.
+    Under a reentrant checkpoint the first run of the forward has no gradients and the recomputed
+    one has them. The first run therefore adds its `Grads` to `hook.waiting`, and the recomputed one
+    takes them from there.
     """
     x = part_at(x, hook.leaf, hook.options.who, hook.label)
     if hook.options.edit:
@@ -209,12 +212,15 @@ def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     if is_compiling():
         hook.traced = True
         if not is_exporting():
+            # Private: `torch._dynamo.graph_break` ends the traced graph here (since 2.0; `msg` in
+            # 2.11). Without it the hook on the gradient would be traced, which fails where it
+            # writes into a Python object. There is no public function for it and no fallback.
             torch._dynamo.graph_break(msg=_IN_PYTHON)
         return receiver(ref(hook), Grads(0, len(leaves(x))))
     again = graph_task() != -1
     if not again and not counts(hook, module):
         return None
-    if is_tracing():  # a tensor's hook is no part of the graph, and its tap would be
+    if is_tracing():  # the hook would not be in the traced graph, but the alias for it would
         hook.missed = "traced"
         return None
     found = leaves(x)
@@ -233,7 +239,11 @@ def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
 
 
 def receiver(hook: ref[Capture], grads: Grads) -> Receive:
-    """Held by the autograd graph, which Python's garbage collector cannot see into: weak."""
+    """The function that stores each gradient in `grads`.
+
+    It holds the hook weakly: the autograd graph holds this function, and Python's garbage collector
+    finds no reference cycle that goes through the graph.
+    """
 
     def receive(i: int, grad: Tensor) -> None:
         h = hook()
@@ -249,8 +259,8 @@ def receiver(hook: ref[Capture], grads: Grads) -> Receive:
 
 
 def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
-    """As `begin`, for an edit: what receives a gradient returns the one that goes on."""
-    if is_compiling():  # here: the graph of a gradient's hook may write no attribute
+    """As `begin`, for an edit: the function that is returned replaces the gradients it gets."""
+    if is_compiling():  # noted here, since a compiled hook on a gradient cannot set an attribute
         hook.traced = True
         return _editor(ref(hook), ref(module))
     if not counts(hook, module):
@@ -265,9 +275,11 @@ def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
 
 
 def _editor(hook: ref[Capture], module: ref[nn.Module]) -> Receive:
+    """The function that replaces each gradient by what the user's function returns for it."""
+
     def receive(i: int, grad: Tensor) -> Tensor | None:
         h, m = hook(), module()
-        if h is None or m is None or h.removed:  # the graph has outlived the block
+        if h is None or m is None or h.removed:  # the block ended before the backward pass
             return None
         new: Any = _function(h)(m, grad)
         if not is_compiling():
