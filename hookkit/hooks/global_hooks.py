@@ -1,7 +1,11 @@
-"""Hooks that are not on chosen modules: on one tensor, on every module there is, on a whole model.
+"""Hooks that are not on chosen modules: on one tensor, or on every module.
 
-`hook_all` uses PyTorch's global hooks, which cost every module of the process about 1 µs a call
-while they are on: a tool for looking, not for leaving in.
+`hook_tensor` stores the gradient of one tensor, `hook_all` calls a function at each call of every
+module of the process, and `print_sizes` prints the shapes that go through a whole model.
+
+`hook_all` uses PyTorch's global hooks. While they are on, each call of every module costs about
+1 µs more, so use it to look at a model, not in training. The file is longer than 300 lines, a third
+of it docstrings and messages: each of the three has its class beside its function, in one pattern.
 """
 
 from __future__ import annotations
@@ -39,8 +43,10 @@ from hookkit.interrupts import Scope, block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
-# Private: which of PyTorch's global hooks take keyword inputs (since 2.0). Its own removal leaves
-# the entry there, and torch.compile then warns of a global hook; without the dict, it still does.
+# Private: `_global_forward_hooks_with_kwargs` of torch.nn.modules.module, which notes the global
+# hooks that take keyword inputs (since 2.0). The public handle's `remove()` leaves the note behind,
+# and torch.compile then warns of a global hook that is gone. Without the dict nothing is done, and
+# that warning stays.
 _with_kwargs: dict[int, bool] = getattr(
     torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
 )
@@ -50,7 +56,7 @@ R = TypeVar("R", "GlobalHook", "_Printed")
 
 
 def _registered(hook: R) -> R:
-    """`hook`, which exists before it is registered: no interrupt comes between the two."""
+    """Registers `hook` and returns it; an interrupt leaves nothing registered."""
     try:
         hook.register()
     except BaseException:
@@ -71,9 +77,9 @@ class TensorHook(Scope):
 
     @property
     def stored(self) -> Tensor | None:
-        """The gradient of the last backward pass, detached; None if none has come.
+        """The gradient of the last backward pass, detached; None before the first.
 
-        Warns if none could come, since the tensor has another place in the graph by now.
+        Warns if none could be stored, since the tensor has another node in the graph by now.
         """
         kept = self._kept
         if kept is None and isinstance(self._handle, ViewGradient) and self._handle.lost:
@@ -89,9 +95,9 @@ class TensorHook(Scope):
 
     def _warn_lost(self) -> None:
         warnings.warn(
-            f"hook_tensor: nothing is stored of {self.label}. It is a view of a leaf (a parameter "
-            "or an input) that was written in place after the hook was set, and autograd has made "
-            "the view anew. Set the hook after that operation, or hook the leaf.",
+            f"hook_tensor: nothing is stored of {self.label}. The tensor is a view of a leaf (a "
+            "parameter or an input) that was written in place after the hook was set, so autograd "
+            "gave the view a new node. Set the hook after that operation, or hook the leaf.",
             OverwrittenWarning,
             stacklevel=3,
         )
@@ -103,7 +109,7 @@ class TensorHook(Scope):
 
     @uninterrupted
     def remove(self) -> None:
-        """Takes the hook off; what is stored stays."""
+        """Removes the hook; what is stored stays."""
         self._handle.remove()
 
     _undo = remove
@@ -113,7 +119,7 @@ class TensorHook(Scope):
 
 
 def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
-    """The graph holds this, and must not hold what has been stored."""
+    """The function that stores the gradient; the graph holds it, but not what is stored."""
 
     def receive(grad: Tensor) -> None:
         if (h := hook()) is not None:
@@ -125,16 +131,16 @@ def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
 def hook_tensor(
     t: Tensor, detach: bool = True, cpu: bool = False, gather: bool = False
 ) -> TensorHook:
-    """The gradient of any intermediate tensor, which PyTorch does not keep: in `.stored`.
+    """Stores the gradient of any intermediate tensor, which PyTorch does not keep, in `.stored`.
 
-    Set before the backward pass; each pass replaces what the last one stored. Options as for
-    `hook_output`. Also a context manager, which removes the hook at its end. It is the gradient of
-    what the tensor is now: an in-place operation afterwards is one of its uses. If it is a view
-    and its memory is written, uses of the tensor that it is a view of count too.
+    Set it before the backward pass; each pass replaces what the last one stored. Options as for
+    `hook_output`. Also a context manager, which removes the hook at its end. The gradient is that
+    of the tensor as it is now: an in-place operation afterwards is one of its uses. If the tensor
+    is a view and its memory is written, uses of the tensor that it is a view of count too.
 
     Raises:
         ArgumentError: `t` is no tensor.
-        HookError: `t` requires no gradient, so none will come.
+        HookError: `t` requires no gradient.
 
     >>> x = torch.ones(2, 2, requires_grad=True)
     >>> y = x + 2
@@ -151,21 +157,21 @@ def hook_tensor(
         )
     if not t.requires_grad:
         raise HookError(
-            f"hook_tensor: this {describe(t)} tensor requires no gradient, so none will come. "
+            f"hook_tensor: this {describe(t)} tensor does not require a gradient. "
             "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
         )
     return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
 
 
-# The fused TransformerEncoder path looks for hooks on its modules, not for global ones, so it is
-# off while there are any; several need not be removed in the reverse order of their making.
+# The fused path of TransformerEncoder checks for hooks on its modules, not for global hooks, so it
+# is off while there are any. They can be removed in any order, so their ids are kept in a set.
 _lock = Lock()
 _global: set[int] = set()  # the ids of the global hooks that are on
 _fast_path = True
 
 
 def _switch(hook: object, on: bool) -> None:
-    """The first global hook switches the fused path off, the last one restores it."""
+    """Switches the fused path off for the first global hook, and restores it after the last."""
     global _fast_path
     with _lock:
         if on and not _global:
@@ -184,9 +190,9 @@ _stand_in = local()  # `now`: this thread runs a copy of a model, which global h
 
 @block
 def stand_in_runs() -> Iterator[None]:
-    """For the run of a copy: this thread's calls are not seen by `hook_all`, nor fused by PyTorch.
+    """Inside it a copy of a model can run: `hook_all` ignores this thread's calls.
 
-    The fused path does not call the layers of a TransformerEncoder.
+    PyTorch's fused path is off, since it does not call the layers of a TransformerEncoder.
     """
     before = getattr(_stand_in, "now", False)
     token = object()
@@ -210,7 +216,7 @@ class GlobalHook(Scope):
 
     @uninterrupted
     def register(self) -> None:
-        """Puts the hook in PyTorch's global dicts; nothing if it is there."""
+        """Registers the hook for all modules; does nothing if it is registered."""
         if not self.removed:
             return
         if self._pre:
@@ -222,7 +228,7 @@ class GlobalHook(Scope):
 
     @uninterrupted
     def remove(self) -> None:
-        """Takes the hook off all modules. Nothing if it is off."""
+        """Removes the hook; does nothing if it is removed."""
         if not self.removed:
             self._handle.remove()
             _with_kwargs.pop(self._handle.id, None)
@@ -243,7 +249,7 @@ class GlobalHook(Scope):
         self._call(module, args, {})
 
     def _after(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        # Without kwargs: another thread is just removing this, between two looks of PyTorch's.
+        # PyTorch passes no kwargs if another thread removes this hook during the call.
         if len(kwargs_and_output) == 2:
             self._call(module, args, *kwargs_and_output)
 
@@ -276,15 +282,16 @@ def hook_all(
 ) -> GlobalHook:
     """Calls `hook_func(module, input, output)` at each call of every module of the process.
 
-    Also of modules made later, of losses, of models nobody holds. Use it in a `with` block, which
-    records its own thread only, or `remove()` it. Tensors come detached; what the function returns
-    is ignored, and modules that it calls are not seen. TorchScript runs no hooks.
+    Also for modules made later, for losses, and for models that no variable refers to. Use it in a
+    `with` block, which sees the calls of its own thread only, or `remove()` it. Tensors are
+    detached. What the function returns is ignored, as are modules that it calls. TorchScript runs
+    no hooks.
 
     Args:
         hook_func: `f(module, input, output)` or `f(output)`; `input` is an `Inputs`, a tuple that
             has keyword inputs by name.
         types: only modules of these classes.
-        pre: before the forward: `hook_func(module, input)`, of which PyTorch's global hooks give
+        pre: calls `hook_func(module, input)` before the forward; PyTorch's global hooks give it the
             positional inputs only.
 
     Raises:
@@ -323,7 +330,7 @@ class _Printed(Scope):
         self._handles: list[Handle] = []
 
     def register(self) -> None:
-        """Prints again, where `remove` or the end of a block has ended that."""
+        """Registers the hooks, also again after `remove` or the end of a block."""
         model = self._model()
         if self._handles or model is None:
             return
@@ -358,7 +365,7 @@ class _Printed(Scope):
 
     @uninterrupted
     def remove(self) -> None:
-        """Prints no more."""
+        """Removes the hooks: nothing more is printed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -367,7 +374,8 @@ class _Printed(Scope):
 def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
     """Prints `input shape → output shape`, name and class of each module of `model` as it runs.
 
-    From inside to outside, as the calls end. Use it in a `with` block, or `remove()` it.
+    A line is printed when a call ends, so inner modules come first. Use it in a `with` block, or
+    `remove()` it.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
     >>> with print_sizes(net):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hookkit.hooks.snapshot import Options
 
 # These lead to tensors that are not part of a value: a module's parameters, a function's globals,
-# what a generator is busy with.
+# a generator's local variables.
 _NO_VALUE = (
     nn.Module,
     type,
@@ -94,7 +94,7 @@ class Reference:
 
 
 def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+    return 0 if t.is_inference() else t._version  # private, see `snapshot`
 
 
 def references(x: Any, path: str = "") -> list[Reference]:

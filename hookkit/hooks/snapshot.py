@@ -28,9 +28,9 @@ Kind = Literal["forward", "pre", "grad", "pre_grad", "backward", "both"]
 # Without it each snapshot is a full copy.
 lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
 # Private: `torch._C._functorch`, `_are_functorch_transforms_active` and `_DisableFuncTorch` (since
-# 2.0). In a transform of torch.func (vmap, grad, …) a module sees wrappers that are dead once the
-# transform ends; `unwrapped` gives the values behind one. Without them captures are right outside
-# of transforms only.
+# 2.0). In a transform of torch.func (vmap, grad, …) a module sees wrappers that cannot be used once
+# the transform has ended; `unwrapped` gives the values behind one. Without them captures are right
+# outside of transforms only.
 _functorch = getattr(torch._C, "_functorch", None)
 is_transformed: Callable[[Tensor], bool] = getattr(
     _functorch, "is_functorch_wrapped_tensor", lambda t: False
@@ -41,6 +41,11 @@ is_transforming: Callable[[], bool] = getattr(
 outside: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_DisableFuncTorch", nullcontext
 )
+# Private, here and in `references`, `reading`, `capture`, `gradients`, `taps` and `views`:
+# `Tensor._version`, the number of in-place operations on its memory, `Tensor._base`, the tensor
+# that it is a view of, and `Tensor._is_view()` (all since before 2.0). Without them overwritten
+# values would not be noticed, and gradients of views and of returned inputs would be wrong. PyTorch
+# has no public name for them, so there is no fallback.
 _USUAL = ("forward", None, "last", None)
 
 
@@ -86,7 +91,7 @@ class Options:
         check_choice(self.who, "keep", self.keep, ("last", "all", "none"))
         self._check_together()
 
-        # a whole tuple at once: this runs at each `with hook_outputs(…)`
+        # compared as one tuple, since this runs at each `with hook_outputs(…)`
         usual = (self.kind, self.hook_func, self.keep, self.dtype) == _USUAL
         plain = usual and not (self.clone or self.cpu or self.gather or self.stop)
         live = self.clone is False or (self.clone is None and not self.detach)
@@ -125,6 +130,8 @@ def _holds(x: Any, t: Tensor) -> bool:
 
 def inputs_and_buffers(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """The tensors that a module was called with, and its buffers: it may return any of them."""
+    # Private: `Module._buffers`, its own buffers (since before 2.0). The fallback would be
+    # `buffers(recurse=False)`, which costs several times as much, at each call of a hook.
     return (*args, *kwargs.values(), *module._buffers.values())
 
 
@@ -156,7 +163,7 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
 def unwrapped(t: Tensor) -> Tensor:
     """The values behind a tensor that torch.func has wrapped, vmap's dimension first; else `t`.
 
-    The wrapper is dead once its transform ends, the values are not.
+    The wrapper cannot be used once its transform has ended, the values can.
     """
     while not is_compiling() and is_transformed(t):
         assert _functorch is not None

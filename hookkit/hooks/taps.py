@@ -1,15 +1,16 @@
-"""How a hook gets the gradient of one use of a tensor, without a change to the run.
+"""How a hook receives the gradient of one use of a tensor without a change to the run.
 
 A hook on a tensor (`Tensor.register_hook`) belongs to one node of autograd's graph and receives the
-gradient of every use that goes through that node. Two things can make that the wrong gradient of
-an output (the third is in `views`):
+gradient of every use that goes through that node. For an output, that can be the wrong gradient for
+two reasons (a third is in `views`):
 
 - The tensor has other uses that must not count: a module returns its own input, a parameter, or
-  one tensor twice. `alias` makes a view of it, a node of its own, to return instead. A view shares
-  the memory and autograd knows it, so an in-place operation on either reaches the other, in values
-  and in gradients, as it does without the hook. (A copy would not: it changes the run.)
+  one tensor twice. `alias` makes a view of it, which has a node of its own and is returned instead.
+  The view shares the memory, and autograd tracks that. So an in-place operation on one of the two
+  changes the other, in values and in gradients, as it does without the hook. With a copy it would
+  not, so a copy would change the run.
 - The module has used the tensor itself, for another of its outputs. `own_node` gives the tensor a
-  new node in place: what used it before keeps the old one.
+  new node in place: earlier uses keep the old node.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from hookkit.nested import leaves, pick, put, tmap
 
 Receive = Callable[[int, Tensor], Any]
 
-# Private: gives a tensor its version number back after an operation that wrote nothing. Without it
-# `own_node` would make autograd refuse the values that it has saved of the tensor; `alias` is used
-# instead, which hooks that ran earlier do not see. Since torch 2.1.
+# Private: `torch.autograd._unsafe_preserve_version_counter` restores a tensor's version number
+# after an operation that wrote nothing (since 2.1). Without it autograd would raise after
+# `own_node`, as if the values that it saved of the tensor had been changed. If it is missing,
+# `alias` is used instead; uses of the output by hooks that ran earlier then do not count.
+#
+# Also private, in this file: `_version`, `_base` and `_is_view()` of a tensor, see `snapshot`.
 _keep_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
 
 
@@ -43,15 +47,15 @@ def on_grad(
     aliased: bool = False,
     given: Any = (),
 ) -> Any:
-    """Has `receive(i, grad)` called in each backward pass for leaf `i` of `output`.
+    """Calls `receive(i, grad)` in each backward pass for each leaf `i` of `output`.
 
     Args:
-        output: what the module returned. Leaves that need no gradient are passed over.
-        receive: gets the leaf's number in `leaves(output)` and its gradient, to be read, not
-            written. What it returns, unless None, replaces the gradient. The graph holds it.
+        output: what the module returned. Leaves that require no gradient are skipped.
+        receive: gets the leaf's number in `leaves(output)` and its gradient, which it must not
+            write. What it returns, unless None, replaces the gradient. The graph holds it.
         versions: `{id: version}` of the module's inputs before it ran (see `versions_of`).
         leaf: path of the part of `output` that is meant; numbers count the leaves of that part.
-        aliased: `with_aliases` has seen this output; the aliases in it are taken as they are.
+        aliased: `with_aliases` has made aliases in this output already; they are hooked as is.
         given: what the module was called with; read in a graph of torch.compile only.
 
     Returns:
@@ -59,7 +63,7 @@ def on_grad(
         same structure with that leaf replaced.
     """
     if not torch.is_grad_enabled():
-        return output  # an alias made here would have no gradient to be hooked for
+        return output  # an alias made here would require no gradient, and could not be hooked
     part = pick(output, leaf)
     needs = None if is_compiling() else _Needs(output, versions)
     numbers = iter(range(len(leaves(part))))
@@ -80,9 +84,9 @@ def on_grad(
 
 
 def with_aliases(output: Any, versions: dict[int, int] | None = None, leaf: str = "") -> Any:
-    """`output` with an alias for each leaf that `on_grad` would replace, if there are any.
+    """`output`, with an alias in the place of each leaf that `on_grad` would replace.
 
-    For a hook that runs before all others, so that what they keep of the output counts too.
+    For a hook that runs before all others: they then keep the aliases, and their uses count too.
     """
     if not torch.is_grad_enabled():
         return output
@@ -92,9 +96,9 @@ def with_aliases(output: Any, versions: dict[int, int] | None = None, leaf: str 
 
 
 class _Needs:
-    """What the tensors of one output need, so that a hook receives the gradient of that use alone.
+    """Which tensors of one output need an alias or a new node before they are hooked.
 
-    Judged by the whole output, whichever part of it is meant.
+    Decided from the whole output, also where a part of it is hooked.
     """
 
     __slots__ = ("several", "times", "versions")
@@ -105,34 +109,34 @@ class _Needs:
         self.times = Counter(map(id, found)) if self.several else Counter[int]()
 
     def separated(self, t: Tensor) -> Tensor:
-        """The tensor to return and to hook in the place of `t`: `t` itself where that is right."""
+        """The tensor to return and to hook in the place of `t`; `t` itself where it can be."""
         if self.alias(t):
             return alias(t)
         return own_node(t) if self.several else t
 
     def alias(self, t: Tensor) -> bool:
-        """Whether `t` has uses that are not the output's, so that an alias has to stand for it."""
+        """Whether `t` needs an alias, since it has uses that are not uses of the output."""
         if t.is_leaf or self.times[id(t)] > 1:
             return True
-        if self.versions.get(id(t)) == t._version:  # an input, as it was
+        if self.versions.get(id(t)) == t._version:  # an input, unchanged
             return True
         return self.several and not can_own_node(t)
 
     def has_alias(self, t: Tensor) -> bool:
-        """Whether `t` is an alias already, made by a hook that ran before."""
+        """Whether `t` is an alias already, made by an earlier hook."""
         return self.times[id(t)] < 2 and is_alias(t)
 
 
 def versions_of(*inputs: Any) -> dict[int, int]:
-    """`{id: version}` of the tensors in `inputs`: a returned input has it still."""
+    """`{id: version}` of the tensors in `inputs`, to recognize an input that is returned as is."""
     return {id(t): t._version for x in inputs for t in leaves(x) if not t.is_inference()}
 
 
 def tap(t: Tensor) -> Tensor:
     """A tensor of its own with the values and the gradient of `t`; not a view of it.
 
-    A lazy clone where that can be (see `snapshot`): not of what the user made, nor of quantized
-    tensors, which torch 2.13 cannot read then.
+    A lazy clone where one is possible (see `snapshot`): not of a tensor that the user made, nor of
+    a quantized one, whose lazy clone crashes torch 2.13 when it is read.
     """
     root = t if is_compiling() or t._base is None else t._base
     plain = t.is_cpu and not t.is_quantized and not (root.is_leaf and root.requires_grad)
@@ -145,7 +149,7 @@ def tap(t: Tensor) -> Tensor:
 
 
 def alias(t: Tensor) -> Tensor:
-    """A view of all of `t`, with a node of its own; `t` itself where there is none (sparse)."""
+    """A view of all of `t`, with a node of its own; `t` itself if it has no views (sparse)."""
     try:
         view: Tensor = t[...]
     except (RuntimeError, NotImplementedError, TypeError):
@@ -154,7 +158,7 @@ def alias(t: Tensor) -> Tensor:
 
 
 def is_alias(t: Tensor) -> bool:
-    """Whether `alias` made `t`, and nothing was written since."""
+    """Whether `alias` made `t`, and no in-place operation has changed its node since."""
     return t._is_view() and t.grad_fn is not None and t.grad_fn.name() == "AliasBackward0"
 
 
@@ -169,24 +173,25 @@ def can_own_node(t: Tensor) -> bool:
 
 
 def own_node(t: Tensor) -> Tensor:
-    """`t` itself, with a new node in the graph: later uses go through it, earlier ones do not.
+    """`t` itself, with a new node in the graph for later uses; earlier uses keep the old one.
 
-    The operation exchanges a dimension with itself: it reads and writes no memory.
+    It swaps a dimension with itself in place, which reads and writes no memory.
     """
     with _keep_version(t):
         t.transpose_(0, 0)
-    # Private: the dict of the hooks on the tensor. Other in-place operations reset it; where it
-    # stays, `register_hook` adds to the hooks of the old node.
+    # Private: `Tensor._backward_hooks`, the dict of the hooks on the tensor (since before 2.0).
+    # Other in-place operations reset it, this one does not. Without this line `register_hook` would
+    # add to the hooks of the old node. There is no public way and no fallback.
     t._backward_hooks = None
     return t
 
 
 def separated_in_graph(t: Tensor, given: Iterable[Tensor]) -> Tensor:
-    """What is returned and hooked for `t` in a graph of torch.compile.
+    """The tensor to return and to hook in the place of `t` in a graph of torch.compile.
 
-    A copy, since a graph knows no versions and a hook on a view is lost with the next in-place
-    operation. But a view where `t` is a parameter or shares the memory of a module's input, one of
-    `given`: there a copy could change the run.
+    A copy, since versions cannot be read in a graph, and the next in-place operation would drop a
+    hook on a view. But a view if `t` is a parameter or shares memory with one of the module's
+    inputs, `given`, where a copy could change the run.
     """
     base = t if t._base is None else t._base
     if base.is_leaf or any(base is (x if x._base is None else x._base) for x in given):

@@ -1,9 +1,9 @@
-"""The gradient of one tensor, also where its memory is written in place later: `listen`.
+"""The gradient of one tensor, also if its memory is written in place later: `listen`.
 
-A hook on a tensor stays with the node that the tensor has in the graph. An in-place operation on a
-view, or on what it is a view of, gives the view another node, and the hook would never run. So the
-base of a view is hooked too. Once the memory was written, view and base are one tensor to autograd,
-and the gradient is the base's, at the place of the view.
+A hook on a tensor belongs to the node that the tensor has in the graph at that time. An in-place
+operation on a view, or on the tensor that it is a view of (its base), gives the view another node,
+and the hook would never run. So the base of a view is hooked too. After the write, autograd treats
+view and base as one tensor, and the view's gradient is the view's part of the base's gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from hookkit.hooks.snapshot import is_transformed
 
 
 def listen(t: Tensor, receive: Callable[[Tensor], Any]) -> ViewGradient | RemovableHandle:
-    """Has `receive(grad)` called in each backward pass with the gradient of `t`.
+    """Calls `receive(grad)` in each backward pass with the gradient of `t`.
 
     The graph holds `receive`. What it returns, unless None, replaces the gradient. The handle's
-    `remove()` ends it.
+    `remove()` removes the hook.
     """
+    # Private, here and below: `_base` and `_version` of a tensor, see `snapshot`.
     base = None if is_compiling() else t._base
     if base is not None and is_plain(t) and is_plain(base) and not t.is_neg():
         return ViewGradient(t, base, receive)
@@ -40,8 +41,9 @@ def is_plain(t: Tensor) -> bool:
 class ViewGradient:
     """The gradient of a view, whether or not its memory is written in place before the backward.
 
-    Two hooks see it: one on the view, which is right until then, and one on the base's node of that
-    time, which is right after it. Keeps the version counter, not the memory.
+    It takes two hooks: one on the view, which has the gradient if the memory was not written, and
+    one on the node that the base has now, which has it if the memory was written. To know which, it
+    keeps the tensor's version counter, without its memory.
     """
 
     __slots__ = (
@@ -68,12 +70,12 @@ class ViewGradient:
 
     @property
     def written(self) -> bool:
-        """Whether the memory was written in place since."""
+        """Whether the memory was written in place after the hooks were set."""
         return bool(self.counter._version != self.version)
 
     @property
     def lost(self) -> bool:
-        """Whether it was, and the base is a leaf: written in no_grad, and not hooked."""
+        """Whether it was, in no_grad, and the base is a leaf, which has no hook."""
         return self.written and len(self.handles) == 1
 
     def remove(self) -> None:
@@ -88,10 +90,10 @@ class ViewGradient:
             node.metadata[self.key] = True
 
     def follow(self, base: Tensor) -> None:
-        """Separates what was written since `mark` from the uses that `base` had before.
+        """Separates in-place operations after `mark` from the uses that `base` had before.
 
-        The first of the in-place operations hands its gradient to the marked node; other uses of
-        that node are no uses of the view.
+        The first of these operations passes its gradient to the marked node. Other uses of that
+        node are not uses of the view, so the hook goes on that operation's node.
         """
         later: Any = None
         node: Any = base.grad_fn
@@ -137,7 +139,7 @@ class ViewGradient:
 
 
 class _Place:
-    """Where in its storage a tensor's values lie, and how they are read."""
+    """Where a tensor's values are in its storage, and how they are read."""
 
     __slots__ = ("conj", "offset", "real", "size", "stride")
 
@@ -150,13 +152,13 @@ class _Place:
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     def laid_out(self, grad: Tensor) -> Tensor:
-        """A copy of `grad` whose values lie as the tensor's."""
+        """A copy of `grad` with the memory layout of the tensor."""
         return torch.empty_strided(
             self.size, self.stride, dtype=grad.dtype, device=grad.device
         ).copy_(grad)
 
     def of(self, whole: Tensor, base: _Place) -> Tensor:
-        """The view of `whole`, laid out as `base`, that this tensor is of `base`."""
+        """The part of `whole`, which has the layout of `base`, that this tensor is of `base`."""
         offset = base.offset
         if self.real and not base.real:
             whole, offset = torch.view_as_real(whole), 2 * offset
@@ -168,7 +170,7 @@ class _Place:
 
 
 def _counter(t: Tensor) -> Tensor:
-    """An empty tensor with the version counter of `t`."""
+    """An empty tensor that shares the version counter of `t`, and not its memory."""
     t = t.detach()
     t.data = torch.empty(0, dtype=t.dtype, device=t.device)
     return t
