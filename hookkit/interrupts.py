@@ -19,6 +19,8 @@ Python function. It is removed with the last block, unless other code has set a 
     block              `with` from a generator       (as contextlib.contextmanager)
     Undo               `with` around many undo steps (as contextlib.ExitStack)
     Scope              `with` of a class, which can be entered again inside itself
+
+The file is longer than 300 lines, since the three rules hold only if all of these agree on them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ registering and removing: a compiled model then has two graphs at most.
 Also here, for all of hookkit: which calls count (`counts_for`, `recomputing`, `untraced`), the part
 of a value at a path (`part_at`), and whether a replacement has the structure of the original
 (`check_same`). Gradients have entries too; `gradients` makes them. The file is longer than 300
-lines, half of them docstrings: it is what recorders, edits and watched loops share with `Hook`.
+lines, a third of them docstrings: it is what recorders, edits and watched loops share with `Hook`.
 """
 
 from __future__ import annotations

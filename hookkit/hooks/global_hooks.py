@@ -4,8 +4,8 @@
 module of the process, and `print_sizes` prints the shapes that go through a whole model.
 
 `hook_all` uses PyTorch's global hooks. While they are on, each call of every module costs about
-1 µs more, so use it to look at a model, not in training. The file is longer than 300 lines, a third
-of it docstrings and messages: each of the three has its class beside its function, in one pattern.
+1 µs more, so use it to look at a model, not in training. The file is longer than 300 lines, since
+each of the three functions has its class beside it, and none of them is large.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ first free one, and the records before it wait there until there are enough to c
 judge their units and write them into the history together. For nets of a few milliseconds a step
 those operations cost more than all reading, because the model has driven their code out of the
 cache. On other devices there is one slot: a CUDA graph replays writes to fixed addresses.
+
+The file is longer than 300 lines: it is one class, since the code that writes a slot, folds it and
+reads it must agree on the layout of the tables.
 """
 
 from __future__ import annotations

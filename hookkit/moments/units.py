@@ -4,7 +4,8 @@ A unit is one index of a layer's channel dimension. Kept per unit: its greatest 
 |x| over the window, as two halves of which the older is dropped when the newer is full; so a
 judgement rests on `window / 2` to `window` records, in constant memory. It builds on
 `unit_layouts`. The tables of all layers lie side by side, (4, units), and are judged for all layers
-and several records at once.
+and several records at once. The file is a little longer than 300 lines, since the tables and the
+functions that judge them share the order of the four rows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
+The file is longer than 300 lines: it is one callback, whose copies of the weights are made before a
+step, read after it and dropped at the end of the fit.
+
 The true update, not learning rate times gradient: the weights are copied before a recorded step
 and subtracted after it. How the norms are taken is in `parameters`.
 """

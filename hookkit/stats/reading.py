@@ -1,7 +1,6 @@
 """How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 
-`LayerStats` is the base of `ActivationStats` and `GradientStats`; every reading begins with
-`record()`, which is kept until there is something new.
+`LayerStats` is the base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
 """
 
 from __future__ import annotations
