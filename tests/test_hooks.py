@@ -935,7 +935,7 @@ def test_hook_tensor_stores_the_gradient_of_an_intermediate_tensor() -> None:
 
 
 def test_hook_tensor_refuses_what_has_no_gradient() -> None:
-    with pytest.raises(HookError, match="this 2×2 tensor requires no gradient"):
+    with pytest.raises(HookError, match="this 2×2 tensor does not require a gradient"):
         hook_tensor(torch.ones(2, 2))
     with pytest.raises(ArgumentError, match="expected a tensor, found Linear"):
         hook_tensor(nn.Linear(1, 1))  # type: ignore[arg-type]
