@@ -1,8 +1,10 @@
 """What every layer gives, and its gradients, while the model trains.
 
-Callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)` around any
-loop. Recorded on the device, exact, in bounded memory, without a host read before `record()`; read
-as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as pictures.
+`ActivationStats`, `GradientStats` and the checks of their options; `ParamStats` is in `params`.
+They are callbacks for the Learner, and unchanged for `watch(model, opt, ActivationStats(), …)`
+around any loop. Recorded on the device, exact, in bounded memory, without a host read before
+`record()`; read as fastai's statistics, as fastai v1's tensor, as plain arrays (`record()`) or as
+pictures.
 
 The file is longer than 300 lines, a third of them docstrings, since both callbacks share the checks
 of their options.
