@@ -280,7 +280,7 @@ def test_stored_gradients_in_a_full_graph_are_refused_in_words(
     compiled = torch.compile(net, backend="eager", fullgraph=True)
 
     with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=r"grad=True stores gradients in Python.*attach_grad"
+        torch._dynamo.exc.Unsupported, match=r"grad=True stores gradients in a Python.*attach_grad"
     ):
         compiled(x)
     h.remove()
