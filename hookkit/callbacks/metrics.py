@@ -1,7 +1,8 @@
-"""Metrics: functions averaged over samples, or objects that update and compute.
+"""Metrics: functions averaged over samples, or objects that accumulate by themselves.
 
 Batches are added up on their own device; the host reads when training or validation ends. The
-`Recorder` uses every metric as a `Column`: `Mean`, `Stateful` or `Accumulated`.
+`Recorder` uses a function as a `Mean`, and an object (of torchmetrics, fastai, …) as a `Metric`:
+both have `names`, `reset`, `take` and `results`.
 """
 
 from __future__ import annotations
@@ -18,35 +19,12 @@ from hookkit import ranks
 from hookkit.checks import kind_of
 from hookkit.data import batch_size
 from hookkit.errors import ArgumentError
-from hookkit.nested import tmap
+
+_TORCHMETRICS = ("reset", "update", "compute")
+_FASTAI = ("reset", "accumulate", "value")
 
 
-class Column:
-    """One metric, or several that are computed together, as the `Recorder` uses them.
-
-    Attributes:
-        names: of what `results` gives, in order.
-    """
-
-    names: list[str]
-
-    def reset(self) -> None:
-        """Starts again."""
-        raise NotImplementedError
-
-    def take(self, learn: Any) -> None:
-        """Adds the Learner's current batch."""
-        raise NotImplementedError
-
-    def results(self, across: bool = False) -> list[Any]:
-        """A value for each name; None where there was no batch."""
-        raise NotImplementedError
-
-    def to(self, device: Any) -> None:
-        """Moves its state to `device`, where the batches are."""
-
-
-class Mean(Column):
+class Mean:
     """A mean over samples of what a function gives per batch.
 
     Args:
@@ -61,23 +39,17 @@ class Mean(Column):
     """
 
     def __init__(self, f: Callable[..., Any] | None = None) -> None:
-        self.f = f
-        self.name = metric_name(f)
-        self.names = [self.name]
+        self.f, self.names = f, [metric_name(f)]
         self.reset()
-
-    def take(self, learn: Any) -> None:
-        """Adds the Learner's current batch."""
-        self.update(learn.pred, *learn.yb)
-
-    def results(self, across: bool = False) -> list[Any]:
-        """`compute`, in a list."""
-        return [self.compute(across)]
 
     def reset(self) -> None:
         """Starts again."""
         self.total: Any = 0.0
         self.n = 0
+
+    def take(self, learn: Any) -> None:
+        """Adds the Learner's current batch."""
+        self.update(learn.pred, *learn.yb)
 
     def update(self, pred: Any, *targets: Any) -> None:
         """Adds one batch."""
@@ -85,8 +57,8 @@ class Mean(Column):
         value = self.f(pred, *targets)
         if not isinstance(value, (Real, Tensor, np.ndarray)):
             raise ArgumentError(
-                f"the metric {self.name} returned {kind_of(value)}. Return a number or a tensor, "
-                f"to be averaged; several numbers from one metric each."
+                f"the metric {self.names[0]} returned {kind_of(value)}. Return a number or a "
+                f"tensor, to be averaged; several numbers from one metric each."
             )
         self.add(value, batch_size(targets))
 
@@ -108,24 +80,24 @@ class Mean(Column):
             total = ranks.all_reduce(torch.as_tensor(total, dtype=torch.float64))
         return item(total / n) if n else None  # sync: one per read-out
 
-
-def metric_name(metric: Any) -> str:
-    """A metric's `name`, else its function's or class's name."""
-    while hasattr(metric, "func"):  # functools.partial
-        metric = metric.func
-    name = getattr(metric, "name", None) or getattr(metric, "__name__", None)
-    return name if isinstance(name, str) else type(metric).__name__.lower()
+    def results(self, across: bool = False) -> list[Any]:
+        """`compute`, in a list."""
+        return [self.compute(across)]
 
 
-class Stateful(Column):
-    """An object with `reset`, `update` and `compute`, as torchmetrics' and torcheval's are.
+class Metric:
+    """An object that accumulates by itself, as those of torchmetrics, torcheval and fastai do.
 
     Args:
         metric: the object. If it has `keys` (a MetricCollection), it is several, called by them.
+
+    Attributes:
+        names: of what `results` gives, in order.
     """
 
     def __init__(self, metric: Any) -> None:
         self.metric, self._n = metric, 0
+        self._fastais = bool(_lacking(metric, _TORCHMETRICS))
         keys = getattr(metric, "keys", None)
         self._several = callable(keys)
         self.names = [str(key) for key in keys()] if callable(keys) else [metric_name(metric)]
@@ -137,14 +109,20 @@ class Stateful(Column):
 
     def take(self, learn: Any) -> None:
         """Adds the Learner's current batch."""
-        self.metric.update(learn.pred, *learn.yb)
+        if self._fastais:
+            self.metric.accumulate(learn)
+        else:
+            self.metric.update(learn.pred, *learn.yb)
         self._n += 1
 
     def results(self, across: bool = False) -> list[Any]:
-        """What it computes; over all ranks if it does so itself, as torchmetrics' do."""
+        """A value for each name, None where there was no batch.
+
+        They are over all ranks if the object does that itself, as torchmetrics' do.
+        """
         if not self._n:
             return [None] * len(self.names)
-        value = self.metric.compute()
+        value = self.metric.value if self._fastais else self.metric.compute()
         if not self._several:
             return [item(value)]
         found = {str(key): item(one) for key, one in value.items()}
@@ -155,84 +133,45 @@ class Stateful(Column):
             )
         return [found[name] for name in self.names]
 
-    def to(self, device: Any) -> None:
-        """Moves its state to `device`, where the batches are."""
-        if hasattr(self.metric, "to"):
-            self.metric.to(device)
+
+def metric_name(metric: Any) -> str:
+    """A metric's `name`, else its function's or class's name."""
+    while hasattr(metric, "func"):  # functools.partial
+        metric = metric.func
+    name = getattr(metric, "name", None) or getattr(metric, "__name__", None)
+    return name if isinstance(name, str) else type(metric).__name__.lower()
 
 
-class Accumulated(Column):
-    """An object with `reset`, `accumulate(learn)` and `value`, as fastai's metrics are."""
+def as_metric(metric: Any, device: Any = None) -> Mean | Metric:
+    """A user's metric as the `Recorder` uses it; a class is instantiated.
 
-    def __init__(self, metric: Any) -> None:
-        self.metric, self.names = metric, [metric_name(metric)]
-
-    def reset(self) -> None:
-        """Starts again."""
-        self.metric.reset()
-
-    def take(self, learn: Any) -> None:
-        """Adds the Learner's current batch."""
-        self.metric.accumulate(_ForFastai(learn))
-
-    def results(self, across: bool = False) -> list[Any]:
-        """Its value."""
-        return [item(self.metric.value)]
-
-
-class _ForFastai:
-    """A Learner with the one method of fastai's that its metrics call."""
-
-    def __init__(self, learn: Any) -> None:
-        self._learn = learn
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._learn, name)
-
-    def to_detach(self, x: Any, cpu: bool = True, gather: bool = True) -> Any:
-        """`x` with its tensors detached, on the CPU or where they are."""
-        return tmap(lambda t: t.detach().cpu() if cpu else t.detach(), x)
-
-
-def as_metric(metric: Any) -> Column:
-    """A user's metric as the `Recorder` uses it.
-
-    A function of `(pred, *targets)` is averaged over samples. An object with `reset`, `update` and
-    `compute` (torchmetrics) or with `reset`, `accumulate` and `value` (fastai) is used as it is; a
-    class is instantiated.
+    Args:
+        metric: a function of `(pred, *targets)`, or an object with `reset`, `update` and `compute`
+            (torchmetrics), or with `reset`, `accumulate` and `value` (fastai).
+        device: where an object moves its state to, if it can; None leaves it where it is.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: it is none of these.
     """
     made = _made(metric) if isinstance(metric, type) else metric
-    for kind, verbs in _KINDS:
-        has = [verb for verb in verbs if _has(made, verb)]
-        if len(has) == len(verbs):
-            return kind(made)
-        if len(has) == len(verbs) - 1:
-            (lacks,) = set(verbs) - set(has)
-            raise ArgumentError(
-                f"metrics={metric!r}: it has {' and '.join(has)}, and lacks {lacks}. "
-                f"A metric is a function of (pred, target), or an object with {_LISTED}: add "
-                f"{lacks} to it."
-            )
+    lacking = min(_lacking(made, _TORCHMETRICS), _lacking(made, _FASTAI), key=len)
+    if not lacking:
+        if device is not None and hasattr(made, "to"):
+            made.to(device)
+        return Metric(made)
+    needs = "Give a function of (pred, target), or an object with reset, update and compute"
+    if len(lacking) == 1:
+        raise ArgumentError(f"metrics={metric!r}: it lacks {lacking[0]}. {needs}.")
     if not callable(made):
         raise ArgumentError(
-            f"metrics={metric!r}: expected a function, found {kind_of(metric)}. Give a function of "
-            f"(pred, target), or an object with {_LISTED}."
+            f"metrics={metric!r}: expected a function, found {kind_of(metric)}. {needs}."
         )
     return Mean(made)
 
 
-_KINDS: list[tuple[Callable[[Any], Column], tuple[str, ...]]] = [
-    (Stateful, ("reset", "update", "compute")),
-    (Accumulated, ("reset", "accumulate", "value")),
-]
-_LISTED = "reset, update and compute"
-
-
-def _has(metric: Any, verb: str) -> bool:
-    return hasattr(type(metric), verb) or hasattr(metric, verb)  # a property is not read
+def _lacking(metric: Any, methods: tuple[str, ...]) -> list[str]:
+    """Those of `methods` that `metric` has not; a property is not read."""
+    return [name for name in methods if not (hasattr(type(metric), name) or hasattr(metric, name))]
 
 
 def _made(cls: type) -> Any:

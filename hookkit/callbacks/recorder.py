@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Floats, LossHistory
-from hookkit.callbacks.metrics import Column, Mean, as_metric
+from hookkit.callbacks.metrics import Mean, Metric, as_metric
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
 from hookkit.errors import HookError
@@ -80,7 +80,7 @@ class Recorder(Callback):
         self._fits = [0]  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
         self._valid_loss, self._cancelled = Mean(), False
-        self._metrics: dict[bool, list[Column]] = {True: [], False: []}
+        self._metrics: dict[bool, list[Mean | Metric]] = {True: [], False: []}
         self._train_part: list[Any] = []
         self._valid_part: list[Any] = []
 
@@ -88,9 +88,7 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         """Names the columns; a fit starts a new smoothing."""
-        metrics = [as_metric(m) for m in self.learn.metrics]
-        for metric in metrics:
-            metric.to(self.learn.device)
+        metrics = [as_metric(m, self.learn.device) for m in self.learn.metrics]
         self._metrics[False] = metrics if self.valid_metrics else []
         self._metrics[True] = copy.deepcopy(metrics) if self.train_metrics else []
         if not self.learn.fitting:

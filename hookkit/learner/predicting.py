@@ -85,6 +85,10 @@ class Predicting(Loop):
         self._past = [cb for cb in self._past if cb is not gather]  # or its tensors would live on
         return gather.result(concat_dim)
 
+    def to_detach(self, x: Any, cpu: bool = True, gather: bool = True) -> Any:
+        """`x` with its tensors detached, on the CPU or where they are: for fastai's metrics."""
+        return tmap(lambda t: t.detach().cpu() if cpu else t.detach(), x)
+
     def _needs_data(self, verb: str) -> None:
         if self.dls is None:
             raise ModelRunError(
