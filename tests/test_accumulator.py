@@ -13,7 +13,7 @@ from hookkit.moments import buffers, history, units
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
-from hookkit.moments.history import StepIndex
+from hookkit.moments.history import StepHistory
 from hookkit.moments.moments import moments, statistics
 from hookkit.moments.unit_layouts import UnitLayout
 from hookkit.moments.units import UnitTables
@@ -232,13 +232,13 @@ def test_it_continues_after_a_pickle() -> None:
 
 
 @pytest.mark.parametrize("columns", [4], indirect=True)
-def test_the_index_keeps_an_even_resolution() -> None:
-    index = StepIndex()
+def test_the_history_keeps_an_even_resolution() -> None:
+    past = StepHistory()
 
     for step in range(13):
-        index = index.with_records([(step, 0, step)], 100)
+        past = past.with_records([(step, 0, step)], {})
 
-    assert (index.column(0), index.column(3)) == ([0, 4, 8, 12], [4, 4, 4, 1])
+    assert (past.column(0), past.column(3)) == ([0, 4, 8, 12], [4, 4, 4, 1])
 
 
 def test_it_says_in_which_dtype_each_row_came() -> None:

@@ -18,6 +18,7 @@ is one class, and almost every method reads or replaces its one `_State`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import reading
 from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
-from hookkit.moments.history import DecimatedHistory, Key, Place, StepHistory
+from hookkit.moments.history import Key, Place, StepHistory
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout
 from hookkit.moments.units import UnitTables
@@ -208,11 +209,12 @@ class StatsAccumulator:
         self._flush()
         history, buffers = self._state.history, self._state.buffers[device]
         assert buffers.units is not None
-        old, past = buffers.units, history.tables.get(("past", device))
+        old, past = buffers.units, ("past", device)
         units = old.with_layout(row, layout)
-        if past is not None and old.places.get(row, (0, layout.n))[1] != layout.n:
-            rest = old.parts_of([r for r in old.places if r != row])
-            history = history.with_table(("past", device), past.rows(rest))
+        if past in history.tables and old.places.get(row, (0, layout.n))[1] != layout.n:
+            rest, whole = old.parts_of([r for r in old.places if r != row]), history.whole(past)
+            whole = torch.cat([whole[:, :0], *(whole[:, part] for part in rest)], 1)
+            history = history.with_table(past, whole)
         new = buffers.with_units(units)
         self._state = self._state._replace(
             history=history, buffers={**self._state.buffers, device: new}
@@ -351,16 +353,13 @@ class StatsAccumulator:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
-        index, units = self.history.index, self.units
-        tables = {
-            (name, _CPU): DecimatedHistory.of(table, index, name == "moments")
-            for name, table in reading.tables_of(
-                self.history, len(self.names), self.options
-            ).items()
-        }
-        if units and (past := ("past", units[0].row_of.device)) in self.history.tables:
-            tables["past", _CPU] = DecimatedHistory.of(self.history.read(past), index, False)
-        history = StepHistory(index, tables)
+        now, units = self.history, self.units
+        tables = reading.tables_of(now, len(self.names), self.options)
+        if units and (past := ("past", units[0].row_of.device)) in now.tables:
+            tables["past"] = now.read(past)
+        history = replace(now, tables={})
+        for name, table in tables.items():
+            history = history.with_table((name, _CPU), table)
         gone = dict.fromkeys(("token", "unscale", "thread", "_of_ranks"))
         state = _State(self.n_records, history, (), {})
         return {

@@ -38,7 +38,7 @@ class RankUnits(NamedTuple):
 
 def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
     """The tables of all devices as one."""
-    n, bins = len(history.index), options.bins
+    n, bins = len(history), options.bins
     tables = {"moments": empty_rows(n * rows).view(n, rows, N_FIELDS)}
     if bins is not None:
         dtype = torch.int64 if options.exact_hist else torch.int32
@@ -68,7 +68,7 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
         units = tables["units"].double().transpose(0, 1).numpy()
         values |= shares_of(units, names, types, stats.consumers)
     hist = _hist(options, tables["counts"], values) if options.bins else None
-    columns = (np.array(stats.history.index.column(i), dtype=np.int64) for i in range(4))
+    columns = (np.array(stats.history.column(i), dtype=np.int64) for i in range(4))
     steps, epochs, iters, spans = columns
     edges = options.bins.edges if options.bins else None
     meta = _meta(stats, names)
@@ -160,9 +160,9 @@ def _over_ranks(
     stats: StatsAccumulator, tables: Tables
 ) -> tuple[list[str], list[str], Tables, RankUnits | None]:
     """Names, types and tables of all ranks together, in one fixed order on each of them."""
-    o, n = stats.options, len(stats.history.index)
+    o, n = stats.options, len(stats.history)
     edges = None if o.bins is None else o.bins.edges.tolist()
-    stats.history.index.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
+    stats.history.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
     types: dict[str, str] = {}
     for names, kinds in ranks.gather_object((stats.names, stats.types)):
         types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
@@ -186,7 +186,7 @@ def _over_ranks(
 def _units_over_ranks(stats: StatsAccumulator, types: dict[str, str]) -> tuple[Tensor, RankUnits]:
     """(n, rows, 6) shares of units: what all ranks counted is added up, and then judged."""
     history = stats.history
-    n, own = len(history.index), _own_counts(stats)
+    n, own = len(history), _own_counts(stats)
     widths = {name: table.shape[1] for name, table in own.items()}
     most: dict[str, int] = {}
     for others in ranks.gather_object(widths):
@@ -198,7 +198,7 @@ def _units_over_ranks(stats: StatsAccumulator, types: dict[str, str]) -> tuple[T
             table[:, : widths[name]] = own[name]
     whole = ranks.all_reduce(torch.cat([torch.zeros(n, 0, 4, device="cpu"), *tables], 1))
     layers = [(list(types).index(name), types[name], most[name]) for name in names]
-    table, units = judged(whole, layers, stats.options.window, history.index.stride, len(types))
+    table, units = judged(whole, layers, stats.options.window, history.stride, len(types))
     return table, RankUnits(units, list(types))
 
 

@@ -100,7 +100,7 @@ class ParamStats(Exports, Callback):
 
     @property
     def _n_records(self) -> int:
-        return self.history.index.n
+        return self.history.n
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
@@ -248,11 +248,11 @@ class ParamStats(Exports, Callback):
 
     def _read(self, local: bool) -> Record:
         self._bits.again(self._present())
-        index = self.history.index
-        n, rows = len(index), len(self.names)
+        past = self.history
+        n, rows = len(past), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
-        for key in self.history.tables:
-            part = self.history.read(key)
+        for key in past.tables:
+            part = past.read(key)
             table[:, : part.shape[1]] += part
         moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
         moved[(table[..., 2] > 0).any(0)] = 1.0
@@ -269,7 +269,7 @@ class ParamStats(Exports, Callback):
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         facts["moved"] = moved.numpy().astype(bool).tolist()
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
-        steps, epochs, iters, spans = (np.array(index.column(i), dtype=np.int64) for i in range(4))
+        steps, epochs, iters, spans = (np.array(past.column(i), dtype=np.int64) for i in range(4))
         names, types = tuple(self.names), tuple(self.types)
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
 
@@ -282,7 +282,7 @@ class ParamStats(Exports, Callback):
         facts = self._layers[2]
         shards = [bool(facts[n].get("sharded")) for n in self.names]
         shapes = [(n, facts[n]["shape"], facts[n]["dtype"]) for n in self.names]
-        self.history.index.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
+        self.history.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
         squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
@@ -319,7 +319,7 @@ class ParamStats(Exports, Callback):
         return {**super().__getstate__(), **gone, "_constant": constant}
 
     def __repr__(self) -> str:
-        return f"ParamStats({len(self.names)} parameters × {len(self.history.index)})"
+        return f"ParamStats({len(self.names)} parameters × {len(self.history)})"
 
 
 def _brief(names: list[str]) -> str:

@@ -278,7 +278,7 @@ class LayerStats(Exports, UnscaledStats):
 
     def __repr__(self) -> str:
         stats = self.accumulator
-        n = len(stats.history.index)
+        n = len(stats.history)
         return f"{type(self).__name__}({len(stats.names)} layers × {n})"
 
 
