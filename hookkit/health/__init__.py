@@ -1,11 +1,9 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
 
-    diagnosis.py          Finding, Diagnosis: text and HTML
-    rule.py               Rule: texts, needs and a check; Hit: what a check saw
-    reading.py            how rules read records: windows, rows by type, robust averages
-    loss_trend.py         does the loss fall, and have the steps done it?
+    diagnosis.py          Rule: texts, needs and a check; Finding; Diagnosis: text and HTML
+    reading.py            how rules read records and losses: windows, rows by type, medians, levels
+    run_view.py           RunView: a run as rules see it; does its loss fall?
     loss_expectations.py  losses that need not fall
-    run_view.py           RunView: a run as rules see it
 
     steps.py              learning rate, momentum, weight decay, steps that go uphill
     gradients.py          gradients that vanish, explode, or are never zeroed
@@ -14,8 +12,7 @@
     unmoved.py            parameters that never move; constant initial weights
     precision.py          NaN and Inf, the range of float16
     attention.py          attention's logits
-    loss.py               the loss: its start, its fall, its end
-    loss_input.py         probabilities where scores are expected
+    loss.py               the loss: what it is given, its start, its fall, its end
 
 One file for each subject, since rules are looked for by what they are about. To add a rule, write a
 check under `@rule(…)` in the file of its subject and put it in `RULES`.
@@ -28,6 +25,7 @@ right is measured by `benchmarks/diagnosis.py`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +36,13 @@ from hookkit.health import (
     attention,
     gradients,
     loss,
-    loss_input,
     precision,
     steps,
     units,
     unmoved,
 )
-from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding
+from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding, Rule
 from hookkit.health.reading import Missing
-from hookkit.health.rule import Rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Record, Run, as_run
 
@@ -54,7 +50,7 @@ __all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
-    loss_input.probabilities,
+    loss.probabilities,
     steps.ascent,
     precision.fp16_underflow,
     unmoved.unmoved,
@@ -131,12 +127,15 @@ def _judge(run: Run) -> tuple[list[Finding], list[tuple[str, str]]]:
     findings: list[Finding] = []
     unjudged: list[tuple[str, str]] = []
     view = RunView(run)
-    for rule in RULES:
-        try:
-            with np.errstate(all="ignore"):  # overflows in a run are what rules judge
-                findings += rule.findings(view)
-        except Missing as why:
-            unjudged.append((rule.name, str(why)))
+    with np.errstate(all="ignore"), warnings.catch_warnings():  # overflows are what rules judge
+        warnings.simplefilter("ignore", RuntimeWarning)  # of medians of nothing
+        for rule in RULES:
+            try:
+                for need in rule.needs:
+                    getattr(view, need)
+                findings += rule.check(view)
+            except Missing as why:
+                unjudged.append((rule.name, str(why)))
     return findings, unjudged
 
 

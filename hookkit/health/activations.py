@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.rule import LECUN, SAGEMAKER, Hit, rule
+from hookkit.health.diagnosis import LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Ints, Record
 
 # Sizes of the first layer's output, and of its inputs, where 1 is usual (hookkit, measured)
 LARGE_INPUT, FAINT_INPUT = 20, 3e-3
@@ -44,23 +44,23 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     cause="inputs that are not standardised (0-255 images), or a first layer that begins too large",
     fix="scale the inputs to mean 0 and standard deviation 1",
 )
-def input_scale(run: RunView) -> Iterator[Hit]:
+def input_scale(run: RunView) -> Iterator[Finding]:
     """A first layer that is given huge inputs, or almost none."""
     record = run.activations
     which = read.rows(record, read.PRE_ACTIVATION)
-    if not which or set(record.types[: which[0]]) & _GIVEN_NO_INPUTS:
+    if not len(which) or set(record.types[: which[0]]) & _GIVEN_NO_INPUTS:
         return
-    row, layer = which[0], (record.names[which[0]],)
+    row, name = which[0], record.names[which[0]]
     normed = "Norm" in "".join(record.types[row : row + 2])
     size = _spread_without_bias(run, record, row)
     if size > LARGE_INPUT:
         severity = "note" if normed else "error" if run.fails else "warning"
         what = f"the first layer's output has standard deviation {size:.3g} before training"
-        yield Hit(severity, layer, read.span(record, slice(0, 1)), what)
-    elif not normed and (size := read.input_size(run.recorded.params, layer[0])) < FAINT_INPUT:
+        yield input_scale.found(severity, what, *read.where(record, [row], read.FIRST))
+    elif not normed and (size := read.input_size(run.recorded.params, name)) < FAINT_INPUT:
         severity = "warning" if run.fails else "note"
         what = f"by its gradients the first layer is given inputs of size {size:.2g}"
-        yield Hit(severity, layer, read.span(record), what, of=_FAINT)
+        yield _FAINT.found(severity, what, *read.where(record, [row]))
 
 
 _FAINT = input_scale.but(
@@ -92,7 +92,7 @@ def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
     cause="weights that begin too large or too small for this depth",
     fix="use He or Xavier initialisation, or put norm layers between",
 )
-def bad_init(run: RunView) -> Iterator[Hit]:
+def bad_init(run: RunView) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
     record = run.activations
     yield from _huge_recurrence(run, record)
@@ -101,7 +101,7 @@ def bad_init(run: RunView) -> Iterator[Hit]:
     yield from judge(run, record, which)
 
 
-def _scaled_by_depth(run: RunView, record: Record, which: list[int]) -> Iterator[Hit]:
+def _scaled_by_depth(run: RunView, record: Record, which: Ints) -> Iterator[Finding]:
     """Outputs that shrink or grow along four layers or more, before training."""
     # in the first record alone: later ones show the steps; and not of the head, whose scale is free
     std = read.table(record, "std")[which[:-1]][:, 0]
@@ -116,15 +116,13 @@ def _scaled_by_depth(run: RunView, record: Record, which: list[int]) -> Iterator
     fails = run.fails and ratio > min(usual, BROKEN_RATIO)
     severity = "note" if not fails else "error" if ratio > BROKEN_RATIO else "warning"
     grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
-    what = (
-        f"the variance of layer outputs {grows} {ratio:.2g}-fold over {len(which)} layers before "
-    )
+    what = f"the variance of layer outputs {grows} {ratio:.2g}-fold over {len(which)} layers "
     here = bad_init.but(
         threshold=bad_init.threshold.replace("layers,", f"layers ({threshold:.0f}),", 1),
         cause=f"weights that begin too {large} for this depth",
     )
-    steps = read.span(record, slice(0, 1))
-    yield Hit(severity, read.names(record, which[:-1]), steps, f"{what}training", of=here)
+    where = read.where(record, which[:-1], read.FIRST)
+    yield here.found(severity, f"{what}before training", *where)
 
 
 def _trend(sizes: Floats) -> float:
@@ -135,20 +133,18 @@ def _trend(sizes: Floats) -> float:
     """
     place = np.arange(len(sizes))
     rest = [np.delete(place, i) for i in place] if len(place) > 4 else []
-    with np.errstate(all="ignore"):
-        orders = [float(np.corrcoef(k, sizes[k])[0, 1]) for k in (place, *rest)]
+    orders = [float(np.corrcoef(k, sizes[k])[0, 1]) for k in (place, *rest)]
     return max((x for x in orders if np.isfinite(x)), key=abs, default=0.0)
 
 
-def _huge_recurrence(run: RunView, record: Record) -> Iterator[Hit]:
+def _huge_recurrence(run: RunView, record: Record) -> Iterator[Finding]:
     """A recurrence whose output is huge before training: each step makes it larger."""
-    rms = read.table(record, "rms")[:, 0]
-    hit = [i for i in read.rows(record, ("RNN",)) if rms[i] > HUGE]
-    if hit:
+    which = read.rows(record, ("RNN",))
+    rms = read.table(record, "rms")[which, 0]
+    if (hit := rms > HUGE).any():
         severity = "error" if run.fails else "note"
         what = f"the output of a recurrence has RMS {rms[hit].max():.3g} before training"
-        steps = read.span(record, slice(0, 1))
-        yield Hit(severity, read.names(record, hit), steps, what, of=_RECURRENCE)
+        yield _RECURRENCE.found(severity, what, *read.where(record, which[hit], read.FIRST))
 
 
 _PASCANU = "Pascanu et al. 2013 (arXiv 1211.5063)"
@@ -163,7 +159,7 @@ _RECURRENCE = bad_init.but(
 )
 
 
-def _huge_layer(run: RunView, record: Record, which: list[int]) -> Iterator[Hit]:
+def _huge_layer(run: RunView, record: Record, which: Ints) -> Iterator[Finding]:
     """A layer whose first output is huge though the first layer's is not: a cell in a loop.
 
     For nets of three layers, which have too few for a trend along the depth.
@@ -172,14 +168,13 @@ def _huge_layer(run: RunView, record: Record, which: list[int]) -> Iterator[Hit]
         return
     table = read.table(record, "std")[which[:-1]]  # without the head, whose scale is free
     std, late = table[:, 0], read.median(table[:, read.last_half(record)], axis=1)
-    hit = [i for i, s in zip(which, std, strict=False) if s > HUGE and s > HUGE * std[0] > 0]
-    if hit:
+    if (hit := (std > HUGE) & (std > HUGE * std[0]) & (std[0] > 0)).any():
         stays = (late[1:] > np.maximum(HUGE, HUGE * std[0])).any()
         severity = "error" if run.fails else "warning" if stays else "note"
         what = f"a layer's output has standard deviation {std.max():.3g} before training, the "
         what += f"first layer's {std[0]:.3g}"
-        steps = read.span(record, slice(0, 1))
-        yield Hit(severity, read.names(record, hit), steps, what, of=_HUGE_LAYER)
+        where = read.where(record, which[:-1][hit], read.FIRST)
+        yield _HUGE_LAYER.found(severity, what, *where)
 
 
 _HUGE_LAYER = bad_init.but(
@@ -200,21 +195,20 @@ _HUGE_LAYER = bad_init.but(
     cause="a dropout rate that is too high (p is the share that is dropped, not kept)",
     fix="lower p to 0.5 or less",
 )
-def dropout(run: RunView) -> Iterator[Hit]:
+def dropout(run: RunView) -> Iterator[Finding]:
     """Dropout that keeps less than a tenth, while the loss does not fall."""
     record = run.activations
-    rows = [i for i in read.rows(record, _DROPOUTS) if i]
-    if not rows or not run.fails:
+    rows = read.rows(record, _DROPOUTS)
+    rows = rows[rows > 0]
+    if not len(rows) or not run.fails:
         return
-    nonzero = 1 - read.table(record, "zero")
-    with np.errstate(all="ignore"):  # what was 0 before it does not count as dropped
-        kept = np.array([float(read.median(nonzero[i] / nonzero[i - 1])) for i in rows])
-    hit = [i for i, k in zip(rows, kept, strict=True) if k < LEAST_KEPT]
-    if hit:
+    nonzero = 1 - read.table(record, "zero")  # what was 0 before it does not count as dropped
+    kept = read.median(nonzero[rows] / nonzero[rows - 1], axis=1)
+    if (hit := kept < LEAST_KEPT).any():
         what = (
             f"dropout keeps {np.nanmin(kept):.1%} of what it is given, and the loss does not fall"
         )
-        yield Hit("error", read.names(record, hit), read.span(record), what)
+        yield dropout.found("error", what, *read.where(record, rows[hit]))
 
 
 @rule(
@@ -225,12 +219,12 @@ def dropout(run: RunView) -> Iterator[Hit]:
     cause="batches of 1 or 2: such statistics are noise, and not those used in evaluation",
     fix="use larger batches, or GroupNorm or LayerNorm",
 )
-def small_batch(run: RunView) -> Iterator[Hit]:
+def small_batch(run: RunView) -> Iterator[Finding]:
     """Batch norm whose mean and variance come from four values or fewer."""
     record, params = run.activations, run.params
-    facts = (read.meta(params, key, 0) for key in ("numel", "requires_grad"))
     # a frozen one most likely runs with the statistics that it was given
-    features = {name: n * bool(free) for name, n, free in zip(params.names, *facts, strict=True)}
+    sizes = read.meta(params, "numel", 0) * read.meta(params, "requires_grad", 0)
+    features = dict(zip(params.names, sizes, strict=True))
     few = {}
     for i in read.rows(record, _BATCH_NORMS):
         n = features.get(f"{record.names[i]}.weight", 0)
@@ -239,4 +233,4 @@ def small_batch(run: RunView) -> Iterator[Hit]:
             few[i] = values
     if few:
         what = f"batch norm takes each mean and variance from {min(few.values()):.0f} values"
-        yield Hit("warning", read.names(record, few), read.span(record), what)
+        yield small_batch.found("warning", what, *read.where(record, few))

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.rule import Hit, Rule, rule
+from hookkit.health.diagnosis import Finding, Rule, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
@@ -49,7 +49,7 @@ _PROJECTIONS = frozenset({"Linear", "Conv1d", "Conv2d"})
     "softmax that picks one key passes almost no gradient back to them",
     fix="normalise queries and keys (QK-norm), or lower their learning rate",
 )
-def attention_logits(run: RunView) -> Iterator[Hit]:
+def attention_logits(run: RunView) -> Iterator[Finding]:
     """Attention logits that are huge, or weights that are all on one key."""
     record = run.activations
     softmaxes = _softmaxes(record)
@@ -59,10 +59,12 @@ def attention_logits(run: RunView) -> Iterator[Hit]:
     if not (scores or weights or pairs) and any("att" in name.lower() for name in record.names):
         raise read.Missing("no attention scores, weights, or separate queries and keys")
     largest = {record.names[i]: read.table(record, "max")[i] for i in scores}
-    yield from _huge(run, largest, "the largest logit", "warning" if run.fails else "note", None)
-    sizes = {record.names[q]: _rms(record, q) * _rms(record, k) for q, k in pairs}
-    yield from _huge(run, sizes, "the RMS of logits, by queries and keys,", "warning", _BY_RMS)
-    yield from _one_key(run, weights)
+    severity = "warning" if run.fails else "note"
+    yield from _huge(run, largest, "the largest logit", attention_logits, severity)
+    rms = read.table(record, "rms") if pairs else np.zeros(0)
+    sizes = {record.names[q]: rms[q] * rms[k] for q, k in pairs}
+    yield from _huge(run, sizes, "the RMS of logits, by queries and keys,", _BY_RMS, "warning")
+    yield from _one_key(run, weights, severity)
 
 
 _BY_RMS = attention_logits.but(threshold="above 100, which the largest of them then exceeds by far")
@@ -74,9 +76,9 @@ _ON_ONE_KEY = attention_logits.but(
 
 
 def _huge(
-    run: RunView, sizes: dict[str, Floats], what: str, severity: str, of: Rule | None
-) -> Iterator[Hit]:
-    """A hit for layers whose logits are huge in the later half."""
+    run: RunView, sizes: dict[str, Floats], what: str, says: Rule, severity: str
+) -> Iterator[Finding]:
+    """A finding for layers whose logits are huge in the later half."""
     record = run.activations
     window = read.last_half(record)
     ends = {name: float(read.median(size[window])) for name, size in sizes.items()}
@@ -85,20 +87,21 @@ def _huge(
         worst = max(hit, key=lambda name: ends[name])
         first = sizes[worst][np.isfinite(sizes[worst])][0]
         evidence = f"{what} is {ends[worst]:.3g} in {worst}, and was {first:.3g} at first"
-        yield Hit(severity, tuple(hit), read.span(record, window), evidence, of)
+        yield says.found(severity, evidence, hit, read.span(record, window))
 
 
-def _one_key(run: RunView, rows: list[int]) -> Iterator[Hit]:
-    """A hit for softmaxes that give almost all weight to one key in the later half."""
+def _one_key(run: RunView, rows: list[int], severity: str) -> Iterator[Finding]:
+    """A finding for softmaxes that give almost all weight to one key in the later half."""
     record = run.activations
     window = read.last_half(record)
-    ends = {i: float(read.median(_purity(record, i)[window])) for i in rows}
+    # mean Σp² over the rows of a softmax: mean(p²) / mean(p), since each row sums to 1
+    purity = {i: read.table(record, "rms")[i] ** 2 / read.table(record, "mean")[i] for i in rows}
+    ends = {i: float(read.median(series[window])) for i, series in purity.items()}
     hit = [i for i, end in ends.items() if end > ONE_KEY]
     if hit:
         what = f"on average the heaviest key gets {max(ends[i] for i in hit):.1%} of the weight or "
-        what += f"more, and got {float(_purity(record, hit[0])[0]):.1%} at first"
-        severity, steps = "warning" if run.fails else "note", read.span(record, window)
-        yield Hit(severity, read.names(record, hit), steps, what, of=_ON_ONE_KEY)
+        what += f"more, and got {purity[hit[0]][0]:.1%} at first"
+        yield _ON_ONE_KEY.found(severity, what, *read.where(record, hit, window))
 
 
 def _softmaxes(record: Record) -> list[int]:
@@ -107,10 +110,9 @@ def _softmaxes(record: Record) -> list[int]:
     inner = [i for i in read.rows(record, ("Softmax",)) if "." in names[i]]
     if len(inner) < len(names):
         inner = [i for i in inner if i != len(names) - 1]
-    heads = read.rows(record, ("MultiheadAttention",))
-    own = [i for i in heads if names[i].endswith("[1]")]
+    inner += [i for i in read.rows(record, ("MultiheadAttention",)) if names[i].endswith("[1]")]
     ran = np.asarray(np.isfinite(read.table(record, "rms")).any(axis=1))
-    return [i for i in inner + own if ran[i]]
+    return [i for i in inner if ran[i]]
 
 
 def _are_weights(record: Record, row: int) -> bool:
@@ -121,16 +123,6 @@ def _are_weights(record: Record, row: int) -> bool:
 def _has_many_keys(record: Record, row: int) -> bool:
     """Whether there are 4 keys or more: with one, its weight is always 1."""
     return bool(read.median(read.table(record, "mean")[row]) < 0.26)
-
-
-def _purity(record: Record, row: int) -> Floats:
-    """(n,) mean Σp² over the rows of a softmax: mean(p²) / mean(p), since each row sums to 1."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(_rms(record, row) ** 2 / read.table(record, "mean")[row])
-
-
-def _rms(record: Record, row: int) -> Floats:
-    return np.asarray(read.table(record, "rms")[row])
 
 
 def _queries_and_keys(record: Record) -> list[tuple[int, int]]:

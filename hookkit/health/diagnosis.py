@@ -1,23 +1,47 @@
-"""The results of `diagnose`: `Finding`, and `Diagnosis`, a sequence of them with text and HTML."""
+"""What a rule is, what it finds, and all that was found: `Rule`, `Finding`, `Diagnosis`.
+
+    @rule(needs=("activations",), threshold="…", source="…", cause="…", fix="…")
+    def dormant(run: RunView) -> Iterator[Finding]:
+        yield dormant.found("note", "62 % of a layer's units are …", ("fc1",), (0, 99))
+
+The decorated name is then a `Rule`. Its function reads a `RunView` (see `run_view`) and yields a
+`Finding` for each problem that it sees: how severe, what was measured, where and when; the rest is
+the rule's own text. Where other words are needed, a variant of the rule finds it:
+`dormant.but(fix="…").found(…)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from hookkit.markup import details, fragment, terms
 from hookkit.records import label
 
+if TYPE_CHECKING:
+    from hookkit.health.run_view import RunView
+
 SEVERITIES = ("note", "warning", "error")
 """From "good to know" to "look at this" to "this run does not work"."""
+
+# sources that several rules cite
+CHECKER = "Ben Braiek & Khomh 2022, TheDeepChecker (arXiv 2204.00694)"
+CS231N = "cs231n, Neural Networks Part 3"
+LECUN = "LeCun et al. 1998, Efficient BackProp: inputs of mean 0 and variance 1"
+SAGEMAKER = "Amazon SageMaker Debugger"
+SYMMETRY = "exact; Goodfellow et al. 2016, Deep Learning, 8.4: initial weights must break symmetry"
+TAYLOR = "first-order Taylor expansion and the Cauchy-Schwarz inequality"
 
 UNITS_UNSEEN = "dead units unseen without units=True"
 
 _UNSEEN = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
 
 _MARKS = {"note": "·", "warning": "!", "error": "✗"}
+
+_FIELDS = ("where", "threshold", "source", "cause", "fix")
+"""Of a finding, as its text and its HTML list them."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +88,60 @@ class Finding:
         return f"{names}{more} · {steps}" if names else steps
 
     def __str__(self) -> str:
-        return (
-            f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}\n"
-            f"    where      {self.where}\n"
-            f"    threshold  {self.threshold}\n"
-            f"    source     {self.source}\n"
-            f"    cause      {self.cause}\n"
-            f"    fix        {self.fix}"
-        )
+        head = f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}"
+        return "\n".join([head, *(f"    {name:<10} {getattr(self, name)}" for name in _FIELDS)])
+
+
+Check = Callable[["RunView"], Iterable[Finding]]
+
+
+@dataclass(frozen=True, repr=False)
+class Rule:
+    """One question about a run, and what to say if the answer is bad.
+
+    Args:
+        name: the id that findings carry, such as `"dead"`.
+        threshold: from which value on it reports something.
+        source: who published the threshold, or how it was chosen.
+        cause: the likely cause.
+        fix: one thing to do.
+        needs: properties of a `RunView` that must be there, such as `"activations"`; without one
+            of them the rule is unjudged.
+        check: reads the run; finds nothing in a rule that only another one's check reports.
+    """
+
+    name: str
+    threshold: str
+    source: str
+    cause: str
+    fix: str
+    needs: tuple[str, ...] = ()
+    check: Check = lambda run: ()
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name!r})"
+
+    def but(self, **texts: str) -> Rule:
+        """This rule with other texts."""
+        return replace(self, **texts)  # type: ignore[arg-type]
+
+    def found(
+        self, severity: str, evidence: str, layers: Iterable[str], steps: tuple[int, int]
+    ) -> Finding:
+        """A finding with this rule's name and texts."""
+        texts = self.threshold, self.source, self.cause, self.fix
+        return Finding(self.name, severity, tuple(layers), steps, evidence, *texts)
+
+
+def rule(
+    *, threshold: str, source: str, cause: str, fix: str, needs: tuple[str, ...] = ()
+) -> Callable[[Check], Rule]:
+    """Makes a `Rule` of the function below it, named like the function."""
+
+    def made(check: Check) -> Rule:
+        return Rule(check.__name__, threshold, source, cause, fix, needs, check)
+
+    return made
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,30 +233,18 @@ class Diagnosis(Sequence[Finding]):
         return list(whys.items())
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        html = f"<p>{escape(self.headline)}</p>{''.join(map(_item, self.findings))}"
+        if self.unjudged:
+            whys = terms((why, ", ".join(rules)) for why, rules in self._whys())
+            html += details(f"not judged ({len(self.unjudged)})", whys)
+        return fragment(html)
 
 
 def _n(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def html_of(diagnosis: Diagnosis) -> str:
-    """The diagnosis as a small HTML fragment: light and dark, folding, no JavaScript."""
-    html = f"<p>{escape(diagnosis.headline)}</p>{''.join(map(_item, diagnosis.findings))}"
-    if diagnosis.unjudged:
-        whys = terms((why, ", ".join(rules)) for why, rules in diagnosis._whys())
-        html += details(f"not judged ({len(diagnosis.unjudged)})", whys)
-    return fragment(html)
-
-
 def _item(f: Finding) -> str:
-    fields = {
-        "where": f.where,
-        "threshold": f.threshold,
-        "source": f.source,
-        "cause": f.cause,
-        "fix": f.fix,
-    }
+    fields = [(name, str(getattr(f, name))) for name in _FIELDS]
     head = f'<span class="tone">{f.severity}</span> {escape(f.rule)}: {escape(f.evidence)}'
-    kind, is_open = f"finding {f.severity}", f.severity == "error"
-    return details(head, terms(fields.items()), kind=kind, is_open=is_open)
+    return details(head, terms(fields), kind=f"finding {f.severity}", is_open=f.severity == "error")

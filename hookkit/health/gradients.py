@@ -11,8 +11,8 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.activations import FAINT_INPUT
-from hookkit.health.loss_trend import known, smoothed
-from hookkit.health.rule import Hit, rule
+from hookkit.health.diagnosis import Finding, Rule, rule
+from hookkit.health.reading import known, smoothed
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints
 
@@ -29,7 +29,7 @@ ORDERED = 0.6
     cause="many saturating layers, small weights, or depth without skip connections",
     fix="use ReLU-like units with He initialisation, norm layers, or skip connections",
 )
-def vanishing(run: RunView) -> Iterator[Hit]:
+def vanishing(run: RunView) -> Iterator[Finding]:
     """Gradients that fade towards the input."""
     which, size, early = _sizes_by_depth(run)
     # by the earlier half, not the first matrix alone: one channel before a norm has no gradient
@@ -43,7 +43,7 @@ def vanishing(run: RunView) -> Iterator[Hit]:
     # of a loss that need not fall: actor and critic, both players, are no depth of one net
     several = run.improved is False and run.learns is None
     severity = "error" if run.fails else "note" if several else "warning"
-    yield _first_and_last(run, severity, which, size, early)
+    yield _first_and_last(run, vanishing, severity, which, size, early)
 
 
 @rule(
@@ -53,26 +53,26 @@ def vanishing(run: RunView) -> Iterator[Hit]:
     cause="weights too large for the depth, or a recurrence that amplifies",
     fix="use smaller initial weights, norm layers, or clip gradients",
 )
-def exploding(run: RunView) -> Iterator[Hit]:
+def exploding(run: RunView) -> Iterator[Finding]:
     """Gradients that grow towards the input."""
     which, size, early = _sizes_by_depth(run)
     if size[0] / size[-1] > EXPLODED_RATIO and _order(size) < -ORDERED and run.learns is not True:
         severity = "error" if run.fails else "note"
-        yield _first_and_last(run, severity, which, size, early)
+        yield _first_and_last(run, exploding, severity, which, size, early)
 
 
-def _sizes_by_depth(run: RunView) -> tuple[list[int], Floats, slice]:
+def _sizes_by_depth(run: RunView) -> tuple[Ints, Floats, slice]:
     """Matrices with gradients, the early RMS of each one's, and the records it is taken from."""
     record = run.params
-    began = read.table(record, "weight_norm")[:, 0]  # one that begins at 0 holds gradients back
-    which = [i for i in read.matrices(record) if began[i] != 0]
+    which = read.matrices(record)
+    began = read.table(record, "weight_norm")[which, 0]  # one that begins at 0 holds gradients back
+    which = which[began != 0]
     early = slice(0, max(read.MIN_RECORDS, len(record) // 3))
     size = np.asarray(read.median(read.table(record, "grad_rms")[which][:, early], axis=1))
     known = np.isfinite(size) & (size > 0)
-    which, size = [i for i, k in zip(which, known, strict=True) if k], size[known]
-    if len(which) < 3:
+    if known.sum() < 3:
         raise read.Missing("fewer than 3 matrices with gradients")
-    return which, size, early
+    return which[known], size[known], early
 
 
 def _order(size: Floats) -> float:
@@ -81,12 +81,12 @@ def _order(size: Floats) -> float:
 
 
 def _first_and_last(
-    run: RunView, severity: str, which: list[int], size: Floats, early: slice
-) -> Hit:
-    first, last = (run.params.names[i] for i in (which[0], which[-1]))
+    run: RunView, says: Rule, severity: str, which: Ints, size: Floats, early: slice
+) -> Finding:
+    (first, last), steps = read.where(run.params, which[[0, -1]], early)
     what = f"gradient RMS is {size[0]:.2g} in {first} and {size[-1]:.2g} in {last}: "
     what += f"first over last {size[0] / size[-1]:.2g}"
-    return Hit(severity, (first, last), read.span(run.params, early), what)
+    return says.found(severity, what, (first, last), steps)
 
 
 # How a running sum of gradients differs from gradients that merely grow: fresh batches make the
@@ -110,7 +110,7 @@ SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
     cause="gradients are never zeroed: each step adds to the last one's",
     fix="call optimizer.zero_grad() once per step",
 )
-def grads_pile_up(run: RunView) -> Iterator[Hit]:
+def grads_pile_up(run: RunView) -> Iterator[Finding]:
     """A gradient norm that grows as a sum does, and smoothly."""
     norms, steps = _grad_norms(run)
     steps, norms = steps[np.isfinite(norms)], known(norms)
@@ -130,7 +130,7 @@ def grads_pile_up(run: RunView) -> Iterator[Hit]:
         what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n "
         what += f"steps, and changes by only {jitter:.2g} of itself from record to record"
         what += ", and the loss does not fall" * run.fails
-        yield Hit("error" if run.fails else "warning", (), run.all_steps, what)
+        yield grads_pile_up.found("error" if run.fails else "warning", what, (), run.all_steps)
 
 
 def _grows_as_a_sum(norms: Floats, steps: Ints) -> bool:

@@ -1,7 +1,7 @@
-"""Rules on the loss: where it starts, whether it falls, where it ends.
+"""Rules on the loss: what it is given, where it starts, whether it falls, where it ends.
 
-Builds on `loss_trend`. Probabilities given to a loss that expects scores are in `loss_input`, a
-loss that the steps push up is in `steps`.
+A loss that the steps push up is in `steps`. Longer than other files, since whether a loss starts,
+falls and ends well is one subject.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
+from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
-from hookkit.health.loss_trend import (
-    SIGMA,
-    end_level,
-    known,
-    noise_may_hide_a_fall,
-    possible_fall,
-    start_level,
-)
-from hookkit.health.rule import CHECKER, CS231N, LECUN, SAGEMAKER, Hit, rule
-from hookkit.health.run_view import RunView
+from hookkit.health.reading import SIGMA, end_level, known, start_level
+from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 from hookkit.records import Floats
 
+# An RMS of scores that would make a binary cross entropy almost 0, or large (measured)
+SCORES_SIZE = 4
+# Scores below this mask something out, and do not change the loss
+MASK_SIZE = -1e3
+# How near its floor a loss must end to have settled there (hookkit, measured)
+NEAR_FLOOR = 0.1
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
 # measured. Several heads, whose losses are added up, begin above chance too.
 FIRST_LOSS, GUESSES = 2, 5
@@ -44,6 +43,86 @@ OVERFIT_GAP = 0.1
 
 
 @rule(
+    threshold="rows of non-negative numbers that sum to 1 (or a loss that cannot pass below "
+    "ln(e + C - 1) - 1)",
+    source="PyTorch, CrossEntropyLoss: the input is expected to contain unnormalised logits",
+    cause="a softmax (or sigmoid) before a loss that applies its own",
+    fix="return the scores from the model; apply softmax only to show probabilities",
+)
+def probabilities(run: RunView) -> Iterator[Finding]:
+    """Probabilities given to a loss that expects scores.
+
+    Proved by the last layer or the values themselves where they were seen; else by bounds that a
+    loss of inputs between 0 and 1 cannot leave.
+    """
+    name, record = run.loss_name, run.recorded.activations
+    nll, binary = name == "nll", name.endswith("withlogits")
+    if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
+        raise read.Missing("loss function unknown")
+    says = _BINARY if binary else _NLL if nll else probabilities
+    last, ends = record.types[-1:] if record is not None else (), {"Softmax", "Sigmoid"}
+    if (given := run.info.get("loss_input")) in ends:
+        what = f"the loss is given what a {given.lower()} gives"
+        yield says.found("error", what, (), run.all_steps)
+    elif record is not None and ends & {*last}:
+        yield says.found("error", f"the last layer is {last[0]}", record.names[-1:], run.all_steps)
+    elif says is probabilities and run.info.get("output_is_probabilities"):
+        what = "the model's output rows are probabilities"
+        yield says.found("error", what, (), run.all_steps)
+    elif what := _by_narrow_range(run) if binary else _by_floor(run) if not nll else "":
+        yield says.found("warning", what, (), run.all_steps)
+
+
+_BINARY = probabilities.but(
+    threshold="a sigmoid at the end; or a loss between ln(1 + 1/e) and ln(1 + e), which inputs "
+    "between 0 and 1 cannot leave, where the last layer gives RMS 4 or more",
+    source="PyTorch, BCEWithLogitsLoss: combines a Sigmoid layer and the BCELoss; the bounds are "
+    "exact",
+)
+
+_NLL = probabilities.but(
+    source="PyTorch, NLLLoss: the input is expected to contain log probabilities",
+    cause="a softmax before a loss that expects its logarithm",
+    fix="use log_softmax, or return the scores and use CrossEntropyLoss",
+)
+
+
+def _by_narrow_range(run: RunView) -> str:
+    """With inputs in [0, 1] no batch of a binary cross entropy is below .313, or above 1.313.
+
+    Scores as large as 4 would make it almost 0 where they are right, and large where they are not.
+    """
+    record, series = run.recorded.activations, run.losses_of(50)
+    if record is None or len(record) < read.MIN_RECORDS:
+        return ""
+    if record.types[-1] not in read.PRE_ACTIVATION:
+        return ""
+    low, high = np.nanmin(series), np.nanmax(series)
+    inside = low >= np.log1p(1 / np.e) and high <= np.log1p(np.e)
+    rms, least = (read.median(record.value(s, -1)[read.last_half(record)]) for s in ("rms", "min"))
+    if not inside or not rms > SCORES_SIZE or least < MASK_SIZE:
+        return ""
+    what = f"the loss stays within {low:.3g} and {high:.3g} while {record.names[-1]} gives values "
+    return f"{what}of RMS {rms:.3g}"
+
+
+def _by_floor(run: RunView) -> str:
+    """With inputs in [0, 1] a cross entropy stays in [floor, floor + 1]; learning nears floor."""
+    losses, n = run.recorded.losses, int(run.info.get("n_classes") or 0)
+    if losses is None or len(losses) < 50 or n < 3:
+        return ""
+    series = known(losses)
+    floor = float(np.log(np.e + n - 1) - 1)
+    low, high, end = series.min(), series.max(), end_level(series)
+    if low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + NEAR_FLOOR:
+        return ""
+    before = float(np.median(series[-max(len(series) // 4, 10) :][:10]))
+    if before - end > end - floor:
+        return ""  # it is falling past the floor, and does not settle there
+    return f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
+
+
+@rule(
     needs=("losses", "n_classes"),
     threshold="more than twice ln C; a warning if the loss does not fall, or if it is over five "
     "times ln C and stays above ln C",
@@ -51,7 +130,7 @@ OVERFIT_GAP = 0.1
     cause="a head that begins too large, inputs that are not standardised, or wrong labels",
     fix="standardise the inputs, and begin the last layer with small weights",
 )
-def initial_loss(run: RunView) -> Iterator[Hit]:
+def initial_loss(run: RunView) -> Iterator[Finding]:
     """A first loss far above what guessing would give."""
     chance, first = float(np.log(run.n_classes)), float(known(run.losses)[0])
     excess = (first - chance) / chance
@@ -61,7 +140,7 @@ def initial_loss(run: RunView) -> Iterator[Hit]:
     recovers = run.improved is True and not guesses
     what = f"the first loss is {first:.3g}; guessing among {run.n_classes} classes gives "
     what += f"{chance:.3g}" + ", and the run does not end below that" * guesses
-    yield Hit("note" if recovers else "warning", (), (0, 0), what)
+    yield initial_loss.found("note" if recovers else "warning", what, (), (0, 0))
 
 
 @rule(
@@ -73,7 +152,7 @@ def initial_loss(run: RunView) -> Iterator[Hit]:
     "them; or a loss that is summed over the batch",
     fix="scale the targets to mean 0 and standard deviation 1; average the loss",
 )
-def target_scale(run: RunView) -> Iterator[Hit]:
+def target_scale(run: RunView) -> Iterator[Finding]:
     """A regression whose first error is huge."""
     name, first = run.loss_name, float(known(run.losses)[0])
     if name not in ("mse", "l1", "smoothl1", "huber"):
@@ -81,12 +160,26 @@ def target_scale(run: RunView) -> Iterator[Hit]:
     error = max(first, 0.0) ** (0.5 if name == "mse" else 1.0)
     if error <= LARGE_ERROR:
         return
-    share = possible_fall(run.recorded)
+    share = _possible_fall(run)
     far = share is not None and share < OUT_OF_REACH and not run.falls_slowly
     fails = run.fails and not run.falls_slowly
     what = f"the first error is {error:.3g} ({name} {first:.3g})"
     what += f", of which all steps together can take {share:.2g}" if far else ""
-    yield Hit("warning" if fails or far else "note", (), (0, 0), what)
+    yield target_scale.found("warning" if fails or far else "note", what, (), (0, 0))
+
+
+def _possible_fall(run: RunView) -> float | None:
+    """The most that all steps of a run can take away, as a share of its first loss; None: unknown.
+
+    By the bound that `reading` explains.
+    """
+    record, start = run.recorded.params, start_level(run.losses)
+    if record is None or set(record.spans) != {1}:
+        return None
+    bound = read.bound(record)
+    if not len(bound) or not start > 0 or not np.isfinite(bound).all():
+        return None
+    return float(bound.mean()) * len(run.losses) / start
 
 
 @rule(
@@ -97,7 +190,7 @@ def target_scale(run: RunView) -> Iterator[Hit]:
     "a loss that need not fall (GAN, policy)",
     fix="let it learn one batch by heart: a model and a loss that work can do that",
 )
-def not_learning(run: RunView) -> Iterator[Hit]:
+def not_learning(run: RunView) -> Iterator[Finding]:
     """A loss that ends where it began, or higher."""
     series = run.losses_of(50)
     if run.improved is not False:
@@ -106,17 +199,17 @@ def not_learning(run: RunView) -> Iterator[Hit]:
     steps, what = (0, len(series) - 1), f"the loss began at {start:.3g} and ends at {end:.3g}"
     worse = bool(np.isinf(end)) or end > start + WORSE * abs(start)
     if run.falls_slowly:
-        yield Hit("note", (), steps, f"{what}: it falls slowly, and steadily", of=_SLOW)
-    elif not worse and noise_may_hide_a_fall(run.recorded):
+        yield _SLOW.found("note", f"{what}: it falls slowly, and steadily", (), steps)
+    elif not worse and _noise_may_hide_a_fall(run):
         what += ", and is so noisy that a fall of 5 % may hide in it"
-        yield Hit("note", (), steps, what, of=_NOISY)
+        yield _NOISY.found("note", what, (), steps)
     elif np.isfinite(end) and (why := run.need_not_fall) is not None:
-        yield Hit("note", (), steps, f"{what}; {why.evidence}", of=why.texts)
+        yield why[1].found("note", f"{what}; {why[0]}", (), steps)
     elif worse:
-        yield Hit("error", (), steps, what, of=_DIVERGING)
+        yield _DIVERGING.found("error", what, (), steps)
     else:
-        frozen = _mostly_frozen(run)
-        yield Hit("warning", (), steps, what, of=not_learning.but(cause=frozen) if frozen else None)
+        cause = _mostly_frozen(run) or not_learning.cause
+        yield not_learning.but(cause=cause).found("warning", what, (), steps)
 
 
 _DIVERGING = not_learning.but(
@@ -143,20 +236,37 @@ _NOISY = _UNDECIDED.but(
 )
 
 
+def _noise_may_hide_a_fall(run: RunView) -> bool:
+    """Whether a fall of 5 % cannot be excluded at two standard errors, for the noise of the loss.
+
+    By the slope over the run; where chance is known, by how far below it the run ends.
+    """
+    values = known(run.losses)
+    start, end, n = start_level(values), end_level(run.losses), len(values)
+    if n < ENOUGH_LOSSES or start <= 0 or not np.isfinite(end):
+        return False
+    noise = read.noise(values)
+    if classes := run.info.get("n_classes"):
+        from_level = min(start, float(np.log(classes)))
+        error = 1.25 * noise / np.sqrt(max(5, n // 10))  # standard error of a median
+        return bool(from_level - end + 2 * error > FALL * from_level)
+    time = np.arange(n) - (n - 1) / 2
+    fall = -float(time @ values / (time @ time)) * n
+    error = noise * np.sqrt(12 / n)  # standard error of a fitted slope, over the run
+    return bool(fall + 2 * error > FALL * start)
+
+
 def _mostly_frozen(run: RunView) -> str:
     """The cause of not learning, if most matrices are frozen; else ""."""
-    params = run.recorded.params
-    if params is None:
+    if (params := run.recorded.params) is None:
         return ""
-    ndim = read.meta(params, "ndim", 2)
-    trainable = read.meta(params, "requires_grad", True)
-    of_matrices = [free for free, n in zip(trainable, ndim, strict=True) if n >= 2]
-    frozen = of_matrices.count(False)
-    if 2 * frozen <= len(of_matrices):
+    free = read.trainable(params)[read.is_matrix(params)]
+    frozen = len(free) - free.sum()
+    if 2 * frozen <= len(free):
         return ""
     return (
-        f"{frozen} of {len(of_matrices)} matrices are frozen (requires_grad is False): what they "
-        "give may not be enough to learn from, if it was meant at all"
+        f"{frozen} of {len(free)} matrices are frozen (requires_grad is False): what they give may "
+        "not be enough to learn from, if it was meant at all"
     )
 
 
@@ -168,7 +278,7 @@ def _mostly_frozen(run: RunView) -> str:
     cause="a wrong sign, or a loss with no lower end (a critic that nothing bounds)",
     fix="check the sign of the loss and what it expects",
 )
-def below_zero(run: RunView) -> Iterator[Hit]:
+def below_zero(run: RunView) -> Iterator[Finding]:
     """A loss that cannot be below 0 and is, or that falls faster and faster without end."""
     series = run.losses_of(50)
     values = known(series)
@@ -179,10 +289,10 @@ def below_zero(run: RunView) -> Iterator[Hit]:
     impossible = low < -1e-3 and run.loss_name in NEVER_BELOW_ZERO
     if impossible:
         what = f"the loss falls to {low:.3g}, and {run.loss_name} cannot be below 0"
-        yield Hit("error", (), (0, len(series) - 1), what, of=_IMPOSSIBLE)
+        yield _IMPOSSIBLE.found("error", what, (), (0, len(series) - 1))
     elif end < -ENDLESS * max(abs(start), 1.0) and faster:
         what = f"the loss falls to {low:.3g}, and faster the longer it falls"
-        yield Hit("error", (), (0, len(series) - 1), what)
+        yield below_zero.found("error", what, (), (0, len(series) - 1))
 
 
 _IMPOSSIBLE = below_zero.but(
@@ -199,7 +309,7 @@ _IMPOSSIBLE = below_zero.but(
     cause="broken batches, or a learning rate that is almost too high",
     fix="look at the data of those steps; clip gradients",
 )
-def spikes(run: RunView) -> Iterator[Hit]:
+def spikes(run: RunView) -> Iterator[Finding]:
     """Losses that jump out of the last 128 steps, after the warm-up."""
     values = known(run.losses_of(100))
     level = start_level(values)
@@ -208,7 +318,7 @@ def spikes(run: RunView) -> Iterator[Hit]:
         return
     often = len(at) >= OFTEN and len(at) > OFTEN_SHARE * len(values) and not run.need_not_fall
     what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[at].max():.3g}"
-    yield Hit("warning" if often else "note", (), (at[0], at[-1]), what)
+    yield spikes.found("warning" if often else "note", what, (), (at[0], at[-1]))
 
 
 def _jumps(series: Floats, t: int, level: float) -> bool:
@@ -233,7 +343,7 @@ def _jumps(series: Floats, t: int, level: float) -> bool:
     cause="the model learns the training set by heart",
     fix="stop at the best epoch, or add data, augmentation or regularisation",
 )
-def overfit(run: RunView) -> Iterator[Hit]:
+def overfit(run: RunView) -> Iterator[Finding]:
     """A validation loss that rises while the training loss falls: a note."""
     rows = [r for r in run.recorded.valid if {"train_loss", "valid_loss"} <= set(r)]
     if len(rows) < 4:
@@ -246,4 +356,4 @@ def overfit(run: RunView) -> Iterator[Hit]:
         return
     epoch = rows[best].get("epoch", best)
     what = f"the validation loss was best in epoch {epoch} ({valid[best]:.3g}) and is "
-    yield Hit("note", (), run.all_steps, f"{what}{valid[-1]:.3g} now")
+    yield overfit.found("note", f"{what}{valid[-1]:.3g} now", (), run.all_steps)

@@ -1,21 +1,22 @@
 """Losses that need not fall: of players, of policies and energies, of a target that moves.
 
-Builds on `loss_trend`. Where no training is meant to bring the loss down, a loss
-that does not fall is no problem. `why_it_need_not_fall` finds out; then `not_learning` is a note,
-and for all other rules it is unknown whether the run learns.
+Builds on `reading`. Where no training is meant to bring the loss down, a loss that does not fall is
+no problem. `why_it_need_not_fall` finds out; then `not_learning` is a note, and for all other rules
+it is unknown whether the run learns.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from hookkit.health import reading as read
-from hookkit.health.loss_trend import end_level, known, losses, rise_over_bound
-from hookkit.health.rule import CHECKER, TAYLOR, Rule
-from hookkit.records import Floats, Record, Run
+from hookkit.health.diagnosis import CHECKER, TAYLOR, Rule
+from hookkit.records import Record
+
+if TYPE_CHECKING:
+    from hookkit.health.run_view import RunView
 
 NEVER_BELOW_ZERO = frozenset(
     {"crossentropy", "nll", "mse", "l1", "smoothl1", "huber", "bce", "bcewithlogits"}
@@ -26,20 +27,11 @@ NEVER_BELOW_ZERO = frozenset(
 GROWN_BATCH = 2.0
 # A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)
 ABOVE_BOUND = 2.0
-
-
 # Both signs have a tenth of the early losses or more, and the loss stays within ten times their
 # size (hookkit, measured).
 BOTH_SIGNS, NEAR_ZERO = 0.1, 10
 # Share of steps in which the layers see what they saw a period before (hookkit, measured)
 ALIKE = 0.95
-
-
-class ExpectedNonDecrease(NamedTuple):
-    """Why a loss need not fall: what was seen, and the texts of a finding about it."""
-
-    evidence: str
-    texts: Rule
 
 
 def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
@@ -91,36 +83,54 @@ _GROWING_DATA = _expected(
 )
 
 
-def loss_name(run: Run) -> str:
-    """The loss function's name as one word in small letters: `"crossentropy"`; "" if unknown."""
-    name = str(run.info.get("loss", run.info.get("loss_func", ""))).replace("_", "").lower()
-    return name.removesuffix("loss")
-
-
-def why_it_need_not_fall(run: Run) -> ExpectedNonDecrease | None:
-    """Why the loss of this run need not fall, or None.
+def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
+    """Why the loss of this run need not fall, in words and as the rule that reports it; or None.
 
     Raises:
         Missing: there are no losses.
     """
-    because = ExpectedNonDecrease
-    if read.trained_in_turns(run):
-        return because("parts of the model move in turns", _PLAYERS)
-    seen = [r for r in (run.activations, run.gradients) if r is not None]
-    if run.params is None and (period := max(map(_period, seen), default=0)):
-        what = f"every {period} steps the batch takes the same turns through the layers"
-        return because(what, _PLAYERS)
+    activations, gradients, params = (
+        getattr(run.recorded, name) for name in ("activations", "gradients", "params")
+    )
+    if trained_in_turns(params):
+        return "parts of the model move in turns", _PLAYERS
+    seen = [r for r in (activations, gradients) if r is not None]
+    if params is None and (period := max(map(_period, seen), default=0)):
+        return f"every {period} steps the batch takes the same turns through the layers", _PLAYERS
     if _has_both_signs(run):
-        return because("it is above 0 and below it, or begins at 0", _DIFFERENCE)
-    if run.params is not None and (names := _moving_targets(run.params)):
-        return because(f"{names[0]}, frozen, follows what is trained", _MOVING_TARGET)
+        return "it is above 0 and below it, or begins at 0", _DIFFERENCE
+    if params is not None:  # matrices of a teacher, or of a target network
+        changed = ~read.trainable(params) & read.is_matrix(params) & read.has_changed(params)
+        if changed.any():
+            name = params.names[changed.argmax()]
+            return f"{name}, frozen, follows what is trained", _MOVING_TARGET
     if (rise := _rise_over_bound(run)) > ABOVE_BOUND:
-        what = f"it rises {rise:.3g} times as far as gradients and steps explain"
-        return because(what, _CHANGING_DATA)
+        return f"it rises {rise:.3g} times as far as gradients and steps explain", _CHANGING_DATA
     if (growth := max(map(_batch_growth, seen), default=0)) > GROWN_BATCH:
         what = f"a step saw {growth:.2g} times as much at the end as at first"
-        return because(what, _GROWING_DATA)
+        return what, _GROWING_DATA
     return None
+
+
+def trained_in_turns(params: Record | None) -> bool:
+    """Whether some matrices are trained in some steps and others in others: a GAN's two players.
+
+    No matrix moves at (nearly) every step, and two of them never move in the same step, but each
+    moves between steps of the other.
+    """
+    if params is None or len(params) < read.MIN_RECORDS:
+        return False
+    which = read.matrices(params)
+    moves = np.nan_to_num(read.table(params, "update_norm")[which]) > 0
+    if (read.has_changed(params)[which] & ~moves.any(axis=1)).any():
+        return True  # it moves, but always in steps that were not recorded
+    moves = moves[moves.mean(axis=1) > 0.1]
+    if len(moves) < 2 or moves.mean(axis=1).max() > 0.95:
+        return False
+    together = moves.astype(float) @ moves.T.astype(float)
+    first, second = np.unravel_index(int(together.argmin()), together.shape)
+    a, b = np.flatnonzero(moves[first]), np.flatnonzero(moves[second])
+    return bool(together.min() == 0 and a[0] < b[-1] and b[0] < a[-1])
 
 
 def _period(record: Record) -> int:
@@ -133,48 +143,33 @@ def _period(record: Record) -> int:
     if "count" not in record.values or set(np.diff(record.steps)) | set(record.spans) != {1}:
         return 0
     counts = np.nan_to_num(record.values["count"])
-    with np.errstate(all="ignore"):
-        shares = np.nan_to_num(counts / counts.max(axis=0))  # a last batch is short in all layers
-    longest = min(6, shares.shape[1] // 5)
-    for n in range(1, longest + 1):
-        if _alike(shares[:, n:], shares[:, :-n]).mean() > ALIKE:
+    shares = np.nan_to_num(counts / counts.max(axis=0))  # a last batch is short in all layers
+    for n in range(1, min(6, shares.shape[1] // 5) + 1):
+        if np.isclose(shares[:, n:], shares[:, :-n], atol=1e-9).all(axis=0).mean() > ALIKE:
             return n if n > 1 else 0
     return 0
 
 
-def _alike(a: Floats, b: Floats) -> npt.NDArray[np.bool_]:
-    return np.asarray(np.isclose(a, b, atol=1e-9).all(axis=0))
-
-
-def _has_both_signs(run: Run) -> bool:
+def _has_both_signs(run: RunView) -> bool:
     """Whether the loss is above and below 0 from early on, or begins at 0, and stays near it."""
-    series = losses(run)
-    values = known(series)
+    values = read.known(run.losses)
     early = values[: max(10, len(values) // 5)]
     both = min((early < 0).mean(), (early > 0).mean()) > BOTH_SIGNS
-    near = abs(end_level(values)) <= NEAR_ZERO * np.abs(early).max()
+    near = abs(read.end_level(values)) <= NEAR_ZERO * np.abs(early).max()
     differs = bool((both or abs(values[0]) < 1e-6) and near)
-    return differs and loss_name(run) not in NEVER_BELOW_ZERO
+    return differs and run.loss_name not in NEVER_BELOW_ZERO
 
 
-def _moving_targets(record: Record) -> tuple[str, ...]:
-    """Frozen matrices that change nevertheless: of a teacher, or of a target network."""
-    frozen = np.array([x is False for x in read.meta(record, "requires_grad", True)], bool)
-    matrix = np.array(read.meta(record, "ndim", 2)) >= 2
-    return read.names(record, np.flatnonzero(frozen & matrix & read.has_changed(record)))
-
-
-def _rise_over_bound(run: Run) -> float:
+def _rise_over_bound(run: RunView) -> float:
     """How many times as far the loss rises as the steps can have moved it; 0 if not known.
 
     0 for cross entropies too: data that change under a classifier do not explain that its loss
     rises.
     """
-    if "entropy" in loss_name(run) or loss_name(run).startswith(("nll", "bce")):
+    if "entropy" in run.loss_name or run.loss_name.startswith(("nll", "bce")):
         return 0.0
     try:
-        record = read.enough(run.params, "parameters")
-        return rise_over_bound(record, losses(run, 20)) or 0.0
+        return read.rise_over_bound(run.params, run.losses_of(20)) or 0.0
     except read.Missing:
         return 0.0
 
@@ -187,4 +182,4 @@ def _batch_growth(record: Record) -> float:
     counts = counts[(np.nan_to_num(counts) > 0).all(axis=1)]
     third = len(record) // 3
     grew = counts[:, -third:].mean(axis=1) / counts[:, :third].mean(axis=1)
-    return float(grew.min()) if len(counts) else 0.0
+    return float(min(grew, default=0.0))

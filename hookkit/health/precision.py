@@ -6,13 +6,11 @@ float16 is judged by layer: under autocast the outputs of some are float16 and t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.loss_trend import stops_being_a_number
-from hookkit.health.rule import Hit, rule
+from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
 
@@ -32,12 +30,12 @@ _AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zer
     fix="look at this layer's inputs in the steps before; lower the learning rate, add an eps, or "
     "clip gradients",
 )
-def non_finite(run: RunView) -> Iterator[Hit]:
+def non_finite(run: RunView) -> Iterator[Finding]:
     """NaN or Inf: the first step, and the first layer in execution order."""
     if run.recorded.incidents:
         i = run.recorded.incidents[0]
         what = f"first non-finite {i.kind}{f' in {i.type}' if i.type else ''} at step {i.step}"
-        yield Hit("error", (i.name,) if i.name else (), (i.step, i.step), what)
+        yield non_finite.found("error", what, filter(None, [i.name]), (i.step, i.step))
         return
     seen = [r for r in run.recorded.records if "nonfinite" in r.values]
     losses = run.recorded.losses
@@ -49,11 +47,11 @@ def non_finite(run: RunView) -> Iterator[Hit]:
         yield _first_of(run, min(firsts, key=lambda f: f[2]), broken)
     elif broken is not None:
         what = f"the loss stops being a number at step {broken}"
-        yield Hit("error", (), (broken, broken), what)
+        yield non_finite.found("error", what, (), (broken, broken))
 
 
-def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Hit:
-    """The hit for the first non-finite record: a note if nothing came of it."""
+def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Finding:
+    """The finding for the first non-finite record: a note if nothing came of it."""
     record, row, step = first
     kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
     what = f"the {kind} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
@@ -62,9 +60,9 @@ def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) 
         harmless = ", and weights, activations and loss stay finite"
     elif step == record.steps[0] and broken is None and run.learns:
         harmless = ", from the first step on, while the loss stays finite and falls"
-    of = None if not harmless else _MASK if record.kind == "activation" else _SKIPPED
+    says = non_finite if not harmless else _MASK if record.kind == "activation" else _SKIPPED
     severity = "note" if harmless else "error"
-    return Hit(severity, (record.names[row],), (step, step), what + harmless, of)
+    return says.found(severity, what + harmless, [record.names[row]], (step, step))
 
 
 _MASK = non_finite.but(
@@ -109,7 +107,7 @@ def _loss_breaks_at(losses: Floats) -> int | None:
     """The step from which on a loss that was known is no number."""
     if not np.isfinite(losses).any():
         return None
-    if stops_being_a_number(losses):
+    if read.stops_being_a_number(losses):
         return int(np.flatnonzero(np.isfinite(losses))[-1]) + 1
     return int(np.isinf(losses).argmax()) if np.isinf(losses).any() else None
 
@@ -121,7 +119,7 @@ def _loss_breaks_at(losses: Floats) -> int | None:
     cause="activations that grow towards overflow",
     fix="use bfloat16, or a norm before this layer",
 )
-def fp16_range(run: RunView) -> Iterator[Hit]:
+def fp16_range(run: RunView) -> Iterator[Finding]:
     """Values within a factor of ten of float16's largest number, where float16 is in use."""
     record = run.activations
     rows = _half_rows(run, record)
@@ -130,7 +128,7 @@ def fp16_range(run: RunView) -> Iterator[Hit]:
     hit = peak > LARGEST / 10
     if hit.any():
         what = f"values up to {peak.max():.3g} in float16"
-        yield Hit("warning", read.names(record, rows[hit]), read.span(record), what)
+        yield fp16_range.found("warning", what, *read.where(record, rows[hit]))
 
 
 @rule(
@@ -140,14 +138,14 @@ def fp16_range(run: RunView) -> Iterator[Hit]:
     cause="half precision without loss scaling: smaller gradients become exactly 0",
     fix="scale the loss with torch.amp.GradScaler, or use bfloat16",
 )
-def fp16_underflow(run: RunView) -> Iterator[Hit]:
+def fp16_underflow(run: RunView) -> Iterator[Finding]:
     """Gradients in float16 so small that only their last bits remain.
 
     Reads gradients of outputs, or of parameters that are float16 themselves. Where a scale was
     undone (a GradScaler that `GradientStats` knows) there is nothing to find.
     """
-    if (hit := _zero_outputs(run) or _zero_weights(run)) is not None:
-        yield hit
+    if nothing_left := [*_zero_outputs(run), *_zero_weights(run)]:
+        yield nothing_left[0]
         return
     small = [*_sizes(run, run.recorded.gradients), *_sizes(run, run.recorded.params)]
     if not small:
@@ -155,80 +153,62 @@ def fp16_underflow(run: RunView) -> Iterator[Hit]:
         if record is not None and len(_half_rows(run, record)) and run.recorded.gradients is None:
             raise read.Missing("no gradients of outputs")
         return
-    early = [(x.name, x.early) for x in small if x.early < TWO_BITS]
-    late = [(x.name, x.late) for x in small if x.late < TWO_BITS]
-    most = max(early, late, key=len)
+    # names and sizes of the layers with too small gradients, in the first and in the later half
+    halves = [[(name, x[half]) for name, x in small if x[half] < TWO_BITS] for half in (0, 1)]
+    most = max(halves, key=len)
     if len(most) > len(small) / 2:
         what = f"the gradients of {len(most)} of {len(small)} layers in float16 have RMS "
         what += f"{max(size for _, size in most):.2g} or less where they are not 0"
-        severity = "warning" if most is early or run.fails else "note"
-        yield Hit(severity, tuple(name for name, _ in most), run.all_steps, what)
+        severity = "warning" if most is halves[0] or run.fails else "note"
+        yield fp16_underflow.found(severity, what, [name for name, _ in most], run.all_steps)
 
 
-class _Size(NamedTuple):
-    """The RMS of a row's gradients that are not 0, in the first and in the later half."""
-
-    name: str
-    early: float
-    late: float
-
-
-def _sizes(run: RunView, record: Record | None) -> Iterator[_Size]:
-    """The sizes of gradients in float16 that are not 0 throughout."""
+def _sizes(run: RunView, record: Record | None) -> Iterator[tuple[str, Floats]]:
+    """Of each row in float16: its name, and its gradients' RMS where they are not 0, by half."""
     if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return
     rows = _half_rows(run, record)
     if record.kind == "param":
-        rows = np.array([i for i in rows if i in read.matrices(record)], np.int64)
+        rows = np.intersect1d(rows, read.matrices(record))
     rms = read.table(record, "grad_rms" if record.kind == "param" else "rms")[rows]
     some = 1 - record.values["zero"][rows] if "zero" in record.values else np.ones_like(rms)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        size = np.where(some > 0, rms / np.sqrt(some), 0.0)
+    size = np.where(some > 0, rms / np.sqrt(some), 0.0)
     size[~np.isfinite(rms)] = np.nan
-    alive = np.asarray((size > 0).any(axis=1))
     halves = size[:, : len(record) // 2], size[:, read.last_half(record)]
-    sizes = np.stack([read.median(half, axis=1) for half in halves])
-    for row, (early, late), lives in zip(rows, sizes.T, alive, strict=True):
-        if lives and np.isfinite(early + late):
-            yield _Size(record.names[row], float(early), float(late))
+    medians = np.stack([read.median(half, axis=1) for half in halves], axis=1)
+    alive = np.asarray((size > 0).any(axis=1)) & np.isfinite(medians).all(axis=1)
+    yield from zip(read.where(record, rows[alive])[0], medians[alive], strict=True)
 
 
-def _zero_outputs(run: RunView) -> Hit | None:
+def _zero_outputs(run: RunView) -> Iterator[Finding]:
     """Gradients of outputs that are exactly 0 in every float16 layer, also in the last."""
     record = run.recorded.gradients
     if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
-        return None
+        return
     broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
     if broken or not run.fails:
-        return None
+        return
     rows = _half_rows(run, record)
     rms = read.table(record, "rms")[rows]
     known = np.isfinite(rms).any(axis=1)
-    if known.sum() < 2 or np.nan_to_num(rms[known]).any():
-        return None
-    what = f"all {known.sum()} layers in float16 are exactly 0, also of"
-    return _nothing_left(record, rows[known], what)
+    if known.sum() >= 2 and not np.nan_to_num(rms[known]).any():
+        what = f"the gradients of all {known.sum()} layers in float16 are exactly 0, also of the "
+        yield _ALL_BELOW.found("error", f"{what}last", *read.where(record, rows[known]))
 
 
-def _zero_weights(run: RunView) -> Hit | None:
+def _zero_weights(run: RunView) -> Iterator[Finding]:
     """Matrices' gradients that are all exactly 0 or subnormal, where the last layer is float16."""
     record, seen = run.recorded.params, run.recorded.activations
     if record is None or seen is None or len(record) < read.MIN_RECORDS:
-        return None
+        return
     if record.meta.get("unscaled") or len(seen.names) - 1 not in _half_rows(run, seen):
-        return None
-    sizes = read.median(read.table(record, "grad_rms"), axis=1)
-    which = np.array([i for i in read.matrices(record) if np.isfinite(sizes[i])], np.int64)
+        return
+    sizes, which = read.median(read.table(record, "grad_rms"), axis=1), read.matrices(record)
+    which = which[np.isfinite(sizes[which])]
     tiny, zero = sizes[which] < NORMAL, sizes[which] == 0
-    if len(which) < 2 or not tiny.all() or not zero.any() or not run.fails:
-        return None
-    what = f"all {len(which)} matrices are exactly 0, or below 6.1e-5 (RMS), also of"
-    return _nothing_left(record, which, what)
-
-
-def _nothing_left(record: Record, rows: Ints, whose: str) -> Hit:
-    what = f"the gradients of {whose} the last"
-    return Hit("error", read.names(record, rows), read.span(record), what, of=_ALL_BELOW)
+    if len(which) >= 2 and tiny.all() and zero.any() and run.fails:
+        what = f"the gradients of all {len(which)} matrices are exactly 0, or below 6.1e-5 (RMS), "
+        yield _ALL_BELOW.found("error", f"{what}also of the last", *read.where(record, which))
 
 
 _ALL_BELOW = fp16_underflow.but(
@@ -242,6 +222,5 @@ _ALL_BELOW = fp16_underflow.but(
 def _half_rows(run: RunView, record: Record) -> Ints:
     """Rows in float16, by what was recorded; a record that does not say is the model's dtype."""
     whole = str(run.info.get("dtype", run.info.get("amp_dtype", "")))
-    dtypes = [str(found) for found in read.meta(record, "dtype", whole)]
-    half = ["float16" in name and "bfloat16" not in name for name in dtypes]
-    return np.flatnonzero(np.array(half, bool))
+    dtypes = map(str, read.meta(record, "dtype", whole))
+    return np.flatnonzero(["float16" in name and "bfloat16" not in name for name in dtypes])

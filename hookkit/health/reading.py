@@ -1,19 +1,21 @@
-"""How rules read records: rows by type, windows, robust averages; `Missing` if it is not there.
+"""How rules read records and losses: rows by type, windows, robust averages, levels, bounds.
 
 Builds on `records`. Medians and windows of many records stand for "lasting": no rule reports
-anything that was seen in one batch alone.
+anything that was seen in one batch alone. Warnings of numpy (of overflows, of rows without any
+value) are off while rules run: such rows are what they judge.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hookkit.records import Floats, Record, Run
+from hookkit.records import Floats, Ints, Record
+
+Bools = npt.NDArray[np.bool_]
 
 # With fewer records than this nothing is judged. Half as many are enough if they are spread over
 # `SPREAD_STEPS` steps or more, since such batches differ more than neighbours do.
@@ -26,6 +28,8 @@ SPREAD_STEPS = 40
 SAME_NORM = 1e-6
 # AUTOTRAINER (ICSE 2021): a first layer's gradient below 1e-4 and below 1e-3 of the last one's
 VANISHED, VANISHED_RATIO = 1e-4, 1e-3
+# A standard deviation, per median absolute deviation, of a normal distribution
+SIGMA = 1.4826
 
 RELU_LIKE = frozenset({"ReLU", "ReLU6"})
 PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
@@ -34,6 +38,9 @@ EMBEDDINGS = frozenset({"Embedding", "EmbeddingBag"})
 
 class Missing(Exception):
     """The run does not hold what a rule needs; the message says what, in a few words."""
+
+
+# A record, its rows and windows:
 
 
 def enough(record: Record | None, what: str) -> Record:
@@ -58,34 +65,16 @@ def table(record: Record, statistic: str) -> Floats:
     return record.values[statistic]
 
 
-def rows(record: Record, types: Iterable[str]) -> list[int]:
+def meta(record: Record, key: str, default: Any) -> npt.NDArray[Any]:
+    """(n_layers,) what `meta` knows of each row, or `default` for each."""
+    found = record.meta.get(key)
+    return np.array([default] * len(record.names) if found is None else found)
+
+
+def rows(record: Record, types: Iterable[str]) -> Ints:
     """Rows whose module class is one of `types`, in execution order."""
     wanted = set(types)
-    return [i for i, t in enumerate(record.types) if t in wanted]
-
-
-def matrices(record: Record) -> list[int]:
-    """Rows of trainable parameters with two dimensions or more, without embeddings."""
-    ndim = meta(record, "ndim", 2)
-    trainable = meta(record, "requires_grad", True)
-    return [
-        i
-        for i, t in enumerate(record.types)
-        if ndim[i] >= 2 and trainable[i] and t not in EMBEDDINGS
-    ]
-
-
-def meta(record: Record, key: str, default: Any) -> list[Any]:
-    """A list per row from `meta`, or `default` for each row."""
-    found = record.meta.get(key)
-    return list(found) if found is not None else [default] * len(record.names)
-
-
-def median(values: Floats, axis: int | None = None) -> Any:
-    """The median of the finite values; NaN where there are none."""
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for an all-NaN slice
-        return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
+    return np.flatnonzero([t in wanted for t in record.types])
 
 
 def last_half(record: Record) -> slice:
@@ -100,40 +89,58 @@ def span(record: Record, window: slice = slice(None)) -> tuple[int, int]:
     return int(steps[0]), last
 
 
-def names(record: Record, which: Iterable[int]) -> tuple[str, ...]:
-    """Names of rows."""
-    return tuple(record.names[i] for i in which)
+def where(
+    record: Record, which: Iterable[int], window: slice = slice(None)
+) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """Names of rows, and the steps of a window of records: the end of a finding."""
+    return tuple(record.names[i] for i in which), span(record, window)
+
+
+FIRST = slice(0, 1)
+"""The window of what was seen before the first step."""
+
+
+# Averages of few values:
+
+
+def known(series: Floats) -> Floats:
+    """The finite values of a series."""
+    return series[np.isfinite(series)]
+
+
+def median(values: Floats, axis: int | None = None) -> Any:
+    """The median of the finite values; NaN where there are none."""
+    return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
 
 
 def smallest(series: Floats) -> float:
     """The smallest known value; 0 where none is known."""
-    known = series[np.isfinite(series)]
-    return float(known.min()) if len(known) else 0.0
+    return float(min(known(series), default=0.0))
 
 
-def input_size(params: Record | None, layer: str) -> float:
-    """About how large a layer's inputs are, estimated from the gradients of its weight and bias.
-
-    The weight's gradient is a sum of errors times inputs, the bias's a sum of the errors alone, so
-    that their ratio, per input, is the size of an input. 1 where a gradient is not known or is 0.
-    """
-    names = [f"{layer}.weight", f"{layer}.bias"]
-    if params is None or not set(names) <= set(params.names):
-        return 1.0
-    rows = [params.names.index(name) for name in names]
-    grads = table(params, "grad_norm")[rows]
-    numel = [meta(params, "numel", 0)[i] for i in rows]
-    with np.errstate(all="ignore"):
-        ratio = float(median(grads[0] / grads[1]))
-    if not all(numel) or not ratio > 0:
-        return 1.0
-    return ratio / float(np.sqrt(numel[0] / numel[1]))
+# Records of parameters: (n_params,):
 
 
-def has_changed(record: Record) -> npt.NDArray[np.bool_]:
-    """(n_params,) whether each parameter has changed over the run, also between recorded steps.
+def is_matrix(record: Record) -> Bools:
+    """Which parameters have two dimensions or more."""
+    return np.asarray(meta(record, "ndim", 2) >= 2)
 
-    By its bits, where they were compared; else by its norm, to `SAME_NORM`.
+
+def trainable(record: Record) -> Bools:
+    """Which parameters require a gradient."""
+    return meta(record, "requires_grad", True).astype(bool)
+
+
+def matrices(record: Record) -> Ints:
+    """Rows of trainable parameters with two dimensions or more, without embeddings."""
+    embeds = np.array([t in EMBEDDINGS for t in record.types], bool)
+    return np.flatnonzero(is_matrix(record) & trainable(record) & ~embeds)
+
+
+def has_changed(record: Record) -> Bools:
+    """Which parameters have changed over the run, also between recorded steps.
+
+    By their bits, where they were compared; else by their norms, to `SAME_NORM`.
     """
     if "moved" in record.meta:
         return np.array(record.meta["moved"], bool)
@@ -141,30 +148,10 @@ def has_changed(record: Record) -> npt.NDArray[np.bool_]:
     return np.asarray(np.ptp(norms, axis=1) > SAME_NORM * norms.max(axis=1, initial=0))
 
 
-def has_no_gradient(record: Record) -> npt.NDArray[np.bool_]:
-    """(n_params,) whether each gradient is known, and exactly 0 in all records."""
+def has_no_gradient(record: Record) -> Bools:
+    """Which gradients are known, and exactly 0 in all records."""
     grads = table(record, "grad_norm")
     return np.asarray(np.isfinite(grads).any(axis=1) & (np.nan_to_num(grads) == 0).all(axis=1))
-
-
-def trained_in_turns(run: Run) -> bool:
-    """Whether some matrices are trained in some steps and others in others: a GAN's two players.
-
-    No matrix moves at (nearly) every step, and two of them never move in the same step, but each
-    moves between steps of the other.
-    """
-    if run.params is None or len(run.params) < MIN_RECORDS:
-        return False
-    moves = np.nan_to_num(table(run.params, "update_norm")[matrices(run.params)]) > 0
-    if (has_changed(run.params)[matrices(run.params)] & ~moves.any(axis=1)).any():
-        return True  # it moves, but always in steps that were not recorded
-    moves = moves[moves.mean(axis=1) > 0.1]
-    if len(moves) < 2 or moves.mean(axis=1).max() > 0.95:
-        return False
-    together = moves.astype(float) @ moves.T.astype(float)
-    first, second = np.unravel_index(int(together.argmin()), together.shape)
-    a, b = np.flatnonzero(moves[first]), np.flatnonzero(moves[second])
-    return bool(together.min() == 0 and a[0] < b[-1] and b[0] < a[-1])
 
 
 def gradients_fade(record: Record) -> bool:
@@ -177,3 +164,105 @@ def gradients_fade(record: Record) -> bool:
         return False
     size = median(record.values["grad_rms"][which], axis=1)
     return bool(size[0] < VANISHED and size[0] < VANISHED_RATIO * size[-1])
+
+
+def input_size(params: Record | None, layer: str) -> float:
+    """About how large a layer's inputs are, estimated from the gradients of its weight and bias.
+
+    The weight's gradient is a sum of errors times inputs, the bias's a sum of the errors alone, so
+    that their ratio, per input, is the size of an input. 1 where a gradient is not known or is 0.
+    """
+    names = [f"{layer}.weight", f"{layer}.bias"]
+    if params is None or not set(names) <= set(params.names):
+        return 1.0
+    rows = [params.names.index(name) for name in names]
+    weight, bias = table(params, "grad_norm")[rows]
+    n_weights, n_biases = meta(params, "numel", 0)[rows]
+    ratio = float(median(weight / bias))
+    sized = n_weights and n_biases and ratio > 0
+    return ratio / float(np.sqrt(n_weights / n_biases)) if sized else 1.0
+
+
+# Series of losses:
+
+
+def start_level(series: Floats) -> float:
+    """Where a loss begins: the median of its first steps (5, or a twentieth of the run).
+
+    But the first value alone, if the loss leapt up with the first step and never came back: the
+    first steps are then those after the damage.
+    """
+    values = known(series)
+    level = float(median(values[: max(5, len(values) // 20)]))
+    end = values[-max(5, len(values) // 10) :]
+    leapt = len(values) > 20 and 0 < 3 * values[0] < level and level > end.max()
+    return float(values[0]) if leapt and np.quantile(end, 0.1) > values[0] else level
+
+
+def end_level(series: Floats) -> float:
+    """Where a loss ends: the median of its last tenth; inf if it stopped being a number."""
+    if stops_being_a_number(series):
+        return float("inf")
+    values = known(series)
+    return float(median(values[-max(5, len(values) // 10) :]))
+
+
+def stops_being_a_number(series: Floats) -> bool:
+    """Whether a loss that was known ends in NaN for longer than its gaps of unknown steps."""
+    at = np.flatnonzero(np.isfinite(series))
+    if not len(at):
+        return False
+    gap = int(np.diff(at, prepend=-1).max()) - 1
+    return len(series) - 1 - int(at[-1]) > 2 * gap + 2
+
+
+def noise(values: Floats) -> float:
+    """The standard deviation of a loss around its trend, from its changes: robust to outliers."""
+    return SIGMA * float(np.median(np.abs(np.diff(values)))) / float(np.sqrt(2))
+
+
+def smoothed(values: Floats, n: int = 5) -> Floats:
+    """Medians of `n` neighbours, so that one odd batch makes no peak."""
+    views = np.lib.stride_tricks.sliding_window_view(values, min(n, len(values)))
+    return np.asarray(np.median(views, axis=1))
+
+
+# How far the steps can have moved the loss has an upper bound, to first order. A step dw changes
+# the loss by g·dw, so by at most |g| |dw|, summed over the parameters. How much of that bound a
+# rise uses says what kind of rise it is: going uphill on purpose (a wrong sign) uses most of it. A
+# learning rate that is too high makes the loss rise as well, but then the steps go to and fro: on a
+# quadratic whose distance grows r-fold a step it is (r - 1) / 2 of the bound, which is a sixteenth
+# where the rise takes ten steps or more to be tenfold. A rise of twice the bound is not made by the
+# steps.
+
+
+def bound(record: Record) -> Floats:
+    """(n,) the sum of |gradient| × |update| over the parameters, at each record."""
+    product = table(record, "grad_norm") * table(record, "update_norm")
+    return np.asarray(np.nansum(product, axis=0))
+
+
+def rise_over_bound(record: Record, series: Floats) -> float | None:
+    """The loss's rise, until it is tenfold, as a share of the bound; None if it does not rise.
+
+    Raises:
+        Missing: records were merged, or hold no gradients.
+    """
+    if set(record.spans) != {1}:
+        raise Missing("not each step of parameters by itself")
+    at_records = bound(record)
+    loss = series[: record.steps[-1] + 1]
+    most = np.interp(np.arange(len(loss)), record.steps, at_records)
+    unknown = np.flatnonzero(~np.isfinite(loss))
+    loss = loss[: unknown[0]] if len(unknown) else loss
+    if len(loss) < MIN_RECORDS:
+        return None
+    start = float(np.median(loss[:5]))
+    high = np.flatnonzero(~(smoothed(loss) <= start + 9 * abs(start)))
+    end = int(high[0]) if len(high) else len(loss)
+    if end < MIN_RECORDS:
+        return None
+    jitter = SIGMA * float(median(np.abs(np.diff(loss[:end]))))
+    rise = float(median(loss[end - 5 : end])) - start
+    total = float(most[:end].sum())
+    return rise / total if rise > 3 * jitter and np.isfinite(total) and total > 0 else None

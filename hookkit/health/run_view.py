@@ -1,34 +1,51 @@
 """A run as rules see it: what they need of it, or `Missing`; and whether it learns, computed once.
 
-Builds on `reading`, `loss_trend` and `loss_expectations`.
+A loss counts as fallen if it ends 5 % or more below its start. Two more questions make that honest:
+did it only come down from a wild start to chance; and does it fall by less, but steadily.
+
+Builds on `reading` and `loss_expectations`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from hookkit.health import loss_expectations, loss_trend
 from hookkit.health import reading as read
-from hookkit.health.loss_expectations import ExpectedNonDecrease
+from hookkit.health.diagnosis import Rule
+from hookkit.health.loss_expectations import why_it_need_not_fall
 from hookkit.records import Floats, Record, Run
+
+# In fewer steps than this, a loss that does not fall proves nothing
+ENOUGH_LOSSES = 50
+# Ben Braiek & Khomh 2022 (TheDeepChecker): a loss that falls by less than 5 % does not fall
+FALL = 0.05
+# A steady fall of 2 % is one, too (hookkit, measured)
+SLOW_FALL = 0.02
+# Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
+# and counts as fallen while it ends below three quarters of it (hookkit, measured).
+LEARNT_BEFORE, STILL_LEARNT = 0.5, 0.75
 
 
 class RunView:
     """What rules read of a run. Each property raises `Missing` where the run does not hold it.
 
     Args:
-        run: in `.recorded`, for what a rule can do without; there `info["n_classes"]` is absent if
-            the loss has no classes.
+        run: in `.recorded`, for what a rule can do without. Its facts are in `.info`, where
+            `n_classes` is absent if the loss has no classes.
     """
 
     def __init__(self, run: Run) -> None:
-        self.recorded = _without_columns(run)
-        self.info: dict[str, Any] = self.recorded.info
+        self.recorded = run
+        self.info: dict[str, Any] = dict(run.info)
         self.all_steps = (0, max(run.n_steps - 1, 0))
+        # A binary cross entropy judges each column by itself: chance is ln 2, however many there
+        # are; and a likelihood of counts or of numbers has columns, but no classes.
+        binary = self.loss_name.startswith(("binary", "bce")) and self.info.get("n_classes") != 2
+        if binary or self.loss_name in ("poissonnll", "gaussiannll"):
+            self.info.pop("n_classes", None)
 
     @property
     def activations(self) -> Record:
@@ -42,12 +59,17 @@ class RunView:
 
     @property
     def losses(self) -> Floats:
-        """(n_steps,) losses, of which at least one is known."""
-        return loss_trend.losses(self.recorded)
+        """(n_steps,) losses, NaN where unknown, of which at least one is known."""
+        losses = self.recorded.losses
+        if losses is None or not np.isfinite(losses).any():
+            raise read.Missing("no losses")
+        return np.asarray(losses, np.float64)
 
     def losses_of(self, at_least: int) -> Floats:
         """(n_steps,) losses of at least so many steps."""
-        return loss_trend.losses(self.recorded, at_least)
+        if len(self.losses) < at_least:
+            raise read.Missing(f"fewer than {at_least} steps of loss")
+        return self.losses
 
     @property
     def n_classes(self) -> int:
@@ -57,28 +79,11 @@ class RunView:
             raise read.Missing("number of classes unknown")
         return int(n)
 
-    @cached_property
+    @property
     def loss_name(self) -> str:
-        """The loss function's name as one word in small letters; "" if unknown."""
-        return loss_expectations.loss_name(self.recorded)
-
-    @cached_property
-    def improved(self) -> bool | None:
-        """Whether the loss fell by 5 % or more; None if it is unknown."""
-        return loss_trend.improved(self.recorded)
-
-    @cached_property
-    def need_not_fall(self) -> ExpectedNonDecrease | None:
-        """Why the loss need not fall, or None."""
-        return loss_expectations.why_it_need_not_fall(self.recorded)
-
-    @cached_property
-    def learns(self) -> bool | None:
-        """`improved`, but None where the loss need not fall and ends as a number."""
-        if self.improved is False:
-            ends = np.isfinite(loss_trend.end_level(self.losses))
-            return None if ends and self.need_not_fall else False
-        return self.improved
+        """The loss function's name as one word in small letters (`"crossentropy"`), or ""."""
+        name = str(self.info.get("loss", self.info.get("loss_func", "")))
+        return name.replace("_", "").lower().removesuffix("loss")
 
     @property
     def fails(self) -> bool:
@@ -86,18 +91,85 @@ class RunView:
         return self.learns is False
 
     @cached_property
+    def learns(self) -> bool | None:
+        """`improved`, but None where the loss need not fall and ends as a number."""
+        if self.improved is False:
+            ends = np.isfinite(read.end_level(self.losses))
+            return None if ends and self.need_not_fall else False
+        return self.improved
+
+    @cached_property
+    def need_not_fall(self) -> tuple[str, Rule] | None:
+        """Why the loss need not fall, in words and as the rule that reports it; or None."""
+        return why_it_need_not_fall(self)
+
+    @cached_property
+    def improved(self) -> bool | None:
+        """Whether the loss fell by 5 % or more; None if it is unknown.
+
+        In fewer than `ENOUGH_LOSSES` steps only a loss that rises proves something: one that stays
+        may have had no time.
+        """
+        try:
+            series = self.losses_of(read.MIN_RECORDS)
+        except read.Missing:
+            return None
+        start, end = read.start_level(series), read.end_level(series)
+        fell = self._has_fallen(start, end)
+        if len(series) < ENOUGH_LOSSES and not fell:
+            return None if end <= 1.5 * abs(start) else False
+        return fell
+
+    def _has_fallen(self, start: float, end: float) -> bool:
+        """Whether a loss ends well below its start, and not merely where guessing would be.
+
+        Coming down from a wild first loss to chance (ln of the number of classes) is no progress. A
+        loss that begins far below chance is a model that had learnt before, and need not fall; so
+        with a squared error far below the variance of what the model gives. Below 0 and maximised,
+        the loss is a likelihood, which should rise.
+        """
+        if self.info.get("maximize") and start < 0:
+            return end > start + FALL * abs(start)
+        if (n := self.info.get("n_classes")) and n > 1:
+            chance = float(np.log(n))
+            if start < LEARNT_BEFORE * chance:
+                return end < STILL_LEARNT * chance
+            if start > chance and (abs(end - chance) < FALL * chance or end > 10 * chance):
+                return False
+        if end < start - FALL * abs(start):
+            return True
+        first, last = slice(read.MIN_RECORDS), slice(-10, None)
+        return self._explains_targets(start, first) and self._explains_targets(end, last)
+
+    def _explains_targets(self, loss: float, window: slice) -> bool:
+        """Whether a regression with one output errs by far less than its output varies.
+
+        If the output had nothing to do with the targets, the mean squared error would be at least
+        the output's variance. Half of that is then proof that it has learnt.
+        """
+        record, params = self.recorded.activations, self.recorded.params
+        if self.loss_name != "mse" or record is None or params is None:
+            return False
+        last = f"{record.names[-1]}.bias"
+        if record.types[-1] != "Linear" or last not in params.names or "std" not in record.values:
+            return False
+        one = read.meta(params, "numel", 0)[params.names.index(last)] == 1
+        return bool(one and np.square(read.median(record.values["std"][-1, window])) > 2 * loss)
+
+    @cached_property
     def falls_slowly(self) -> bool:
-        """Whether the loss falls by less than 5 %, but steadily."""
-        return loss_trend.falls_slowly(self.recorded)
+        """Whether the loss falls by less than 5 %, but steadily and by far more than its noise.
 
-
-def _without_columns(run: Run) -> Run:
-    """The run without a number of classes where its loss has none, and columns were counted.
-
-    A binary cross entropy judges each column by itself: chance is ln 2, however many there are.
-    """
-    name, n = loss_expectations.loss_name(run), run.info.get("n_classes")
-    binary = name.startswith(("binary", "bce")) and n != 2
-    if n is None or not (binary or name in ("poissonnll", "gaussiannll")):
-        return run
-    return replace(run, info={k: v for k, v in run.info.items() if k != "n_classes"})
+        By 2 % or more (below chance, where that is known), from quarter to quarter of the run, and
+        in the later half still by four standard errors: so that a first drop alone is no slow fall.
+        """
+        values, end = read.known(self.losses), read.end_level(self.losses)
+        if len(values) < ENOUGH_LOSSES or np.isinf(end):
+            return False
+        n = len(values) // 4
+        levels = [float(values[i * n : (i + 1) * n].mean()) for i in range(4)]
+        chance = float(np.log(self.info.get("n_classes") or np.inf))
+        fall = min(read.start_level(values), chance) - end
+        steady = levels[0] > levels[1] > levels[2] > levels[3]
+        lasts = levels[1] - levels[3] > 4 * read.noise(values) * np.sqrt(2 / n)
+        return bool(steady and lasts and fall > SLOW_FALL * abs(end))

@@ -20,9 +20,8 @@ from itertools import pairwise
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import UNITS_UNSEEN
+from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, rule
 from hookkit.health.reading import smallest
-from hookkit.health.rule import SAGEMAKER, Hit, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Record
 
@@ -45,7 +44,7 @@ _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "
     cause="a learning rate that is too high",
     fix="lower the learning rate, or use LeakyReLU or GELU",
 )
-def dead(run: RunView) -> Iterator[Hit]:
+def dead(run: RunView) -> Iterator[Finding]:
     """Units behind a ReLU that give nothing throughout the later half of the run.
 
     Three groups of layers: those that a ReLU reads for sure, those where zeros among the gradients
@@ -53,7 +52,7 @@ def dead(run: RunView) -> Iterator[Hit]:
     dead, whatever its outputs look like.
     """
     record = run.activations
-    relus = read.rows(record, read.RELU_LIKE)
+    relus = read.rows(record, read.RELU_LIKE).tolist()
     sure = relus + _relu_inputs(record, relus)
     maybe = [] if relus else _maybe_relu_inputs(record)
     shares = {i: _dead_share(record, i) for i in sure + maybe}
@@ -61,24 +60,23 @@ def dead(run: RunView) -> Iterator[Hit]:
     proved = [i for i in maybe if _gradients_prove(run, record.names[i], shares[i])]
     doubtful = [i for i in maybe if i not in proved and shares[i] > MANY]
     units = "a ReLU layer's units" if relus else "the units that a ReLU is given"
-    hits = [*_dead_layers(run, {i: shares[i] for i in sure}, units)]
-    hits += _dead_layers(run, {i: shares[i] for i in proved}, _BY_GRADIENTS)
-    hits += _maybe_dead(run, {i: shares[i] for i in doubtful})
-    yield from hits
-    if not hits:
+    found = [*_dead_layers(run, {i: shares[i] for i in sure}, units)]
+    found += _dead_layers(run, {i: shares[i] for i in proved}, _BY_GRADIENTS)
+    found += _maybe_dead(run, {i: shares[i] for i in doubtful})
+    yield from found
+    if not found:
         _check_that_it_could_be_judged(run, record, relus, sure)
 
 
 _BY_GRADIENTS = "the units that a ReLU is given (as many gradients are exactly 0)"
 
 
-def _dead_layers(run: RunView, shares: dict[int, float], units: str) -> Iterator[Hit]:
+def _dead_layers(run: RunView, shares: dict[int, float], units: str) -> Iterator[Finding]:
     """Hits for layers that a ReLU reads, the worst first."""
     record = run.activations
-    steps = read.span(record, read.last_half(record))
     grades = ("error", MOST, np.inf), ("warning", MANY, MOST), ("note", NOTED, MANY)
     for severity, low, high in grades:
-        hit = {i: s for i, s in shares.items() if low < s <= high}
+        hit = {i: s for i, s in sorted(shares.items()) if low < s <= high}
         if not hit:
             continue
         born = all(smallest(_dead_by_record(record, i)[:3]) > low for i in hit)
@@ -86,8 +84,8 @@ def _dead_layers(run: RunView, shares: dict[int, float], units: str) -> Iterator
         what += ", from the first step on" if born else ", and more than at first"
         if severity == "warning" and run.learns and not born:
             severity = "note"
-        of = _BORN if born else None
-        yield Hit(severity, read.names(record, sorted(hit)), steps, what, of)
+        where = read.where(record, hit, read.last_half(record))
+        yield (_BORN if born else dead).found(severity, what, *where)
 
 
 _BORN = dead.but(
@@ -96,16 +94,15 @@ _BORN = dead.but(
 )
 
 
-def _maybe_dead(run: RunView, shares: dict[int, float]) -> Iterator[Hit]:
+def _maybe_dead(run: RunView, shares: dict[int, float]) -> Iterator[Finding]:
     """A hit for layers that give hardly anything above 0, where it is not known what reads them."""
     if shares:
         record = run.activations
         stuck = max(shares.values()) > MOST and run.fails
         what = f"up to {max(shares.values()):.0%} of a layer's units never give anything above 0: "
         what += "a ReLU behind them lets nothing through"
-        steps = read.span(record, read.last_half(record))
-        layers = read.names(record, sorted(shares))
-        yield Hit("warning" if stuck else "note", layers, steps, what, of=_UNPROVED)
+        where = read.where(record, sorted(shares), read.last_half(record))
+        yield _UNPROVED.found("warning" if stuck else "note", what, *where)
 
 
 _UNPROVED = dead.but(
@@ -216,16 +213,16 @@ def _largest_possible_share(run: RunView, record: Record, row: int) -> float:
     cause="capacity that this task does not use, or that was lost when the task changed",
     fix="nothing, if the loss is good; else lower the learning rate or re-initialise them",
 )
-def dormant(run: RunView) -> Iterator[Hit]:
+def dormant(run: RunView) -> Iterator[Finding]:
     """Units that give little, compared with their layer: a note, since the source is about RL."""
     record = run.activations
-    window = read.last_half(record)
-    which = read.rows(record, _DORMANT_TYPES)
-    shares = [smallest(read.table(record, "dormant")[i, window]) for i in which]
-    hit = [i for i, share in zip(which, shares, strict=True) if share > MANY]
-    if hit:
-        what = f"up to {max(shares):.0%} of a layer's units are below 1/40 of the layer's mean size"
-        yield Hit("note", read.names(record, hit), read.span(record, window), what)
+    window, which = read.last_half(record), read.rows(record, _DORMANT_TYPES)
+    shares = np.array([smallest(read.table(record, "dormant")[i, window]) for i in which])
+    if (hit := shares > MANY).any():
+        what = (
+            f"up to {shares.max():.0%} of a layer's units are below 1/40 of the layer's mean size"
+        )
+        yield dormant.found("note", what, *read.where(record, which[hit], window))
 
 
 @rule(
@@ -235,7 +232,7 @@ def dormant(run: RunView) -> Iterator[Hit]:
     cause="weights or inputs that are too large: the slope there is almost 0",
     fix="standardise the inputs, start with smaller weights, or put a norm before it",
 )
-def saturated(run: RunView) -> Iterator[Hit]:
+def saturated(run: RunView) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = run.activations
     last = len(record.names) - 1
@@ -251,9 +248,8 @@ def saturated(run: RunView) -> Iterator[Hit]:
         if hit:
             gates = not run.fails and all(_is_gate(record, i) for i in hit)
             what = f"at least {max(hit.values()):.0%} of a layer is at the ends of its range"
-            severity = "note" if gates else severity
-            of = _GATES if gates else None
-            yield Hit(severity, read.names(record, hit), read.span(record, window), what, of)
+            says, severity = (_GATES, "note") if gates else (saturated, severity)
+            yield says.found(severity, what, *read.where(record, hit, window))
 
 
 _GATES = saturated.but(

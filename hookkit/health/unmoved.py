@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from hookkit.health import reading as read
-from hookkit.health.rule import SAGEMAKER, SYMMETRY, Hit, Rule, rule
+from hookkit.health.diagnosis import SAGEMAKER, SYMMETRY, Finding, Rule, rule
+from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
 from hookkit.records import Record
-
-Bools = npt.NDArray[np.bool_]
 
 # SageMaker Debugger, VanishingGradient
 FAINT_GRADIENT = 1e-7
@@ -36,19 +34,22 @@ _NO_CHANGE = "exactly no change over all records"
     cause="a learning rate of 0 for its group, or steps below the precision of its dtype",
     fix="check the learning rate of its group; keep a float32 copy of half-precision weights",
 )
-def unmoved(run: RunView) -> Iterator[Hit]:
+def unmoved(run: RunView) -> Iterator[Finding]:
     """Trainable parameters that are in no optimizer, get no gradient, or never move."""
     record = run.params
-    still, held, graded = _never_moves(record), _in_optimizer(record), _gradient_seen(record)
+    still, held = _never_moves(record), _in_optimizer(record)
+    grads = read.table(record, "grad_norm")
+    graded = np.isfinite(grads).any(axis=1)
     asleep = _never_ran(run, record)
     yield from _hits(record, still & ~held, _NOT_IN_OPTIMIZER, "warning", _FORGOTTEN)
     yield from _hits(record, still & held & ~graded & asleep, _NEVER_RAN, "warning", _CUT_ASLEEP)
     yield from _hits(record, still & held & ~graded & ~asleep, _NO_GRADIENT, "warning", _CUT)
     if not read.gradients_fade(record):  # else `vanishing` reports why
-        moved_by_none = still & held & _gradient_not_zero(record) & _is_matrix(record)
-        faint = _faint_gradient(record) & any(run.info.get("lr", ()))
-        yield from _hits(record, moved_by_none & ~faint, unmoved, "warning", _IGNORED)
-        yield from _hits(record, moved_by_none & faint, _FAINT, "warning", _TOO_FAINT)
+        pushed = (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
+        size = read.median(read.table(record, "grad_rms"), axis=1)
+        faint = (size < FAINT_GRADIENT) & any(run.info.get("lr", ()))
+        yield from _hits(record, still & held & pushed & ~faint, unmoved, "warning", _IGNORED)
+        yield from _hits(record, still & held & pushed & faint, _FAINT, "warning", _TOO_FAINT)
     yield from _stops_midway(run, record)
 
 
@@ -93,14 +94,14 @@ _FAINT = Rule(
 )
 
 
-def _hits(record: Record, which: Bools, says: Rule, severity: str, what: str) -> Iterator[Hit]:
+def _hits(record: Record, which: Bools, says: Rule, severity: str, what: str) -> Iterator[Finding]:
     """One hit for all parameters in `which`, if there are any."""
-    if rows := [int(i) for i in np.flatnonzero(which)]:
-        n = f"{len(rows)} parameter{'s' * (len(rows) != 1)}"
-        yield Hit(severity, read.names(record, rows), read.span(record), f"{n}: {what}", of=says)
+    if n := int(which.sum()):
+        evidence = f"{n} parameter{'s' * (n != 1)}: {what}"
+        yield says.found(severity, evidence, *read.where(record, np.flatnonzero(which)))
 
 
-def _stops_midway(run: RunView, record: Record) -> Iterator[Hit]:
+def _stops_midway(run: RunView, record: Record) -> Iterator[Finding]:
     """No matrix moves from some step on, though gradients go on and nothing was learnt."""
     which = read.matrices(record)
     update = np.nan_to_num(read.table(record, "update_norm")[which], nan=1.0)
@@ -113,7 +114,7 @@ def _stops_midway(run: RunView, record: Record) -> Iterator[Hit]:
     if np.median(grads[:, rest].sum(axis=0)) > STILL_GRADED * before:  # else it has converged
         what = f"no matrix moves after step {int(record.steps[moves[-1]])}, though gradients go on"
         severity = "error" if run.fails else "warning"
-        yield Hit(severity, (), read.span(record, rest), what, of=_MIDWAY)
+        yield _MIDWAY.found(severity, what, *read.where(record, (), rest))
 
 
 _MIDWAY = unmoved.but(
@@ -132,7 +133,7 @@ _MIDWAY = unmoved.but(
     "to a device or saved",
     fix="hold them in an nn.ModuleList, nn.ModuleDict or nn.ParameterList",
 )
-def unregistered(run: RunView) -> Iterator[Hit]:
+def unregistered(run: RunView) -> Iterator[Finding]:
     """Weights in plain lists and dicts of the model, of which PyTorch does not know."""
     record = run.recorded.activations
     if record is None:
@@ -140,8 +141,8 @@ def unregistered(run: RunView) -> Iterator[Hit]:
     if names := record.meta.get("unregistered", []):
         are = "weight of the forward is" if len(names) == 1 else "weights of the forward are"
         what = f"{len(names)} {are} neither in model.parameters() nor in an optimizer"
-        of = unregistered.but(name="not_in_optimizer")
-        yield Hit("warning", tuple(names), read.span(record), what, of)
+        says = unregistered.but(name="not_in_optimizer")
+        yield says.found("warning", what, names, read.span(record))
 
 
 @rule(
@@ -151,12 +152,11 @@ def unregistered(run: RunView) -> Iterator[Hit]:
     cause="its inputs are always 0, or all behind it is: dead units, zeros as initial weights",
     fix="look at its inputs; initialise at random (zeros only in the last layer of a branch)",
 )
-def zero_gradient(run: RunView) -> Iterator[Hit]:
+def zero_gradient(run: RunView) -> Iterator[Finding]:
     """Matrices whose gradient is exactly 0 at every step."""
     record = run.params
     still = _never_moves(record) | _only_decays(run, record)
-    zero = still & _in_optimizer(record) & _gradient_seen(record)
-    zero = zero & ~_gradient_not_zero(record) & _is_matrix(record)
+    zero = still & _in_optimizer(record) & read.has_no_gradient(record) & read.is_matrix(record)
     recurrent = np.array([t in _RECURRENT for t in record.types], bool)
     shut = _never_above_zero(run, record)
     yield from _hits(record, zero & shut & ~recurrent, _DEAD, "error", _SHUT)
@@ -187,21 +187,19 @@ _RECURRENT_ZERO = zero_gradient.but(
     cause="weights all begin at 0: the units of a layer get the same gradient, or none",
     fix="initialise at random (zeros only in the last layer of a branch)",
 )
-def zero_init(run: RunView) -> Iterator[Hit]:
+def zero_init(run: RunView) -> Iterator[Finding]:
     """Weights that all begin at 0, so that no unit differs from its neighbours."""
     record = run.params
     which = read.matrices(record)
-    norm = read.table(record, "weight_norm")
-    zero = [i for i in which if norm[i, 0] == 0]
+    zero = which[read.table(record, "weight_norm")[which, 0] == 0]
     stuck = len(which) > 1 and len(zero) == len(which) and _never_moves(record)[which].any()
-    ndim = read.meta(record, "ndim", 2)  # of frozen ones too: they make the units differ
-    n_all = sum(
-        n >= 2 and t not in read.EMBEDDINGS for n, t in zip(ndim, record.types, strict=True)
-    )
-    if zero and (stuck or (run.fails and len(zero) >= n_all / 2)):
+    # frozen ones count too: they make the units differ
+    embeds = np.array([t in read.EMBEDDINGS for t in record.types], bool)
+    n_all = (read.is_matrix(record) & ~embeds).sum()
+    if len(zero) and (stuck or (run.fails and len(zero) >= n_all / 2)):
         what = f"{len(zero)} of {len(which)} matrices begin at exactly 0"
         what += " and the loss does not fall" if run.fails else ", and not all of them ever move"
-        yield Hit("error", read.names(record, zero), read.span(record, slice(0, 1)), what)
+        yield zero_init.found("error", what, *read.where(record, zero, read.FIRST))
 
 
 @rule(
@@ -212,7 +210,7 @@ def zero_init(run: RunView) -> Iterator[Hit]:
     "whole layer is worth one unit (but for what random biases change)",
     fix="initialise weights at random: nn.init.kaiming_normal_, or PyTorch's default",
 )
-def constant_init(run: RunView) -> Iterator[Hit]:
+def constant_init(run: RunView) -> Iterator[Finding]:
     """Two layers in a row whose weights all begin at one value: the units between are the same."""
     record = run.params
     if "constant" not in record.meta:
@@ -223,7 +221,7 @@ def constant_init(run: RunView) -> Iterator[Hit]:
     if any(norm[i] > 0 for i in hit):  # else `zero_init`
         what = f"the weights of {len(hit)} layers in a row all begin at one value"
         severity = "error" if run.fails else "warning"
-        yield Hit(severity, read.names(record, hit), read.span(record, slice(0, 1)), what)
+        yield constant_init.found(severity, what, *read.where(record, hit, read.FIRST))
 
 
 # What is known of each parameter: (n_params,) bool.
@@ -231,42 +229,22 @@ def constant_init(run: RunView) -> Iterator[Hit]:
 
 def _never_moves(record: Record) -> Bools:
     """Trainable, not empty, and never seen to move."""
-    trainable = np.array(read.meta(record, "requires_grad", True), bool)
     update = read.table(record, "update_norm")
     moved = (np.nan_to_num(update) > 0).any(1) | ~np.isfinite(update).any(1)
     moved |= (np.nan_to_num(record.values.get("nonfinite", 0 * update)) > 0).any(1)
     moved |= read.has_changed(record)  # in steps between the records (a GAN's other player)
-    some = np.array(read.meta(record, "numel", 1), float).astype(bool)
-    return np.asarray(trainable & some & ~moved)
+    return np.asarray(read.trainable(record) & (read.meta(record, "numel", 1) != 0) & ~moved)
 
 
 def _only_decays(run: RunView, record: Record) -> Bools:
     """Trainable, under weight decay, and never larger than at first."""
-    trainable = np.array(read.meta(record, "requires_grad", True), bool)
     norm = read.table(record, "weight_norm")
     falls = (norm <= (1 + read.SAME_NORM) * norm[:, :1]).all(axis=1)
-    return np.asarray(trainable & falls & any(run.info.get("weight_decay", ())))
+    return np.asarray(read.trainable(record) & falls & any(run.info.get("weight_decay", ())))
 
 
 def _in_optimizer(record: Record) -> Bools:
-    return np.array([x is not False for x in read.meta(record, "in_optimizer", True)], bool)
-
-
-def _gradient_seen(record: Record) -> Bools:
-    return np.asarray(np.isfinite(read.table(record, "grad_norm")).any(1))
-
-
-def _gradient_not_zero(record: Record) -> Bools:
-    return np.asarray(np.nan_to_num(read.table(record, "grad_norm")).max(axis=1) > 0)
-
-
-def _faint_gradient(record: Record) -> Bools:
-    """Whether the median RMS of the gradient is below 1e-7."""
-    return np.asarray(read.median(read.table(record, "grad_rms"), axis=1) < FAINT_GRADIENT)
-
-
-def _is_matrix(record: Record) -> Bools:
-    return np.array(read.meta(record, "ndim", 2)) >= 2
+    return np.asarray(read.meta(record, "in_optimizer", True) != 0)  # where None, it is not known
 
 
 def _never_ran(run: RunView, record: Record) -> Bools:
@@ -282,7 +260,7 @@ def _never_ran(run: RunView, record: Record) -> Bools:
 def _never_above_zero(run: RunView, record: Record) -> Bools:
     """Whether all that the layer of each parameter gives is 0 or less, where no ReLU was seen."""
     seen = run.recorded.activations
-    if seen is None or "max" not in seen.values or read.rows(seen, read.RELU_LIKE):
+    if seen is None or "max" not in seen.values or len(read.rows(seen, read.RELU_LIKE)):
         return np.zeros(len(record.names), bool)
     tops = np.nan_to_num(seen.values["max"], nan=-1.0).max(axis=1) <= 0
     by_relu = [c is None or c in read.RELU_LIKE for c in read.meta(seen, "feeds", None)]
