@@ -16,11 +16,9 @@ Python function. It is removed with the last block, unless other code has set a 
     Guard              the handler of one open block; the others are built on it
     uninterrupted      a function that ends before a Ctrl-C is raised: registering, removing
     interruptible      user code inside such a function: a Ctrl-C is raised at once
-    block              `with` from a generator       (as contextlib.contextmanager)
-    Undo               `with` around many undo steps (as contextlib.ExitStack)
     Scope              `with` of a class, which can be entered again inside itself
-
-The file is longer than 300 lines, since the three rules hold only if all of these agree on them.
+    Undo               `with` around many undo steps (as contextlib.ExitStack)
+    block              `with` from a generator       (as contextlib.contextmanager)
 """
 
 from __future__ import annotations
@@ -167,12 +165,54 @@ def _in_main_thread() -> bool:
     return get_ident() == main_thread().ident
 
 
-# `Undo`, `_Block` and `Scope` each spell out `__enter__`. With a common one that they call, Python
-# would look for signals once more, after the block has begun and before the `with` holds it.
+# `_Block` and `Scope` each spell out `__enter__`. With a common one that they call, Python would
+# look for signals once more, after the block has begun and before the `with` holds it.
 
 
-class Undo(ExitStack):
-    """An ExitStack whose callbacks all run, whenever Ctrl-C comes.
+class Scope:
+    """Base of classes with a `with` block: override `_begin` and `_undo`.
+
+    Entered again inside its own block, it stays open until the outer block ends.
+    """
+
+    _depth = 0
+    _guard: Guard | None = None
+
+    def _begin(self) -> None:
+        """Called when the block begins."""
+
+    def _undo(self) -> None:
+        """Undoes `_begin`, also half of it; can be called again."""
+
+    def __enter__(self) -> Self:
+        if self._depth:
+            self._depth += 1
+            return self
+        try:
+            self._guard = Guard()
+            self._guard.begin()
+            self._begin()
+        except BaseException:
+            self._undo()
+            if self._guard is not None:
+                self._guard.end()
+            raise
+        self._depth = 1
+        return self
+
+    @uninterrupted
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth or self._guard is None:
+            return
+        try:
+            self._undo()
+        finally:
+            self._guard.end()
+
+
+class Undo(Scope):
+    """A `with` block at whose end its callbacks all run, the last first, whenever Ctrl-C comes.
 
     Before each change call `callback` with what undoes it.
 
@@ -184,30 +224,16 @@ class Undo(ExitStack):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._guard = Guard()
-
-    def __enter__(self) -> Self:
-        try:
-            self._guard.begin()
-        except BaseException:
-            self._guard.end()
-            raise
-        return self
+        self._stack = ExitStack()
+        self.callback = self._stack.callback
 
     @uninterrupted
     def enter_context(self, cm: AbstractContextManager[T, Any]) -> T:
         """Enters `cm`, to be exited at the end: a Ctrl-C in between is raised afterwards."""
-        return super().enter_context(cm)
+        return self._stack.enter_context(cm)
 
-    @uninterrupted
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> bool | None:
-        try:
-            return super().__exit__(kind, e, tb)
-        finally:
-            self._guard.end()
+    def _undo(self) -> None:
+        self._stack.close()
 
 
 def block(f: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T, bool | None]]:
@@ -259,51 +285,3 @@ class _Block(AbstractContextManager[T, bool | None]):
             return swallowed
         finally:
             self._guard.end()
-
-
-class Scope:
-    """Base of classes with a `with` block: override `_begin`, `_undo` and, to report, `_ended`.
-
-    Entered again inside its own block, it stays open until the outer block ends.
-    """
-
-    _depth = 0
-    _guard: Guard | None = None
-
-    def _begin(self) -> None:
-        """Called when the block begins."""
-
-    def _undo(self) -> None:
-        """Undoes `_begin`, also half of it; can be called again."""
-
-    def _ended(self, e: BaseException | None) -> None:
-        """Called after the block, with the exception that ended it, or None."""
-
-    def __enter__(self) -> Self:
-        if self._depth:
-            self._depth += 1
-            return self
-        try:
-            self._guard = Guard()
-            self._guard.begin()
-            self._begin()
-        except BaseException:
-            self._undo()
-            if self._guard is not None:
-                self._guard.end()
-            raise
-        self._depth = 1
-        return self
-
-    @uninterrupted
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth or self._guard is None:
-            return
-        try:
-            self._undo()
-        finally:
-            self._guard.end()
-        self._ended(e)

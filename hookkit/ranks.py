@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hookkit.errors import HookError, OptionError
+from hookkit.errors import HookError
 from hookkit.nested import describe, leaves, named_leaves, tmap
-
-_OPS = {"sum": "SUM", "min": "MIN", "max": "MAX"}
 
 
 def is_distributed() -> bool:
@@ -122,33 +120,28 @@ def stacked(t: Tensor) -> Tensor:
     return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
 
 
-def all_reduce(t: Tensor, op: str = "sum") -> Tensor:
-    """A new tensor like `t`: the `"sum"`, `"min"` or `"max"` over the ranks. Alone: a copy of `t`.
+def total(t: Tensor) -> Tensor:
+    """The sum of `t` over the ranks, a new tensor like `t`. Alone: a copy of `t`.
 
-    Raises:
-        OptionError: `op` is none of the three.
-
-    >>> all_reduce(torch.tensor([1.0, 2.0]))
+    >>> total(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    if op not in _OPS:
-        raise OptionError(f'all_reduce: op="{op}" is unknown. Use one of {", ".join(_OPS)}.')
     if not is_distributed():
         return t.detach().clone()
 
-    def reduce(w: Tensor) -> Tensor:
+    def add_up(w: Tensor) -> Tensor:
         w = w.clone()
-        dist.all_reduce(w, getattr(dist.ReduceOp, _OPS[op]))
+        dist.all_reduce(w)
         return w
 
-    return _on_wire(t, reduce)
+    return _on_wire(t, add_up)
 
 
 def _gather_one(t: Tensor, sizes: Sequence[int]) -> Tensor:
     """Batches of unequal size are padded to the largest, sent, and cut again."""
     t = t.detach()
     if t.ndim == 0:
-        return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
+        return stacked(t)
 
     def joined(w: Tensor) -> Tensor:
         if len(w) < max(sizes):

@@ -12,7 +12,7 @@ from rank_end import leave
 from torch import nn
 
 from hookkit import ranks
-from hookkit.errors import HookError, OptionError, OverwrittenWarning
+from hookkit.errors import HookError, OverwrittenWarning
 from hookkit.hooks import hook_input, hook_output, hook_outputs, hook_tensor
 from hookkit.selecting import select
 
@@ -26,7 +26,7 @@ def test_alone_everything_is_the_identity() -> None:
     assert ranks.gather_object(3) == [3]
     assert (ranks.world_size(), ranks.is_distributed()) == (1, False)
     assert ranks.stacked(torch.ones(2)).shape == (1, 2)
-    assert torch.equal(ranks.all_reduce(x["a"], "max"), x["a"])
+    assert torch.equal(ranks.total(x["a"]), x["a"])
 
 
 def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
@@ -37,11 +37,6 @@ def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
 
     assert torch.equal(h.stored, y)
     assert torch.equal(g.stored[0], torch.ones(4, 3))
-
-
-def test_an_unknown_reduction_is_an_error() -> None:
-    with pytest.raises(OptionError, match=r'op="mean" is unknown\. Use one of sum, min, max'):
-        ranks.all_reduce(torch.ones(1), "mean")
 
 
 def gathers_structures(r: int) -> None:
@@ -172,9 +167,7 @@ def says_what_it_does_not_join(r: int) -> None:
 def reduces(r: int) -> None:
     t = torch.tensor([1.0, 2.0], dtype=torch.float64) * (r + 1)
 
-    assert ranks.all_reduce(t).tolist() == [3, 6]
-    assert ranks.all_reduce(t, "min").tolist() == [1, 2]
-    assert ranks.all_reduce(t, "max").tolist() == [2, 4]
+    assert ranks.total(t).tolist() == [3, 6]
     assert t.tolist() == [r + 1, 2 * (r + 1)]
     assert ranks.stacked(t).tolist() == [[1, 2], [2, 4]]
     assert ranks.gather_object({"rank": r}) == [{"rank": 0}, {"rank": 1}]

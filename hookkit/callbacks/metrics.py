@@ -76,8 +76,8 @@ class Mean:
         """
         total, n = self.total, self.n
         if across:
-            n = int(ranks.all_reduce(torch.tensor(n)))
-            total = ranks.all_reduce(torch.as_tensor(total, dtype=torch.float64))
+            n = int(ranks.total(torch.tensor(n)))
+            total = ranks.total(torch.as_tensor(total, dtype=torch.float64))
         return item(total / n) if n else None  # sync: one per read-out
 
     def results(self, across: bool = False) -> list[Any]:

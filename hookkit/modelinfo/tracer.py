@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
+from hookkit.interrupts import Undo
 from hookkit.modelinfo import fake_tensors
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
@@ -167,7 +167,7 @@ class Tracer:
         """Name of the module that is running; the root's outside of every call."""
         return self.stack[-1][0] if self.stack else ""
 
-    def attach(self, stack: ExitStack) -> None:
+    def attach(self, stack: Undo) -> None:
         """Hooks every module that can run, until `stack` closes."""
         for m in self.names:
             before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)

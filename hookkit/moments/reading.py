@@ -177,7 +177,7 @@ def _over_ranks(
         counts = tables["counts"].long()
         sums = counts.new_zeros(n, len(types), counts.shape[2])
         sums[:, order] = counts
-        found["counts"] = ranks.all_reduce(sums)
+        found["counts"] = ranks.total(sums)
     if o.window:
         found["units"], of_ranks = _units_over_ranks(stats, types)
     return list(types), list(types.values()), found, of_ranks
@@ -196,7 +196,7 @@ def _units_over_ranks(stats: StatsAccumulator, types: dict[str, str]) -> tuple[T
     for name, table in zip(names, tables, strict=True):
         if name in own:
             table[:, : widths[name]] = own[name]
-    whole = ranks.all_reduce(torch.cat([torch.zeros(n, 0, 4, device="cpu"), *tables], 1))
+    whole = ranks.total(torch.cat([torch.zeros(n, 0, 4, device="cpu"), *tables], 1))
     layers = [(list(types).index(name), types[name], most[name]) for name in names]
     table, units = judged(whole, layers, stats.options.window, history.stride, len(types))
     return table, RankUnits(units, list(types))

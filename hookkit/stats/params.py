@@ -258,7 +258,7 @@ class ParamStats(Exports, Callback):
         moved[(table[..., 2] > 0).any(0)] = 1.0
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
-            moved = ranks.all_reduce(moved, "max")
+            moved = ranks.stacked(moved).amax(0)
         known = self._layers[2]
         facts = {key: [known[name][key] for name in self.names] for key in _FACTS}
         held, never = facts["in_optimizer"], self._never or ()
@@ -285,7 +285,7 @@ class ParamStats(Exports, Callback):
         self.history.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
-        squares = ranks.all_reduce((table[..., :3] / count).square()).sqrt() * count
+        squares = ranks.total((table[..., :3] / count).square()).sqrt() * count
         whole = table.clone()
         whole[..., :3] = torch.where(sharded[None, :, None], squares, table[..., :3])
         ratio = whole[..., 2] / whole[..., 0].clamp(min=1e-300) * table[..., 5]
