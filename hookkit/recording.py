@@ -1,38 +1,40 @@
 """`HookCallback`: where hooks meet a training loop. Subclass it with `def hook(self, m, i, o)`.
 
-It builds on `Callback`, `Hooks` and `HookEntry`, and is the one place that registers and removes a
-callback's hooks: once per fit, whatever ends it. Whether a forward is recorded is one question, to
-one `RecordSwitch` that all hooks of a callback share; it is set as each batch begins. So `every`
-works at any `order`, and a compiled model, which guards on the switch alone, has two graphs at
-most, unless it gets other modules meanwhile: these are hooked as the next recorded batch begins.
+It builds on `Callback` and `Hooks`, and is the one place that registers and removes a callback's
+hooks: once per fit, whatever ends it. Whether a forward is recorded is one question
+(`_is_recorded`), asked as each batch begins, and its answer one `RecordSwitch` that all hooks of a
+callback share. So `every` works at any `order`, and a compiled model, which guards on the switch
+alone, has two graphs at most, unless it gets other modules meanwhile: these are hooked as the next
+recorded batch begins.
 
-`RecorderCallback` is the base of callbacks whose hooks store nothing and hand what they see to
-something else: they say in `_attach` what goes on one module. The file is longer than most, since
-the options of hooks, their events and their life are read together.
+The hooks store what `hook` returns. Those of recorders (`ActivationStats`, …) store nothing, and
+hand what they see to something else: a recorder says in `_entries` what goes on one module. The
+file is longer than 300 lines, since the options of hooks, their events and their life are read
+together.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar
 from weakref import ref
 
-from fastcore.foundation import L
+import torch
 from torch import nn
 
 from hookkit.callbacks.callback import Callback, calls
 from hookkit.checks import check_flag, check_function, check_number, shown
 from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionError
 from hookkit.hooks import Hooks
+from hookkit.hooks.block import Block
 from hookkit.hooks.compiling import forget_graphs
-from hookkit.hooks.entries import Handle, Switch
+from hookkit.hooks.gradients import Placed
 from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import Parts
-from hookkit.selecting import Selection, leaf_modules, select
+from hookkit.selecting import leaf_modules, select
 
 _NEEDED = {
     "before_fit": "puts the hooks on",
@@ -41,7 +43,7 @@ _NEEDED = {
 }
 
 
-class RecordSwitch(Switch):
+class RecordSwitch(Block):
     """Whether this forward is recorded, and by whom: shared by all hooks of one callback.
 
     Attributes:
@@ -49,26 +51,24 @@ class RecordSwitch(Switch):
         late: the model's forward has returned. A layer that is called on its own now is recorded if
             it takes part in the loss.
         target: what recorders show tensors to.
-        thread: whose forwards are recorded; None records those of all threads. No graph guards on
-            it.
     """
 
-    __slots__ = ("late", "target", "thread")
+    __slots__ = ("late", "target")
 
-    def __init__(self, on: bool = False, target: Any = None) -> None:
-        super().__init__(on)
-        self.late, self.target = False, target
-        self.thread: int | None = None
+    def __init__(self) -> None:
+        super().__init__(Options())
+        self.on, self.late, self.target = False, False, None  # type: tuple[bool, bool, Any]
 
 
 class HookCallback(Callback):
     """Hooks on the modules of the model while it trains: `self.hooks`, taken off at the end.
 
     What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
-    stays readable after the fit. Modules are looked up again for each fit, and at a recorded batch
-    that finds others in the model than there were: `hooks` is then a new one. As in fastai, the
-    hooks run in validation too, unless `every` or `on_valid=False` is given; `self.recording` says
-    whether they ran in this batch. A cancelled batch is not counted by `every`.
+    stays readable after the fit. Without a `hook` that is the output. Modules are looked up again
+    for each fit, and at a recorded batch that finds others in the model than there were: `hooks`
+    are then on those. As in fastai, the hooks run in validation too, unless `every` or
+    `on_valid=False` is given; `self.recording` says whether they ran in this batch. A cancelled
+    batch is not counted by `every`.
 
     Args:
         modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
@@ -105,6 +105,11 @@ class HookCallback(Callback):
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {"do_remove": "remove_end"}
+
+    # Of recorders, a method `_entries(name, module, leaf)`: what goes on `module` in place of what
+    # stores, each entry with its place. `leaf` is the path to the part of the output that was
+    # selected; a subclass's `hook`, or one that is given, is in `_function`.
+    _entries: Callable[[str, nn.Module, str], list[Placed]] | None = None
 
     hooks: Any = None
     _switch: RecordSwitch
@@ -161,8 +166,11 @@ class HookCallback(Callback):
                 )
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-        """What to keep of one call of module `m` with inputs `i` and outputs `o`; override it."""
-        return None if self._given_hook is None else self._given_hook(m, i, o)
+        """What to keep of one call of module `m` with inputs `i` and output `o`; override it.
+
+        With `is_forward=False`, `i` and `o` are the gradients of the inputs and of the outputs.
+        """
+        return o if self._given_hook is None else self._given_hook(m, i, o)
 
     @property
     def recording(self) -> bool:
@@ -225,14 +233,18 @@ class HookCallback(Callback):
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded."""
+        on = self._is_recorded()
         if self.learn.training:
-            on = self.on_train and self._batch_count % (self.every or 1) == 0
             self._batch_count, self._last_iter = self._batch_count + 1, self.learn.train_iter
-        else:
-            on = self.on_valid and self.every is None  # as in fastai
         if on:
             self._follow()
         self._record(on)
+
+    def _is_recorded(self) -> bool:
+        """Whether the batch that begins is recorded."""
+        if self.learn.training:
+            return self.on_train and self._batch_count % (self.every or 1) == 0
+        return self.on_valid and self.every is None  # as in fastai
 
     def after_cancel_batch(self) -> None:
         """Does not count a cancelled training batch."""
@@ -257,15 +269,15 @@ class HookCallback(Callback):
         """The modules to hook, by name."""
         if self._selectors is not None:
             return select(model, *self._selectors) if self._selectors else {}  # [] is none, not all
-        found = leaf_modules(model)
-        if self.include_paramless:
-            return found
-        return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+        leaves = leaf_modules(model)
+        found: Any = {n: m for n, m in leaves.items() if next(m.parameters(), None) is not None}
+        found = leaves if self.include_paramless else found or leaves
+        # scripted modules run no Python hooks: hooked only if they were selected by name
+        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
     def _hook_all(self, model: nn.Module) -> None:
         """Finds the modules and hooks them; all of them, or it raises."""
         found = self._select(model)
-        self._prepare(found)
         self._register(found)
         self.names = list(found)
         self._hooked = [ref(module) for module in found.values()]
@@ -282,23 +294,24 @@ class HookCallback(Callback):
             _warn_of_changed_model(type(self).__name__, error)
         self._parts = Parts(model)  # only now: it has kept what was hooked, so no id came twice
 
-    def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
-        """For recorders: called before `modules` are hooked."""
-
     @uninterrupted
     def _register(self, modules: Mapping[str, nn.Module]) -> None:
         """Hooks `modules`, all of them, or it raises and those that were hooked still are."""
         self._switch.thread = get_ident()
-        before, self.hooks = self.hooks, self._make_hooks(modules, self.hooks)
-        if before is not None and before is not self.hooks:
-            before.remove()
+        if self.hooks is None or self.hooks.removed:
+            self._switch.options = self._options()
+            self.hooks = Hooks.of(modules, self._switch.options, self._switch)
+        else:
+            self.hooks._move_to(modules)
         self._record(False)
 
-    def _make_hooks(self, modules: Mapping[str, nn.Module], before: Any) -> Any:
-        """Hooks on `modules`; `before` are those that are on now, if any."""
+    def _options(self) -> Options:
+        """What the hooks do: store what `hook` returns, or what a recorder has in `_entries`."""
+        if self._entries is not None:
+            return Options(type(self).__name__, "recorder", keep="none", entries=self._entries)
         kind: Kind = "forward" if self.is_forward else "both"
         func = self._function or self.hook
-        return Hooks.of(modules, Options("HookCallback", kind, func, self.detach, self.cpu))
+        return Options("HookCallback", kind, func, self.detach, self.cpu)
 
     @uninterrupted
     def _remove(self) -> None:
@@ -313,87 +326,11 @@ class HookCallback(Callback):
         The one method by which drivers pause a callback, too.
         """
         self._switch.on = on
-        if isinstance(self.hooks, Hooks):
-            self.hooks.switch.on, self.hooks.switch.thread = on, self._switch.thread
 
     def __getstate__(self) -> dict[str, Any]:
         # a pickle needs neither hooks nor activations
         gone = dict.fromkeys(("hooks", "_hooked", "_parts"))
-        switch = RecordSwitch(target=self._switch.target)
-        return {**super().__getstate__(), **gone, "_switch": switch}
-
-
-Key = tuple[str | None, int]
-"""A hooked module's name, and its id; None for a hook that is no layer's."""
-
-
-class RecorderCallback(HookCallback):
-    """Base of callbacks whose hooks show what they see to something that records it.
-
-    Derive `_attach`. A subclass's `hook`, or one that is given, is in `_function`.
-    """
-
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
-        """Registers what goes on `module`, to be called while `self._switch` is on.
-
-        Args:
-            leaf: path to the part of the output that was selected; "" for all of it.
-        """
-        raise NotImplementedError
-
-    def _wanted(self, modules: Mapping[str, nn.Module]) -> dict[Key, Callable[[], Handle]]:
-        """What registers the hook of each module, by name and module."""
-        leaf_of = modules.leaf if isinstance(modules, Selection) else lambda name: ""
-        return {
-            (name, id(m)): partial(self._attach, name, m, leaf_of(name))
-            for name, m in modules.items()
-        }
-
-    def _make_hooks(self, modules: Mapping[str, nn.Module], before: Any) -> Any:
-        # hooks that are on stay on, in their place among others: on the root, before the driver's
-        hooks = RecorderHooks() if before is None else before
-        hooks.replace(self._wanted(modules))
-        return hooks
-
-
-class RecorderHooks:
-    """The hooks of a `RecorderCallback` while they are on, by module name. They store nothing."""
-
-    stored = L()
-
-    def __init__(self) -> None:
-        self._handles: dict[Key, Handle] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The modules' names."""
-        return tuple(name for name, _ in self._handles if name is not None)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __repr__(self) -> str:
-        return f"RecorderHooks({len(self)} modules)"
-
-    def replace(self, wanted: Mapping[Key, Callable[[], Handle]]) -> None:
-        """Makes the `wanted` hooks, removes all others; if one cannot be made, nothing changes."""
-        added: dict[Key, Handle] = {}
-        try:
-            for key, register in wanted.items():
-                if key not in self._handles:
-                    added[key] = register()
-        except BaseException:
-            for handle in added.values():
-                handle.remove()
-            raise
-        for key in self._handles.keys() - wanted.keys():
-            self._handles[key].remove()
-        both = self._handles | added
-        self._handles = {key: both[key] for key in wanted}
-
-    def remove(self) -> None:
-        """Removes all hooks."""
-        self.replace({})
+        return {**super().__getstate__(), **gone, "_switch": RecordSwitch()}
 
 
 def _warn_of_changed_model(who: str, error: HookkitError) -> None:

@@ -1,6 +1,5 @@
 """A recorder's `hook`: a subclass's method, or the function it was given, says what is recorded."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hookkit.callbacks import Callback
+from hookkit.errors import HookError
+from hookkit.hooks import Hooks
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
 from hookkit.testing import synth_learner
@@ -214,10 +216,31 @@ def test_what_a_hook_makes_of_it_leaves_the_training_as_it_was() -> None:
 def test_hooks_are_the_hooks_while_they_are_on(kind: Any) -> None:
     recorder = kind()
     model, seen = net(), []
-    call = lambda x: seen.append(copy.copy(recorder.hooks)) or model(x)  # noqa: E731
+    call = lambda x: seen.append((recorder.hooks, recorder.hooks.removed)) or model(x)  # noqa: E731
 
     train(model, recorder, n=1, call=call)
 
-    assert list(seen[0].names) == recorder.names
-    assert len(seen[0]) == len(recorder.modules)
-    assert not recorder.hooks.names  # they are off
+    ((hooks, removed),) = seen
+    assert isinstance(hooks, Hooks)
+    assert hooks is recorder.hooks
+    assert list(hooks.names) == recorder.names
+    assert [h.module for h in hooks] == recorder.modules
+    assert hooks["2"] is hooks[recorder.names.index("2")]
+    assert hooks["2"].module is model[2]
+    assert (removed, hooks.removed) == (False, True)
+
+
+@pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
+def test_recorders_hooks_can_be_removed_and_say_that_they_count_nothing(kind: Any) -> None:
+    recorder = kind()
+    model = net()
+    look = Callback(after_batch=lambda self: recorder.hooks.remove())
+
+    train(model, recorder, look, n=2)
+
+    with pytest.raises(HookError, match=r"n_calls of '2' \(Linear\).*Read the recorder itself"):
+        _ = recorder.hooks["2"].n_calls
+    assert list(recorder.hooks.stored) == [None] * len(recorder.names)
+    assert recorder.hooks.silent == {}
+    if kind is ActivationStats:
+        assert np.isfinite(recorder.record().value("mean", "2")).tolist() == [True, False]

@@ -217,7 +217,7 @@ def _is_silent(h: Capture) -> bool:
 
     The count does not tell of a gradient hook that stores: it counts forward calls.
     """
-    if h.traced:
+    if h.traced or h.options.kind == "recorder":
         return False
     return not h.count or (h.options.keep != "none" and h.options.kind in ("grad", "pre_grad"))
 
@@ -280,6 +280,8 @@ def warn_if_compiled(h: Capture) -> None:
     """Warns when an empty hook is read outside of a block and compiled code runs its module."""
     module, block = h.module(), h.switch
     if h.removed or h.count or h.traced or block.depth or module is None:
+        return
+    if h.options.kind == "recorder":
         return
     if block.compiled is None:  # searched once: code that is compiled later includes the hooks
         block.compiled = compiled_modules()

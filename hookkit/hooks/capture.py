@@ -154,6 +154,8 @@ class Capture(HookEntry):
     def _entries(self, module: nn.Module) -> list[Placed]:
         """What goes on `module`, each entry with its place."""
         kind, block = self.options.kind, self.switch
+        if block.options.entries is not None:
+            return block.options.entries(self.name, module, self.leaf)
         if kind == "pre":
             return [(HookEntry(self.before, block, self.edit), {"pre": True})]
         if kind == "backward":
@@ -167,6 +169,8 @@ class Capture(HookEntry):
     def _callbacks(self, n: int) -> list[Callable[..., Any]]:
         """What the `n` entries of a copied module are to call, in their order."""
         kind = self.options.kind
+        if kind == "recorder":  # a copy records nothing
+            return []
         if kind == "pre":
             return [self.before]
         if kind == "backward":

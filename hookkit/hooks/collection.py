@@ -64,10 +64,10 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         self._set_up(ms, o)
 
     @classmethod
-    def of(cls, ms: Modules, options: Options) -> Hooks:
-        """Registered hooks with these `options`."""
+    def of(cls, ms: Modules, options: Options, block: Block | None = None) -> Hooks:
+        """Registered hooks with these `options`; `block` is their switch, if there is one."""
         hooks = cls.__new__(cls)
-        hooks._set_up(ms, options)
+        hooks._set_up(ms, options, block)
         return hooks
 
     @classmethod
@@ -85,16 +85,16 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         hooks._make([*once.values()], options)
         return hooks
 
-    def _set_up(self, ms: Any, options: Options) -> None:
+    def _set_up(self, ms: Any, options: Options, block: Block | None = None) -> None:
         if type(ms) is list and all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
             found: list[Named] = [(None, m, "") for m in ms]
         else:
             self._select = ms if hasattr(ms, "aliases") else None
             found = named_modules_of(ms, options.who)
-        self._make(found, options)
+        self._make(found, options, block)
 
-    def _make(self, found: Sequence[Named], options: Options) -> None:
-        self._options, self._block = options, Block(options)
+    def _make(self, found: Sequence[Named], options: Options, block: Block | None = None) -> None:
+        self._options, self._block = options, block or Block(options)
         # isinstance(m, ScriptModule) is ten times as slow: a metaclass
         orders = [kind.__mro__ for kind in {type(m) for _, m, _ in found}]
         if any([ScriptModule in mro or nn.Module not in mro for mro in orders]):  # noqa: C419
@@ -103,6 +103,22 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         block = self._block
         self._captures = [Capture(m, block, name, leaf) for name, m, leaf in found]
         register_or_remove(self._captures)
+
+    @uninterrupted
+    def _move_to(self, ms: Modules) -> None:
+        """Has hooks on `ms` instead: those on the same module under the same name stay.
+
+        In their place among others, too. If one cannot be registered, nothing changes.
+        """
+        here = {(c.name, c.leaf, id(c.module())): c for c in self._captures if not c.removed}
+        captures = []
+        for name, m, leaf in named_modules_of(ms, self._options.who):
+            check_hookable(m, self._options.who)
+            key = name, leaf, id(m)
+            captures.append(here.pop(key) if key in here else Capture(m, self._block, name, leaf))
+        register_or_remove([c for c in captures if c.removed])
+        remove_all([*here.values()])
+        self._captures, self._hooks, self._next = captures, None, None
 
     @property
     def hooks(self) -> list[Hook]:

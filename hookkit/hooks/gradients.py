@@ -15,7 +15,8 @@ share it are one tensor to autograd, and the gradient of each is that of its par
 of torch.compile there is none then (hook the layer before or after it), and uses by hooks that ran
 earlier do not count.
 
-`attach_grad` is the simple way in, `attach_grads` the one for recorders; `backward` has both sides.
+`attach_grad` is the simple way in, recorders register `GradHooks(…).entries`; `backward` has both
+sides.
 The five hooks of `GradHooks` are read together, so they are one file of more than 300 lines.
 """
 
@@ -266,25 +267,6 @@ def keeps_output(module: nn.Module) -> bool:
     """Whether a hook of `module` may keep what it returns, with its autograd graph."""
     # Private: the dict of a module's forward hooks, read only; PyTorch has no public list of them.
     return any(getattr(hook, "keeps_output", True) for hook in module._forward_hooks.values())
-
-
-def attach_grads(
-    module: nn.Module,
-    begin: Begin,
-    *,
-    inputs: bool = False,
-    leaf: str = "",
-    each_place: bool = True,
-    switch: Switch | None = None,
-) -> Handle:
-    """As `attach_grad`, for recorders: `begin(module, output)` decides at each forward.
-
-    It gives the function `receive(i, grad)` that gets the gradients of this call, or None, which
-    leaves the call alone. The autograd graph holds that function, where the garbage collector
-    cannot see it: it must hold what records weakly. See `GradHooks` for the arguments.
-    """
-    check_hookable(module, "attach_grads")
-    return put(module, GradHooks(begin, inputs, leaf, each_place).entries(module, switch))
 
 
 def put(module: nn.Module, entries: Iterable[Placed]) -> Handle:

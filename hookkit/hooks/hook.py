@@ -275,6 +275,11 @@ class Hook:
 
     def _not_traced(self, what: str) -> None:
         c = self._capture
+        if c.options.kind == "recorder":
+            raise HookError(
+                f"{c.options.who}: {what} of {self.label} is not known: the hook of a recorder "
+                f"stores and counts nothing. Read the recorder itself, such as its `record()`."
+            )
         if c.traced and c.options.keep != "none":
             raise HookError(
                 f"{c.options.who}: {what} of {self.label} is not known, since it ran inside a "
@@ -285,6 +290,7 @@ class Hook:
         c = self._capture
         seen = "1 call" if c.count == 1 else f"{c.count} calls"
         seen = "traced" if c.traced else seen
+        seen = "recorded" if c.options.kind == "recorder" else seen
         seen += f", stored {held}" if (held := self._held()) else ""
         return f"Hook({self.label}, {seen}{', removed' if c.removed else ''})"
 

@@ -25,6 +25,7 @@ _WHAT: dict[Kind, str] = {
     "pre_grad": "the gradient of the inputs",
     "backward": "what the backward hook gave",
     "both": "what the backward hook gave",
+    "recorder": "what is recorded",
 }
 
 

@@ -22,7 +22,7 @@ from hookkit.hooks.entries import is_compiling, is_tracing, untraced
 from hookkit.hooks.references import Reference, references
 from hookkit.nested import leaves, tmap
 
-Kind = Literal["forward", "pre", "grad", "pre_grad", "backward", "both"]
+Kind = Literal["forward", "pre", "grad", "pre_grad", "backward", "both", "recorder"]
 
 # Private: `torch._lazy_clone` copies a tensor on its first write (copy-on-write, CPU, since 2.2).
 # Without it each snapshot is a full copy.
@@ -64,7 +64,11 @@ BY_NAME = "Modules by name come from select(model, name); options are best given
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a hook captures: the arguments of `Hook`, checked once for all modules."""
+    """How a hook captures: the arguments of `Hook`, checked once for all modules.
+
+    Hooks of kind "recorder" store and count nothing: `entries(name, module, leaf)` gives what is
+    registered on a module in their place, each entry with keywords of `entries.register`.
+    """
 
     who: str = "Hook"
     kind: Kind = "forward"
@@ -77,6 +81,7 @@ class Options:
     clone: bool | None = None
     dtype: torch.dtype | None = None
     stop: bool = False
+    entries: Callable[..., list[Any]] | None = None
     plain: bool = field(init=False)  # the last output and nothing more: the fast path
     live: bool = field(init=False)  # as it is: a later in-place operation changes what is stored
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,10 +25,10 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks import attach
-from hookkit.hooks.entries import Handle, graph_task
+from hookkit.hooks.entries import HookEntry, graph_task
+from hookkit.hooks.gradients import Placed
 from hookkit.modules import unwrap
-from hookkit.recording import RecorderCallback, RecordSwitch
+from hookkit.recording import HookCallback, RecordSwitch
 from hookkit.records import Incident
 from hookkit.stats.norm_history import (
     FIRST,
@@ -46,10 +44,11 @@ from hookkit.stats.parameters import Named, Parameters
 from hookkit.stats.unscaling import unscale_of
 
 ACTIONS = ("raise", "skip", "report")
+_INPUT = "(input)"  # the name of the hook on the model's input
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
 
-class FlightRecorder(RecorderCallback):
+class FlightRecorder(HookCallback):
     """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
 
     Args:
@@ -111,36 +110,25 @@ class FlightRecorder(RecorderCallback):
     # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
-        found = super()._select(model)
+        found, root = super()._select(model), unwrap(model)
         if self._selectors is not None:
             _check_some(found, self._selectors)
-            return found
-        found = found or {"": unwrap(model)}
-        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+        return found if isinstance(root, torch.jit.ScriptModule) else {**found, _INPUT: root}
 
-    def _prepare(self, modules: Any) -> None:
-        # the row of a layer that has left the model during the fit keeps its past
-        types = {**self._types, **{n: type(m).__name__ for n, m in modules.items()}}
-        if self._norms is None:
-            devices = (p.device for p in self.learn.model.parameters() if not p.is_meta)
-            device = next(devices, torch.device("cpu"))
-            self._norms = NormHistory(FIRST + len(types), self.n_batches, device)
+    def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
+        switch = self._switch
+        if name == _INPUT:
+            return [(HookEntry(input_hook(switch, INPUT), switch), {"pre": True})]
+        hook = norm_hook(switch, self._row(name, type(module).__name__), self._function)
+        return [(HookEntry(hook, switch, keeps_output=False), {})]
+
+    def _row(self, name: str, kind: str) -> int:
+        """The row of a layer. That of one that has left the model keeps its past."""
+        assert self._norms is not None
+        types = {**self._types, name: kind}
         self._norms.grow(FIRST + len(types))
-        self._norms.thread = get_ident()
-        self._switch.target, self._types = self._norms, types
-
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
-        row = FIRST + list(self._types).index(name)
-        hook = norm_hook(self._switch, row, self._function)
-        return attach(module, hook, switch=self._switch, keeps_output=False)
-
-    def _wanted(self, modules: Any) -> Any:
-        wanted, root = super()._wanted(modules), unwrap(self.learn.model)
-        if not isinstance(root, torch.jit.ScriptModule):
-            hook = input_hook(self._switch, INPUT)
-            see_input = partial(attach, root, hook, pre=True, switch=self._switch)
-            wanted[None, id(root)] = see_input
-        return wanted
+        self._types = types
+        return FIRST + list(types).index(name)
 
     # --- events
 
@@ -148,6 +136,9 @@ class FlightRecorder(RecorderCallback):
         """Hooks the modules; of an earlier fit only the incidents are kept."""
         if self.learn.fitting:
             self._clear()
+            devices = (p.device for p in self.learn.model.parameters() if not p.is_meta)
+            device = next(devices, torch.device("cpu"))
+            self._norms = self._switch.target = NormHistory(self.n_batches, device)
         super().before_fit()
 
     def before_batch(self) -> None:

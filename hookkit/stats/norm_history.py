@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -28,39 +29,29 @@ class NormHistory:
     """Norms of the last batches: (n_batches, rows) float32 on the device, sizes on the host.
 
     Attributes:
-        thread: whose forwards are recorded; None records every thread's.
+        thread: whose compiled graphs are recorded: that which made it.
     """
 
-    thread: int | None = None
-
-    def __init__(self, rows: int, n_batches: int, device: torch.device) -> None:
-        self.at, self.device = 0, device
+    def __init__(self, n_batches: int, device: torch.device, rows: int = 64) -> None:
+        self.at, self.device, self.thread = 0, device, get_ident()
         self.sizes = np.zeros((n_batches, rows))
         self.order = np.full((n_batches, rows), -1)
         self.places: list[tuple[int, int, int]] = [(-1, 0, 0)] * n_batches
         with torch.inference_mode(False):
             self.norms = torch.zeros(n_batches, rows, dtype=torch.float32, device=device)
-        self._cut()
-        self.enlist()
-
-    def _cut(self) -> None:
-        self.cells = [list(row.unbind()) for row in self.norms.unbind()]
+        self._cells: dict[int, list[Tensor]] = {}  # by slot, the norms as a tensor each
+        self.token, self.id = new_token(), enlist(self)  # for compiled graphs
 
     def grow(self, rows: int) -> None:
-        """Have `rows` rows, if there are fewer; the new ones have no past."""
-        n = rows - self.norms.shape[1]
-        if n <= 0:
+        """Have at least `rows` rows; the new ones have no past."""
+        if rows <= self.norms.shape[1]:
             return
+        n = max(rows, 2 * self.norms.shape[1]) - self.norms.shape[1]
         self.sizes = np.pad(self.sizes, ((0, 0), (0, n)))
         self.order = np.pad(self.order, ((0, 0), (0, n)), constant_values=-1)
         with outside(), torch.inference_mode(False), torch.no_grad():
             self.norms = nn.functional.pad(self.norms, (0, n))
-        self._cut()
-
-    def enlist(self) -> None:
-        """Make it known to compiled graphs."""
-        self.token = new_token()
-        self.id = enlist(self)
+        self._cells = {}
 
     def advance(self, step: int, epoch: int, iteration: int) -> None:
         """Begins the next batch."""
@@ -69,6 +60,8 @@ class NormHistory:
         self.sizes[self.at], self.order[self.at] = 0, -1
         with outside():  # a forward inside of torch.func.grad begins a batch, too
             self.norms[self.at].zero_()
+            if self.at not in self._cells:
+                self._cells[self.at] = list(self.norms[self.at].unbind())
         self.seen = 0
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
@@ -88,7 +81,7 @@ class NormHistory:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         x = x.float() if x.dtype.itemsize < 2 else x  # float8 knows no arithmetic
-        cell, first = self.cells[self.at][row], self.sizes[self.at, row] == 0
+        cell, first = self._cells[self.at][row], self.sizes[self.at, row] == 0
         dtype = torch.promote_types(x.dtype, torch.float32)
         if first and x.device == self.device and dtype is cell.dtype:
             torch.linalg.vector_norm(x, dtype=dtype, out=cell)
@@ -254,7 +247,7 @@ class Memory:
     def _of_gradients(self, at: int, found: list[tuple[str, str]]) -> Incident:
         """The backward pass begins at the end: of the bad ones, the module that ran last."""
         norms = self.norms
-        ran = dict(zip(self.types, norms.order[at][FIRST:], strict=True))
+        ran = dict(zip(self.types, norms.order[at][FIRST:], strict=False))  # rows to spare
         kinds = dict(reversed([(_owner(name), kind) for name, kind in found]))
         modules = sorted(kinds, key=lambda m: -ran.get(m, -1))
         history = {m: np.zeros(0) for m in modules}

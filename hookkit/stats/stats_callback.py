@@ -1,7 +1,7 @@
 """`StatsCallback`: what the recorders of tensors share, from a layer's hook to the step's record.
 
-Builds on `RecorderCallback`, which registers and removes hooks, and on `StatsAccumulator`, which
-keeps the numbers.
+Builds on `HookCallback`, which registers and removes hooks, and on `StatsAccumulator`, which keeps
+the numbers.
 The step axis is the optimizer step: what several batches of one step gave is merged, and a batch
 that was cancelled, or whose step was skipped, records nothing.
 
@@ -12,17 +12,15 @@ have the same rows, so one hook serves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.errors import OptionError
-from hookkit.hooks.backward import attach_backward
+from hookkit.hooks.backward import BothGrads
 from hookkit.hooks.entries import (
-    Handle,
-    attach,
+    HookEntry,
     brief,
     called,
     counts_for,
@@ -31,19 +29,18 @@ from hookkit.hooks.entries import (
     is_tracing,
     part_at,
 )
-from hookkit.hooks.gradients import attach_grads
+from hookkit.hooks.gradients import GradHooks, Placed
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
 from hookkit.nested import Inputs, named_leaves, tmap
-from hookkit.recording import RecorderCallback, RecordSwitch
+from hookkit.recording import HookCallback, RecordSwitch
 from hookkit.records import Record
-from hookkit.selecting import leaf_modules
 
 Function = Callable[[nn.Module, Any, Any], Any]
 
 
-class StatsCallback(RecorderCallback):
+class StatsCallback(HookCallback):
     """Base of the callbacks that record statistics of tensors; see `ActivationStats`.
 
     Attributes:
@@ -71,48 +68,19 @@ class StatsCallback(RecorderCallback):
 
     # --- hooks
 
-    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-        """What to record of one call of module `m`: its output `o`, unless a subclass returns else.
-
-        Of recorders of gradients `i` and `o` are the gradients of the inputs and of the outputs.
-        """
-        return o
-
-    @property
-    def _function(self) -> Any:
-        function = super()._function
-        is_own = getattr(function, "__func__", None) is StatsCallback.hook
-        return None if is_own else function  # the output is shown without a call
-
-    def _select(self, model: nn.Module) -> Any:
-        found = super()._select(model)
-        if self._selectors is not None:
-            return found
-        found = found or leaf_modules(model) or {"": model}
-        # scripted modules run no Python hooks: hooked only if they were selected by name
-        return {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
-
-    def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
-        self.accumulator.rows(list(modules), [type(m).__name__ for m in modules.values()])
-
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
+    def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
         switch, function = self._switch, self._function
         (row,) = self.accumulator.rows([name], [type(module).__name__])
         if self.kind == "activation":
             hook = output_hook(switch, row, leaf, function)
-            return attach(module, hook, switch=switch, keeps_output=False)
+            return [(HookEntry(hook, switch, keeps_output=False), {})]
         if function is None:
-            return attach_grads(module, gradient_hook(switch, row, leaf), leaf=leaf, switch=switch)
+            return GradHooks(gradient_hook(switch, row, leaf), leaf=leaf).entries(module, switch)
 
         def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
             _show(switch, row, called(function, module, grad_inputs, grad_outputs))
 
-        return attach_backward(module, show, leaf=leaf, switch=switch, thread=switch.thread)
-
-    def _record(self, on: bool) -> None:
-        training = self.learn is None or self.learn.training
-        self._switch.target = self.accumulator if training else self.valid_accumulator
-        super()._record(on)
+        return BothGrads(show, leaf, True, switch, lambda: switch.thread).entries(module, switch)
 
     # --- events
 
@@ -133,15 +101,17 @@ class StatsCallback(RecorderCallback):
         if self._begun:  # it never ended
             self.accumulator.drop()
             self.valid_accumulator.drop()
-        if self.learn.training:
+        training = self.learn.training
+        self._switch.target = self.accumulator if training else self.valid_accumulator
+        if training:
             self._iter = self.learn.train_iter
-            on = self.on_train and self._n_taken % (self.every or 1) == 0
-        else:
-            on = self.on_valid and not self.learn.eval_pass
-        if on:
-            self._follow()
-        self._begun = on
-        self._record(on)
+        super().before_batch()
+        self._begun = self.recording
+
+    def _is_recorded(self) -> bool:
+        if self.learn.training:
+            return self.on_train and self._n_taken % (self.every or 1) == 0
+        return self.on_valid and not self.learn.eval_pass
 
     def before_step(self) -> None:
         """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
@@ -254,7 +224,7 @@ def output_hook(switch: RecordSwitch, row: int, leaf: str, function: Function | 
 
 
 def gradient_hook(switch: RecordSwitch, row: int, leaf: str) -> Any:
-    """What `attach_grads` calls at each forward: gives what receives the gradients of that call."""
+    """What `GradHooks` calls at each forward: gives what receives the gradients of that call."""
 
     def received(i: int, grad: Tensor) -> None:
         switch.target.see(row, 0, "", grad)
