@@ -6,15 +6,17 @@ a list of batches, an object of your own. Nothing here loads, shuffles or collat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hookkit.checks import check_number, kind_of
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
-from hookkit.interrupts import block
+from hookkit.interrupts import Undo
 from hookkit.nested import leaves, tmap
 
 
@@ -97,15 +99,14 @@ class DataLoaders:
     def one_batch(self, i: int = 0) -> Any:
         """The first batch of loader `i`, moved to `device` if there is one.
 
-        Neither torch's random numbers nor the loader's own generator move on.
+        Neither torch's random numbers nor the loader's own generator move on. A torch DataLoader
+        makes it without its workers.
 
         Raises:
             ModelRunError: the loader gives no batch.
         """
-        with _same_draws(self[i]):
-            for batch in self[i]:
-                return batch if self.device is None else to_device(batch, self.device)
-        raise ModelRunError(no_batches(f"loader {i}"))
+        batch = first_batch(self[i], f"loader {i}")
+        return batch if self.device is None else to_device(batch, self.device)
 
     def __repr__(self) -> str:
         lengths = (n_batches(x) for x in self)
@@ -208,20 +209,27 @@ def _device(device: torch.device | str | int) -> torch.device:
     return named
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
+def first_batch(loader: Any, name: str) -> Any:
+    """The first batch of `loader`; no random numbers move on and no worker is started.
+
+    Raises:
+        ModelRunError: it gives no batch; `name` is how the message calls it.
+    """
+    if type(loader) is DataLoader:  # a class of its own may make batches in its own way
+        loader = copy.copy(loader)
+        loader.num_workers = loader.timeout = 0
+    with Undo() as undo:
+        for generator in _generators_of(loader):
+            undo.callback(generator.set_state, generator.get_state())
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        for batch in loader:
+            return batch
+    raise ModelRunError(no_batches(name))
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
     """The random generators of a loader and of its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = (getattr(owner, "generator", None) for owner in owners)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-@block
-def _same_draws(loader: Any) -> Iterator[None]:
-    kept = [(g, g.get_state()) for g in generators_of(loader)]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for generator, state in kept:
-                generator.set_state(state)

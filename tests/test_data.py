@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from hookkit.data import DataLoaders, batch_size, split_batch, to_device
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
@@ -73,6 +80,22 @@ def test_one_batch_draws_no_random_numbers() -> None:
         assert x.shape == (4, 1)
         assert torch.get_rng_state().equal(before)
         assert own.get_state().equal(state)
+
+
+def test_one_batch_starts_no_worker_and_ends_none() -> None:
+    dl = DataLoader(SameProcess(), 4, num_workers=2, timeout=5, persistent_workers=True)
+
+    assert DataLoaders(dl).one_batch().tolist() == [0, 1, 2, 3]
+    assert (dl.num_workers, dl.timeout, dl._iterator) == (2, 5, None)
+
+
+class SameProcess(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> int:
+        assert get_worker_info() is None
+        return i
 
 
 def test_one_batch_of_an_empty_loader_is_an_error() -> None:

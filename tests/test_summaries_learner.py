@@ -241,7 +241,7 @@ def test_a_learner_without_data_is_an_error() -> None:
 
 
 def test_empty_training_data_is_an_error() -> None:
-    with pytest.raises(ModelRunError, match="the training data is empty"):
+    with pytest.raises(ModelRunError, match="the training loader gave no batch"):
         learner_summary(learner(mlp(), train=DataLoader(TensorDataset(torch.ones(0, 1)), 4)))
 
 

@@ -11,13 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from hookkit.data import generators_of, split_batch
+from hookkit.data import first_batch, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
-from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
 from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves, tmap
@@ -172,12 +169,12 @@ def learner_summary(learn: Any) -> SummaryText:
     Raises:
         ModelRunError: the learner has no data.
     """
-    xb = one_input(getattr(learn, "dls", None))
+    xb = _one_input(getattr(learn, "dls", None))
     made = _summary_of(learn, xb, _mode(learn.model))
     text = _drawn(made, xb)
     text += f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
     if learn.opt is not None:
-        at = frozen_to(learn)
+        at = _frozen_to(learn)
         text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
     cbs = sorted(learn.cbs, key=lambda cb: cb.order)
     names = [type(cb).__name__ for cb in cbs]
@@ -190,7 +187,7 @@ def _named(f: Any) -> str:
     return getattr(f, "__name__", None) or str(f).partition("\n")[0]
 
 
-def frozen_to(learn: Any) -> int:
+def _frozen_to(learn: Any) -> int:
     """The first parameter group that trains; 0 for an unfrozen model."""
     for owner in (learn, learn.opt):
         if isinstance(at := getattr(owner, "frozen_idx", None), int):
@@ -200,7 +197,7 @@ def frozen_to(learn: Any) -> int:
     return free.index(True) if True in free else len(groups)
 
 
-def one_input(dls: Any) -> Inputs:
+def _one_input(dls: Any) -> Inputs:
     """The model's inputs from one training batch of `dls`; no random state changes.
 
     All but the last item, or `n_inp` items where the loader says so. A batch that is a mapping
@@ -212,33 +209,10 @@ def one_input(dls: Any) -> Inputs:
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with Undo() as stack:
-        stack.enter_context(sandbox.preserve_random_states())
-        for g in generators_of(train):
-            stack.callback(g.set_state, g.get_state())
-        batch = _batch(train)
+    with sandbox.preserve_random_states():
+        fastais = callable(getattr(train, "one_batch", None))
+        batch = train.one_batch() if fastais else first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         return Inputs((), batch)
     n = getattr(dls, "n_inp", None) or getattr(train, "n_inp", None)
     return Inputs(split_batch(batch, n)[0])
-
-
-def _batch(loader: Any) -> Any:
-    """The first batch; a torch DataLoader's is made here and not by its workers."""
-    if callable(getattr(loader, "one_batch", None)):
-        return loader.one_batch()
-    items: Any = getattr(loader, "dataset", None)
-    plain = type(loader) is DataLoader and loader.batch_sampler is not None
-    if plain and not isinstance(items, torch.utils.data.IterableDataset):
-        chosen = next(iter(loader.batch_sampler), None)
-        if chosen is not None:
-            many = getattr(items, "__getitems__", None)
-            rows = many(chosen) if callable(many) else [items[i] for i in chosen]
-            return loader.collate_fn(rows)
-    batch = next(iter(loader), None)
-    if batch is None:
-        raise ModelRunError(
-            "learn.summary() runs one training batch: the training data is empty. Give a loader "
-            "with batches, or use module_summary(learn, xb)."
-        )
-    return batch
