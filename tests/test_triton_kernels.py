@@ -14,6 +14,9 @@ from hookkit.watching import watch
 
 pytest.importorskip("triton")
 
+# Triton's interpreter says it to itself, with numpy from 1.25 on
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

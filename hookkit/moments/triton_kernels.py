@@ -22,8 +22,14 @@ try:
 except ImportError:  # CPU builds of PyTorch have none
     triton = None
 
-PROGRAMS = 128
+# Measured on an H100: of 264 to 1056 programs, blocks of 1024 and 2048 values, 4 and 8 warps, and 1
+# or 4 blocks a turn, this is the fastest over sizes from 2e5 to 4e8 values. It reads 1.5 TB/s of
+# bfloat16. More blocks a turn have more loads under way; counts in int32 and extremes in the
+# tensor's own precision leave the registers for them.
+PROGRAMS = 264
 BLOCK = 1024
+BLOCKS_A_TURN = 4
+WARPS = 8
 
 if triton is not None:
 
@@ -37,39 +43,45 @@ if triton is not None:
         WIDE: tl.constexpr,
         PROGRAMS: tl.constexpr,
         BLOCK: tl.constexpr,
+        BLOCKS_A_TURN: tl.constexpr,
     ):
         part = tl.program_id(0).to(tl.int64)
-        some = tl.zeros([BLOCK], tl.float64)
-        total, squares = some, some
-        near, zero, bad = some, some, some
-        least = some + float("inf")
-        most = some - float("inf")
-        for start in range(part * BLOCK, n, PROGRAMS * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < n
-            value = tl.load(x + at, mask=inside, other=0.0)
-            value = value.to(tl.float64) if WIDE else value.to(tl.float32)
-            size = tl.abs(value)
-            finite = inside & (size < float("inf"))
-            wide = tl.where(finite, value, 0.0).to(tl.float64)
-            some += finite.to(tl.float64)
-            total += wide
-            squares += wide * wide
-            least = tl.minimum(least, tl.where(finite, wide, float("inf")))
-            most = tl.maximum(most, tl.where(finite, wide, -float("inf")))
-            near += (finite & (size <= EPS)).to(tl.float64)
-            zero += (finite & (value == 0)).to(tl.float64)
-            bad += inside.to(tl.float64) - finite.to(tl.float64)
+        kind = tl.float64 if WIDE else tl.float32
+        total = tl.zeros([BLOCK], tl.float64)
+        squares = tl.zeros([BLOCK], tl.float64)
+        least = tl.zeros([BLOCK], kind) + float("inf")
+        most = tl.zeros([BLOCK], kind) - float("inf")
+        near = tl.zeros([BLOCK], tl.int32)
+        zero = tl.zeros([BLOCK], tl.int32)
+        fine = tl.zeros([BLOCK], tl.int32)
+        bad = tl.zeros([BLOCK], tl.int32)
+        TURN: tl.constexpr = BLOCK * BLOCKS_A_TURN
+        for start in range(part * TURN, n, PROGRAMS * TURN):
+            for block in tl.static_range(BLOCKS_A_TURN):
+                at = start + block * BLOCK + tl.arange(0, BLOCK)
+                inside = at < n
+                value = tl.load(x + at, mask=inside, other=0.0).to(kind)
+                size = tl.abs(value)
+                finite = inside & (size < float("inf"))
+                wide = tl.where(finite, value, 0.0).to(tl.float64)
+                total += wide
+                squares += wide * wide
+                least = tl.minimum(least, tl.where(finite, value, float("inf")))
+                most = tl.maximum(most, tl.where(finite, value, -float("inf")))
+                near += (finite & (size <= EPS)).to(tl.int32)
+                zero += (finite & (value == 0)).to(tl.int32)
+                fine += finite.to(tl.int32)
+                bad += inside.to(tl.int32) - finite.to(tl.int32)
         row = out + part * 9
         tl.store(row, tl.load(row) + 1.0)
-        tl.store(row + 1, tl.load(row + 1) + tl.sum(some, 0) * times)
+        tl.store(row + 1, tl.load(row + 1) + tl.sum(fine.to(tl.float64), 0) * times)
         tl.store(row + 2, tl.load(row + 2) + tl.sum(total, 0) * times)
         tl.store(row + 3, tl.load(row + 3) + tl.sum(squares, 0) * times)
-        tl.store(row + 4, tl.minimum(tl.load(row + 4), tl.min(least, 0)))
-        tl.store(row + 5, tl.maximum(tl.load(row + 5), tl.max(most, 0)))
-        tl.store(row + 6, tl.load(row + 6) + tl.sum(near, 0) * times)
-        tl.store(row + 7, tl.load(row + 7) + tl.sum(zero, 0) * times)
-        tl.store(row + 8, tl.load(row + 8) + tl.sum(bad, 0) * times)
+        tl.store(row + 4, tl.minimum(tl.load(row + 4), tl.min(least, 0).to(tl.float64)))
+        tl.store(row + 5, tl.maximum(tl.load(row + 5), tl.max(most, 0).to(tl.float64)))
+        tl.store(row + 6, tl.load(row + 6) + tl.sum(near.to(tl.float64), 0) * times)
+        tl.store(row + 7, tl.load(row + 7) + tl.sum(zero.to(tl.float64), 0) * times)
+        tl.store(row + 8, tl.load(row + 8) + tl.sum(bad.to(tl.float64), 0) * times)
 
 
 def serves(device: torch.device) -> bool:
@@ -97,7 +109,10 @@ def add(x: Tensor, sums: Tensor, eps: float, times: int = 1) -> None:
     if x.dtype is torch.bool:
         x = x.view(torch.uint8)
     wide = x.dtype in (torch.float64, torch.int32, torch.int64, torch.uint32)
-    _add[(PROGRAMS,)](x, sums, x.numel(), times, eps, wide, PROGRAMS, BLOCK)
+    n = x.numel()
+    programs = max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1)
+    grid = (programs,)
+    _add[grid](x, sums, n, times, eps, wide, PROGRAMS, BLOCK, BLOCKS_A_TURN, num_warps=WARPS)
 
 
 def collapse(sums: Tensor) -> Tensor:
