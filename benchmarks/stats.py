@@ -14,6 +14,9 @@ Where numba is installed (the `fast` extra) its loops read the tensors; `--numpy
 `reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
 operations that a step has above a bare one: on a GPU, waits and kernel launches. With `--compile`,
 `graphs` are those that were compiled and `breaks` the places where Python had to step in.
+
+With `--device cuda` (`--nets resnet50,gpt2`, `--bf16`) the time is that of the wall clock until the
+device is done, and `waits` are the synchronisations that PyTorch counts in a step.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import random
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -61,10 +65,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, depth: int = 6, n: int = 256, vocab: int = 1000) -> None:
+    def __init__(self, depth: int = 6, n: int = 256, vocab: int = 1000, heads: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, n)
-        self.blocks = nn.Sequential(*[Block(n, 8) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(n, heads) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(n), nn.Linear(n, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,12 +90,48 @@ def wide_conv_net() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+class Bottleneck(nn.Module):
+    def __init__(self, n_in: int, n: int, stride: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for a, b, size, by in ((n_in, n, 1, 1), (n, n, 3, stride), (n, 4 * n, 1, 1)):
+            conv = nn.Conv2d(a, b, size, by, size // 2, bias=False)
+            layers += [conv, nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
+        self.layers, self.relu = nn.Sequential(*layers[:-1]), nn.ReLU(inplace=True)
+        same = n_in == 4 * n
+        down = [nn.Conv2d(n_in, 4 * n, 1, stride, bias=False), nn.BatchNorm2d(4 * n)]
+        self.down = nn.Identity() if same else nn.Sequential(*down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.layers(x) + self.down(x))
+
+
+def resnet50() -> nn.Module:
+    """He et al. 2015, 25.6 M parameters, for 224×224."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)]
+    layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    n_in = 64
+    for n, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for i in range(depth):
+            layers.append(Bottleneck(n_in, n, stride if i == 0 else 1))
+            n_in = 4 * n
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
 class Net:
-    def __init__(self, name: str, steps: int, compiled: bool) -> None:
+    """A model with its data and optimizer, by the options of the command line."""
+
+    def __init__(self, name: str, steps: int, o: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.name, self.steps, self.compiled = name, steps, compiled
-        if name == "transformer":
-            self.model: Any = Transformer()
+        self.name, self.steps, self.options = name, steps, o
+        if name == "resnet50":
+            self.model: Any = resnet50()
+            self.x, self.y = torch.randn(64, 3, 224, 224), torch.randint(1000, (64,))
+        elif name == "gpt2":  # the size of GPT-2 small
+            self.model = Transformer(12, 768, 50257, heads=12)
+            self.x, self.y = torch.randint(50257, (8, 1024)), torch.randint(50257, (8192,))
+        elif name == "transformer":
+            self.model = Transformer()
             self.x, self.y = torch.randint(1000, (8, 128)), torch.randint(1000, (1024,))
         elif name == "mlp":
             self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -99,12 +139,14 @@ class Net:
         else:
             self.model = conv_net() if name == "conv" else wide_conv_net()
             self.x, self.y = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+        self.model, self.x, self.y = (v.to(o.device) for v in (self.model, self.x, self.y))
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        if compiled:
+        if o.compile:
             self.model = torch.compile(self.model, fullgraph=True)
 
     def step(self) -> None:
-        loss = F.cross_entropy(self.model(self.x).view(len(self.y), -1), self.y)
+        with torch.autocast(self.options.device, torch.bfloat16, enabled=self.options.bf16):
+            loss = F.cross_entropy(self.model(self.x).view(len(self.y), -1), self.y)
         loss.backward()
         self.opt.step()
         self.opt.zero_grad()
@@ -204,15 +246,31 @@ class Counter(TorchDispatchMode):
 def counted(net: Net) -> tuple[int, int]:
     with Counter() as counter:
         net.step()
-    return counter.ops, counter.reads
+    return counter.ops, waits(net) if net.options.device == "cuda" else counter.reads
+
+
+def waits(net: Net) -> int:
+    """How often the host waits for the device in one step."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            net.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(w.message) for w in seen)
 
 
 def block(net: Net, steps: int) -> float:
-    """Seconds of CPU time per step."""
-    start = time.process_time()
+    """Seconds per step: of CPU time, or with a device of the wall clock until it is done."""
+    on_device = net.options.device == "cuda"
+    clock = time.perf_counter if on_device else time.process_time
+    start = clock()
     for _ in range(steps):
         net.step()
-    return (time.process_time() - start) / steps
+    if on_device:
+        torch.cuda.synchronize()
+    return (clock() - start) / steps
 
 
 class Method:
@@ -223,8 +281,8 @@ class Method:
         counters: Any = torch._dynamo.utils.counters
         counters.clear()
         self.name, self.watching, self.net, self.anew = name, watching, bare, True
-        if bare.compiled or "wandb" in name:
-            self.anew, self.net = False, Net(bare.name, bare.steps, bare.compiled)
+        if bare.options.compile or "wandb" in name:
+            self.anew, self.net = False, Net(bare.name, bare.steps, bare.options)
             stack.enter_context(watching(self.net.model, self.net.opt))
         for _ in range(3):  # compiles, and allocates what is kept
             self.net.step()
@@ -274,10 +332,12 @@ def found(package: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--nets", default="transformer,wide conv,conv,mlp")
+    parser.add_argument("--nets", default="transformer,wide conv,conv,mlp", help="or resnet50,gpt2")
     parser.add_argument("--only", default="", help="methods whose names contain one of these")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     parser.add_argument("--numpy", action="store_true", help="without numba's compiled loops")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--bf16", action="store_true", help="forward under autocast to bfloat16")
     o = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
@@ -292,26 +352,31 @@ def main() -> None:
     methods = {n: m for n, m in methods.items() if not wanted or any(w in n for w in wanted)}
     reader = "numpy" if loops is None else found("numba")
     torch_is = f"torch {torch.__version__}"
-    print(platform.machine(), torch_is, reader, found("wandb"), f"{o.rounds} rounds")
+    machine_is = platform.machine() if o.device == "cpu" else torch.cuda.get_device_name()
+    print(machine_is, torch_is, reader, found("wandb"), f"{o.rounds} rounds")
     for name in o.nets.split(","):
-        report(name, methods, o.rounds, o.compile)
+        report(name, methods, o)
 
 
-def report(name: str, methods: dict[str, Watch], rounds: int, compiled: bool) -> None:
+STEPS = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100, "resnet50": 10, "gpt2": 10}
+
+
+def report(name: str, methods: dict[str, Watch], o: argparse.Namespace) -> None:
     """Prints one net's table."""
-    steps = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100}[name]
     with ExitStack() as stack:
-        bare = Net(name, steps, compiled)
+        bare = Net(name, STEPS[name], o)
         ways = [Method(n, w, bare, stack) for n, w in methods.items()]
         bare.step()
-        seconds = statistics.median(measure(bare, ways, rounds))
-        columns = "graphs  breaks" if compiled else "  ops  reads"
-        title = f"{name}{', compiled' * compiled}: bare step {seconds * 1e3:.2f} ms"
-        print(f"\n{title}\n{'':38} ratio     added  {columns}")
-        ops = 0 if compiled else counted(bare)[0]
+        seconds = statistics.median(measure(bare, ways, o.rounds))
+        count = "reads" if o.device == "cpu" else "waits"
+        columns = "graphs  breaks" if o.compile else f"  ops  {count}"
+        how = ", compiled" * o.compile + ", bfloat16" * o.bf16
+        print(f"\n{name}{how}: bare step {seconds * 1e3:.2f} ms")
+        print(f"{'':38} ratio     added  {columns}")
+        ops = 0 if o.compile else counted(bare)[0]
         for m in ways:
             ratio = statistics.median(m.ratios)
-            if compiled:
+            if o.compile:
                 extra = f"{m.graphs:6d}  {m.breaks:6d}"
             else:
                 more, reads = m(partial(counted, m.net))
