@@ -155,7 +155,10 @@ class GradHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: hooks the output's tensors, handing on aliases where they are needed."""
         if _outside is not None and is_compiling():
-            return _outside(self.after, module, args, kwargs, output)
+            return _outside(self._after, module, args, kwargs, output)
+        return self._after(module, args, kwargs, output)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         receive = self.begin(module, output)
         if receive is None:
             return None
@@ -191,7 +194,10 @@ class GradHooks:
     def take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward-pre hook: the module gets an alias for each of its inputs, which is hooked."""
         if _outside is not None and is_compiling():
-            return _outside(self.take, module, args, kwargs)
+            return _outside(self._take, module, args, kwargs)
+        return self._take(module, args, kwargs)
+
+    def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = Inputs(args, kwargs)
         receive = self.begin(module, inputs)
         if receive is None or not torch.is_grad_enabled():
