@@ -1,9 +1,10 @@
-"""Golden files, rewritten by `--update-golden`; the two readers of CPU tensors; old torches."""
+"""Golden files, rewritten by `--update-golden`; readers of CPU tensors; devices; old torches."""
 
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zoo_base import Entry
 from hookkit.moments.numba_loader import machine
 
 GOLDEN = Path(__file__).parent / "golden"
+CUDA = torch.cuda.is_available()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.zoo)
         if old and item.get_closest_marker("traces_gradients"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_device_unless_marked(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+    """Tests without the marker `gpu` are about CPUs: PyTorch's DataParallel, say, would move."""
+    if CUDA and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
