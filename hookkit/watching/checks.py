@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookkit.callbacks.losses import loss_name
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.checks import check_callable, check_flag, kind_of, shown
 from hookkit.errors import (
@@ -117,30 +118,6 @@ def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> N
     check_flag("watch", "each_forward", each_forward)
 
 
-def warn_called_twice(loss_func: Any) -> None:
-    """Warns that the recorded losses are only a part of the loss that was minimised."""
-    warnings.warn(
-        f"watch: {type(loss_func).__name__} was called more than once in a batch, and only the "
-        f"last call's value is recorded as the batch's loss. Report the whole: w.loss(loss).",
-        HookkitWarning,
-        stacklevel=5,
-    )
-
-
-def warn_no_loss(loss_func: Any) -> None:
-    """Warns that `loss_func` was given and no loss was seen."""
-    if isinstance(loss_func, nn.Module):
-        why = f"{type(loss_func).__name__} was not called in any training batch"
-        cure = "Call the very object that watch is given, or report the loss: w.loss(loss)."
-    else:
-        name = getattr(loss_func, "__name__", type(loss_func).__name__)
-        why = f"{name} is a plain function, which cannot be hooked"
-        cure = "Report it in each batch: w.loss(loss); or use a module, such as nn.MSELoss()."
-    warnings.warn(
-        f"watch(loss_func=…) recorded no loss: {why}. {cure}", HookkitWarning, stacklevel=5
-    )
-
-
 def warn_foreign(opt: Optimizer, model: nn.Module) -> None:
     """Warns that `opt` holds no parameter of `model`."""
     name = type(model).__name__
@@ -174,10 +151,52 @@ _COMPILED = (
 )
 
 
-def warn_unstepped(model: nn.Module, n_batches: int, opts: list[Optimizer], compiled: bool) -> None:
-    """Warns that there were training batches and no step, and says the likely reason."""
-    name = type(model).__name__
-    if compiled:
+def why_no_loss(loss_func: Any, n_losses: int, twice: bool) -> str:
+    """What is missing of the recorded losses, and what to do; empty if nothing is."""
+    if not n_losses and isinstance(loss_func, nn.Module):
+        return (
+            f"watch(loss_func=…) recorded no loss: {loss_name(loss_func)} was not called in any "
+            f"training batch. Call the very object that watch is given, or report the loss: "
+            f"w.loss(loss)."
+        )
+    if not n_losses and loss_func is not None:
+        return (
+            f"watch(loss_func=…) recorded no loss: {loss_name(loss_func)} is a plain function, "
+            f"which cannot be hooked. Report it in each batch: w.loss(loss); or use a module, such "
+            f"as nn.MSELoss()."
+        )
+    if twice:
+        return (
+            f"watch: {loss_name(loss_func)} was called more than once in a batch, and only the "
+            f"last call's value is recorded as the batch's loss. Report the whole: w.loss(loss)."
+        )
+    return ""
+
+
+def why_unrecorded(loop: Any, hooks: Any, n_steps: int) -> str:
+    """Why training batches of this run were not recorded, and what to do; empty if all were.
+
+    Args:
+        loop: the `ExternalLoop`.
+        hooks: the `LoopHooks`.
+        n_steps: the steps so far.
+    """
+    name, n_batches, opts = type(loop.model).__name__, loop.train_iter, loop.opts
+    if hooks.other_thread and not (n_steps or n_batches):
+        return (
+            f"watch recorded nothing: {name} was trained in another thread than the one that "
+            f"entered watch, and calls of other threads are not recorded. Enter watch in the "
+            f"thread that trains."
+        )
+    if n_steps or loop.n_cancelled_steps or loop.each_forward:
+        return _why_no_more_steps(name, loop.n_batches_since_step, [] if loop.finds_opts else opts)
+    if not (n_batches or hooks.compiled_step):
+        return ""
+    why = (
+        f"no torch optimizer stepped a parameter of {name}. Give watch the optimizer, or "
+        f"each_forward=True if the weights are changed by other means."
+    )
+    if hooks.compiled_step:
         why = "its step is compiled. Compile the model, and call the optimizer's own step()."
     elif opts:
         why = (
@@ -185,41 +204,20 @@ def warn_unstepped(model: nn.Module, n_batches: int, opts: list[Optimizer], comp
             f"its step, or a GradScaler skipped them all. Give watch the one that steps, or none "
             f"to find it."
         )
-    else:
-        why = (
-            f"no torch optimizer stepped a parameter of {name}. Give watch the optimizer, or "
-            f"each_forward=True if the weights are changed by other means."
-        )
     batches = f"{n_batches} training batch{'es' * (n_batches != 1)}"
-    warnings.warn(
-        f"watch saw {batches} of {name} and no optimizer step, so nothing was recorded: {why}",
-        NeverFiredWarning,
-        stacklevel=4,
-    )
+    return f"watch saw {batches} of {name} and no optimizer step, so nothing was recorded: {why}"
 
 
-def warn_other_thread(model: nn.Module) -> None:
-    """Warns that the model is trained in another thread, and none of it was recorded."""
-    warnings.warn(
-        f"watch recorded nothing: {type(model).__name__} was trained in another thread than the "
-        f"one that entered watch, and calls of other threads are not recorded. Enter watch in the "
-        f"thread that trains.",
-        NeverFiredWarning,
-        stacklevel=4,
-    )
-
-
-def warn_steps_ceased(model: nn.Module, n_batches: int, opts: list[Optimizer]) -> None:
-    """Warns that the optimizer stopped stepping while batches still came."""
+def _why_no_more_steps(name: str, n_batches: int, opts: list[Optimizer]) -> str:
+    if not n_batches:
+        return ""
     why = "a GradScaler skips them all, or the weights are changed by other means."
     if opts:
         why = (
             f"{type(opts[0]).__name__} steps no more. If another optimizer has taken over, give "
             f"watch a list of all, or none: then each that steps the model is found."
         )
-    warnings.warn(
-        f"watch saw no optimizer step in the last {n_batches} training batches of "
-        f"{type(model).__name__}, so they were not recorded: {why}",
-        NeverFiredWarning,
-        stacklevel=4,
+    return (
+        f"watch saw no optimizer step in the last {n_batches} training batches of {name}, so they "
+        f"were not recorded: {why}"
     )

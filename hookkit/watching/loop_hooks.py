@@ -2,7 +2,8 @@
 
 Builds on `hooks.entries` and on PyTorch's step hooks of optimizers, and sends signals to an
 `ExternalLoop`. Two pairs of hooks see everything: forward hooks on the model and on each of its
-wrappers (for the user may call any of them), and the optimizers' step hooks.
+wrappers (for the user may call any of them), and the optimizers' step hooks. One more, on a loss
+function that is a module, sees the loss.
 
     model(x) ─ forward_began ─ … ─ forward_ended(output), or forward_failed
     opt.step() ─ step_began(opt, closure) ─ (closure_ran) ─ … ─ step_ended(opt)
@@ -10,7 +11,7 @@ wrappers (for the user may call any of them), and the optimizers' step hooks.
 A forward is for training when the model is in training mode with gradients on; validation and a
 rollout under `no_grad` are not. Only the outermost call is reported, and no recomputation by
 activation checkpointing. Calls of the model in other threads than the one that attached the hooks
-are ignored.
+are ignored. One class, and therefore a file of a little more than 300 lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as global_hooks
 
@@ -40,6 +41,7 @@ from hookkit.hooks.entries import (
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import inner_key, submodules, unwrap
 from hookkit.watching.external_loop import ExternalLoop
+from hookkit.watching.losses import one_number
 
 _ANY_OPTIMIZER: Any = (
     global_hooks.register_optimizer_step_pre_hook,
@@ -77,6 +79,8 @@ class LoopHooks:
         root_ran: a training forward of the model itself was seen.
         in_eval: the last forward was in eval mode with gradients on.
         other_thread: another thread has made training forwards, which are not recorded.
+        loss_twice: the loss function was called again within a batch, whose loss is then the last
+            call's alone.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, loop: ExternalLoop):
@@ -84,6 +88,7 @@ class LoopHooks:
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
         self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
+        self.loss_twice, self._last_loss = False, None  # type: bool, Tensor | None
         self.other_thread, self._thread = False, None  # type: tuple[bool, int | None]
         self._handle, self._handle_of_children = Handle(), Handle()
         self._undo: list[Callable[[], None]] = []
@@ -96,7 +101,7 @@ class LoopHooks:
     @uninterrupted
     def attach(self) -> None:
         """Registers the hooks; `detach` removes all of them, also when this was cut short."""
-        self._depth, self._reporting, self._steps = 0, False, []
+        self._depth, self._reporting, self._steps, self._last_loss = 0, False, [], None
         self.other_thread, self._thread = False, get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
@@ -105,6 +110,9 @@ class LoopHooks:
                 if not isinstance(child, torch.jit.ScriptModule):  # runs no Python hooks
                     entry = HookEntry(self._before_child)
                     self._handle_of_children.put(child, entry, pre=True, prepend=True)
+        if isinstance(self.loop.loss_func, nn.Module):
+            check_hookable(self.loop.loss_func, "watch")
+            self._handle.put(self.loop.loss_func, HookEntry(self._after_loss))
         pairs: list[Any] = [
             (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts or ()
         ]
@@ -204,6 +212,18 @@ class LoopHooks:
                 self.loop.part_began(module)
             else:
                 self.other_thread = True
+
+    def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Reports what the loss function returned, if it is one number, as the batch's loss."""
+        loop = self.loop
+        if torch.compiler.is_compiling() or not loop.training or not in_thread(self._thread):
+            return
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.loss_twice |= loop.loss is not None and loop.loss is self._last_loss
+            loop.report_loss(one_number(output))
+            self._last_loss = loop.loss
+            if args:
+                loop._note_scores(module, args[0])
 
     # --- step
 

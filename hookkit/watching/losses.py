@@ -1,24 +1,17 @@
-"""The losses of the user's own loop: found in what a model or a loss function returns.
-
-Builds on `ExternalLoop`, which keeps them; `LossFunctionHook` finds them in a loss function that is
-a module.
-"""
+"""The losses of the user's own loop: in what a model returns, as reported, by epoch."""
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookkit.callbacks.losses import Floats
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError
-from hookkit.hooks.entries import attach, in_thread
 from hookkit.nested import named_leaves
-from hookkit.watching.checks import warn_called_twice, warn_no_loss
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, bool]:
@@ -88,53 +81,3 @@ def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, An
 def _plain(value: Any) -> Any:
     """A tensor, an array or a number of numpy's as Python numbers; anything else as it is."""
     return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
-
-
-class LossFunctionHook:
-    """Reports what the user's loss function returns as the batch's loss, if it is a module.
-
-    Args:
-        loop: the loop to report to.
-        loss_func: anything; a plain function cannot be hooked.
-
-    Attributes:
-        twice: it was called again within a batch, whose loss is then the last call's alone.
-    """
-
-    def __init__(self, loop: Any, loss_func: Any) -> None:
-        self.loop, self.loss_func, self.twice = loop, loss_func, False
-        self._handle: Any = None
-        self._thread: int | None = None
-        self._last: Tensor | None = None
-
-    def attach(self) -> None:
-        """Registers the hook."""
-        self._thread = get_ident()
-        if isinstance(self.loss_func, nn.Module):
-            self._handle = attach(self.loss_func, self._after)
-
-    def warn(self) -> bool:
-        """Warns of losses that could not be seen, or not whole; whether there was a reason to."""
-        missing = self.loss_func is not None and self.loop.n_steps and not len(self.loop.losses)
-        if missing:
-            warn_no_loss(self.loss_func)
-        elif self.twice:
-            warn_called_twice(self.loss_func)
-        return bool(missing or self.twice)
-
-    def remove(self) -> None:
-        """Removes the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._last = None
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        loop = self.loop
-        if torch.compiler.is_compiling() or not loop.training or not in_thread(self._thread):
-            return
-        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-            self.twice |= loop.loss is not None and loop.loss is self._last
-            loop.report_loss(one_number(output))
-            self._last = loop.loss
-            if args:
-                loop._note_scores(module, args[0])

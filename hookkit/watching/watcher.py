@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.readout import run_of
-from hookkit.errors import HookError, nearest
+from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.interrupts import Guard, interruptible, uninterrupted
@@ -38,14 +39,13 @@ from hookkit.watching.checks import (
     one_model,
     optimizers,
     warn_foreign,
-    warn_other_thread,
-    warn_steps_ceased,
     warn_unseen,
-    warn_unstepped,
+    why_no_loss,
+    why_unrecorded,
 )
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.loop_hooks import LoopHooks
-from hookkit.watching.losses import LossFunctionHook, one_number
+from hookkit.watching.losses import one_number
 
 
 def watch(
@@ -138,7 +138,6 @@ class Watcher(Exports, Views):
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
-        self.loss_hook = LossFunctionHook(self.loop, loss_func)
         self._warned = self._warned_of_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
@@ -167,7 +166,6 @@ class Watcher(Exports, Views):
             self.hooks.attach()
             if self.loop.cbs:
                 forget_graphs(self.model)  # one that has run would ignore the hooks
-            self.loss_hook.attach()
         except BaseException:
             self._take_down()
             raise
@@ -186,8 +184,7 @@ class Watcher(Exports, Views):
         finally:
             self._take_down()
         if error is None:
-            self._check_stepped()
-            self._warned_of_loss = self._warned_of_loss or self.loss_hook.warn()
+            self._warn_of_gaps()
 
     def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, CancelFitException):
@@ -201,7 +198,6 @@ class Watcher(Exports, Views):
             torch.set_grad_enabled(self._with_grad)
         try:
             self.hooks.detach()
-            self.loss_hook.remove()
         finally:
             self.loop.end()
             self._guard.end()
@@ -340,7 +336,7 @@ class Watcher(Exports, Views):
         return {**kept, "_warned": True, "_warned_of_loss": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, model=None, loss_func=None, hooks=None, loss_hook=None)
+        vars(self).update(state, model=None, loss_func=None, hooks=None)
 
     def _check_whole(self) -> None:
         if self.model is None:
@@ -366,21 +362,17 @@ class Watcher(Exports, Views):
             self._warned = True
             warn_unseen(self.loop.model, self.hooks.compiled)
 
-    def _check_stepped(self) -> None:
-        loop, compiled = self.loop, self.hooks.compiled_step
-        stepped = self.n_steps or loop.n_cancelled_steps or loop.each_forward
-        n_idle = loop.n_batches_since_step
-        if not (self._warned or self.n_steps or loop.train_iter) and self.hooks.other_thread:
+    def _warn_of_gaps(self) -> None:
+        """Warns, once each, of batches and of losses that were not recorded."""
+        loop = self.loop
+        if not self._warned and (why := why_unrecorded(loop, self.hooks, self.n_steps)):
             self._warned = True
-            warn_other_thread(loop.model)
+            warnings.warn(why, NeverFiredWarning, stacklevel=3)
+        if self._warned_of_loss or not loop.n_steps:
             return
-        if self._warned or not (n_idle if stepped else loop.train_iter or compiled):
-            return
-        self._warned = True
-        if stepped:
-            warn_steps_ceased(loop.model, n_idle, [] if loop.finds_opts else loop.opts)
-        else:
-            warn_unstepped(loop.model, loop.train_iter, loop.opts, compiled)
+        if why := why_no_loss(self.loss_func, len(loop.losses), self.hooks.loss_twice):
+            self._warned_of_loss = True
+            warnings.warn(why, HookkitWarning, stacklevel=3)
 
 
 def _count(n: int, what: str) -> str:
