@@ -41,7 +41,7 @@ from hookkit.stats.norm_history import (
     norm_hook,
 )
 from hookkit.stats.parameters import Named, Parameters
-from hookkit.stats.unscaling import unscale_of
+from hookkit.stats.unscaling import inverse_scale, known_scaler
 
 ACTIONS = ("raise", "skip", "report")
 _INPUT = "(input)"  # the name of the hook on the model's input
@@ -231,7 +231,7 @@ class FlightRecorder(HookCallback):
             self._note_gradients({id(p) for p in owned})
 
     def _note_gradients(self, only: Container[int] | None = None) -> None:
-        scaled = unscale_of(self.learn) is not None or any(
+        scaled = inverse_scale(known_scaler(self.learn)) is not None or any(
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
         )
         if not scaled:

@@ -196,21 +196,18 @@ class GradientStats(LayerStats):
         check_choice("GradientStats", "of", of, ("outputs", "params", "both"))
         with_hist = check_flag("GradientStats", "with_hist", with_hist, _BY_NAME)
         check_scaler("GradientStats", scaler)
+        self.of, self.scaler = of, scaler
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": False, "eps": eps, "window": 1}
         super().__init__(
             checked_options("GradientStats", with_hist, log_bins(-40, 8, 1), **given),
-            modules=modules,
+            modules=[] if of == "params" else modules,
             every=every,
             remove_end=remove_end,
             include_paramless=include_paramless,
         )
-        self.of, self.scaler = of, scaler
         self._names: dict[int, tuple[str, str]] = {}
         self._seen: set[int] = set()
-
-    def _select(self, model: nn.Module) -> Any:
-        return {} if self.of == "params" else super()._select(model)
 
     def before_batch(self) -> None:
         """Notes by how much the loss of this batch may be scaled."""
@@ -247,11 +244,6 @@ class GradientStats(LayerStats):
                 self.accumulator.see(row, 0, "", p.grad)
                 self._seen.add(id(p))
         self.accumulator.unscale = scaled
-
-    def _keep(self) -> None:
-        self.accumulator.fold(
-            finite_only=True
-        )  # a batch with Inf is one whose step AMP has skipped
 
     def _rows(self, record: Record) -> list[int]:
         return super()._rows(record) if self.of == "outputs" else list(range(len(record.names)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from hookkit.errors import HookkitWarning, OptionError, SelectionError, nearest
 from hookkit.records import Exports, Record, label
 from hookkit.stats.showing import Table, number
-from hookkit.stats.unscaling import UnscaledStats
+from hookkit.stats.stats_callback import StatsCallback
 
 
 class StatsList(L):  # type: ignore[misc]
@@ -149,7 +149,7 @@ def _table_of(title: str, batches: list[BatchStats]) -> Table:
     return Table(title, ("layer", *shown), rows, f"also {' '.join(rest)}" if rest else "")
 
 
-class LayerStats(Exports, UnscaledStats):
+class LayerStats(Exports, StatsCallback):
     """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
 
     _listed: tuple[Record, StatsList] | None = None

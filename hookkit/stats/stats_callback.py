@@ -12,12 +12,13 @@ have the same rows, so one hook serves them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.errors import OptionError
+from hookkit.errors import HookkitWarning, OptionError
 from hookkit.hooks.backward import BothGrads
 from hookkit.hooks.entries import (
     HookEntry,
@@ -36,6 +37,7 @@ from hookkit.moments.numba_loader import machine
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording import HookCallback, RecordSwitch
 from hookkit.records import Record
+from hookkit.stats.unscaling import ScaledAccumulator, known_scaler
 
 Function = Callable[[nn.Module, Any, Any], Any]
 
@@ -46,21 +48,24 @@ class StatsCallback(HookCallback):
     Attributes:
         accumulator: what was recorded in training, over all fits.
         valid_accumulator: what was recorded in validation.
+        scaler: the GradScaler, where it cannot be found: the step is not a torch optimizer's.
     """
 
     order = -20
     kind = "activation"
+    of = "outputs"
+    scaler: Any = None
+    _warned = False
 
     def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
         super().__init__(on_valid=on_valid, **hooking)
-        self.options, self.accumulator = options, self._new_accumulator(options)
+        scaled = self.kind == "gradient" and self.of != "params"
+        self.options = options
+        self.accumulator = (ScaledAccumulator if scaled else StatsAccumulator)(self.kind, options)
         self.valid_accumulator = StatsAccumulator(self.kind, options, like=self.accumulator)
         if self.kind == "activation":  # known from the graph of the first batches
             self.accumulator.consumers = self.valid_accumulator.consumers = {}
         self._clear_fit()
-
-    def _new_accumulator(self, options: Options) -> StatsAccumulator:
-        return StatsAccumulator(self.kind, options)
 
     def _clear_fit(self) -> None:
         self._n_taken, self._iter = 0, 0
@@ -107,6 +112,8 @@ class StatsCallback(HookCallback):
             self._iter = self.learn.train_iter
         super().before_batch()
         self._begun = self.recording
+        if self._begun and training and isinstance(self.accumulator, ScaledAccumulator):
+            self.accumulator.begin_batch(self._scaler)
 
     def _is_recorded(self) -> bool:
         if self.learn.training:
@@ -151,8 +158,8 @@ class StatsCallback(HookCallback):
             self._n_taken += 1
         elif self._step_tried:
             self.accumulator.forget()
-        elif on:
-            self._keep()
+        elif on:  # a batch whose gradients have Inf is one whose step AMP has skipped
+            self.accumulator.fold(finite_only=self.kind == "gradient")
 
     def after_validate(self) -> None:
         """One record for the whole validation, at the step that it was made."""
@@ -165,12 +172,28 @@ class StatsCallback(HookCallback):
         super().cleanup_fit()
         self._record(False)
         self.accumulator.forget()
+        if isinstance(self.accumulator, ScaledAccumulator):
+            self.accumulator.end_fit()
 
-    def _keep(self) -> None:
-        self.accumulator.fold()
+    @property
+    def _scaler(self) -> Any:
+        """The GradScaler that scales the loss, where it is known beforehand."""
+        return known_scaler(self.learn) if self.scaler is None else self.scaler
+
+    def _settle(self) -> bool:
+        """The step was made: by which scaler decides its record. Whether it was one expected."""
+        stats = self.accumulator
+        if not isinstance(stats, ScaledAccumulator):
+            return True
+        settled = stats.settle(self._scaler or self.learn.step_scaler)
+        if not (settled or self._warned):
+            self._warned = True
+            _warn_of_new_scaler(type(self).__name__, self.learn.n_steps - 1)
+        return settled
 
     def _close(self) -> None:
-        self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
+        if self._settle() or self.of != "outputs":
+            self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
 
     # --- reading
 
@@ -196,6 +219,17 @@ class StatsCallback(HookCallback):
         if self.learn is not None and self.learn.fitting:
             self.learn._remember_step(self)
         return super().__getstate__()
+
+
+def _warn_of_new_scaler(who: str, step: int) -> None:
+    warnings.warn(
+        f"{who} saw step {step} made with another GradScaler than those before it (or with one for "
+        f"the first time, or with none any more): the scale of its gradients was not known as they "
+        f"came, so its record leaves out those of outputs. Steps after it are right. Make the "
+        f"GradScaler before the loop begins, or give it: GradientStats(scaler=scaler).",
+        HookkitWarning,
+        stacklevel=3,
+    )
 
 
 # --- what the hooks call

@@ -9,7 +9,6 @@ fall into, cannot be computed afterwards.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from hookkit.callbacks.optimizers import live_scalers, unscaling
-from hookkit.errors import HookkitWarning
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
-from hookkit.stats.stats_callback import StatsCallback
 
 
 class ScaledAccumulator(StatsAccumulator):
@@ -29,7 +26,7 @@ class ScaledAccumulator(StatsAccumulator):
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     >>> stats = ScaledAccumulator("gradient")
     >>> (row,) = stats.rows(["fc"], ["Linear"])
-    >>> stats.divide_by([None, scaler])
+    >>> stats.begin_batch()
     >>> stats.see(row, 0, "", torch.full((2,), 8.0))
     >>> stats.settle(scaler)
     True
@@ -40,36 +37,54 @@ class ScaledAccumulator(StatsAccumulator):
 
     def __init__(self, kind: str, options: Options | None = None) -> None:
         super().__init__(kind, options)
-        self._scalers: list[Any] = [None]
-        self._twins: list[StatsAccumulator] = []  # one for each scaler but the first
+        self.end_fit()
 
-    def divide_by(self, scalers: list[Any]) -> None:
-        """Gradients from now on belong to a loss scaled by one of `scalers`; None: by none."""
+    def end_fit(self) -> None:
+        """Holds no scaler any longer; which one is in use is found again in the next fit."""
+        self._made: list[Any] = []  # what made the steps of this fit so far; None: no scaler
+        self._live: Sequence[Any] | None = None  # the scalers that there were as the fit began
+        self._scalers: list[Any] = [None]  # those that may have scaled the loss of this batch
+        self._twins: list[StatsAccumulator] = []  # one for each of them but the first
+        self._settled: bool | None = None
+        self.unscale = None
+
+    def begin_batch(self, scaler: Any = None) -> None:
+        """Gradients from now on belong to a loss that `scaler` has scaled.
+
+        None: one of those that made the steps before; before the first step, any scaler or none.
+        """
+        self._settled = None
+        if scaler is None and not self._made and self._live is None:
+            self._live = live_scalers()
+        scalers = self._made or [None, *(self._live or ())] if scaler is None else [scaler]
         if [*map(id, scalers)] != [*map(id, self._scalers)]:
             self._scalers = scalers
             self._twins = [StatsAccumulator(self.kind, self.options, self) for _ in scalers[1:]]
-        for stats, scaler in zip((self, *self._twins), scalers, strict=True):
-            stats.unscale = inverse_scale(scaler)
+        for stats, one in zip((self, *self._twins), scalers, strict=True):
+            stats.unscale = inverse_scale(one)
         for twin in self._twins:
             twin.count_from(self.n_records)  # it samples the same values
 
     def settle(self, scaler: Any) -> bool:
-        """`scaler` made the step: what was divided by its scale is the record's.
+        """`scaler`, or one that has unscaled since, made the step: its count is the record's.
 
-        False if it was none of those expected. Then all that was seen for this step is forgotten.
+        Done once a step. False if it was none of those expected: then all that was seen for this
+        step is forgotten.
         """
-        known = [*map(id, self._scalers)]
-        if id(scaler) not in known:
+        if self._settled is not None:
+            return self._settled
+        scaler = scaler or unscaling(self._live or ())
+        ids = [*map(id, self._scalers)]
+        self._settled = id(scaler) in ids
+        if not self._settled:
             self.forget()
-        elif i := known.index(id(scaler)):
-            self._take_over(self._twins[i - 1])
-        expected = id(scaler) in known
+        elif i := ids.index(id(scaler)):
+            self._twins[i - 1].fold()
+            self.take_kept(self._twins[i - 1])
         self._scalers, self._twins = [scaler], []
-        return expected
-
-    def _take_over(self, twin: StatsAccumulator) -> None:
-        twin.fold()
-        self.take_kept(twin)
+        if all(scaler is not one for one in self._made):
+            self._made = sorted([*self._made, scaler], key=lambda s: s is not None)
+        return self._settled
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Record `t`, as a `StatsAccumulator` does, for each scale that it may have."""
@@ -97,113 +112,14 @@ class ScaledAccumulator(StatsAccumulator):
             twin.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_scalers": [None], "_twins": []}
+        gone = {"_made": [], "_live": None, "_scalers": [None], "_twins": []}
+        return {**super().__getstate__(), **gone}
 
 
-class UnscaledStats(StatsCallback):
-    """What records gradients divides those of outputs by the scale of the loss.
-
-    Attributes:
-        scaler: the GradScaler, where it cannot be found: the step is not a torch optimizer's.
-    """
-
-    scaler: Any = None
-    of = "outputs"
-    _used: list[Any] | None = None  # what made the steps of this fit so far; before, what may
-    _live: Sequence[Any] = ()  # the scalers that there were as the fit began
-    _stepped = _settled = _missed = _warned = False
-
-    def _new_accumulator(self, options: Options) -> StatsAccumulator:
-        made = ScaledAccumulator if self.kind == "gradient" else StatsAccumulator
-        return made(self.kind, options)
-
-    def before_fit(self) -> None:
-        """Hooks the modules; which scaler is used is found again."""
-        if self.learn.fitting:
-            self._used, self._stepped = None, False
-        super().before_fit()
-
-    def before_batch(self) -> None:
-        """Notes by how much the loss of this batch may be scaled."""
-        super().before_batch()
-        self._settled = self._missed = False
-        if self.recording and self.learn.training and (stats := self._scaled) is not None:
-            stats.divide_by(self._possible())
-
-    @property
-    def _scaled(self) -> ScaledAccumulator | None:
-        return (
-            self.accumulator
-            if self.of != "params" and isinstance(self.accumulator, ScaledAccumulator)
-            else None
-        )
-
-    def _possible(self) -> list[Any]:
-        """The scalers that may have scaled the loss of this batch; None stands for no scaling."""
-        if (given := self._given_scaler()) is not None:
-            return [given]
-        if self._used is None:
-            self._live = live_scalers()
-            self._used = [None, *self._live]
-        return self._used
-
-    def _given_scaler(self) -> Any:
-        learn = self.learn
-        # the driver's own: its model may have a `scaler` of another kind
-        given = (self.scaler, vars(learn).get("scaler"), getattr(learn.accelerator, "scaler", None))
-        return next((scaler for scaler in given if scaler is not None), None)
-
-    def _settle(self) -> None:
-        """The step was made: by which scaler decides what its record is."""
-        if self._settled or (stats := self._scaled) is None:
-            return
-        self._settled = True
-        given = self._given_scaler()
-        scaler = self.learn.step_scaler or unscaling(self._live) if given is None else given
-        if not stats.settle(scaler):
-            self._missed = True
-            self._warn_of_new_scaler()
-        known = [*(self._used or ())] if self._stepped else []
-        if all(scaler is not one for one in known):
-            known.append(scaler)
-        self._used, self._stepped = sorted(known, key=lambda s: s is not None), True
-
-    def _warn_of_new_scaler(self) -> None:
-        if not self._warned:
-            self._warned = True
-            who = type(self).__name__
-            warnings.warn(
-                f"{who} saw step {self.learn.n_steps - 1} made with another GradScaler than "
-                f"those before it (or with one for the first time, or with none any more): the "
-                f"scale of its gradients was not known as they came, so its record leaves out "
-                f"those of outputs. Steps after it are right. Make the GradScaler before the "
-                f"loop begins, or give it: GradientStats(scaler=scaler).",
-                HookkitWarning,
-                stacklevel=2,
-            )
-
-    def _close(self) -> None:
-        self._settle()
-        if not (self._missed and self.of == "outputs"):
-            super()._close()
-
-    def cleanup_fit(self) -> None:
-        """Takes the hooks off, and holds no scaler any longer."""
-        super().cleanup_fit()
-        if (stats := self._scaled) is not None:
-            stats.divide_by([None])
-        self._used, self._live = None, ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_used": None, "_live": ()}
-
-
-def unscale_of(driver: Any) -> Tensor | None:
-    """1 / the scale that AMP's GradScaler has put on this batch's loss, on its device, or None."""
-    scaler = vars(driver).get("scaler")  # its own: the model may have one of another kind
-    if scaler is None and driver.accelerator is not None:
-        scaler = getattr(driver.accelerator, "scaler", None)
-    return inverse_scale(scaler)
+def known_scaler(driver: Any) -> Any:
+    """The GradScaler of a Learner or a watched loop, if it has one; else None."""
+    own = vars(driver).get("scaler")  # its own: the model may have one of another kind
+    return getattr(driver.accelerator, "scaler", None) if own is None else own
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:
