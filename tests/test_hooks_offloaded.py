@@ -191,7 +191,7 @@ def test_on_a_device_the_forward_does_not_wait_and_the_read_does() -> None:
             torch.cuda._sleep(1_000_000_000)
             torch.cuda.set_sync_debug_mode("error")
             m(x).zero_()
-        (event,) = h._last.events
+        (event,) = h._capture.last.events
         late = event.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
