@@ -1,13 +1,8 @@
 """HTML for notebooks and pages: one style sheet, tables, terms, and what opens under a line."""
 
 import re
-from collections.abc import Callable
 
 from hookkit.markup import STYLE, details, fragment, table, terms
-
-
-def test_the_style_sheet_is_as_it_was_looked_at(golden: Callable[[str, str], None]) -> None:
-    golden("style.css", STYLE)
 
 
 def test_every_rule_begins_with_the_class_of_our_elements() -> None:

@@ -645,7 +645,7 @@ def test_texts_are_as_they_were_looked_at(name: str, golden: Callable[[str, str]
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_html_is_as_it_was_looked_at(name: str, golden: Callable[[str, str], None]) -> None:
-    html = drawn(name).html().partition("</style>")[2]  # the sheet is golden in test_markup
+    html = drawn(name).html().partition("</style>")[2]
     html = html.replace(", bias=True", "")  # in a LayerNorm's words since torch 2.13
     golden(f"summary_{name}.html", html.replace("<", "\n<").strip())
 
