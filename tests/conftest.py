@@ -1,7 +1,12 @@
-"""Golden files, rewritten by `--update-golden`; readers of CPU tensors; devices; old torches."""
+"""Golden files, rewritten by `--update-golden`; readers of CPU tensors; devices; old torches.
 
+And the garbage collector looks at what a test makes, not at the million objects of the libraries:
+`gc.collect()`, and what hookkit asks of `gc`, would take most of the suite's time.
+"""
+
+import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.zoo)
         if old and item.get_closest_marker("traces_gradients"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What collecting the tests makes stays, so that a search for garbage meanwhile is a waste."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """What earlier files have left, such as libraries that they imported, stays as well."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def whole_heap() -> Iterator[None]:
+    """For a test in which hookkit asks `gc` for something that was there when the test began."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,15 +26,6 @@ from hookkit.hooks import (
 )
 from hookkit.selecting import select
 from hookkit.swapping import Catcher, GramWrapper, swap
-
-
-@pytest.fixture(autouse=True)
-def _small_heap() -> Iterator[None]:
-    """What is there before a test is not looked at by its garbage collections, which count."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -261,6 +261,7 @@ def compiler(f: Any) -> Any:
     return torch.compile(f, backend="eager")
 
 
+@pytest.mark.usefixtures("whole_heap")
 @pytest.mark.slow
 @pytest.mark.parametrize("read", ["stored", "n_calls", "calls"])
 @pytest.mark.parametrize("way", WAYS)

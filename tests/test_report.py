@@ -229,7 +229,7 @@ def test_without_a_picture_that_fails_there_is_still_a_page(
 def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extra(
     broken_page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [n for n in sys.modules if re.match(r"hookkit\.(plotting|report)\b", n)]:
+    for name in [n for n in sys.modules if re.match(r"hookkit\.(plotting|pages)\b", n)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(hookkit, "plotting")
     monkeypatch.setattr(hookkit, "report", None)  # to be restored at the end

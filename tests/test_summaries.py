@@ -337,6 +337,7 @@ class Leaky(nn.Module):
         return x @ mask(len(x)) + rotation(len(x))[0]
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_no_fake_tensor_remains_in_caches_globals_classes_or_inputs() -> None:
     given: list[Tensor] = []
 

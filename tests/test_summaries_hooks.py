@@ -257,6 +257,7 @@ def test_a_hook_that_writes_on_the_model_writes_on_the_copy() -> None:
 LATEST: Any = None
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_no_fake_tensor_stays_where_a_hook_keeps_what_it_sees() -> None:
     net, old = nn.Linear(3, 2), torch.ones(1)
     seen, by_name, inputs, n, last = [old], {"out": old}, [], 0, old
