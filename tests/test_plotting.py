@@ -671,7 +671,7 @@ def test_no_colour_of_updates_is_taken_for_nan() -> None:
 @pytest.mark.parametrize("skip", [-1, 30, 1.5, True])
 def test_leaving_out_all_of_the_losses_is_refused(skip: Any) -> None:
     with pytest.raises(
-        OptionError, match=r"skip_start=.*steps to leave out .*below 30, the number"
+        OptionError, match=r"skip_start=.*steps to leave out .*Give a whole number from 0 to 29"
     ):
         plotting.plot_loss(made.run(n=30), skip)
 

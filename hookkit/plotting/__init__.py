@@ -19,13 +19,7 @@ Inf and nothing else.
 from hookkit.plotting.figures import offscreen, png, save
 from hookkit.plotting.heatmaps import plot_run
 from hookkit.plotting.histograms import color_dim, plot_density
-from hookkit.plotting.lines import (
-    plot_dead,
-    plot_depth,
-    plot_layer_stats,
-    plot_stats,
-    plot_updates,
-)
+from hookkit.plotting.lines import plot_dead, plot_depth, plot_layer_stats, plot_stats, plot_updates
 from hookkit.plotting.loss import plot_loss
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import shown
+from hookkit.checks import is_whole, shown
 from hookkit.errors import OptionError
 from hookkit.records import Floats, Ints, Record, Run
 
@@ -62,84 +62,29 @@ def log10(values: Floats) -> Floats:
         return np.asarray(np.log10(values), dtype=np.float64)
 
 
-def limits(values: Floats, least: float = 1.0) -> tuple[float, float]:
-    """Colour limits of `values`: their 0.5 and 99.5 percentiles, at least `least` apart."""
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return 0.0, least
-    low, high = (float(v) for v in np.percentile(finite, (0.5, 99.5)))
-    short = max(0.0, least - (high - low)) / 2
-    return low - short, high + short
-
-
-def shares(record: Record, row: int) -> Floats:
-    """(n_bins, n) share of each record's counted values in each bin, NaN where none was counted."""
-    if record.hist is None:
-        raise OptionError(
-            f'no histogram of "{record.names[row]}" was recorded. Record with `with_hist=True`.'
-        )
-    counts = record.hist[row].astype(np.float64)
-    total = counts.sum(axis=0)
-    return np.asarray(counts / np.where(total > 0, total, np.nan), dtype=np.float64)
-
-
-def is_linear(edges: Floats) -> bool:
-    """Whether the finite bins have equal widths (a range of the user's) or are signed-log."""
-    widths = np.diff(edges[np.isfinite(edges)])
-    return len(widths) < 3 or bool(np.allclose(widths, widths[0], rtol=1e-3))
-
-
-def used_bins(used: Any) -> tuple[int, int]:
-    """First and last of the bins that hold anything, (n_bins,) bool, with one to spare."""
-    rows = np.flatnonzero(used)
-    if not len(rows):
-        return 0, len(used) - 1
-    return max(0, int(rows[0]) - 1), min(len(used) - 1, int(rows[-1]) + 1)
-
-
-def chosen_columns(steps: Ints, wanted: Sequence[int] | None = None) -> list[int]:
-    """Columns of the records nearest to the `wanted` steps; default 0, 1, 10, 100, … and last."""
-    if not len(steps):
-        return []
-    last = int(steps[-1])
-    if wanted is None:
-        powers = [10**k for k in range(12) if 10**k < last * 0.7]
-        wanted = [int(steps[0]), *powers, last]
-    return sorted({int(np.abs(steps - step).argmin()) for step in wanted})
-
-
 def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:
-    """Columns of the records nearest to `steps`, each of which is within what was recorded.
+    """Columns of the records nearest to `steps`; None for 0, 1, 10, 100, … and the last.
 
     Raises:
         OptionError: `steps` is no list of numbers, is empty, or leaves what was recorded.
     """
-    if steps is not None:
-        listed = [] if isinstance(steps, str) or not isinstance(steps, Iterable) else list(steps)
-        if not listed:
+    first, last, end = record.steps[0], record.steps[-1], int(step_edges(record.steps)[-1]) - 1
+    if steps is None:
+        wanted = [first, *(10**k for k in range(12) if 10**k < 0.7 * last), last]
+    else:
+        wanted = [] if isinstance(steps, str) or not isinstance(steps, Iterable) else list(steps)
+        if not wanted:
             raise OptionError(
                 f"steps={shown(steps)}: give a list of optimizer steps, such as [0, 100], or None "
                 f"for the first, 1, 10, 100, … and the last."
             )
-        for step in listed:
-            check_step(record, step)
-        steps = listed
-    return chosen_columns(record.steps, steps)
-
-
-def check_step(record: Record, step: int) -> None:
-    """Checks that `step` is among those recorded, or between two of them.
-
-    Raises:
-        OptionError: it is before the first or after the last, or no whole number.
-    """
-    first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
-    whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-    if not whole or not first <= step <= last:
-        raise OptionError(
-            f"step {step} was not recorded: the records cover the steps {first} to {last}. "
-            f"Use one of these; the nearest record is taken."
-        )
+        for step in wanted:
+            if not is_whole(step) or not first <= step <= end:
+                raise OptionError(
+                    f"step {step} was not recorded: the records cover the steps {first} to {end}. "
+                    f"Use one of these; the nearest record is taken."
+                )
+    return sorted({int(np.abs(record.steps - step).argmin()) for step in wanted})
 
 
 def smoothed(values: Floats, width: int | None = None) -> Floats:

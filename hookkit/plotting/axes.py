@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from hookkit.plotting.arrays import epoch_starts, is_linear, step_edges
+from hookkit.plotting.arrays import epoch_starts, step_edges
 from hookkit.plotting.figures import ALARM, FAINT, ink, literal
 from hookkit.plotting.labels import layer_ticks
 from hookkit.records import Floats, Record
@@ -43,9 +43,8 @@ def plain(ax: Any) -> None:
 
 def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:
     """An Axes that says why it is empty; with `keep_x` the x axis stays."""
-    ax.text(
-        0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", fontsize=8, color=FAINT
-    )
+    middle = {"transform": ax.transAxes, "ha": "center", "va": "center"}
+    ax.text(0.5, 0.5, why, fontsize=8, color=FAINT, **middle)
     ax.yaxis.set_visible(False)
     ax.xaxis.set_visible(keep_x)
     ax.spines["left"].set_visible(False)
@@ -59,13 +58,8 @@ def name_layers(
     """Ticks with the names and types of layers (of `rows`, or all), thinned to about `most`."""
     rows = range(len(record.names)) if rows is None else rows
     ticks = layer_ticks([record.names[i] for i in rows], [record.types[i] for i in rows], most)
-    size = 7 if len(ticks) <= 20 else 6
-    axis.set_ticks(
-        [i for i, _ in ticks],
-        [literal(name) for _, name in ticks],
-        fontsize=size,
-        rotation=rotation,
-    )
+    style = {"fontsize": 7 if len(ticks) <= 20 else 6, "rotation": rotation}
+    axis.set_ticks([i for i, _ in ticks], [literal(name) for _, name in ticks], **style)
 
 
 def mark_epochs(ax: Any, record: Record, *, label: bool = True) -> None:
@@ -83,19 +77,17 @@ def mark_epochs(ax: Any, record: Record, *, label: bool = True) -> None:
         top.spines["top"].set_visible(False)
 
 
-def mark_broken(ax: Any, steps: Any, broken: Any, *, word: bool = True) -> None:
+def mark_broken(ax: Any, steps: Any, broken: Any) -> None:
     """A vermilion bar along the top of an Axes over the steps with NaN or Inf."""
     if not len(steps) or not np.any(broken):
         return
     edges = step_edges(np.asarray(steps))
-    ends = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(broken, int), [0]))))
-    bars = [(edges[a], edges[b] - edges[a]) for a, b in ends.reshape(-1, 2)]
+    bars = np.stack([edges[:-1], np.diff(edges)], axis=1)[np.asarray(broken, bool)]
     across = ax.get_xaxis_transform()  # x in steps, y in shares of the height
     ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0.5, zorder=4)
-    if word:
-        late = bars[0][0] > (edges[0] + edges[-1]) / 2  # on the side that has room
-        x, ha = (edges[-1], "right") if late else (bars[0][0], "left")
-        ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7, color=ALARM)
+    late = bars[0, 0] > (edges[0] + edges[-1]) / 2  # on the side that has room
+    x, ha = (edges[-1], "right") if late else (bars[0, 0], "left")
+    ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7, color=ALARM)
 
 
 def log_y(ax: Any, values: Any) -> None:
@@ -158,7 +150,8 @@ def _round_values(edges: Floats, low: float, high: float, most: int) -> Floats:
     sizes = np.abs(edges[np.isfinite(edges) & (edges != 0)])
     least = sizes.min() if low <= 0 <= high else min(abs(low), abs(high))
     tops = [int(np.floor(np.log10(end) + 1e-9)) for end in (-low, high) if end > least]
-    if tops and not is_linear(edges):
+    widths = np.diff(edges[np.isfinite(edges)])
+    if tops and len(widths) > 2 and not np.allclose(widths, widths[0], rtol=1e-3):
         # Whole decades, the same ones for both signs, from the largest down. Where the two ends are
         # about as large, from the smaller of them, so that both get a label.
         bottom, alike = int(np.ceil(np.log10(least) - 1e-9)), max(tops) - min(tops) <= 1

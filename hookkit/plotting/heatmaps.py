@@ -20,18 +20,9 @@ from hookkit.plotting.axes import (
     nothing,
     title,
 )
-from hookkit.plotting.figures import (
-    ALARM,
-    NEVER,
-    colour_map,
-    key,
-    new_figure,
-)
-from hookkit.plotting.labels import (
-    listed,
-    ordered_run,
-)
-from hookkit.records import Record
+from hookkit.plotting.figures import ALARM, NEVER, colour_map, key, new_figure
+from hookkit.plotting.labels import listed, ordered_run
+from hookkit.records import Floats, Record
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -99,11 +90,9 @@ SHARPNESS, MARGIN = 90, 0.4
 def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     """One heat-map with its colour bar; its special colours, and what they mean."""
     param = record.kind == "param"
-    table, broken = (
-        arrays.log10(record.value(_STATISTIC[record.kind])),
-        arrays.nonfinite(record),
-    )
-    low, high = (-5.0, -1.0) if param else arrays.limits(table)
+    table = arrays.log10(record.value("update_ratio" if param else "rms"))
+    broken = arrays.nonfinite(record)
+    low, high = (-5.0, -1.0) if param else _limits(table)
     cells = np.clip(table, low, high)
     cells[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
     cells[broken] = high + 9
@@ -124,7 +113,14 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     return {colour: words[colour] for colour, mask in there.items() if mask.any()}
 
 
-_STATISTIC = {"activation": "rms", "gradient": "rms", "param": "update_ratio"}
+def _limits(values: Floats) -> tuple[float, float]:
+    """Colour limits of `values`: their 0.5 and 99.5 percentiles, at least 1 apart."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = np.percentile(finite, (0.5, 99.5))
+    short = max(0.0, 1.0 - (high - low)) / 2
+    return float(low - short), float(high + short)
 
 
 def _bar(ax: Any, mesh: Any, param: bool) -> None:
@@ -144,7 +140,8 @@ def _head(record: Record, columns: int, rows: int) -> str:
 
 def _checked(findings: Any) -> Sequence[Any]:
     found = list(findings) if isinstance(findings, Iterable) else [findings]
-    if alien := [f for f in found if not all(hasattr(f, name) for name in _OF_A_FINDING)]:
+    needed = ("severity", "rule", "layers", "steps")
+    if alien := [f for f in found if not all(hasattr(f, name) for name in needed)]:
         raise ArgumentError(
             f"plot_run(findings=…) holds {shown(alien[0])}, which is no finding. "
             f"Give diagnose(run), or some of its findings; [] marks nothing."
@@ -152,21 +149,19 @@ def _checked(findings: Any) -> Sequence[Any]:
     return found
 
 
-_OF_A_FINDING = ("severity", "rule", "layers", "steps")
-
-
 def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> list[str]:
     """Numbered boxes around what the findings name; a line of text for each."""
     lines = []
     labels = {name: text for r in panels for name, text in zip(r.names, r.labels, strict=True)}
-    numbers = {ax: Numbers(ax, record) for ax, record in zip(axes, panels, strict=True)}
+    taken: dict[Any, list[tuple[int, int, float]]] = {ax: [] for ax in axes}
     for number, finding in enumerate(list(findings)[:6], 1):
         named = [str(layer) for layer in finding.layers or ()]
         for ax, record in _panels_of(finding, axes, panels):
             at = np.flatnonzero([name in named for name in record.names])
             gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
             for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
-                numbers[ax].put(number, *_box(ax, record, block[0], block[-1], finding.steps))
+                corner = _box(ax, record, block[0], block[-1], finding.steps)
+                _number(ax, record, taken[ax], number, *corner)
         where = listed([labels.get(name, name) for name in named], 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
     return lines + ([f"… and {len(findings) - 6} more"] if len(findings) > 6 else [])
@@ -194,31 +189,28 @@ def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[fl
     return left, (top + bottom) / 2
 
 
-class Numbers:
-    """The numbers of findings in one panel, each inside its box and beside those put before.
+NUMBER, ACROSS = 15.0, 8.2 * 72
+"""Width of a finding's number, and (about) of a panel, in points."""
 
-    On the edge of a box they would hide a layer's name.
+
+def _number(
+    ax: Any, record: Record, taken: list[tuple[int, int, float]], number: int, x: float, y: float
+) -> None:
+    """Writes `number` where the box of step `x` and row `y` begins, beside those put before.
+
+    Inside the box: on its edge it would hide a layer's name. `taken`: number, slot along x, and
+    row of each of those.
     """
-
-    WIDTH, ACROSS = 15.0, 8.2 * 72
-    """Of a number, and (about) of a panel, in points."""
-
-    def __init__(self, ax: Any, record: Record) -> None:
-        self.ax, self.taken = ax, list[tuple[int, int, float]]()
-        self.edges = arrays.step_edges(record.steps)
-        self.apart = len(record.names) * self.WIDTH / 72 / _height(record)
-
-    def put(self, number: int, x: float, y: float) -> None:
-        """Writes `number` where the box of step `x` and row `y` begins, if there is room."""
-        share = (x - self.edges[0]) / (self.edges[-1] - self.edges[0])
-        slot = first = round(share * self.ACROSS / self.WIDTH)
-        near = {s: n for n, s, row in self.taken if abs(row - y) < self.apart}
-        while slot in near:
-            if near[slot] == number:
-                return  # the box above has this number
-            slot += 1
-        self.taken.append((number, slot, y))
-        style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
-        shift = {"xytext": (9 + (slot - first) * self.WIDTH, 0), "textcoords": "offset points"}
-        where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6, "color": "black"}
-        self.ax.annotate(f"{number}", (x, y), bbox=style, **shift, **where)
+    edges = arrays.step_edges(record.steps)
+    slot = first = round((x - edges[0]) / (edges[-1] - edges[0]) * ACROSS / NUMBER)
+    apart = len(record.names) * NUMBER / 72 / _height(record)
+    near = {s: n for n, s, row in taken if abs(row - y) < apart}
+    while slot in near:
+        if near[slot] == number:
+            return  # the box above has this number
+        slot += 1
+    taken.append((number, slot, y))
+    style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
+    shift = {"xytext": (9 + (slot - first) * NUMBER, 0), "textcoords": "offset points"}
+    where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6, "color": "black"}
+    ax.annotate(f"{number}", (x, y), bbox=style, **shift, **where)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,18 +18,8 @@ from hookkit.plotting.axes import (
     plain,
     title,
 )
-from hookkit.plotting.figures import (
-    ALARM,
-    NEVER,
-    colour_map,
-    literal,
-    new_axes,
-    new_figure,
-)
-from hookkit.plotting.labels import (
-    ordered_record,
-    row_label,
-)
+from hookkit.plotting.figures import ALARM, NEVER, colour_map, literal, new_axes, new_figure
+from hookkit.plotting.labels import ordered_record, row_label
 from hookkit.plotting.lines import curves
 from hookkit.records import Floats, Record, as_record, by_module
 
@@ -67,7 +56,7 @@ def color_dim(
         )
     _check_hist(record)
     rows = list(range(len(record.names))) if layer is None else [record.layer(layer)]
-    grid = Grid.of(len(rows))
+    grid = _grid(len(rows))
     if layer is None:
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
@@ -84,8 +73,7 @@ def color_dim(
     return fig if layer is None else ax
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """How many tiles are side by side, how high they are (inches), and how long their names."""
 
     rows: int
@@ -94,33 +82,47 @@ class Grid:
     size: float
     room: int
 
-    @classmethod
-    def of(cls, n: int) -> Grid:
-        """For `n` tiles, none dropped."""
-        sizes = (
-            (1, 1, 4.0, 8, 80),
-            (4, 4, 2.4, 8, 31),
-            (24, 4, 1.5, 8, 31),
-            (72, 6, 1.1, 6, 26),
-        )
-        deep = (n, 8, 0.8, 6, 19)
-        _, columns, height, size, room = next((s for s in sizes if n <= s[0]), deep)
-        return cls(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
 
-    def name(self, record: Record, row: int) -> str:
-        """What fits over a tile; of long names the end, by which neighbours differ."""
-        return row_label(record, row, self.room)
+def _grid(n: int) -> Grid:
+    """For `n` tiles, none dropped."""
+    sizes = (
+        (1, 1, 4.0, 8, 80),
+        (4, 4, 2.4, 8, 31),
+        (24, 4, 1.5, 8, 31),
+        (72, 6, 1.1, 6, 26),
+        (n, 8, 0.8, 6, 19),
+    )
+    _, columns, height, size, room = next(s for s in sizes if n <= s[0])
+    return Grid(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
 
 
 def _check_hist(record: Record) -> None:
-    if record.names:
-        arrays.shares(record, 0)
+    if record.names and record.hist is None:
+        raise OptionError(
+            f'no histogram of "{record.names[0]}" was recorded. Record with `with_hist=True`.'
+        )
+
+
+def _shares(record: Record, row: int) -> Floats:
+    """(n_bins, n) share of each record's counted values in each bin, NaN where none was counted."""
+    assert record.hist is not None
+    counts = record.hist[row].astype(np.float64)
+    total = counts.sum(axis=0)
+    return np.asarray(counts / np.where(total > 0, total, np.nan))
+
+
+def _used_bins(used: Any) -> tuple[int, int]:
+    """First and last of the bins that hold anything, (n_bins,) bool, with one to spare."""
+    rows = np.flatnonzero(used)
+    if not len(rows):
+        return 0, len(used) - 1
+    return max(0, int(rows[0]) - 1), min(len(used) - 1, int(rows[-1]) + 1)
 
 
 def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
     """Every layer a tile, all in one mesh: 300 Axes would take two minutes to lay out."""
     assert record.hist is not None
-    bins = arrays.used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
+    bins = _used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
     broken, edges = arrays.nonfinite(record), arrays.step_edges(record.steps)
     high, xs = bins[1] + 1 - bins[0], arrays.pool(edges[None, :-1], edges, 800 // grid.columns)[1]
     gap = (0.0, 0.0) if grid.columns == 1 else (0.06, 0.19 / (grid.height - 0.19))
@@ -128,12 +130,13 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
     image = np.full((grid.rows * (high + 1), grid.columns * len(xs)), np.nan)
     for k, row in enumerate(rows):
         r, c = grid.rows - 1 - k // grid.columns, k % grid.columns
-        tile = _tile(arrays.shares(record, row)[bins[0] : bins[1] + 1], broken[row])
+        tile = _tile(_shares(record, row)[bins[0] : bins[1] + 1], broken[row])
         tile = arrays.pool(tile, edges, 800 // grid.columns)[0]
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
         if grid.columns > 1:
             at, text = (c * right + xs[0], r * up + high), {"textcoords": "offset points"}
-            ax.annotate(literal(grid.name(record, row)), at, (0, 2), fontsize=grid.size, **text)
+            name = row_label(record, row, grid.room)  # of long names the end: there they differ
+            ax.annotate(literal(name), at, (0, 2), fontsize=grid.size, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
     y = np.concatenate([np.arange(high + 1) + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
@@ -196,8 +199,8 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
         (column,) = arrays.columns_of(record, [step])
     ax = new_axes(ax, 10, 4.5)
     rows = range(len(record.names))
-    tables = np.stack([arrays.shares(record, row)[:, column] for row in rows])
-    first, last = arrays.used_bins((tables > 0).any(axis=0))
+    tables = np.stack([_shares(record, row)[:, column] for row in rows])
+    first, last = _used_bins((tables > 0).any(axis=0))
     x = np.arange(len(tables[0])) + 0.5
     curves(ax, record, x[first : last + 1], 100 * tables[:, first : last + 1], key=True)
     assert record.edges is not None

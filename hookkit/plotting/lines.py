@@ -35,12 +35,7 @@ from hookkit.plotting.figures import (
     new_axes,
     new_figure,
 )
-from hookkit.plotting.labels import (
-    listed,
-    ordered_record,
-    ordered_run,
-    row_label,
-)
+from hookkit.plotting.labels import listed, ordered_record, ordered_run, row_label
 from hookkit.records import Floats, Record, as_record
 
 FEW = 12
@@ -81,11 +76,9 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
         low, high = arrays.span(ratio)
         low = max(
             low, float(np.nanmedian(ratio)) - 6
-        )  # or one frozen matrix would flatten all others
+        )  # or a frozen matrix would flatten all others
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
-        ax.set_ylim(
-            min(low - 0.1, -3.3), max(high + 0.1, -2.7)
-        )  # the dashed line is always in view
+        ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # the dashed line stays in view
     if never.any():
         unmoved = [record.labels[i] for i in np.flatnonzero(never)]
         text = f"never moved: {listed(unmoved, 80)}"
@@ -149,13 +142,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
 
 
 def _lines(
-    ax: Any,
-    record: Record,
-    table: Floats,
-    head: str,
-    *,
-    key: bool = False,
-    ylabel: str = "",
+    ax: Any, record: Record, table: Floats, head: str, *, key: bool = False, ylabel: str = ""
 ) -> None:
     """One line a layer over steps, with the axis in order."""
     if smooth := _smooth(record):  # or the noise of one layer would hide all others

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import shown
-from hookkit.errors import OptionError
+from hookkit.checks import check_number
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
     BROKEN,
@@ -20,28 +19,13 @@ from hookkit.plotting.axes import (
     signed_log_if_wide,
     title,
 )
-from hookkit.plotting.figures import (
-    ALARM,
-    BLUE,
-    FAINT,
-    ORANGE,
-    ink,
-    new_axes,
-    new_figure,
-)
-from hookkit.plotting.labels import (
-    ordered_run,
-)
+from hookkit.plotting.figures import ALARM, BLUE, FAINT, ORANGE, ink, new_axes, new_figure
+from hookkit.plotting.labels import ordered_run
 from hookkit.records import Floats, Run
 
 
 def plot_loss(
-    run: Any,
-    skip_start: int = 0,
-    with_valid: bool = True,
-    *,
-    ax: Any = None,
-    fig: Any = None,
+    run: Any, skip_start: int = 0, with_valid: bool = True, *, ax: Any = None, fig: Any = None
 ) -> Any:
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
@@ -59,13 +43,10 @@ def plot_loss(
     """
     run = ordered_run(run)
     n = 0 if run.losses is None else len(run.losses)
-    whole = isinstance(skip_start, (int, np.integer)) and not isinstance(skip_start, bool)
-    if not whole or skip_start < 0 or 0 < n <= skip_start:
-        most = f" below {n}, the number of recorded steps" if n else ""
-        raise OptionError(
-            f"plot_loss(skip_start={shown(skip_start)}) is the number of steps to leave out at the "
-            f"beginning. Use 0 for none, or a positive whole number{most}."
-        )
+    check_number(
+        "plot_loss", "skip_start", skip_start, 0, n - 1 if n else np.inf, whole=True,
+        what="the number of steps to leave out at the beginning",
+    )  # fmt: skip
     if ax is not None:
         ax = new_axes(ax, 10, 3.6)
         _losses(ax, run, skip_start, with_valid)
@@ -91,13 +72,17 @@ def plot_loss(
 
 def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
-    n = len(losses)
     points = arrays.valid_losses(run, run.n_steps) if with_valid else []
-    if n or points:
-        _series(ax, np.arange(n)[skip_start:], losses[skip_start:], "training loss")
+    if len(losses) or points:
+        losses, steps = losses[skip_start:], np.arange(len(losses))[skip_start:]
+        _series(ax, steps, losses, "training loss")
         valid = _valid_points(ax, points, skip_start)
         ax.legend(fontsize=8, frameon=False)
-        _log_if_wide(ax, np.concatenate([losses[skip_start:], valid]))
+        low, high = arrays.span(np.concatenate([losses, valid]))
+        if high > 100 * low > 0:
+            log_y(ax, np.concatenate([losses, valid]))
+        elif low <= 0:
+            signed_log_if_wide(ax, np.concatenate([losses, valid]))
     else:
         nothing(ax, "no loss was recorded")
     title(ax, "Loss")
@@ -123,14 +108,6 @@ def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
         word = f"{len(at)} spike{'s' * (len(at) > 1)}"
         ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5 if len(at) < 30 else 3, label=word)
     plain(ax)
-
-
-def _log_if_wide(ax: Any, values: Floats) -> None:
-    low, high = arrays.span(values)
-    if high > 100 * low > 0:
-        log_y(ax, values)
-    elif low <= 0:
-        signed_log_if_wide(ax, values)
 
 
 def _valid_points(ax: Any, points: list[tuple[float, float]], skip_start: int) -> Floats:
