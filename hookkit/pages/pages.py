@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from html import escape
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,13 @@ def report(
     model = str(record.info.get("model") or "")
     title = str(title or "") or (f"Training of {model}" if model else "A training run")
     diagnosis = health.diagnose(record)
-    summary = _summary_of(run) if summary is None else summary
     top = f'<p class="verdict {diagnosis.worst}">{escape(diagnosis.headline)}</p>'
     sections = [
         ("findings", "Findings", _findings(diagnosis, record)),
         ("run", "The whole run", "".join(_whole(record, diagnosis))),
         ("loss", "Loss and metrics", "".join(_loss(record))),
         ("layers", "Layers", "".join(_layers(record))),
-        ("model", "Model", _model(summary)),
+        ("model", "Model", _model(summary, run)),
         ("environment", "Environment", _environment(record)),
     ]
     with atomic_write(target, text=True) as file:
@@ -99,8 +99,7 @@ def _writable(path: Path) -> Path:
 
 def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
     parts = [_finding(i, finding) for i, finding in enumerate(diagnosis, 1)]
-    if not parts:
-        parts = [f"<p>No rule found anything: {escape(diagnosis.headline)}.</p>"]
+    parts = parts or [f"<p>No rule found anything: {escape(diagnosis.headline)}.</p>"]
     if run.incidents:
         texts = "\n\n".join(str(incident) for incident in run.incidents)
         parts.append(f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>")
@@ -115,10 +114,8 @@ def _finding(number: int, f: health.Finding) -> str:
     facts = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
     facts += [("Threshold", f.threshold), ("Source", f.source)]
     head = f'<span class="tone">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
-    layers = ""
-    if len(f.layers) > 3:
-        names = escape(", ".join(f.labels))
-        layers = details(f"All {len(f.layers)} layers", f"<p>{names}</p>")
+    names = f"<p>{escape(', '.join(f.labels))}</p>"
+    layers = details(f"All {len(f.layers)} layers", names) if len(f.layers) > 3 else ""
     return (
         f'<article class="finding {escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
         f"{terms(facts)}{layers}</article>"
@@ -187,46 +184,40 @@ def _layers(run: Run) -> Iterator[str]:
         alt = f"log10 of update:weight of matrices over steps. {_in_words(run.params)}."
         caption = "How far each matrix moves in a step, relative to its size."
         yield _picture(lambda p: p.plot_updates(run), alt, caption)
-    if run.records:
-        yield from _layer_table(run)
-    else:
+    yield from map(_layer_table, run.records)
+    if not run.records:
         yield missing("No layer was recorded: train with ActivationStats().")
 
 
 def _pictures_of(record: Record) -> Iterator[str]:
     kind, text = f"{record.kind}s", _in_words(record)
-    yield f"<h3>{kind.capitalize()}</h3>"
-    alike, each = "a line a layer", "a panel a layer"
-    drawn: list[tuple[Callable[[Any], Any], str, str]] = [
-        (lambda p: p.plot_stats(record), f"Means and standard deviations of {kind}", alike)
-    ]
+    lines, panels = "a line a layer", "a panel a layer"
+    pictures = [("plot_stats", f"Means and standard deviations of {kind}, {lines}.")]
     if record.kind == "activation":
-        drawn += [(lambda p: p.plot_dead(record), "Dead units, or values near zero", alike)]
+        pictures += [("plot_dead", f"Dead units, or values near zero, {lines}.")]
     if record.hist is not None:
-        drawn += [
-            (lambda p: p.color_dim(record), f"How {kind} are spread, step by step", each),
-            (lambda p: p.plot_density(record), f"How {kind} are spread at the end", alike),
-        ]
-    for draw, what, how in drawn:
-        yield _picture(draw, f"{what}, {how}. {text}.", f"{what}, {how}.")
+        pictures += [("color_dim", f"How {kind} are spread, step by step, {panels}.")]
+        pictures += [("plot_density", f"How {kind} are spread at the end, {lines}.")]
+    yield f"<h3>{kind.capitalize()}</h3>"
+    for name, what in pictures:
+        yield _picture(methodcaller(name, record), f"{what} {text}.", what)
     if record.hist is None:
         yield missing(f"No histograms of {kind} were recorded: use with_hist=True to have them.")
 
 
-def _layer_table(run: Run) -> Iterator[str]:
+def _layer_table(record: Record) -> str:
     wanted = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
-    for record in run.records:
-        keys = [key for key in wanted if key in record.values]
-        head = ["layer", "type", *(key.replace("_", " ") for key in keys)]
-        last = {key: [_last(row) for row in record.values[key]] for key in keys}
-        rows = [
-            [name or "(model)", kind, *(_cell(last[key][i], key) for key in keys)]
-            for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True))
-        ]
-        what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
-        html = table(f"{what} at the last step that each was seen", head, rows)
-        folded = details(f"{what}: the numbers of {len(rows)} rows", html)
-        yield folded if len(rows) > UNFOLDED else html
+    keys = [key for key in wanted if key in record.values]
+    head = ["layer", "type", *(key.replace("_", " ") for key in keys)]
+    last = {key: [_last(row) for row in record.values[key]] for key in keys}
+    rows = [
+        [name or "(model)", kind, *(_cell(last[key][i], key) for key in keys)]
+        for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True))
+    ]
+    what = "Parameters" if record.kind == "param" else f"{record.kind.capitalize()}s"
+    html = table(f"{what} at the last step that each was seen", head, rows)
+    folded = details(f"{what}: the numbers of {len(rows)} rows", html)
+    return folded if len(rows) > UNFOLDED else html
 
 
 def _last(row: Any) -> float:
@@ -255,16 +246,13 @@ def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
         return missing(f"{caption} Could not be drawn: {type(error).__name__}: {error}")
 
 
-def _summary_of(source: Any) -> Any:
-    if not callable(make := getattr(source, "summary", None)):
-        return None
-    try:
-        return make()
-    except HookkitError as why:
-        return f"There is no summary: {why}"
-
-
-def _model(summary: Any) -> str:
+def _model(summary: Any, run: Any) -> str:
+    """The summary as HTML or as text; without one that of `run`, where it can make one."""
+    if summary is None and callable(make := getattr(run, "summary", None)):
+        try:
+            summary = make()
+        except HookkitError as why:
+            summary = f"There is no summary: {why}"
     if summary is None:
         return missing("No summary was given: report(…, summary=summary(model, x)).")
     html = getattr(summary, "_repr_html_", lambda: None)()

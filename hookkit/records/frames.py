@@ -93,25 +93,22 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
         OptionError: they have no layer with that statistic in common.
         MissingExtraError: pandas is not installed.
     """
-    rows, of_a, of_b = [], records_of(a), records_of(b)
-    for x in of_a:
-        for y in of_b:
-            if x.kind == y.kind and statistic in x.values and statistic in y.values:
-                rows += _compared(x, y, statistic)
+    of_a, of_b = records_of(a), records_of(b)
+    pairs = [(x, y) for x in of_a for y in of_b if x.kind == y.kind and {*x.names} & {*y.names}]
+    rows = []
+    for x, y in pairs:
+        if statistic in x.values and statistic in y.values:
+            rows += _compared(x, y, statistic)
     if not rows:
+        both = dict.fromkeys(f'"{name}"' for x, y in pairs for name in x.values if name in y.values)
         raise OptionError(
             f'compare(statistic="{statistic}"): the two runs have no layer with it in common. '
-            f"Use what both recorded: {_common(of_a, of_b)}."
+            f"Use what both recorded: {', '.join(both) or 'no layer of the same kind and name'}."
         )
-    rows.sort(key=lambda row: (np.isnan(row["ratio"]), -abs(_log(row["ratio"]))))
-    return _pandas().DataFrame(rows)
-
-
-def _common(a: list[Record], b: list[Record]) -> str:
-    """The statistics that both have of layers that both have, in words."""
-    pairs = [(x, y) for x in a for y in b if x.kind == y.kind and {*x.names} & {*y.names}]
-    found = [f'"{name}"' for x, y in pairs for name in x.values if name in y.values]
-    return ", ".join(dict.fromkeys(found)) or "no layer of the same kind and name"
+    ratios = np.array([row["ratio"] for row in rows])
+    with np.errstate(all="ignore"):
+        change = np.where(ratios <= 0, np.inf, np.abs(np.log(ratios)))
+    return _pandas().DataFrame([rows[i] for i in np.argsort(-change, kind="stable")])  # NaN last
 
 
 def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:
@@ -129,7 +126,3 @@ def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:
 def _median(values: Any) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else float("nan")
-
-
-def _log(ratio: float) -> float:
-    return float(np.log(ratio)) if ratio > 0 and np.isfinite(ratio) else 1e9
