@@ -17,7 +17,7 @@ is one class, and almost every method reads or replaces its one `_State`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import reading
 from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
-from hookkit.moments.history import Key, Place, StepHistory
+from hookkit.moments.history import Place, StepHistory
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout
 from hookkit.moments.units import UnitTables
@@ -207,15 +207,14 @@ class StatsAccumulator:
     def _new_layout(self, device: torch.device, row: int, layout: UnitLayout) -> Buffers:
         """Has `row` give units in another way. Those of before are judged first."""
         self._flush()
-        history, buffers = self._state.history, self._state.buffers[device]
-        assert buffers.units is not None
-        old, past = buffers.units, ("past", device)
-        units = old.with_layout(row, layout)
-        if past in history.tables and old.places.get(row, (0, layout.n))[1] != layout.n:
-            rest, whole = old.parts_of([r for r in old.places if r != row]), history.whole(past)
-            whole = torch.cat([whole[:, :0], *(whole[:, part] for part in rest)], 1)
-            history = history.with_table(past, whole)
-        new = buffers.with_units(units)
+        history, old, past = self._state.history, self._state.buffers[device], ("past", device)
+        new = old.with_layout(row, layout)
+        assert old.units is not None
+        assert new.units is not None
+        if past in history.tables and new.units.places != old.units.places:
+            whole = history.whole(past).transpose(1, 2)
+            moved = old.units.moved(row, whole, whole[..., :0])
+            history = history.with_table(past, moved.transpose(1, 2))
         self._state = self._state._replace(
             history=history, buffers={**self._state.buffers, device: new}
         )
@@ -256,7 +255,7 @@ class StatsAccumulator:
 
     def forget(self) -> None:
         """Forget everything since the last `commit`."""
-        buffers = {device: b.without_kept() for device, b in self._state.buffers.items()}
+        buffers = {device: b.with_kept(None) for device, b in self._state.buffers.items()}
         self._move_to(self._state._replace(buffers=buffers))
 
     def commit(self, step: int, epoch: int, iteration: int) -> None:
@@ -264,18 +263,14 @@ class StatsAccumulator:
         if self._must_clear:
             self._clear()
         n, history, waiting, buffers = self._state
-        place = step, epoch, iteration
-        if buffers and all(b.waits for b in buffers.values()):
-            state = _State(n + 1, history, (*waiting, place), buffers)
-            full = len(waiting) + 1 >= min(b.slots for b in buffers.values())
-            self._state = self._flushed(state) if full or (n + 1) % self._half == 0 else state
-            return
-        state, rows = self._flushed(self._state), len(self.names)
-        after, tables = _tables(state.buffers, lambda b: b.record(n + 1, rows))
-        self._move_to(_State(n + 1, state.history.with_records([place], tables), (), after))
-        more = {d: b.resized(b.slots, b.rows) for d, b in after.items() if b.wants_more_slots}
-        if more:
-            self._replace(more)
+        waiting = (*waiting, (step, epoch, iteration))
+        buffers = {device: b.with_kept(None) for device, b in buffers.items()}
+        state = _State(n + 1, history, waiting, buffers)
+        slots = min((b.slots for b in buffers.values()), default=1)
+        if len(waiting) >= slots or (n + 1) % self._half == 0:
+            self._move_to(self._flushed(state))
+        else:
+            self._state = state
 
     @property
     def _half(self) -> int:
@@ -283,14 +278,23 @@ class StatsAccumulator:
         return max(self.options.window // 2, 1) if self.options.window else 1 << 30
 
     def _flushed(self, state: _State) -> _State:
-        """The state with the records that wait in the history; the current batch is in slot 0."""
+        """The state with the records that wait in the history; the current batch is in slot 0.
+
+        Tables of a single slot stay where they are: a CUDA graph writes to fixed addresses.
+        """
         n, history, waiting, buffers = state
         if not waiting:
             return state
-        many, rows = len(waiting), len(self.names)
-        after, tables = _tables(buffers, lambda b: b.waiting_records(many, n, rows))
-        history = history.with_records(list(waiting), tables)
-        return _State(n, history, (), {d: b.resized(many, b.rows) for d, b in after.items()})
+        many, rows, with_ranks = len(waiting), len(self.names), ranks.is_distributed()
+        slots = min((b.best_slots for b in buffers.values()), default=1)
+        after, tables = {}, {}
+        for device, b in buffers.items():
+            found, new = b.records(many, n, rows)
+            after[device] = new if b.slots == slots == 1 else new.resized(many, b.rows, slots)
+            for name, table in found.items():
+                if name != "past" or with_ranks:
+                    tables[name, device] = table
+        return _State(n, history.with_records(waiting, tables), (), after)
 
     def _flush(self) -> None:
         self._state = self._flushed(self._state)
@@ -345,8 +349,11 @@ class StatsAccumulator:
         """Keep for this step what `other`, of the same rows, has folded, in place of its own."""
         StatsAccumulator.forget(self)
         for device, others in other._state.buffers.items():
-            own = self._state.buffers.get(device) or Buffers(self.options, device, others.rows)
+            own = self._state.buffers.get(device)
+            if own is None or own.rows < others.rows:
+                own = self._make_room(device, others.rows - 1)
             self._replace({device: own.with_kept(others.kept)})
+        StatsAccumulator.drop(self)
         self.dtypes |= other.dtypes
         self.skipped |= other.skipped
         self.unscaled |= other.unscaled
@@ -375,19 +382,3 @@ class StatsAccumulator:
         if units is not None:
             self._replace({_CPU: Buffers(self.options, _CPU, len(self.names)).with_units(units)})
         self.id, self.token = enlist(self), new_token()
-
-
-def _tables(
-    buffers: dict[torch.device, Buffers],
-    of: Callable[[Buffers], tuple[dict[str, Tensor], Buffers]],
-) -> tuple[dict[torch.device, Buffers], dict[Key, Tensor]]:
-    """The buffers after their records were taken, and the tables of those."""
-    after: dict[torch.device, Buffers] = {}
-    tables: dict[Key, Tensor] = {}
-    with_ranks = ranks.is_distributed()
-    for device, b in buffers.items():
-        found, after[device] = of(b)
-        for name, table in found.items():
-            if name != "past" or with_ranks:
-                tables[name, device] = table
-    return after, tables

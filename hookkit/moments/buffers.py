@@ -37,7 +37,8 @@ from hookkit.moments.moments import (
     merge_row,
     moments,
 )
-from hookkit.moments.units import UnitTables
+from hookkit.moments.unit_layouts import UnitLayout
+from hookkit.moments.units import UnitTables, blank_table
 
 MOST_SLOTS = 32
 WAITING_VALUES = 1 << 18
@@ -79,83 +80,82 @@ class Buffers:
         slots: how many records they hold.
 
     Attributes:
-        moments: (slots, rows, 9); `sums` in its place where a kernel adds them up.
+        live: what is written in place. "moments": (slots, rows, 9), sums of them where a kernel
+            adds those up; "counts": (slots, rows, width) int64 of what is not in `samples`;
+            "units": (slots, 4, units).
+        arrays: `live` and `samples` as numpy sees them, where it reads the values.
         samples: (slots, rows, sample) float32, of the last call of each row in a batch.
-        counts: (rows, width) int64 of earlier calls in the current batch, and of all its values
-            with `exact_hist`.
-        seen: by slot, the rows whose module was called.
-        counted: whether `counts` has anything.
-        kept: moments and counts of earlier batches of this step (gradient accumulation), or None.
-        units: the tables of units, or None.
+        sampled: by slot, the rows with a sample.
+        kept: `live` of earlier batches of this step (gradient accumulation), one slot; or None.
+        units: whose units those are, and how they are judged; or None.
     """
 
-    sums: Tensor
     samples: Tensor
-    counts: Tensor
 
     def __init__(self, options: Options, device: torch.device, rows: int, slots: int = 1) -> None:
         self.options, self.device, self.rows, self.slots = options, device, max(rows, 1), slots
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self.fused = triton_kernels.serves(device)
         self.by_array = reads_arrays(device)
-        self.seen: list[set[int]] = [set() for _ in range(slots)]
-        self.counted = False
-        self.kept: tuple[Tensor, Tensor | None] | None = None
-        self.units = UnitTables.blank(options.window, device, slots) if options.window else None
-        with torch.inference_mode(False):
-            self._allocate()
+        self.kept: dict[str, Tensor] | None = None
+        self.units = UnitTables.blank(options.window, device) if options.window else None
+        self._allocate()
 
     def _allocate(self) -> None:
-        rows, bins = self.rows, self.options.bins
-        self.moments = empty_rows(self.slots * rows, self.device, self.dtype)
-        self.moments = self.moments.view(self.slots, rows, N_FIELDS)
-        if self.fused:
-            self.sums = triton_kernels.blank(rows, self.device)
-        if bins:
-            self.counts = torch.zeros(rows, bins.width, dtype=torch.int64, device=self.device)
-            shape = self.slots, rows, self.options.sample
-            absent = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
-            self.samples = absent.view(torch.float32)
-        if self.by_array:
-            self.moments_array: Any = self.moments.numpy()
-            self.samples_array: Any = self.samples.numpy() if bins else None
-
-    def resized(self, slot: int, rows: int) -> Buffers:
-        """Room for more rows, or for the records to come: the batch in `slot` is in the first."""
-        new = Buffers(self.options, self.device, rows, self._slots_for(rows))
-        new.counted, new.kept = self.counted, self.kept
-        if slot < self.slots:
-            new.seen[0] = self.seen[slot]
-            new.moments[0, : self.rows] = self.moments[slot]
+        self.sampled: list[set[int]] = [set() for _ in range(self.slots)]
+        with torch.inference_mode(False):
+            blank = self._blank().items()
+            self.live = {name: t.expand(self.slots, *t.shape).clone() for name, t in blank}
             if self.options.bins:
-                new.samples[0, : self.rows].view(torch.int32).copy_(
-                    self.samples[slot].view(torch.int32)
-                )
+                n = 0 if self.options.exact_hist else self.options.sample
+                shape = self.slots, self.rows, n
+                absent = torch.full(shape, ABSENT, dtype=torch.int32, device=self.device)
+                self.samples = absent.view(torch.float32)
+        self._see_arrays()
+
+    def _see_arrays(self) -> None:
+        self.arrays: dict[str, Any] = {}
+        if self.by_array:
+            self.arrays = {name: t.numpy() for name, t in self.live.items()}
+            if self.options.bins:
+                self.arrays["samples"] = self.samples.numpy()
+
+    def _blank(self) -> dict[str, Tensor]:
+        """`live` of a batch in which nothing ran."""
+        rows, device, bins = self.rows, self.device, self.options.bins
+        tables = {"moments": empty_rows(rows, device, self.dtype)}
         if self.fused:
-            new.sums[: self.rows] = self.sums
-        if self.options.bins:
-            new.counts[: self.rows] = self.counts
+            tables["moments"] = triton_kernels.blank(rows, device)
+        if bins:
+            tables["counts"] = torch.zeros(rows, bins.width, dtype=torch.int64, device=device)
         if self.units is not None:
-            new.units = self.units.emptied(slot, new.slots)
+            tables["units"] = blank_table(self.units.n_units, device)
+        return tables
+
+    def resized(self, slot: int, rows: int, slots: int | None = None) -> Buffers:
+        """Room for more rows, or for the records to come: the batch in `slot` is in the first."""
+        new = copy(self)
+        new.rows, new.slots = rows, slots or self.best_slots
+        new._allocate()
+        if slot < self.slots:
+            for name, t in self.live.items():
+                new.live[name][0, : t.shape[1]] = t[slot]
+            if self.options.bins:
+                here = new.samples[0, : self.rows].view(torch.int32)
+                here.copy_(self.samples[slot].view(torch.int32))
+            new.sampled[0] = self.sampled[slot]
         return new
 
-    def _slots_for(self, rows: int) -> int:
-        """Slots that fit the budget; one where the values of a record are not known yet."""
-        if not self.by_array or self.options.exact_hist:
+    @property
+    def best_slots(self) -> int:
+        """Slots that fit the budget."""
+        if not self.by_array:
             return 1
+        bins, size = self.options.bins, N_FIELDS
+        if bins:
+            size = 2 * bins.width if self.options.exact_hist else self.options.sample
         units = 0 if self.units is None else 4 * self.units.n_units
-        size = rows * (self.options.sample if self.options.bins else N_FIELDS) + units
-        return max(min(WAITING_VALUES // size, MOST_SLOTS), 1)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the current batch may wait for others before it goes into the history."""
-        return self.slots > 1 and self.kept is None and not self.counted
-
-    @property
-    def wants_more_slots(self) -> bool:
-        """Whether `resized` would give other slots than there are."""
-        return self.by_array and self._slots_for(self.rows) != self.slots
+        return max(min(WAITING_VALUES // (self.rows * size + units), MOST_SLOTS), 1)
 
     # --- the current batch
 
@@ -176,19 +176,21 @@ class Buffers:
         if self.by_array:
             top = self._add_on_cpu(slot, row, values, times)
         elif self.fused:
-            triton_kernels.add(values, self.sums[row], self.options.eps, times)
+            triton_kernels.add(values, self.live["moments"][0, row], self.options.eps, times)
         else:
             new = _times(moments(values, self.options.eps, self.dtype), times)
-            self.moments[slot, row] = merge(self.moments[slot, row], new)
-        self.seen[slot].add(row)
+            here = self.live["moments"][slot]
+            here[row] = merge(here[row], new)
         units = self.units
         if units is None or not (layout := units.layouts[row]).n:
             return
+        start, n = units.places[row]
         is_float = isinstance(values, np.ndarray) and values.dtype == np.float32
         if is_float and layout.width and times == 1 and (array is not None or t.is_contiguous()):
-            units.add_array(slot, row, values, top, offset)
+            here = self.arrays["units"][slot, :, start : start + n]
+            layout.add_array(here, values, top, offset)
         else:
-            units.add(slot, row, t.detach())
+            layout.add_tensor(self.live["units"][slot, :, start : start + n], t.detach())
 
     def _add_on_cpu(self, slot: int, row: int, values: Any, times: int) -> float:
         """Adds to the moments; the greatest size of the values."""
@@ -197,11 +199,9 @@ class Buffers:
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
-        calls = 0.0
-        if row in self.seen[slot]:
-            calls, *old = self.moments_array[slot, row].tolist()
-            new = merge_row(old, new)
-        self.moments_array[slot, row] = (calls + 1, *new)
+        here = self.arrays["moments"][slot]
+        calls, *old = here[row].tolist()
+        here[row] = (calls + 1, *(merge_row(old, new) if calls else new))
         return math.inf if bad else max(-lo, hi)
 
     def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> None:
@@ -209,104 +209,94 @@ class Buffers:
         bins, size = self.options.bins, self.options.sample
         assert bins is not None
         if self.options.exact_hist:
-            self.counted = True
             x = values if isinstance(values, Tensor) else torch.from_numpy(values)
             for part in torch.split(x, 1 << 20):
-                self.counts[row] += bins.count(narrow(part).float().unsqueeze(0))[0] * times
+                self.live["counts"][slot, row] += (
+                    bins.count(narrow(part).float().unsqueeze(0))[0] * times
+                )
             return
-        if row in self.seen[slot]:  # a module that runs twice: count its first sample now
-            self.counted = True
-            self.counts[row] += bins.count(self.samples[slot, row : row + 1])[0]
+        if row in self.sampled[slot]:  # a module that runs twice: count its first sample now
+            self.live["counts"][slot, row] += bins.count(self.samples[slot, row : row + 1])[0]
             self.samples[slot, row].view(torch.int32).fill_(ABSENT)
+        self.sampled[slot].add(row)
         some = values[sample_of(len(values), size, offset)]
         if isinstance(some, np.ndarray) and some.dtype == np.float32:
-            self.samples_array[slot, row, : len(some)] = some  # a third of the time of a `copy_`
+            # a third of the time of a `copy_`
+            self.arrays["samples"][slot, row, : len(some)] = some
         else:
             some = some if isinstance(some, Tensor) else torch.from_numpy(some)
             self.samples[slot, row, : len(some)].copy_(narrow(some))
 
     def clear(self, slot: int) -> None:
-        """Empties the current batch, in place."""
-        if self.fused:
-            triton_kernels.clear(self.sums)
-        else:
-            self.moments[slot] = empty_rows(1, self.device, self.dtype)
+        """Empties the current batch, in place: `live` is as the last `folded` left it.
+
+        All of it: a CUDA graph that is replayed writes without running any Python.
+        """
+        for name, t in self._before().items():
+            self.live[name][slot] = t
         if self.options.bins:
-            # always: a CUDA graph that is replayed writes without running any Python
-            self.counts.zero_()
             self.samples[slot].view(torch.int32).fill_(ABSENT)
-        self.counted = False
-        self.seen[slot] = set()
-        if self.units is not None:
-            self.units.clear(slot)
+        self.sampled[slot] = set()
+
+    def _before(self) -> dict[str, Tensor]:
+        """`live` of this step without the current batch."""
+        before = self._blank()
+        for name, t in (self.kept or {}).items():
+            before[name][: len(t)] = t
+        return before
 
     # --- the step
 
-    def _moments_of(self, slot: int) -> Tensor:
-        """(rows, 9) of all batches of this step."""
-        rows = triton_kernels.collapse(self.sums) if self.fused else self.moments[slot].clone()
-        if self.kept is not None:
-            n = len(self.kept[0])
-            rows[:n] = merge(self.kept[0], rows[:n])
-        return rows
-
-    def _counts_of(self, slot: int) -> Tensor | None:
-        """(rows, width) int64 of all batches of this step."""
-        bins = self.options.bins
-        if bins is None:
-            return None
-        counts = self.counts.clone()
-        if not self.options.exact_hist:
-            counts += bins.count(self.samples[slot])
-        if self.kept is not None and self.kept[1] is not None:
-            counts[: len(self.kept[1])] += self.kept[1]
-        return counts
+    def _counts(self, slots: slice) -> Tensor:
+        """(slots, rows, width) int64 of all values that were counted or sampled."""
+        bins, counts = self.options.bins, self.live["counts"][slots]
+        assert bins is not None
+        if self.options.exact_hist:
+            return counts
+        return counts + bins.count(self.samples[slots].flatten(0, 1)).view_as(counts)
 
     def folded(self, slot: int, finite_only: bool) -> Buffers:
         """With the current batch kept for its step, if it is finite throughout or need not be."""
-        new, rows, counts = copy(self), self._moments_of(slot), self._counts_of(slot)
+        now = {name: t[slot].clone() for name, t in self.live.items()}
+        if self.options.bins:
+            now["counts"] = self._counts(slice(slot, slot + 1))[0].clone()
         if finite_only:
-            live = triton_kernels.collapse(self.sums) if self.fused else self.moments[slot]
-            fine = live[:, -1].sum() == 0
-            before = self._kept_of_rows()
-            rows = torch.where(fine, rows, before[0])
-            counts = None if counts is None else torch.where(fine, counts, before[1])
-        new.kept = rows, counts
-        if self.units is not None:
-            new.units = self.units.folded(slot)
-        return new
+            before = self._before()
+            n_bad, n_before = (t["moments"][..., -1].sum() for t in (now, before))
+            now = {name: torch.where(n_bad == n_before, now[name], t) for name, t in before.items()}
+        return self.with_kept(now)
 
-    def _kept_of_rows(self) -> tuple[Tensor, Any]:
-        """`kept`, for all rows."""
-        rows = empty_rows(self.rows, self.device, self.dtype)
-        counts = torch.zeros_like(self.counts) if self.options.bins else None
-        if self.kept is not None:
-            rows[: len(self.kept[0])] = self.kept[0]
-            if counts is not None and self.kept[1] is not None:
-                counts[: len(self.kept[1])] = self.kept[1]
-        return rows, counts
-
-    def with_kept(self, kept: tuple[Tensor, Tensor | None] | None) -> Buffers:
-        """With these moments and counts kept for this step."""
+    def with_kept(self, kept: dict[str, Tensor] | None) -> Buffers:
+        """With these tables kept for this step."""
+        if kept is self.kept:
+            return self
         new = copy(self)
         new.kept = kept
         return new
 
     def with_units(self, units: UnitTables) -> Buffers:
-        """With other tables of units."""
+        """With other units, none of which were seen in the current batch."""
         new = copy(self)
         new.units = units
+        new._allocate()
         return new
 
-    def without_kept(self) -> Buffers:
-        """With earlier batches of this step forgotten."""
-        new = copy(self)
-        new.kept = None
-        if self.units is not None:
-            new.units = self.units.without_kept()
+    def with_layout(self, row: int, layout: UnitLayout) -> Buffers:
+        """With the units of `row` read in another way."""
+        new, old = copy(self), self.units
+        assert old is not None
+        new.units = old.with_layout(row, layout)
+        if new.units.places != old.places:
+            with torch.inference_mode(False):
+                blank = blank_table(layout.n, self.device)
+                blanks = blank.expand(self.slots, *blank.shape)
+                new.live = self.live | {"units": old.moved(row, self.live["units"], blanks)}
+                if self.kept:
+                    new.kept = self.kept | {"units": old.moved(row, self.kept["units"], blank)}
+            new._see_arrays()
         return new
 
-    def waiting_records(self, n: int, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:
+    def records(self, n: int, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:
         """The tables of the records in the first `n` slots, of which only the last may end half a
         window, and the buffers afterwards: the units' window has moved on.
 
@@ -318,34 +308,24 @@ class Buffers:
             (n, rows, fields) tables by name: "moments", "counts", "units", and "past", which is
             (n, units, 4).
         """
-        new, bins = copy(self), self.options.bins
-        tables = {"moments": self.moments[:n, :rows]}
-        if bins is not None:
-            found = bins.count(self.samples[:n].view(-1, self.options.sample))
-            tables["counts"] = found.view(n, self.rows, -1)[:, :rows, :-1].int()
-        if self.units is not None:
-            live = self.units.live[:n]
-            tables["units"], tables["past"], new.units = self.units.record(live, after, rows)
-        return tables, new
-
-    def record(self, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:
-        """The same of the current step, all of whose batches are in the first slot and `kept`."""
-        new = self.without_kept()
-        tables = {"moments": self._moments_of(0)[None, :rows]}
-        if (counts := self._counts_of(0)) is not None:
+        new, moments = copy(self), self.live["moments"][:n]
+        if self.fused:
+            moments = triton_kernels.collapse(moments[0])[None]
+        tables = {"moments": moments[:, :rows]}
+        if self.options.bins:
             dtype = torch.int64 if self.options.exact_hist else torch.int32
-            tables["counts"] = counts[None, :rows, :-1].to(dtype)
-        if self.units is not None and new.units is not None:
-            live = self.units.with_kept(0)[None]
-            tables["units"], tables["past"], new.units = new.units.record(live, after, rows)
+            tables["counts"] = self._counts(slice(n))[:, :rows, :-1].to(dtype)
+        if self.units is not None:
+            live = self.live["units"][:n]
+            tables["units"], tables["past"], new.units = self.units.record(live, after, rows)
         return tables, new
 
     @property
     def n_bytes(self) -> int:
         """Memory of all tables."""
-        tables = [self.moments] + ([self.samples, self.counts] if self.options.bins else [])
-        tables += [] if self.units is None else [self.units.live]
-        return sum(t.numel() * t.element_size() for t in tables)
+        return sum(t.nbytes for t in self.live.values()) + (
+            self.samples.nbytes if self.options.bins else 0
+        )
 
 
 def _times(row: Tensor, times: int) -> Tensor:

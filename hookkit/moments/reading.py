@@ -19,7 +19,7 @@ from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import sample_error
 from hookkit.moments.history import StepHistory
 from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
-from hookkit.moments.units import CLAMPING, FIELDS, UnitTables, judged, shares
+from hookkit.moments.units import CLAMPING, FIELDS, UnitTables, judged
 from hookkit.records import Record
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
     values = statistics(tables["moments"].transpose(0, 1).numpy())
     if options.window:
         units = tables["units"].double().transpose(0, 1).numpy()
-        values |= shares_of(units, names, types, stats.consumers)
+        values |= _unit_shares(units, names, types, stats.consumers)
     hist = _hist(options, tables["counts"], values) if options.bins else None
     columns = (np.array(stats.history.column(i), dtype=np.int64) for i in range(4))
     steps, epochs, iters, spans = columns
@@ -88,22 +88,27 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
     return record, of_ranks
 
 
-def shares_of(
-    units: Any, names: Sequence[str], types: Sequence[str], consumers: Mapping[str, Any] | None
+def _unit_shares(
+    table: Any, names: Sequence[str], types: Sequence[str], consumers: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Shares of units by statistic.
+    """Shares of units by statistic, from (rows, n, 6) `units.FIELDS`; NaN where not judged.
 
     `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads. Of others that
     says nothing: they are dead where they give nothing but 0. Which activation reads a layer is in
     `consumers`; None if that was not looked for.
     """
-    values = shares(units)
-    zero = values.pop("only_zero")
+    low, zero, dormant, full, n, n_saturable = np.moveaxis(table, -1, 0)
+    n, n_saturable = (np.where(k == 0, np.nan, k) for k in (n, n_saturable))
+    dead = low
     if consumers is not None:
         clamped = [is_clamped(consumers, *layer) for layer in zip(names, types, strict=True)]
-        low = values["never_positive"]
-        values["dead"] = np.where(np.array(clamped, bool)[:, None], low, zero)
-    return values
+        dead = np.where(np.array(clamped, bool)[:, None], low, zero)
+    return {
+        "dead": dead / n,
+        "dormant": dormant / n,
+        "saturated": full / n_saturable,
+        "never_positive": low / n,
+    }
 
 
 def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:

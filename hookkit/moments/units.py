@@ -4,17 +4,13 @@ A unit is one index of a layer's channel dimension. Kept per unit: its greatest 
 |x| over the window, as two halves of which the older is dropped when the newer is full; so a
 judgement rests on `window / 2` to `window` records, in constant memory. It builds on
 `unit_layouts`. The tables of all layers lie side by side, (4, units), and are judged for all layers
-and several records at once. The file is a little longer than 300 lines, since the tables and the
-functions that judge them share the order of the four rows.
+and several records at once.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +39,6 @@ class UnitTables:
 
     Args:
         window: records that a judgement looks back on.
-        live: (slots, 4, units) of records that are not judged yet, then of the current batch;
-            the only table that is written in place.
-        kept: (4, units) of earlier batches of this step, None if there are none.
         older, newer: (4, units) of the two halves of the window.
         row_of: (units,) int64, whose unit it is.
         bounded: (units,) bool, whether it can be saturated.
@@ -54,8 +47,6 @@ class UnitTables:
     """
 
     window: int
-    live: Tensor
-    kept: Tensor | None
     older: Tensor
     newer: Tensor
     row_of: Tensor
@@ -64,11 +55,10 @@ class UnitTables:
     layouts: dict[int, UnitLayout] = field(default_factory=dict)
 
     @classmethod
-    def blank(cls, window: int, device: torch.device, slots: int = 1) -> UnitTables:
+    def blank(cls, window: int, device: torch.device) -> UnitTables:
         """Without units."""
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        live = blank_tables(slots, 0, device)
-        return cls(window, live, None, live[0], live[0], none, none.bool())
+        none, table = torch.zeros(0, dtype=torch.int64, device=device), blank_table(0, device)
+        return cls(window, table, table, none, none.bool())
 
     @property
     def half(self) -> int:
@@ -80,97 +70,34 @@ class UnitTables:
         """Of all rows."""
         return len(self.row_of)
 
-    @cached_property
-    def array(self) -> Any:
-        """`live` as numpy sees it; on a CPU."""
-        return self.live.numpy()
-
-    def add(self, slot: int, row: int, x: Tensor) -> None:
-        """Adds the plain tensor `x` to the current batch."""
-        start, n = self.places[row]
-        self.layouts[row].add_tensor(self.live[slot, :, start : start + n], x)
-
-    def add_array(self, slot: int, row: int, values: Any, top: float, offset: int) -> None:
-        """Adds flat float32 `values`, none larger than `top`; `offset` selects what is read."""
-        start, n = self.places[row]
-        here = self.array[slot, :, start : start + n]
-        self.layouts[row].add_array(here, values, top, offset)
-
     def with_layout(self, row: int, layout: UnitLayout) -> UnitTables:
         """With units for a new `row`, or for one that gives another number of units now."""
         layouts = {**self.layouts, row: layout}
-        _, n = self.places.get(row, (0, 0))
-        if not layout.n or n == layout.n:
+        first, n = self.places.get(row, (self.n_units, 0))
+        if layout.n in (0, n):
             return replace(self, layouts=layouts)
-        kept = self if not n else self._of_rows([r for r in self.places if r != row])
+        rest = {r: (i - n * (i > first), k) for r, (i, k) in self.places.items() if r != row}
         with torch.inference_mode(False):
-            return replace(kept._with_units(row, layout.n, layout.saturates), layouts=layouts)
+            blank = blank_table(layout.n, self.row_of.device)
+            return replace(
+                self,
+                older=self.moved(row, self.older, blank),
+                newer=self.moved(row, self.newer, blank),
+                row_of=self.moved(row, self.row_of, self.row_of.new_full((layout.n,), row)),
+                bounded=self.moved(
+                    row, self.bounded, self.bounded.new_full((layout.n,), layout.saturates)
+                ),
+                places={**rest, row: (self.n_units - n, layout.n)},
+                layouts=layouts,
+            )
 
-    def _with_units(self, row: int, n: int, bounded: bool) -> UnitTables:
-        device, slots = self.row_of.device, len(self.live)
-        new = blank_tables(slots, n, device)
-        older, newer = (torch.cat([t, new[0]], -1) for t in (self.older, self.newer))
-        return replace(
-            self,
-            live=torch.cat([self.live, new], -1),
-            kept=None if self.kept is None else torch.cat([self.kept, new[0]], -1),
-            older=older,
-            newer=newer,
-            row_of=torch.cat([self.row_of, torch.full((n,), row, device=device)]),
-            bounded=torch.cat([self.bounded, torch.full((n,), bounded, device=device)]),
-            places={**self.places, row: (self.n_units, n)},
-        )
+    def moved(self, row: int, table: Tensor, new: Tensor) -> Tensor:
+        """`table` (…, units) without the units of `row`, and with `new` ones behind the others.
 
-    def parts_of(self, rows: list[int]) -> list[slice]:
-        """Where the units of these rows lie."""
-        return [slice(start, start + n) for start, n in map(self.places.__getitem__, rows)]
-
-    def _of_rows(self, rows: list[int]) -> UnitTables:
-        """Of these rows alone. By slices: an index would make a GPU wait."""
-        parts = self.parts_of(rows)
-
-        def some(t: Any) -> Any:
-            return None if t is None else torch.cat([t[..., :0], *(t[..., p] for p in parts)], -1)
-
-        sizes = [self.places[row][1] for row in rows]
-        starts = accumulate(sizes, initial=0)
-        places = dict(zip(rows, zip(starts, sizes, strict=False), strict=True))
-        return UnitTables(
-            self.window,
-            some(self.live),
-            some(self.kept),
-            some(self.older),
-            some(self.newer),
-            some(self.row_of),
-            some(self.bounded),
-            places,
-            self.layouts,
-        )
-
-    def clear(self, slot: int) -> None:
-        """Empties the current batch."""
-        self.live[slot, 1:] = 0
-        self.live[slot, 0] = -math.inf
-
-    def folded(self, slot: int) -> UnitTables:
-        """With the current batch kept for its step."""
-        return replace(self, kept=self.with_kept(slot).clone())
-
-    def without_kept(self) -> UnitTables:
-        """With earlier batches of this step forgotten."""
-        return self if self.kept is None else replace(self, kept=None)
-
-    def with_kept(self, slot: int) -> Tensor:
-        """(4, units) of all batches of this step."""
-        live = self.live[slot]
-        return live if self.kept is None else _joined(live, self.kept)
-
-    def emptied(self, slot: int, slots: int) -> UnitTables:
-        """With room for `slots` records, of which the first is the one that was in `slot`."""
-        live = blank_tables(slots, self.n_units, self.row_of.device)
-        if slot < len(self.live):
-            live[0] = self.live[slot]
-        return replace(self, live=live)
+        By slices, since an index would make a GPU wait.
+        """
+        first, n = self.places.get(row, (self.n_units, 0))
+        return torch.cat([table[..., :first], table[..., first + n :], new], -1)
 
     def record(self, tables: Tensor, after: int, rows: int) -> tuple[Tensor, Tensor, UnitTables]:
         """Records with these (n, 4, units) tables, of which only the last may end half a window.
@@ -188,7 +115,7 @@ class UnitTables:
         shares = self._shares(_joined(seen, older), tables[:, 2] > 0, rows)
         counts = torch.cat([(tables[:, :1] > 0).to(tables.dtype), tables[:, 1:]], 1)
         if after % self.half == 0:
-            older, newer = newer, blank_tables(1, self.n_units, newer.device)[0]
+            older, newer = newer, blank_table(self.n_units, newer.device)
         return shares, counts.transpose(1, 2), replace(self, older=older, newer=newer)
 
     def _shares(self, seen: Tensor, ran: Tensor, rows: int) -> Tensor:
@@ -222,25 +149,16 @@ class UnitTables:
         return tuple(flags[0] for flags in _verdict(seen, mean))
 
     def on_cpu(self) -> UnitTables:
-        """A copy on the CPU without the current batch, for pickles."""
-        cpu = torch.device("cpu")
-        return replace(
-            self,
-            live=blank_tables(1, self.n_units, cpu),
-            kept=None,
-            older=self.older.to(cpu),
-            newer=self.newer.to(cpu),
-            row_of=self.row_of.to(cpu),
-            bounded=self.bounded.to(cpu),
-        )
+        """A copy on the CPU."""
+        names = ("older", "newer", "row_of", "bounded")
+        return replace(self, **{name: getattr(self, name).cpu() for name in names})
 
 
-def blank_tables(slots: int, units: int, device: torch.device) -> Tensor:
-    """(slots, 4, units) float32 of units that were not seen."""
-    with torch.inference_mode(False):
-        tables = torch.zeros(slots, 4, units, dtype=torch.float32, device=device)
-        tables[:, 0] = -math.inf
-    return tables
+def blank_table(units: int, device: torch.device) -> Tensor:
+    """(4, units) float32 of units that were not seen."""
+    table = torch.zeros(4, units, dtype=torch.float32, device=device)
+    table[0] = -math.inf
+    return table
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
@@ -281,26 +199,10 @@ def judged(
     half = -(-max(window // 2, 1) // stride)
     tables = UnitTables.blank(2 * half, torch.device("cpu"))
     for row, kind, n in layers:
-        tables = tables._with_units(row, n, can_saturate(kind))
+        layout = UnitLayout(torch.Size((n,)), kind, n, saturates=can_saturate(kind))
+        tables = tables.with_layout(row, layout)
     shares = torch.zeros(len(counts), rows, len(FIELDS), dtype=torch.float32, device="cpu")
     for i, column in enumerate(counts):
         table, _, tables = tables.record(column.t()[None], i + 1, rows)
         shares[i] = table[0]
     return shares, tables
-
-
-def shares(table: Any) -> dict[str, Any]:
-    """Fractions of units from (…, 6) sums; NaN where not judged.
-
-    `dead` is what it is for a ReLU, or before one: never above 0. Of other layers `only_zero` is:
-    see `reading.shares_of`.
-    """
-    n, n_saturable = table[..., 4].copy(), table[..., 5].copy()
-    n[n == 0] = n_saturable[n_saturable == 0] = math.nan
-    return {
-        "dead": table[..., 0] / n,
-        "dormant": table[..., 2] / n,
-        "saturated": table[..., 3] / n_saturable,
-        "never_positive": table[..., 0] / n,
-        "only_zero": table[..., 1] / n,
-    }
