@@ -2,6 +2,7 @@
 
 stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layers          `ActivationStats`, `GradientStats`, and the checks of their options.
+layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
 unscaling       Gradients under a GradScaler, divided by the scale of the loss.
 reading         How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 showing         Recorded numbers as a small table: text for a terminal, HTML for a notebook.
@@ -9,7 +10,7 @@ params          `ParamStats`: how large weights, gradients and updates are, for 
 parameters      The parameters of a model: by name, their norms, and whether they have moved.
 graph           What the autograd graph shows of a model: which activation reads each layer.
 flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
-norm_history    Norms of what layers gave in the last batches, and the incident that they show.
+norm_history    Norms of the last batches, and the incident that they show.
 """
 
 from hookkit.stats.flight import FlightRecorder

@@ -25,22 +25,15 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks.entries import HookEntry, graph_task
+from hookkit.hooks.entries import graph_task
 from hookkit.hooks.gradients import Placed
 from hookkit.modules import unwrap
-from hookkit.recording import HookCallback, RecordSwitch
+from hookkit.recording import HookCallback
 from hookkit.records import Incident
-from hookkit.stats.norm_history import (
-    FIRST,
-    INPUT,
-    LOSS,
-    GradNormHistory,
-    Memory,
-    NormHistory,
-    input_hook,
-    norm_hook,
-)
-from hookkit.stats.parameters import Named, Parameters
+from hookkit.selecting import select
+from hookkit.stats.layer_hooks import input_entries, output_entries
+from hookkit.stats.norm_history import INPUT, LOSS, NormHistory
+from hookkit.stats.parameters import Parameters
 from hookkit.stats.unscaling import inverse_scale, known_scaler
 
 ACTIONS = ("raise", "skip", "report")
@@ -92,43 +85,36 @@ class FlightRecorder(HookCallback):
             "FlightRecorder", "n_batches", n_batches, 2, whole=True, what="in batches"
         )
         super().__init__(modules, include_paramless=True, on_valid=False)
-        if self._selectors is not None:
-            _check_some(self._selectors, modules)
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.incidents: tuple[Incident, ...] = ()
         self._clear()
 
     def _clear(self) -> None:
-        self._types: dict[str, str] = {}  # of every layer that was hooked, in the order of rows
-        self._grads = GradNormHistory()
-        self._bad_before = False
+        self._norms: Any = None  # a `NormHistory`, and `Parameters`, during a fit
+        self._parameters: Any = None
         self._flags: list[tuple[int, Tensor, Any]] = []
-        self._known: Parameters | None = None
-        self._checked = self._noted = self._warned = False
-        self._norms: NormHistory | None = None
+        self._checked = self._noted = self._warned = self._bad_before = False
 
     # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
         found, root = super()._select(model), unwrap(model)
+        if self._selectors is not None and not found:
+            raise OptionError(
+                f"FlightRecorder(modules={shown(self._given)}): that selects no module, so it "
+                f"would see nothing begin. Use None for all of them, or name some."
+            )
+        if isinstance(root, torch.jit.ScriptModule):
+            return found
         if self._selectors is not None:
-            _check_some(found, self._selectors)
-        return found if isinstance(root, torch.jit.ScriptModule) else {**found, _INPUT: root}
+            return select(model, *self._selectors, {"": _INPUT})
+        return {**found, _INPUT: root}
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
-        switch = self._switch
         if name == _INPUT:
-            return [(HookEntry(input_hook(switch, INPUT), switch), {"pre": True})]
-        hook = norm_hook(switch, self._row(name, type(module).__name__), self._function)
-        return [(HookEntry(hook, switch, keeps_output=False), {})]
-
-    def _row(self, name: str, kind: str) -> int:
-        """The row of a layer. That of one that has left the model keeps its past."""
-        assert self._norms is not None
-        types = {**self._types, name: kind}
-        self._norms.grow(FIRST + len(types))
-        self._types = types
-        return FIRST + list(types).index(name)
+            return input_entries(self._switch, INPUT)
+        row = self._norms.row(name, type(module).__name__)
+        return output_entries(self._switch, row, leaf, self._function)
 
     # --- events
 
@@ -139,19 +125,19 @@ class FlightRecorder(HookCallback):
             devices = (p.device for p in self.learn.model.parameters() if not p.is_meta)
             device = next(devices, torch.device("cpu"))
             self._norms = self._switch.target = NormHistory(self.n_batches, device)
+            self._parameters = Parameters(self.learn.model)
         super().before_fit()
 
     def before_batch(self) -> None:
         """Begins the next batch in memory; on a GPU, reads what the flags of earlier ones say."""
         self._checked = self._switch.late = self._noted = False
         super().before_batch()
-        if self.recording and self._norms is not None:
+        if self.recording:
             self._look_late()
             self._norms.advance(self.learn.n_steps, self.learn.epoch, self.learn.train_iter)
-            self._grads.advance(self._norms.at)
 
     def after_pred(self) -> None:
-        """The model has returned: a layer called on its own after that is not recorded."""
+        """The model has returned: a layer called on its own now counts if it makes the loss."""
         self._switch.late = True
 
     def before_step(self) -> None:
@@ -186,7 +172,7 @@ class FlightRecorder(HookCallback):
 
     def after_batch(self) -> None:
         """Checks all norms, or on a GPU copies the answer to the host, to be read later."""
-        if not (self.recording and self._norms is not None):
+        if not self.recording:
             return
         on_cpu = self._on_cpu()
         self._record(False)
@@ -207,23 +193,17 @@ class FlightRecorder(HookCallback):
         """Takes the hooks off."""
         super().cleanup_fit()
         self._record(False)
-        self._grads, self._known = GradNormHistory(), None  # they hold the model's parameters
+        self._norms = self._parameters = self._switch.target = None
 
     # --- taking norms
 
     def _on_cpu(self) -> bool:
-        return self._norms is not None and self._norms.device.type == "cpu"
+        return bool(self._norms.device.type == "cpu")
 
     def _note_loss(self) -> None:
         loss = self.learn.loss
-        if isinstance(loss, Tensor) and self._norms is not None:
+        if isinstance(loss, Tensor):
             self._norms.see(LOSS, 0, "", loss)
-
-    @property
-    def _parameters(self) -> list[Named]:
-        if self._known is None:
-            self._known = Parameters(self.learn.model)
-        return self._known.now
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
         """Notes the gradients that one optimizer of several has used, while they are there."""
@@ -235,27 +215,17 @@ class FlightRecorder(HookCallback):
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
         )
         if not scaled:
-            self._grads.note(self._parameters, only)
-
-    def _finite(self) -> Tensor:
-        """0-d bool: nothing of this batch is NaN or Inf."""
-        history = self._norms
-        assert history is not None
-        fine = torch.isfinite(history.norms[history.at]).all()
-        for norms in self._grads.now():
-            fine = fine & torch.isfinite(norms).all().to(fine.device)
-        return fine
+            self._norms.see_grads(self._parameters.now, only)
 
     def _look_now(self) -> bool:
         """Whether something of this batch is not finite; if so, reports it."""
-        assert self._norms is not None
         self._checked = True
-        fine = bool(self._finite().cpu().numpy())  # sync: one per step, on a GPU for "skip" only
+        # sync: one per step, on a GPU for "skip" only
+        fine = bool(self._norms.finite().cpu().numpy())
         return self._judge(self._norms.at, fine, late=self.learn.stepped)
 
     def _send_flag(self) -> None:
-        assert self._norms is not None
-        fine = self._finite()
+        fine = self._norms.finite()
         flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=fine.is_cuda)
         flag.copy_(fine, non_blocking=True)
         arrived: Any = None
@@ -285,22 +255,14 @@ class FlightRecorder(HookCallback):
         """Reports the batch in slot `at` unless it is `fine`; `late`: its step may be made."""
         first, self._bad_before = not fine and not self._bad_before, not fine
         if first and len(self.incidents) < _MOST:
-            assert self._norms is not None
-            memory = Memory(self._norms, self._types, self._grads.norms, self._parameters)
-            incident = memory.incident(at, late)
+            incident = self._norms.incident(at, self._parameters.now, late)
             self.incidents = (*self.incidents, incident)
             if self.on_nonfinite == "raise":
                 raise NonFiniteError(f"{incident}\n  {_CURE}")
         return not fine
 
     def __getstate__(self) -> dict[str, Any]:
-        gone: dict[str, Any] = {
-            "_norms": None,
-            "_known": None,
-            "_grads": GradNormHistory(),
-            "_flags": [],
-        }
-        return {**super().__getstate__(), **gone, "_switch": RecordSwitch()}
+        return {**super().__getstate__(), "_norms": None, "_parameters": None, "_flags": []}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
@@ -313,11 +275,3 @@ _TOO_LATE = (
 )
 _WITHIN, _UNSEEN = "is made within the backward", "is not seen (each_forward)"
 _AGAIN = "evaluates its batch more than once in its closure"
-
-
-def _check_some(found: Any, given: Any) -> None:
-    if not found:
-        raise OptionError(
-            f"FlightRecorder(modules={shown(given)}): that selects no module, so it would see "
-            f"nothing begin. Use None for all of them, or name some."
-        )

@@ -13,33 +13,19 @@ have the same rows, so one hook serves them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit.errors import HookkitWarning, OptionError
-from hookkit.hooks.backward import BothGrads
-from hookkit.hooks.entries import (
-    HookEntry,
-    brief,
-    called,
-    counts_for,
-    graph_task,
-    is_compiling,
-    is_tracing,
-    part_at,
-)
-from hookkit.hooks.gradients import GradHooks, Placed
+from hookkit.hooks.gradients import Placed
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
-from hookkit.nested import Inputs, named_leaves, tmap
-from hookkit.recording import HookCallback, RecordSwitch
+from hookkit.recording import HookCallback
 from hookkit.records import Record
+from hookkit.stats.layer_hooks import gradient_entries, output_entries
 from hookkit.stats.unscaling import ScaledAccumulator, known_scaler
-
-Function = Callable[[nn.Module, Any, Any], Any]
 
 
 class StatsCallback(HookCallback):
@@ -74,18 +60,10 @@ class StatsCallback(HookCallback):
     # --- hooks
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
-        switch, function = self._switch, self._function
         (row,) = self.accumulator.rows([name], [type(module).__name__])
         if self.kind == "activation":
-            hook = output_hook(switch, row, leaf, function)
-            return [(HookEntry(hook, switch, keeps_output=False), {})]
-        if function is None:
-            return GradHooks(gradient_hook(switch, row, leaf), leaf=leaf).entries(module, switch)
-
-        def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
-            _show(switch, row, called(function, module, grad_inputs, grad_outputs))
-
-        return BothGrads(show, leaf, True, switch, lambda: switch.thread).entries(module, switch)
+            return output_entries(self._switch, row, leaf, self._function)
+        return gradient_entries(self._switch, row, leaf, self._function, module)
 
     # --- events
 
@@ -230,68 +208,3 @@ def _warn_of_new_scaler(who: str, step: int) -> None:
         HookkitWarning,
         stacklevel=3,
     )
-
-
-# --- what the hooks call
-
-
-def output_hook(switch: RecordSwitch, row: int, leaf: str, function: Function | None) -> Any:
-    """A forward hook that shows the switch's target what a layer gives: every tensor of the output,
-    of its part at the path `leaf`, or of what the user's `function(m, i, o)` makes of them.
-    """
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if switch.late and not _makes_loss(output):
-            return
-        if not counts_for(switch.thread, module):
-            return
-        seen = part_at(output, leaf, "ActivationStats", lambda: brief(module)) if leaf else output
-        if function is not None:
-            inputs = tmap(Tensor.detach, Inputs(args, kwargs))
-            seen = called(function, module, inputs, tmap(Tensor.detach, seen))
-        if isinstance(seen, Tensor):  # most calls
-            switch.target.see(row, 0, "", seen)
-        else:
-            _show(switch, row, seen)
-
-    return hook
-
-
-def gradient_hook(switch: RecordSwitch, row: int, leaf: str) -> Any:
-    """What `GradHooks` calls at each forward: gives what receives the gradients of that call."""
-
-    def received(i: int, grad: Tensor) -> None:
-        switch.target.see(row, 0, "", grad)
-
-    def begin(module: nn.Module, output: Any) -> Any:
-        # a checkpoint that runs again counts: the gradients come from that forward
-        if not counts_for(switch.thread, module, again=True):
-            return None
-        if isinstance(output, Tensor) and not leaf:
-            return received
-        part = part_at(output, leaf, "GradientStats", lambda: brief(module)) if leaf else output
-        paths = [path for path, _ in named_leaves(part)]
-
-        def receive(i: int, grad: Tensor) -> None:
-            switch.target.see(row, i, paths[i], grad)
-
-        return receive
-
-    return begin
-
-
-def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
-    """Shows the switch's target every tensor in `seen`."""
-    for leaf, (path, t) in enumerate(named_leaves(seen)):
-        switch.target.see(row, leaf, path, t)
-
-
-def _makes_loss(output: Any) -> bool:
-    """Whether a layer that is called on its own takes part in the loss.
-
-    A probe runs without gradients, what runs again in the backward pass was counted before, and
-    torch.jit.trace trains nothing.
-    """
-    if not is_compiling() and (graph_task() != -1 or is_tracing()):
-        return False
-    return any(t.requires_grad for _, t in named_leaves(output))
