@@ -282,6 +282,10 @@ class _Block(AbstractContextManager[T, bool | None]):
     ) -> bool | None:
         try:
             swallowed: bool | None = self._made.__exit__(kind, e, tb)
+            if swallowed and e is not None:
+                # Since Python 3.12 the generator's frame in the traceback keeps its callers, one of
+                # which has `e`: a cycle that would hold all tensors of the model's frames.
+                e.__traceback__ = None
             return swallowed
         finally:
             self._guard.end()

@@ -601,6 +601,18 @@ def test_memory_that_the_user_shares_with_numpy_stays_shared(
     assert arrays[0].min() == 1
 
 
+def test_memory_shared_with_numpy_stays_shared_where_a_view_of_it_was_given() -> None:
+    x = torch.zeros(2, 3)
+    array, m = x.numpy(), nn.Identity()
+
+    with hook_output(m) as h:
+        m(x[:1])
+    x.add_(1)
+
+    assert array.min() == 1
+    assert h.stored.max() == 0
+
+
 def holds_itself(x: Tensor) -> dict[str, Any]:
     d: dict[str, Any] = {"x": x * 2}
     d["me"] = d

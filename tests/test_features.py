@@ -1,11 +1,13 @@
 """feature_extractor: a model's inner outputs as an ordinary module."""
 
 import copy
+import gc
 import io
 import pickle
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -356,6 +358,19 @@ def test_features_from_inside_a_checkpoint_have_their_gradient() -> None:
     feature_extractor(net, "b")(x)["b"].square().sum().backward()
 
     torch.testing.assert_close(x.grad, wanted)
+
+
+def test_features_are_freed_with_the_last_reference() -> None:
+    extract = feature_extractor(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), "0")
+    extract(torch.zeros(1, 3))
+    gc.collect()
+
+    gc.disable()  # nothing may be left to it: frames of a stopped forward hold the whole model's
+    try:
+        found = weakref.ref(extract(torch.zeros(1, 3))["0"])
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_vmap_jacobian_and_inference_mode() -> None:

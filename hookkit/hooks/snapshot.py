@@ -121,16 +121,18 @@ class Options:
 
 
 def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
-    """True if `t` aliases a tensor that the user made: a parameter, or a leaf among `given`.
+    """True if `t` aliases a tensor that the user made: a parameter, or a leaf behind `given`.
 
-    `given` is what a module was called with and owns. A view of such a tensor has its memory too.
+    `given` is what a module was called with and owns. A view of such a tensor has its memory too,
+    also if it is the view that was given.
     """
     root = t if is_compiling() or t._base is None else t._base
     return root.is_leaf and (isinstance(root, nn.Parameter) or any(_holds(x, root) for x in given))
 
 
 def _holds(x: Any, t: Tensor) -> bool:
-    return x is t or (not isinstance(x, Tensor) and any(part is t for part in leaves(x)))
+    parts = (x,) if isinstance(x, Tensor) else leaves(x)
+    return any(part is t or (not is_compiling() and part._base is t) for part in parts)
 
 
 def inputs_and_buffers(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
