@@ -57,23 +57,6 @@ def test_a_tied_parameter_has_the_first_of_its_names() -> None:
     assert [name for name, _ in Tree(net).params] == ["0.weight"]
 
 
-def test_a_tree_is_stale_when_a_module_was_added_replaced_or_changed_its_class() -> None:
-    net: Any = nn.Sequential(nn.Sequential(nn.LazyLinear(2)))
-    tree = Tree(net)
-
-    assert not tree.is_stale()
-    net(torch.ones(1, 3))  # the lazy layer is a Linear from now on
-    assert tree.is_stale()
-
-    tree = Tree(net)
-    net[0].append(nn.ReLU())
-    assert tree.is_stale()
-
-    tree = Tree(net)
-    net[0][1] = nn.GELU()
-    assert tree.is_stale()
-
-
 def test_views_share_their_storage() -> None:
     x = torch.ones(4, 6)
 

@@ -147,26 +147,18 @@ def preserve_global_state() -> Iterator[None]:
     The grad mode, and two switches of the process that are safe with several threads inside: that
     of the fused transformer path, off inside, and the log of fake tensors.
     """
-    quiet = _Quiet()
+    thread = threading.get_ident()
+
+    def is_of_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
     with Undo() as stack:
         stack.enter_context(stand_in_runs())
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
-        stack.callback(_LOG.removeFilter, quiet)
-        _LOG.addFilter(quiet)
+        stack.callback(_LOG.removeFilter, is_of_other)
+        _LOG.addFilter(is_of_other)
         yield
-
-
-class _Quiet(logging.Filter):
-    """Drops the records of the thread that made this."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """False for a record of that thread."""
-        return record.thread != self.thread
 
 
 # --- random states

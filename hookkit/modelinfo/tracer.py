@@ -37,6 +37,11 @@ _MAX_SHAPES = 64  # a cell called in a loop would keep thousands
 _next_node_number = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
+# Private, since torch 2.0: how C++ reads the device of a fake tensor, five times in a `linear`.
+# Passing it on as any other operation costs 16 µs more.
+_DEVICE = torch.ops.prim.device.default
+
+
 @dataclass
 class Call:
     """What one module did in the run: how often, what it took and gave, as text."""
@@ -79,64 +84,6 @@ class Trace:
     failed: tuple[str, ...] = ()
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the multiply-accumulates of each dispatched operation for the running module."""
-
-    supports_higher_order_operators = True  # else torch raises for flex attention
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer, self.trace = tracer, tracer.trace
-        self.is_fake = tracer.trace.how == "fake"
-        self.free: set[Any] = set()  # operations known to cost nothing
-
-    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
-    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
-    # calls it, only time is lost.
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self.free:
-            return self._noted(func(*args, **kwargs))
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:  # in inference mode composite operations arrive undivided
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-        if self.is_fake:
-            fake_tensors.check(func, args, self.tracer.real)
-            out = fake_tensors.call(func, args, kwargs)
-        else:
-            self.trace.drew |= _may_draw(func)
-            out = func(*args, **kwargs)
-        self._count(func, args, kwargs, out)
-        return self._noted(out)
-
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        macs = macs_of(func, args, kwargs, out)
-        if macs is None:
-            self.trace.uncounted[name_of(func)] += 1
-        elif macs:
-            self.trace.macs[self.tracer.here()] += macs
-        elif not fake_tensors.needs_check(name_of(func)):
-            self.free.add(func)
-
-    def _noted(self, out: Any) -> Any:
-        """`out`, of which the fake tensors are noted."""
-        if self.is_fake:
-            found = out if isinstance(out, tuple | list) else (out,)
-            self.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
-        return out
-
-
-def _may_draw(func: Any) -> bool:
-    """True for an operation that draws random numbers, or is not PyTorch's and might."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
-
-
 class _Saved:
     """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
 
@@ -146,11 +93,19 @@ class _Saved:
         self.tensor = tensor
 
 
-class Tracer:
-    """Hooks on every module of `tree`, and what they see while the model runs."""
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
 
-    def __init__(self, tree: Tree, how: str, real: Mapping[int, Tensor]) -> None:
-        self.trace = Trace(tree, how)
+    Args:
+        tree: the model.
+        real: for a run on fake tensors the given inputs by the id of their fakes; else None.
+    """
+
+    supports_higher_order_operators = True  # else torch raises for flex attention
+
+    def __init__(self, tree: Tree, real: Mapping[int, Tensor] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace(tree, "real" if real is None else "fake")
         self.real = real
         self.names = {
             place.module: place.name
@@ -162,6 +117,37 @@ class Tracer:
         self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[tuple[str, weakref.ref[_Saved]]] = []
         self.clock = 0
+
+    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
+    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
+    # calls it, only time is lost.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:  # in inference mode composite operations arrive undivided
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if self.real is None:
+            self.trace.drew |= _may_draw(func)
+            out = func(*args, **kwargs)
+        else:
+            fake_tensors.check(func, args, self.real)
+            out = fake_tensors.call(func, args, kwargs)
+            found = out if isinstance(out, tuple | list) else (out,)
+            self.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
+        macs = macs_of(func, args, kwargs, out)
+        if macs is None:
+            self.trace.uncounted[name_of(func)] += 1
+        elif macs:
+            self.trace.macs[self.here()] += macs
+        return out
 
     def here(self) -> str:
         """Name of the module that is running; the root's outside of every call."""
@@ -240,6 +226,11 @@ class Tracer:
             if key not in seen:
                 seen.add(key)
                 self.trace.saved[name] += size
+
+
+def _may_draw(func: Any) -> bool:
+    """True for an operation that draws random numbers, or is not PyTorch's and might."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
 
 
 def _is_newest(t: Tensor) -> bool:

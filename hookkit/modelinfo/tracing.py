@@ -22,8 +22,9 @@ from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.interrupts import Undo, uninterrupted
 from hookkit.modelinfo import fake_tensors, sandbox
 from hookkit.modelinfo.hook_copies import HookCopies
-from hookkit.modelinfo.tracer import Operations, Trace, Tracer
+from hookkit.modelinfo.tracer import Trace, Tracer
 from hookkit.modelinfo.tree import Tree
+from hookkit.modules import Parts
 from hookkit.nested import Inputs, leaves
 
 
@@ -84,7 +85,7 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
     before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     with mode:
-        done = _run(copied, fakes, training, "fake", real)
+        done = _run(copied, fakes, training, real)
     done.made += [weakref.ref(t) for t in leaves(fakes)]
     del fakes
     if done.error is not None:
@@ -101,9 +102,9 @@ def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
-                done = _run(tree, sandbox.real_inputs(given), training, "real")
+                done = _run(tree, sandbox.real_inputs(given), training)
         else:
-            done = _run(copied, sandbox.real_inputs(given), training, "real")
+            done = _run(copied, sandbox.real_inputs(given), training)
     return done
 
 
@@ -119,19 +120,19 @@ def _run(
     tree: Tree,
     given: Inputs,
     training: bool | None,
-    how: str,
     real: Mapping[int, Tensor] | None = None,
 ) -> Trace:
     """Runs the model, twice if the first call makes layers, which only a second one can see."""
     sandbox.set_mode(tree, training)
-    done = _once(Tracer(tree, how, real or {}), given)
-    if not tree.is_stale():
+    parts = Parts(tree.model)
+    done = _once(Tracer(tree, real), given)
+    if not parts.changed():
         return done
     tree = Tree(tree.model)
     if done.error is not None:
         done.tree = tree
         return done
-    again = _once(Tracer(tree, how, real or {}), given)
+    again = _once(Tracer(tree, real), given)
     again.drew |= done.drew
     return again
 
@@ -144,7 +145,7 @@ def _once(tracer: Tracer, given: Inputs) -> Trace:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
-        stack.enter_context(Operations(tracer))
+        stack.enter_context(tracer)
         try:
             out = tracer.trace.tree.model(*given, **given.kwargs)
             if isinstance(out, GeneratorType):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from hookkit.modules import (
     calls_children,
-    child_table,
     inner_key,
     is_parametrization,
     join,
@@ -100,7 +99,6 @@ class Tree:
         every = {id(m): m for m in found}.values()
         self.modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
         self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
-        self._children = [_children(m) for m in self.modules]
 
     @staticmethod
     def _unwrapped(module: nn.Module, wrappers: list[nn.Module]) -> nn.Module:
@@ -126,14 +124,6 @@ class Tree:
                 inner = self._unwrapped(child, others)
                 at.inside.append(Place(join(at.name, key), inner, at.depth + 1, opened))
         return others
-
-    def is_stale(self) -> bool:
-        """True if a module got other children or another class since the tree was read."""
-        return any(old != _children(m) for m, old in zip(self.modules, self._children, strict=True))
-
-
-def _children(m: nn.Module) -> tuple[type, list[int]]:
-    return type(m), [*map(id, child_table(m).values())]
 
 
 def numel(p: Tensor) -> int:
