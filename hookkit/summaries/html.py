@@ -8,15 +8,14 @@ their longest word, so that none is broken; a table that does not fit scrolls si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
 from hookkit.summaries.columns import COLUMNS, MAX_CELL, cell, notes_of
-from hookkit.summaries.lines import Content, Line, Node, View, tree
-from hookkit.summaries.rows import NUMBERS, Totals
+from hookkit.summaries.lines import Content, Line, View, tree
+from hookkit.summaries.rows import NUMBERS, Row, Totals
 from hookkit.summaries.text import footer_parts, shows_itself
 from hookkit.texts import clip, harmless, width
 
@@ -50,16 +49,16 @@ def _paragraph(text: str, attributes: str = "") -> str:
     return f"<p{attributes}>{escape(words)}</p>"
 
 
-def _open_first(root: Node) -> set[int]:
+def _open_first(root: Line) -> set[int]:
     """Ids of the containers that start open: level by level, folded ones never."""
-    found, level, rows = {id(root)}, root.children, len(root.children)
+    found, level, rows = {id(root)}, root.inside, len(root.inside)
     while level:
-        able = [n for n in level if n.children and n.fold == 1]
-        rows += sum(len(n.children) for n in able)
+        able = [line for line in level if line.inside and line.fold == 1]
+        rows += sum(len(line.inside) for line in able)
         if rows > _OPEN_ROWS:
             break
-        found |= {id(n) for n in able}
-        level = [child for n in able for child in n.children]
+        found |= {id(line) for line in able}
+        level = [below for line in able for below in line.inside]
     return found
 
 
@@ -74,7 +73,7 @@ class _Drawing:
         self.s, self.by, self.depth = s, by, view.depth
         self.columns = view.columns or (_RUN if s.run != "none" else _NO_RUN)
         self.whole = getattr(s.total, COLUMNS[by].number)
-        self.root = tree(s.rows, view.fold)
+        self.root, self.base = tree(s.rows, view.fold), 0
         self.open = _open_first(self.root)
         self.widest = {c: _words_of(COLUMNS[c].heading) for c in self.columns}
         self.label = 8.0
@@ -82,13 +81,13 @@ class _Drawing:
 
     def table(self) -> str:
         """The heading and all rows."""
-        skip = self.depth != 0 and not shows_itself(self.s)
-        nodes = self.root.children if skip and self.root.children else [self.root]
-        rows = "".join(self.node(node, 0) for node in nodes)
+        skip = self.depth != 0 and not shows_itself(self.s) and self.root.inside
+        self.base = 1 if skip else 0
+        rows = "".join(map(self.line, self.root.inside if skip else [self.root]))
+        kinds = {True: ' class="n"', False: ""}
         heads = "".join(
-            f'<span class="n">{COLUMNS[c].heading}</span>' if COLUMNS[c].is_right else
-            f"<span>{COLUMNS[c].heading}</span>" for c in self.columns
-        )  # fmt: skip
+            f"<span{kinds[COLUMNS[c].is_right]}>{COLUMNS[c].heading}</span>" for c in self.columns
+        )
         sizes = [f"minmax({self.label:.0f}ch,2.2fr)"]
         for c in self.columns:
             n = self.widest[c]
@@ -109,31 +108,24 @@ class _Drawing:
             said.append("×n so many equal ones; opened, one of them")
         return f'<p class="s">{" · ".join(said)}</p>' if said else ""
 
-    def node(self, node: Node, depth: int) -> str:
+    def line(self, line: Line) -> str:
         """A row, or a container with the rows inside it."""
-        row, inside = node.row, node.children
-        self.folds |= node.fold > 1
-        if not inside or (self.depth is not None and depth >= self.depth):
-            shown = _times(row.total if inside else row.own, node.fold)
-            line = self.line(node, depth, shown, closed=bool(inside))
+        row, inside = line.row, line.inside
+        self.folds |= line.fold > 1
+        if not inside or (self.depth is not None and row.depth - self.base >= self.depth):
+            line = _with_numbers(line, closed=bool(inside))
             cells = "".join(self.wrapped(c, self.cell(c, line)) for c in self.columns)
-            return f'<div class="g r">{self.name(node, depth)}{cells}</div>'
+            return f'<div class="g r">{self.name(line)}{cells}</div>'
         self.opened = True
         failed = self.s.failed and row.name in self.s.failed
-        state = " open" if failed or id(node) in self.open else ""
-        below = "".join(self.node(child, depth + 1) for child in inside)
-        head = self.name(node, depth) + "".join(self.both(c, node, depth) for c in self.columns)
+        state = " open" if failed or id(line) in self.open else ""
+        below = "".join(map(self.line, inside))
+        head = self.name(line) + "".join(self.both(c, line) for c in self.columns)
         return f'<details{state}><summary class="g">{head}</summary>{below}</details>'
 
-    @staticmethod
-    def line(node: Node, depth: int, shown: Totals, closed: bool) -> Line:
-        """What a cell is made from."""
-        return Line(node.row, node.label, depth, node.fold, node.fold, shown, closed)
-
-    def both(self, column: str, node: Node, depth: int) -> str:
+    def both(self, column: str, line: Line) -> str:
         """A cell of a container: its own share and Σ while it is open, the total while closed."""
-        closed = self.line(node, depth, _times(node.row.total, node.fold), closed=True)
-        opened = self.line(node, depth, _times(node.row.own, node.fold), closed=False)
+        closed, opened = (_with_numbers(line, closed=state) for state in (True, False))
         number = COLUMNS[column].number
         total = self.cell(column, closed)
         own = self.cell(column, opened) if not number or getattr(opened.shown, number) else ""
@@ -165,38 +157,36 @@ class _Drawing:
         size = f"{100 * part / self.whole:.1f}%"
         return f'<span class="w" style="--w:{size}">{escape(text)}</span>'
 
-    def name(self, node: Node, depth: int) -> str:
+    def name(self, line: Line) -> str:
         """The name, the class if it has no column of its own, and the notes."""
-        row = node.row
-        label = _short(harmless(node.label)) or "(model)"
+        row, depth = line.row, line.row.depth - self.base
+        label = _short(harmless(line.label)) or "(model)"
         kind = "" if "type" in self.columns else _short(harmless(row.type))
-        notes = [f"×{node.fold}"] if node.fold > 1 else []
-        notes += [_short(note) for note in self.notes(node)]
+        notes = [f"×{line.fold}"] if line.fold > 1 else []
+        # A failure has a mark of its own, and what is inside can be opened.
+        found = notes_of(replace(line, closed=False), self.s)
+        notes += [_short(note) for note in found if not note.startswith("✗")]
         words = _words_of(" ".join([label, kind, *notes]))
         self.label = max(self.label, words + 2 + 1.6 * depth)
         hover = escape(harmless(f"{row.name or row.type} {row.extra}".strip()), quote=True)
         text = f'<span class="l" style="--d:{depth}" title="{hover}">{escape(label)}'
         text += f" <i>{escape(kind)}</i>" if kind else ""
         text += "".join(f' <span class="b">{escape(w)}</span>' for w in notes)
-        return f"{text}{self.failure(node)}</span>"
+        return f"{text}{self.failure(row)}</span>"
 
-    def notes(self, node: Node) -> Iterator[str]:
-        """The notes on a row; a failure has a mark of its own."""
-        line = self.line(node, 0, Totals(), closed=False)
-        return (note for note in notes_of(line, self.s) if not note.startswith("✗"))
-
-    def failure(self, node: Node) -> str:
+    def failure(self, row: Row) -> str:
         """The mark of a module that was running when the model raised."""
-        row = node.row
         if not self.s.failed or row.kind != "module" or row.name not in self.s.failed:
             return ""
         got = f" got {harmless(row.inputs)}" if row.name == self.s.failed[-1] else ""
         return f' <span class="x">✗{escape(got)}</span>'
 
 
-def _times(t: Totals, n: int) -> Totals:
-    """The sums of `n` like `t`."""
-    return replace(t, **{name: n * getattr(t, name) for name in NUMBERS})
+def _with_numbers(line: Line, *, closed: bool) -> Line:
+    """`line` with the numbers of all its siblings: their own, or their totals if it is closed."""
+    one = line.row.total if closed else line.row.own
+    shown = Totals(*(line.fold * getattr(one, name) for name in NUMBERS))
+    return replace(line, closed=closed, shown=shown)
 
 
 def _words_of(text: str, whole: bool = False) -> int:

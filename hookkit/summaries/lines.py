@@ -106,91 +106,80 @@ class Content:
 
 
 @dataclass
-class Node:
-    """A row with the rows below it; `fold` siblings like it are drawn as this one."""
-
-    row: Row
-    label: str
-    children: list[Node] = field(default_factory=list)
-    fold: int = 1
-    kind: int = 0  # equal for subtrees that look alike
-    size: int = 1  # rows in the subtree
-
-
-@dataclass(frozen=True)
 class Line:
-    """One line of a drawing.
+    """One line of a drawing: a row, or equal siblings as their first, with the lines below it.
 
     Attributes:
         label: the name below its parent, `0..11` for folded siblings.
+        fold: how many siblings are drawn as this one.
         times: rows of the model that it represents.
         shown: numbers of one of them: its own, or its total when it is closed.
-        closed: the rows below it are not drawn.
+        closed: the lines below it are not drawn.
+        kind: equal for lines that look alike, with all below them; `size` says how many those are.
     """
 
     row: Row
     label: str
-    depth: int
-    fold: int
-    times: int
-    shown: Totals
+    inside: list[Line] = field(default_factory=list)
+    fold: int = 1
+    times: int = 1
+    shown: Totals = field(default_factory=Totals)
     closed: bool = False
+    kind: int = 0
+    size: int = 1
 
 
-def tree(rows: tuple[Row, ...], fold: bool = True) -> Node:
+def tree(rows: tuple[Row, ...], fold: bool = True) -> Line:
     """The rows as a tree, equal neighbouring siblings folded into their first."""
-    root = Node(rows[0], rows[0].name or "")
+    root = Line(rows[0], rows[0].name)
     above = [root]
     order = [root]
     for row in rows[1:]:
         del above[row.depth :]
-        node = Node(row, _label(row.name, above[-1].row.name))
-        above[-1].children.append(node)
-        above.append(node)
-        order.append(node)
+        parent = above[-1]
+        line = Line(row, row.name.removeprefix(f"{parent.row.name}."))
+        parent.inside.append(line)
+        above.append(line)
+        order.append(line)
     kinds: dict[Any, int] = {}
-    for node in reversed(order):
-        node.size = 1 + sum(c.size for c in node.children)
-        node.kind = kinds.setdefault(_looks(node), len(kinds))
+    for line in reversed(order):
+        line.size = 1 + sum(below.size for below in line.inside)
+        line.kind = kinds.setdefault(_looks(line), len(kinds))
         if fold:
-            node.children = _folded(node.children)
+            line.inside = _folded(line.inside)
     return root
 
 
-def _label(name: str, parent: str) -> str:
-    return name.removeprefix(f"{parent}.") if parent else name
-
-
-def _looks(node: Node) -> Any:
+def _looks(line: Line) -> Any:
     """What two subtrees must share to be drawn as one; names inside count, its own does not."""
-    row = node.row
+    row = line.row
     parent = row.name.rpartition(".")[0] + "."
     notes = tuple(note.replace(parent, "") if parent != "." else note for note in row.notes)
     numbers = tuple(getattr(row, n) for n in NUMBERS)
-    inside = tuple((c.label, c.kind) for c in node.children)
+    inside = tuple((below.label, below.kind) for below in line.inside)
     return (row.kind, row.type, row.outputs, numbers, row.trainable, row.calls, notes,
             row.dtype, row.training, row.extra, inside)  # fmt: skip
 
 
-def _folded(nodes: list[Node]) -> list[Node]:
-    """Runs of equal, numbered nodes as their first; where that saves one line only, as they are.
+def _folded(found: list[Line]) -> list[Line]:
+    """Runs of equal, numbered lines as their first; where that saves one line only, as they are.
 
     Names that are not numbered (`q`, `k`, `v`) say something: they stay.
     """
-    out: list[Node] = []
+    out: list[Line] = []
     i = 0
-    while i < len(nodes):
-        j, first, word = i, nodes[i], _word(nodes[i].label)
-        while word is not None and j + 1 < len(nodes) and nodes[j + 1].kind == first.kind:
-            if _word(nodes[j + 1].label) != word:
+    while i < len(found):
+        j, first, word = i, found[i], _word(found[i].label)
+        while word is not None and j + 1 < len(found) and found[j + 1].kind == first.kind:
+            if _word(found[j + 1].label) != word:
                 break
             j += 1
         n = j - i + 1
         if (n - 1) * first.size >= 2:
-            first.fold, first.label = n, f"{first.label}..{nodes[j].label}"
+            first.fold, first.label = n, f"{first.label}..{found[j].label}"
             out.append(first)
         else:
-            out += nodes[i : j + 1]
+            out += found[i : j + 1]
         i = j + 1
     return out
 
@@ -204,13 +193,14 @@ def _word(label: str) -> str | None:
 def lines(rows: tuple[Row, ...], *, fold: bool = True, depth: int | None = None) -> list[Line]:
     """The lines of a drawing of `rows`, the model's own line first."""
     out: list[Line] = []
-    stack = [(tree(rows, fold), 0, 1)]
+    stack = [tree(rows, fold)]
     while stack:
-        node, at, times = stack.pop()
-        closed = bool(node.children) and depth is not None and at >= depth
-        shown = node.row.total if closed else node.row.own
-        times *= node.fold
-        out.append(Line(node.row, node.label, at, node.fold, times, shown, closed))
-        if not closed:
-            stack += [(child, at + 1, times) for child in reversed(node.children)]
+        line = stack.pop()
+        out.append(line)
+        line.closed = bool(line.inside) and depth is not None and line.row.depth >= depth
+        line.shown = line.row.total if line.closed else line.row.own
+        line.times *= line.fold
+        for below in () if line.closed else reversed(line.inside):
+            below.times = line.times
+            stack.append(below)
     return out

@@ -68,8 +68,7 @@ def _table(
     s: Content, drawn: list[Line], names: tuple[str, ...], n: int
 ) -> tuple[list[str], list[str]]:
     """The lines of the table with its rules, and the columns that do not fit."""
-    base = min(line.depth for line in drawn if line.depth or len(drawn) == 1)
-    cells = {"layer": ["Layer", *(_label(line, s, base) for line in drawn)]}
+    cells = {"layer": ["Layer", *(_label(line, s) for line in drawn)]}
     cells |= {c: [COLUMNS[c].heading, *(cell(c, line, s) for line in drawn)] for c in names}
     limits, missing = _fitted({c: max(map(width, texts)) for c, texts in cells.items()}, n)
     rows = [_row({c: cells[c][i] for c in limits}, limits) for i in range(len(drawn) + 1)]
@@ -87,11 +86,11 @@ def _table(
     return [out[0], rule, *out[1:], rule], missing
 
 
-def _label(line: Line, s: Content, base: int) -> str:
+def _label(line: Line, s: Content) -> str:
     text = harmless(line.label) or "(itself)"
     mark = "✗ " if s.failed and line.row.kind == "module" and line.row.name in s.failed else ""
     fold = f"  ×{line.fold}" if line.fold > 1 else ""
-    return "  " * max(0, line.depth - base) + mark + text + fold
+    return "  " * max(0, line.row.depth - 1) + mark + text + fold
 
 
 def _row(cells: dict[str, str], limits: dict[str, int]) -> str:
