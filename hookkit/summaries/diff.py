@@ -6,10 +6,8 @@ Builds on `lines`. Own numbers are compared, not totals, so that a change shows 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from hookkit.markup import fragment, table
 from hookkit.summaries.lines import Content
 from hookkit.summaries.rows import NUMBERS, Row
 from hookkit.texts import harmless, nbytes, pad, si, width
@@ -23,6 +21,7 @@ _WORDS = {
     "saved_bytes": "saved",
 }
 _FACTS = ("type", "outputs", "trainable", "calls", "dtype", "training", "notes")
+_MARKS = {"changed": " ", "added": "+", "removed": "−"}
 
 
 @dataclass(frozen=True)
@@ -71,33 +70,12 @@ class SummaryDiff:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no difference</p>"
-        rows = [
-            (name, kind, f"{mark} {facts}") for mark, name, kind, facts in map(_cells, self.changes)
-        ]
-        moved = " · ".join(_moved(k, a, b) for k, (a, b) in self.totals.items())
-        total = f"<p>total {escape(moved or 'unchanged')}</p>"
-        return fragment(table("", ("Layer", "Type", "Change"), rows) + total)
-
-
-_MARKS = {"changed": " ", "added": "+", "removed": "−"}
-
 
 def _cells(c: Change) -> tuple[str, str, str, str]:
-    return (
-        _MARKS[c.kind],
-        harmless(c.name) or "(model)",
-        harmless(c.type),
-        harmless(_facts_text(c), 1000),
-    )
-
-
-def _facts_text(c: Change) -> str:
-    return "   ".join(
-        f"{what} {a} → {b}" if c.kind == "changed" else b or a for what, a, b in c.facts
-    )
+    """Mark, name, type and facts of a row, harmless to a terminal."""
+    facts = (f"{what} {a} → {b}" if c.kind == "changed" else b or a for what, a, b in c.facts)
+    name = harmless(c.name) or "(model)"
+    return _MARKS[c.kind], name, harmless(c.type), harmless("   ".join(facts), 1000)
 
 
 def _moved(key: str, a: int, b: int) -> str:
@@ -134,9 +112,9 @@ def _content(r: Row) -> tuple[tuple[str, str, str], ...]:
 def _facts(a: Row, b: Row) -> tuple[tuple[str, str, str], ...]:
     facts = [(k, _text(k, a), _text(k, b)) for k in _FACTS if getattr(a, k) != getattr(b, k)]
     known = {"n_trainable"} if a.trainable != b.trainable else set()
-    numbers = [k for k in NUMBERS if k not in known and getattr(a, k) != getattr(b, k)]
-    for k in numbers:
-        facts.append((_WORDS[k], _number(k, getattr(a, k)), _number(k, getattr(b, k))))
+    for k in NUMBERS:
+        if k not in known and getattr(a, k) != getattr(b, k):
+            facts.append((_WORDS[k], _number(k, getattr(a, k)), _number(k, getattr(b, k))))
     return tuple(facts)
 
 

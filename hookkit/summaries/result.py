@@ -129,7 +129,7 @@ class Summary(Content):
         return as_html(self, self._viewed(fold, depth, columns), by)
 
     def diff(self, other: Summary) -> SummaryDiff:
-        """What is different in `other`, by qualified name; prints, and shows as HTML.
+        """What is different in `other`, by qualified name; prints as a table.
 
         Raises:
             ArgumentError: `other` is no Summary.
