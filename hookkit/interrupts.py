@@ -40,15 +40,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NUMBER = int(SIGINT)
+# The one thread that gets signals. A child that another thread has forked has no guard.
+_MAIN = main_thread().ident
 
 
 class _Handler:
     """The SIGINT handler of open guards: passes a Ctrl-C on to `users` now, or afterwards."""
 
-    __slots__ = ("n_guards", "users")
-
-    def __init__(self, users: Callable[[int, FrameType | None], Any]) -> None:
-        self.users, self.n_guards = users, 0
+    users: Callable[[int, FrameType | None], Any]
+    n_guards = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         global _delayed
@@ -65,26 +65,27 @@ _delayed: _Handler | None = None
 class Guard:
     """The SIGINT handler of a block, from `begin` to `end`; both can be repeated."""
 
-    __slots__ = ("_handler",)
-
-    def __init__(self) -> None:
-        self._handler: _Handler | None = None
+    _handler: _Handler | None = None
 
     def __reduce__(self) -> Any:
         return Guard, ()  # of a copy, whose block is not open
 
     def begin(self) -> None:
         """Sets the handler, where a KeyboardInterrupt can come. Cost: 1.5 µs."""
-        if self._handler is not None or not _in_main_thread():
+        if self._handler is not None or get_ident() != _MAIN:
             return
         users = getsignal(_NUMBER)
-        if type(users) is not _Handler and not callable(users):
-            return  # SIGINT is ignored, or its handler is no Python function
+        new = None
+        if type(users) is not _Handler:
+            if not callable(users):
+                return  # SIGINT is ignored, or its handler is no Python function
+            new = _Handler()
+            new.users = users
         # There is no call between these three: no signal comes in between.
-        self._handler = handler = users if type(users) is _Handler else _Handler(users)
+        self._handler = handler = new or users
         handler.n_guards += 1
-        if handler is not users:
-            signal(_NUMBER, handler)
+        if new is not None:
+            signal(_NUMBER, new)
 
     def end(self) -> None:
         """Restores the user's handler if this was the last guard and there is no newer handler."""
@@ -93,7 +94,7 @@ class Guard:
             return
         handler.n_guards -= 1
         # A block that ends in another thread cannot restore it; this one passes every Ctrl-C on.
-        if not handler.n_guards and getsignal(_NUMBER) is handler and _in_main_thread():
+        if not handler.n_guards and getsignal(_NUMBER) is handler and get_ident() == _MAIN:
             signal(_NUMBER, handler.users)
 
 
@@ -155,14 +156,10 @@ def _is_uninterrupted(frame: FrameType | None) -> bool:
 def _raise_delayed(frame: FrameType | None) -> None:
     """Passes a delayed Ctrl-C on to the user's handler, unless `frame` must end first."""
     global _delayed
-    if _delayed is None or not _in_main_thread() or _is_uninterrupted(frame):
+    if _delayed is None or get_ident() != _MAIN or _is_uninterrupted(frame):
         return
     handler, _delayed = _delayed, None
     handler.users(_NUMBER, frame)
-
-
-def _in_main_thread() -> bool:
-    return get_ident() == main_thread().ident
 
 
 # `_Block` and `Scope` each spell out `__enter__`. With a common one that they call, Python would

@@ -30,7 +30,7 @@ from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionEr
 from hookkit.hooks import Hooks
 from hookkit.hooks.block import Block
 from hookkit.hooks.compiling import forget_graphs
-from hookkit.hooks.gradients import Placed
+from hookkit.hooks.entries import Placed
 from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import Parts

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from hookkit.hooks.entries import (
     Handle,
+    Placed,
     Switch,
     called,
     check_hookable,
@@ -24,8 +25,9 @@ from hookkit.hooks.entries import (
     in_thread,
     is_compiling,
     part_at,
+    put,
 )
-from hookkit.hooks.gradients import GradHooks, Placed, put
+from hookkit.hooks.gradients import GradHooks, keeps_output
 from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves
 
@@ -63,7 +65,7 @@ def attach_backward(
     """
     check_hookable(module, "attach_backward")
     calls = BothGrads(fn, leaf, detach, switch or Switch(), lambda: thread)
-    return put(module, calls.entries(module, switch))
+    return put(module, calls.entries(keeps_output(module), switch))
 
 
 class _Call:
@@ -100,15 +102,12 @@ class BothGrads:
         self.switch, self.thread = switch, thread
         self.open: list[_Call] = []  # calls under way: a module may call itself
 
-    def hooks(self) -> tuple[GradHooks, GradHooks]:
-        """The hooks on the inputs' and on the output's gradients. They hold this."""
+    def entries(self, first: bool, switch: Switch | None) -> list[Placed]:
+        """The entries to register, which hold this; as `GradHooks.entries`."""
         # A layer that tests `query is key` must find it true: training stays bit-identical.
         inputs = GradHooks(self.begin_inputs, True, each_place=False)
-        return inputs, GradHooks(self.begin_outputs, False, self.leaf)
-
-    def entries(self, module: nn.Module, switch: Switch | None) -> list[Placed]:
-        """The entries that `module` needs, each with its place."""
-        return [placed for hooks in self.hooks() for placed in hooks.entries(module, switch)]
+        outputs = GradHooks(self.begin_outputs, False, self.leaf)
+        return [*inputs.entries(False, switch), *outputs.entries(first, switch)]
 
     def counts(self, module: nn.Module) -> bool:
         """`counts_for`, and a checkpoint's second run: the gradients come from that forward."""

@@ -12,7 +12,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
@@ -94,40 +95,8 @@ class Block(Switch):
         self.guard = Guard()
         self.depth = 0
 
-    def enter_all(self, hooks: Sequence[Capture]) -> None:
-        """Enters the block of `hooks`, which are registered again if all of them are removed.
-
-        If it raises, also before its first statement, the caller has to call `fail`.
-        """
-        if all([h.removed for h in hooks]):  # noqa: C419
-            for h in hooks:
-                h.clear()
-            register_all(hooks)
-        self.enter(hooks)
-
-    def fail(self, hooks: Sequence[Capture], depth: int) -> None:
-        """Undoes `enter_all`, also where it was interrupted; `depth` is the depth before it."""
-        if not depth:
-            remove_all(hooks)
-            self.undo()
-
-    def exit_all(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
-        """Ends the block, removes `hooks` and warns; True if `e` is the block's own stop.
-
-        Called in an `uninterrupted` function.
-        """
-        self.depth -= 1
-        if self.depth > 0:  # another block of these hooks is still open around this one
-            return False
-        try:
-            for h in hooks:
-                h.remove()
-        finally:
-            swallowed = self.leave(hooks, e)
-        return swallowed
-
     def enter(self, hooks: Sequence[Capture]) -> None:
-        """Records this thread's calls only, and has compiled code run eagerly, until `leave`."""
+        """Records this thread's calls only, and has compiled code run eagerly, until `undo`."""
         self.depth += 1
         if self.depth > 1:
             return
@@ -141,43 +110,93 @@ class Block(Switch):
     def undo(self) -> None:
         """Undoes `enter`, also where it was interrupted; can be repeated."""
         self.thread, self.stop, self.depth = None, None, 0
-        leave_eager(self)
+        if FRAMES in sys.modules:
+            leave_eager(self)
         self.guard.end()
 
-    def leave(self, hooks: Sequence[Capture], e: BaseException | None) -> bool:
-        """Undoes `enter` and warns; True if `e` is the block's own stop."""
-        stop = self.stop
-        self.undo()
+
+class Registered:
+    """Base of `Hook` and `Hooks`: captures that are registered, entered and removed together."""
+
+    __slots__ = ()
+
+    _captures: Sequence[Capture]
+    _block: Block
+
+    @property
+    def removed(self) -> bool:
+        """Whether none of it is registered on a module."""
+        return all(c.removed for c in self._captures)
+
+    @property
+    def switch(self) -> Block:
+        """Its `on` switches it off and on again; it stays registered."""
+        return self._block
+
+    def register(self) -> None:
+        """Registers it on its modules, all or none; does nothing where it is registered."""
+        try:
+            self._register()
+        except BaseException:
+            self._remove()
+            raise
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Removes it from its modules; what was stored stays. Can be repeated."""
+        try:
+            for c in self._captures if self._block.options.edit else ():
+                warn_if_compiled(c)
+        finally:
+            self._remove()
+
+    @uninterrupted
+    def _register(self) -> None:
+        self._block.compiled = None  # a model may have been compiled since
+        for c in self._captures:
+            c.register()
+
+    @uninterrupted
+    def _remove(self) -> None:
+        for c in self._captures:
+            c.remove()
+
+    def __enter__(self) -> Self:
+        depth = self._block.depth
+        try:
+            if all([c.callback is None for c in self._captures]):  # noqa: C419
+                for c in self._captures:
+                    c.clear()
+                self._register()
+            self._block.enter(self._captures)
+        except BaseException:
+            if not depth:
+                self._remove()
+                self._block.undo()
+            raise
+        return self
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        block, captures = self._block, self._captures
+        block.depth -= 1
+        if block.depth > 0:  # another block of these hooks is still open around this one
+            return False
+        stop = block.stop
+        try:
+            for c in captures:
+                c.remove()
+        finally:
+            block.undo()
         if e is None:
-            _report(hooks, stop)
+            _report(captures, stop)
         elif isinstance(e, StopForward):
             return e.owner is stop
         elif isinstance(e, (RuntimeError, ValueError)):
-            _hint(hooks, e)
+            _hint(captures, e)
         return False
-
-
-@uninterrupted
-def register_all(hooks: Sequence[Capture]) -> None:
-    """Registers each of `hooks` on its module; if it raises, the caller has to remove them."""
-    for h in hooks:
-        h.register()
-
-
-def register_or_remove(hooks: Sequence[Capture]) -> None:
-    """Registers all of `hooks`, or none."""
-    try:
-        register_all(hooks)
-    except BaseException:
-        remove_all(hooks)
-        raise
-
-
-@uninterrupted
-def remove_all(hooks: Sequence[Capture]) -> None:
-    """Removes each of `hooks` from its module."""
-    for h in hooks:
-        h.remove()
 
 
 # Parts of PyTorch's error messages that a full backward hook causes, each with hookkit's note.
@@ -265,7 +284,7 @@ def _report(hooks: Sequence[Capture], stop: Stop | None) -> None:
             f"{who}: the model caught StopForward (by `except:` or `except BaseException`), so the "
             "forward continued. The stored values are correct. Use `except Exception` in the model."
         )
-    warnings.warn(text, NeverFiredWarning, stacklevel=6)
+    warnings.warn(text, NeverFiredWarning, stacklevel=4)
 
 
 def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:

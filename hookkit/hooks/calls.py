@@ -101,7 +101,7 @@ def both(hook: Capture, module: nn.Module, grad_inputs: Any, grad_outputs: Any) 
     hook.keep(Snapshotter(hook.options).keep(new))
 
 
-def check_output(hook: Capture, output: Any) -> None:
+def check_output(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raises for outputs with which PyTorch's full backward hook does nothing, or is wrong."""
     if _flat(output) or not any(t.requires_grad for t in leaves(output)):
         return

@@ -16,6 +16,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
+from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,7 @@ from hookkit.hooks.block import Block
 from hookkit.hooks.calls import Grads
 from hookkit.hooks.entries import (
     HookEntry,
+    Placed,
     brief,
     entry_of,
     graph_task,
@@ -37,7 +39,7 @@ from hookkit.hooks.entries import (
     register,
     unregister,
 )
-from hookkit.hooks.gradients import GradHooks, Placed
+from hookkit.hooks.gradients import GradHooks, keeps_output
 from hookkit.hooks.snapshot import (
     Options,
     Snapshotter,
@@ -65,8 +67,7 @@ class Capture(HookEntry):
 
     Attributes:
         switch: the block, which all hooks of a collection share.
-        removed: it is registered on no module. Compiled edits of gradients read it, and PyTorch's
-            compiler cannot read `handles`.
+        callback: None while it is registered on no module.
         count: the calls seen.
         last: what is stored of the last call: a tensor (by the fast path), a `StoredValue`,
             `Grads`, or None.
@@ -87,7 +88,6 @@ class Capture(HookEntry):
         "missed",
         "module",
         "name",
-        "removed",
         "traced",
         "version",
         "waiting",
@@ -109,14 +109,13 @@ class Capture(HookEntry):
         name: str | None = None,
         leaf: str = "",
     ) -> None:
-        block = block or Block(_NOTHING)
-        o = block.options
+        if block is None:
+            block = Block(_NOTHING)
         self.module = _gone if m is None else ref(m)
         self.switch, self.name, self.leaf = block, name, leaf
-        self.callback, self.removed, self.edit, self.handles = None, True, o.edit, ()
-        self.keeps_output = o.edit or o.live or not o.detach
+        self.callback, self.handles = None, ()
         self.count, self.last, self.missed, self.traced = 0, None, None, False
-        if not o.plain:
+        if not block.options.plain:
             self.all, self.waiting = [], deque(maxlen=256)
 
     def clear(self) -> None:
@@ -126,66 +125,60 @@ class Capture(HookEntry):
             self.all, self.waiting = [], deque(maxlen=256)
 
     @property
+    def edit(self) -> bool:  # type: ignore[override]
+        """Whether what the user's function returns replaces what it saw."""
+        return self.switch.options.edit
+
+    @property
+    def keeps_output(self) -> bool:  # type: ignore[override]
+        """Whether it may store the output with its autograd graph."""
+        o = self.switch.options
+        return o.edit or o.live or not o.detach
+
+    @property
     def options(self) -> Options:
         """How it captures."""
         return self.switch.options
 
     # -- registered ---------------------------------------------------------------------------
 
+    @property
+    def removed(self) -> bool:
+        """Whether it is registered on no module."""
+        return self.callback is None
+
     def register(self) -> None:
         """Registers it on its module; called in an `uninterrupted` function."""
-        if not self.removed:
+        if self.callback is not None:
             return
-        module, block = self.module(), self.switch
+        module, o = self.module(), self.switch.options
         if module is None:
-            raise HookError(
-                f"{block.options.who}: the module of this hook is gone. Make a new hook."
-            )
-        block.compiled = None  # a model may have been compiled since
-        self.removed = False
-        if block.options.kind == "forward":  # as `entries.register`, in fewer calls
+            raise HookError(f"{o.who}: the module of this hook is gone. Make a new hook.")
+        if o.kind == "forward":  # as `entries.register`, in fewer calls
             self.handles = (module.register_forward_hook(self, with_kwargs=True),)
             self.callback = calls.after
-        else:
-            self.handles = ()
-            for entry, where in self._entries(module):
-                self.handles += (register(module, entry, **where),)
+            return
+        self.callback, self.handles = calls.after, ()
+        for entry, where in self._entries(keeps_output(module)):
+            self.handles += (register(module, entry, **where),)
 
-    def _entries(self, module: nn.Module) -> list[Placed]:
-        """What goes on `module`, each entry with its place."""
-        kind, block = self.options.kind, self.switch
-        if block.options.entries is not None:
-            return block.options.entries(self.name, module, self.leaf)
-        if kind == "pre":
-            return [(HookEntry(self.before, block, self.edit), {"pre": True})]
-        if kind == "backward":
-            check = HookEntry(self.check_output, block, keeps_output=False)
-            entry = HookEntry(self.backward, block, self.edit)
+    def _entries(self, first: bool) -> list[Placed]:
+        """What goes on a module, each entry with its place; `first`: see `GradHooks`."""
+        o, block = self.options, self.switch
+        if o.entries is not None:
+            module = self.module()
+            return [] if module is None else o.entries(self.name, module, self.leaf)
+        if o.kind == "pre":
+            return [(HookEntry(MethodType(calls.before, self), block, self.edit), {"pre": True})]
+        if o.kind == "backward":
+            check = HookEntry(MethodType(calls.check_output, self), block, keeps_output=False)
+            entry = HookEntry(MethodType(calls.backward, self), block, self.edit)
             return [(check, {}), (entry, {"backward": True})]
-        if kind == "both":
-            return self._both_grads().entries(module, block)
-        return self._grad_hooks().entries(module, block)
-
-    def _callbacks(self, n: int) -> list[Callable[..., Any]]:
-        """What the `n` entries of a copied module are to call, in their order."""
-        kind = self.options.kind
-        if kind == "recorder":  # a copy records nothing
-            return []
-        if kind == "pre":
-            return [self.before]
-        if kind == "backward":
-            return [self.check_output, self.backward]
-        if kind == "both":
-            inputs, outputs = self._both_grads().hooks()
-            return [*inputs.callbacks(False), *outputs.callbacks(n > 4)]
-        return self._grad_hooks().callbacks(n > 2)
-
-    def _grad_hooks(self) -> GradHooks:
-        return GradHooks(self.begin, self.options.kind == "pre_grad", self.leaf)
-
-    def _both_grads(self) -> BothGrads:
-        block = self.switch
-        return BothGrads(self.both, self.leaf, block.options.detach, block, lambda: block.thread)
+        if o.kind == "both":
+            f, thread = MethodType(calls.both, self), lambda: block.thread
+            return BothGrads(f, self.leaf, o.detach, block, thread).entries(first, block)
+        begin = MethodType(calls.begin, self)
+        return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first, block)
 
     def registered(self) -> tuple[tuple[RemovableHandle, HookEntry | None], ...]:
         """What is on the module, each entry with PyTorch's handle; for copies."""
@@ -193,26 +186,24 @@ class Capture(HookEntry):
 
     def join(self, block: Block, entries: Sequence[HookEntry | None]) -> None:
         """Has `entries`, on a copied module, call this, and it share `block` with others."""
-        self.switch = block
-        if block.options.kind == "forward":
-            self.callback = calls.after if entries else None
+        self.switch, kind = block, block.options.kind
+        self.callback = calls.after if entries else None
+        if kind in ("forward", "recorder"):  # a copy records nothing
             return
-        for entry, callback in zip(entries, self._callbacks(len(entries)), strict=False):
+        first = len(entries) > (4 if kind == "both" else 2)
+        for entry, (new, _) in zip(entries, self._entries(first), strict=False):
             if entry is not None:
-                entry.callback, entry.switch = callback, block
+                entry.callback, entry.switch = new.callback, block
 
     def remove(self) -> None:
         """Removes it from its module. Called in an `uninterrupted` function."""
-        if self.removed:
+        if self.callback is None:
             return
-        o = self.switch.options
+        self.callback, o = None, self.switch.options
         if o.kind == "forward":
-            self.callback = None
-            for handle in self.handles:
-                handle.remove()
+            self.handles[0].remove()
         else:
             unregister(self.handles)
-        self.removed = True
         if o.live:
             self.settle()
         module = self.module() if o.kind == "backward" else None
@@ -278,26 +269,6 @@ class Capture(HookEntry):
         t = self.last
         if type(t) is Tensor and t.requires_grad and self.switch.options.detach:
             self.last = t.detach()
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        return calls.before(self, module, args, kwargs)
-
-    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-        """In the backward, of PyTorch's full backward hook."""
-        return calls.backward(self, module, grad_input, grad_output)
-
-    def check_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After the forward of a module with a full backward hook."""
-        calls.check_output(self, output)
-
-    def begin(self, module: nn.Module, x: Any) -> Any:
-        """At a forward whose gradients are wanted: what receives them."""
-        return calls.begin(self, module, x)
-
-    def both(self, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
-        """Once all gradients of a call are there."""
-        calls.both(self, module, grad_inputs, grad_outputs)
 
     def keep(self, kept: StoredValue | None) -> None:
         """Stores what a call gave."""

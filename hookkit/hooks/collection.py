@@ -6,9 +6,9 @@ whatever happens in it; entering them again registers them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
-from typing import Any, Self, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, overload
 
 import torch
 from fastcore.foundation import L
@@ -16,7 +16,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.hooks.block import Block, reasons, register_or_remove, remove_all, warn_if_compiled
+from hookkit.hooks.block import Block, Registered, reasons
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.hook import Hook, kind_of
@@ -30,7 +30,7 @@ Named = tuple[str | None, nn.Module, str]
 """A module's name, the module, and the path of the part of its output that is meant."""
 
 
-class Hooks(Collection[Hook], Iterator[Hook]):
+class Hooks(Registered, Collection[Hook], Iterator[Hook]):
     """Many `Hook`s as one: registered all or none, entered, left and removed together.
 
     A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
@@ -82,27 +82,25 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             first, _, _ = once.setdefault((id(m), leaf), (name, m, leaf))
             if name is not None and first is not None and name != first:
                 hooks._also = {**hooks._also, name: first}
-        hooks._make([*once.values()], options)
+        hooks._make(once.values(), options)
         return hooks
 
     def _set_up(self, ms: Any, options: Options, block: Block | None = None) -> None:
-        if type(ms) is list and all([isinstance(m, nn.Module) for m in ms]):  # noqa: C419
-            found: list[Named] = [(None, m, "") for m in ms]
+        if type(ms) is list and tuple not in (kinds := {*map(type, ms)}):
+            _check(kinds, ms, options.who)
+            self._block = block = block or Block(options)
+            self._captures = [Capture(m, block) for m in ms]
+            self.register()
         else:
             self._select = ms if hasattr(ms, "aliases") else None
-            found = named_modules_of(ms, options.who)
-        self._make(found, options, block)
+            self._make(named_modules_of(ms, options.who), options, block)
 
-    def _make(self, found: Sequence[Named], options: Options, block: Block | None = None) -> None:
-        self._options, self._block = options, block or Block(options)
-        # isinstance(m, ScriptModule) is ten times as slow: a metaclass
-        orders = [kind.__mro__ for kind in {type(m) for _, m, _ in found}]
-        if any([ScriptModule in mro or nn.Module not in mro for mro in orders]):  # noqa: C419
-            for _, m, _ in found:
-                check_hookable(m, options.who)
-        block = self._block
+    def _make(self, found: Collection[Named], options: Options, block: Block | None = None) -> None:
+        ms = [m for _, m, _ in found]
+        _check({*map(type, ms)}, ms, options.who)
+        self._block = block = block or Block(options)
         self._captures = [Capture(m, block, name, leaf) for name, m, leaf in found]
-        register_or_remove(self._captures)
+        self.register()
 
     @uninterrupted
     def _move_to(self, ms: Modules) -> None:
@@ -112,12 +110,21 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         """
         here = {(c.name, c.leaf, id(c.module())): c for c in self._captures if not c.removed}
         captures = []
-        for name, m, leaf in named_modules_of(ms, self._options.who):
-            check_hookable(m, self._options.who)
+        who = self._block.options.who
+        for name, m, leaf in named_modules_of(ms, who):
+            check_hookable(m, who)
             key = name, leaf, id(m)
             captures.append(here.pop(key) if key in here else Capture(m, self._block, name, leaf))
-        register_or_remove([c for c in captures if c.removed])
-        remove_all([*here.values()])
+        new = [c for c in captures if c.removed]
+        try:
+            for c in new:
+                c.register()
+        except BaseException:
+            for c in new:
+                c.remove()
+            raise
+        for c in here.values():
+            c.remove()
         self._captures, self._hooks, self._next = captures, None, None
 
     @property
@@ -144,47 +151,9 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         return {**n, **{name: n[first] for name, first in self._also.items()}}
 
     @property
-    def switch(self) -> Block:
-        """Its `on` switches all hooks off and on again; they stay registered."""
-        return self._block
-
-    @property
     def silent(self) -> dict[str, str]:
         """The hooks that have nothing so far, each with the reason as far as it can be known."""
         return reasons(self._captures)
-
-    @property
-    def removed(self) -> bool:
-        """True when no hook is registered."""
-        return all(c.removed for c in self._captures)
-
-    def register(self) -> None:
-        """Registers all hooks on their modules again, or none."""
-        register_or_remove(self._captures)
-
-    @uninterrupted
-    def remove(self) -> None:
-        """Removes all hooks from their modules; what was stored stays."""
-        try:
-            for c in self._captures if self._options.edit else ():
-                warn_if_compiled(c)
-        finally:
-            remove_all(self._captures)
-
-    def __enter__(self) -> Self:
-        depth = self._block.depth
-        try:
-            self._block.enter_all(self._captures)
-        except BaseException:
-            self._block.fail(self._captures, depth)
-            raise
-        return self
-
-    @uninterrupted
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> bool:
-        return self._block.exit_all(self._captures, e)
 
     def __len__(self) -> int:
         return len(self._captures)
@@ -226,7 +195,7 @@ class Hooks(Collection[Hook], Iterator[Hook]):
             return found
         near = nearest(name, self.names) or list(self.names)[:3]
         raise SelectionError(
-            f'{self._options.who}: no hook is called "{name}". Nearest: '
+            f'{self._block.options.who}: no hook is called "{name}". Nearest: '
             f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
         )
 
@@ -238,15 +207,16 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         """For copies and pickles. Of removed hooks no selection, which holds the modules."""
         chosen = None if self.removed else self._select
         return {
-            "_options": self._options,
+            "_options": self._block.options,
             "_hooks": self.hooks,
             "_select": chosen,
             "_also": {**self._also},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        options = state.pop("_options")
         self.__dict__.update(state)
-        self._block, self._captures = Block(self._options), [h._capture for h in self.hooks]
+        self._block, self._captures = Block(options), [h._capture for h in self.hooks]
         for c in self._captures:
             c.join(self._block, [entry for _, entry in c.registered()])
 
@@ -257,6 +227,14 @@ class Hooks(Collection[Hook], Iterator[Hook]):
         held = [f"{name} {text}" for name, h in pairs if (text := h._held())]
         shown = f": {', '.join(held[:4])}{', …' if held[4:] else ''}" if held else ""
         return f"Hooks({few}{shown})"
+
+
+def _check(kinds: Iterable[type], ms: Iterable[Any], who: str) -> None:
+    """`check_hookable` of each; isinstance(m, ScriptModule) is ten times as slow: a metaclass."""
+    for kind in kinds:
+        if nn.Module not in kind.__mro__ or ScriptModule in kind.__mro__:
+            for m in ms:
+                check_hookable(m, who)
 
 
 def as_L(items: list[Any]) -> L:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
+from types import MethodType
 from typing import Any
 
 import torch
@@ -201,7 +202,7 @@ class HookEntry:
         owner: Any = getattr(f, "__self__", None)
         if hasattr(owner, "uncounted"):
             owner = owner.uncounted()
-            return None if owner is None else HookEntry(getattr(owner, f.__name__), edit=True)
+            return None if owner is None else HookEntry(MethodType(f.__func__, owner), edit=True)
         return HookEntry(f, edit=True)
 
     @property
@@ -296,6 +297,22 @@ class Handle:
         unregister(self._handles)
 
 
+Placed = tuple[HookEntry, dict[str, bool]]
+"""An entry, and where it goes: keywords of `register`."""
+
+
+def put(module: nn.Module, entries: Iterable[Placed]) -> Handle:
+    """A handle of `entries`, all of them registered on `module`, or none."""
+    handle = Handle()
+    try:
+        for entry, where in entries:
+            handle.put(module, entry, **where)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
 _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
 
 
@@ -362,13 +379,8 @@ def attach(
             f"attach: fn must be a function, found {type(fn).__name__}. "
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
-    entry, handle = HookEntry(fn, switch, edit, keeps_output), Handle()
-    try:
-        handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+    where = {"pre": pre, "prepend": prepend, "always_call": always_call}
+    return put(module, [(HookEntry(fn, switch, edit, keeps_output), where)])
 
 
 # -- notes and messages -----------------------------------------------------------------------

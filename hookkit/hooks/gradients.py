@@ -22,7 +22,7 @@ The five hooks of `GradHooks` are read together, so they are one file of more th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -31,7 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.entries import Handle, HookEntry, Switch, check_hookable, is_compiling
+from hookkit.hooks.entries import (
+    Handle,
+    HookEntry,
+    Placed,
+    Switch,
+    check_hookable,
+    is_compiling,
+    put,
+)
 from hookkit.hooks.taps import Receive, alias, is_alias, on_grad, versions_of, with_aliases
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.nested import Inputs, leaves, tmap
@@ -55,8 +63,6 @@ def _prepare() -> None:
         _outside = disable(lambda f, *seen: f(*seen), reason=why)
 
 
-Placed = tuple[HookEntry, dict[str, bool]]
-"""An entry, and where it goes: keywords of `entries.register`."""
 _PLACES = {
     "before": {"pre": True},
     "first": {"prepend": True},
@@ -108,20 +114,22 @@ class GradHooks:
         self.versions: dict[int, int] = {}
         self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
-    def entries(self, module: nn.Module, switch: Switch | None = None) -> list[Placed]:
-        """The entries that `module` needs, each with its place."""
-        _prepare()
-        first = not self.inputs and keeps_output(module)
-        return [
-            (HookEntry(callback, switch, edit=True, keeps_output=False), _PLACES[callback.__name__])
-            for callback in self.callbacks(first)
-        ]
+    def entries(self, first: bool, switch: Switch | None = None) -> list[Placed]:
+        """The entries to register, in their order, each with its place.
 
-    def callbacks(self, first: bool) -> list[Callable[..., Any]]:
-        """What the entries call, in the order in which they are registered."""
+        Args:
+            first: other hooks may keep the output (`keeps_output(module)`), so `first` is needed.
+            switch: turns them on and off.
+        """
+        _prepare()
         if self.inputs:
-            return [self.take, self.give]
-        return [self.before, self.first, self.after] if first else [self.before, self.after]
+            callbacks: list[Callable[..., Any]] = [self.take, self.give]
+        else:
+            callbacks = [self.before, *([self.first] if first else []), self.after]
+        return [
+            (HookEntry(f, switch, edit=True, keeps_output=False), _PLACES[f.__name__])
+            for f in callbacks
+        ]
 
     def uncounted(self) -> None:
         """None: a copy of the module that is run to see what the model does needs none of this."""
@@ -275,18 +283,6 @@ def keeps_output(module: nn.Module) -> bool:
     return any(getattr(hook, "keeps_output", True) for hook in module._forward_hooks.values())
 
 
-def put(module: nn.Module, entries: Iterable[Placed]) -> Handle:
-    """A handle of `entries`, all of them registered on `module`, or none."""
-    handle = Handle()
-    try:
-        for entry, where in entries:
-            handle.put(module, entry, **where)
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
-
-
 def attach_grad(
     module: nn.Module,
     fn: Callable[[nn.Module, int, Tensor], Any],
@@ -333,4 +329,4 @@ def attach_grad(
 
     hooks = GradHooks(begin, inputs)
     on_module = ref(hooks)  # the entries hold it, until they are removed
-    return put(module, hooks.entries(module))
+    return put(module, hooks.entries(keeps_output(module)))

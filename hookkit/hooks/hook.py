@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,17 +18,16 @@ from torch import nn
 from hookkit.checks import OfLast, check_flag
 from hookkit.errors import HookError, OptionError
 from hookkit.hooks import calls
-from hookkit.hooks.block import Block, register_or_remove, remove_all, warn_if_compiled
+from hookkit.hooks.block import Block, Registered, warn_if_compiled
 from hookkit.hooks.calls import Grads
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.reading import read, stored
 from hookkit.hooks.snapshot import Kind, Options, Snapshotter, StoredValue
-from hookkit.interrupts import uninterrupted
 from hookkit.nested import describe, is_path
 
 
-class Hook:
+class Hook(Registered):
     """One function, called at each forward (or backward) of one module; keeps what it returns.
 
     Args:
@@ -101,7 +99,7 @@ class Hook:
                 "or ['key'], or one after the other."
             )
         self._capture = Capture(m, Block(o), name, leaf)
-        register_or_remove([self._capture])
+        self.register()
 
     @classmethod
     def of(cls, capture: Capture) -> Hook:
@@ -115,48 +113,15 @@ class Hook:
         """A registered hook with these `options`."""
         check_hookable(m, options.who)
         hook = cls.of(Capture(m, Block(options)))
-        register_or_remove([hook._capture])
+        hook.register()
         return hook
 
-    # -- life ---------------------------------------------------------------------------------
-
-    def register(self) -> None:
-        """Registers the hook on its module; nothing if it is there."""
-        register_or_remove([self._capture])
-
-    @uninterrupted
-    def remove(self) -> None:
-        """Removes the hook from its module; what was stored stays. Nothing if it is removed."""
-        try:
-            if self._capture.edit:
-                warn_if_compiled(self._capture)
-        finally:
-            remove_all([self._capture])
-
-    def __enter__(self) -> Self:
-        block = self._capture.switch
-        depth = block.depth
-        try:
-            block.enter_all([self._capture])
-        except BaseException:
-            block.fail([self._capture], depth)
-            raise
-        return self
-
-    @uninterrupted
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> bool:
-        return self._capture.switch.exit_all([self._capture], e)
+    @property
+    def _captures(self) -> tuple[Capture]:  # type: ignore[override]
+        return (self._capture,)
 
     @property
-    def removed(self) -> bool:
-        """Whether it is registered on no module."""
-        return self._capture.removed
-
-    @property
-    def switch(self) -> Block:
-        """Its `on` switches the hook off and on again, which stays registered."""
+    def _block(self) -> Block:  # type: ignore[override]
         return self._capture.switch
 
     @property
@@ -330,7 +295,7 @@ class Hook:
         own = entries and isinstance(entries[0], Capture)
         c = self._capture = entries[0] if own else Capture()
         c.__init__(m, Block(o), name, leaf)  # type: ignore[misc]
-        c.handles, c.removed = tuple(handle for handle, _ in registered), not registered
+        c.handles = tuple(handle for handle, _ in registered)
         c.join(c.switch, entries)
         return self
 

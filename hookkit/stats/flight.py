@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks.entries import graph_task
-from hookkit.hooks.gradients import Placed
+from hookkit.hooks.entries import Placed, graph_task
 from hookkit.modules import unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident

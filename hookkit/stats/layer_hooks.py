@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hookkit.hooks.backward import BothGrads
 from hookkit.hooks.entries import (
     HookEntry,
+    Placed,
     brief,
     called,
     counts_for,
@@ -24,7 +25,7 @@ from hookkit.hooks.entries import (
     is_tracing,
     part_at,
 )
-from hookkit.hooks.gradients import GradHooks, Placed
+from hookkit.hooks.gradients import GradHooks, keeps_output
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording import RecordSwitch
 
@@ -96,8 +97,9 @@ def gradient_entries(
         _show(switch, row, called(function, module, grad_inputs, grad_outputs))
 
     if function is None:
-        return GradHooks(begin, leaf=leaf).entries(module, switch)
-    return BothGrads(show, leaf, True, switch, lambda: switch.thread).entries(module, switch)
+        return GradHooks(begin, leaf=leaf).entries(keeps_output(module), switch)
+    both = BothGrads(show, leaf, True, switch, lambda: switch.thread)
+    return both.entries(keeps_output(module), switch)
 
 
 def _show(switch: RecordSwitch, row: int, seen: Any) -> None:

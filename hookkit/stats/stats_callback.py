@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hookkit.errors import HookkitWarning, OptionError
-from hookkit.hooks.gradients import Placed
+from hookkit.hooks.entries import Placed
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
