@@ -149,6 +149,11 @@ RUNS: dict[str, Callable[[], Run]] = {
 }
 
 
+# Pictures that may have more points, or larger numbers, than Agg draws; of others the layout and
+# every artist are as good a proof, in half the time.
+PAINTED = {"small", "300 layers", "2,000 steps", "largest numbers", "smallest numbers"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("state", RUNS)
@@ -159,7 +164,10 @@ def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: st
         return
     picture = PICTURES[name](RUNS[state]())
 
-    assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+    if state in PAINTED:
+        assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
+    else:
+        picture.figure.draw_without_rendering()
 
 
 @pytest.mark.parametrize("name", [n for n in PICTURES if not n.startswith("color")])
@@ -1015,7 +1023,7 @@ def test_few_steps_are_counted_in_whole_numbers(name: str, n: int) -> None:
     picture = PICTURES[name](made.run(n=n))
 
     ax = picture.figure.axes[0]
-    assert plotting.png(picture)
+    picture.figure.draw_without_rendering()
     assert all(float(tick).is_integer() for tick in ax.xaxis.get_major_locator()())
 
 
