@@ -1,10 +1,8 @@
 """What hookkit writes is whole: the new file, or the one that was there."""
 
+import multiprocessing
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from interrupting import interrupted_everywhere, left_behind
+from processes import started
 from torch import nn
 
 from hookkit import Learner, files, records, report
@@ -178,30 +177,23 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         pass
 
 
-KILLED = """
-import sys, torch
-from pathlib import Path
-from torch import nn
-from hookkit.learner.saving import save_state
-net = nn.Linear(100, 100)
-print("ready", flush=True)
-while True:
-    save_state(Path(sys.argv[1]), net)
-"""
+def saves_for_ever(path: Path, ready: Any) -> None:
+    net = nn.Linear(100, 100)
+    ready.set()
+    while True:
+        save_state(path, net)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
     save_state(path := tmp_path / "net.pth", nn.Linear(100, 100))
     for wait_s in (0.0, 0.013, 0.031):
-        command = [sys.executable, "-c", KILLED, str(path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stdout.readline()
+        ready = multiprocessing.get_context("forkserver").Event()
+        process = started(saves_for_ever, path, ready)
+        assert ready.wait(60)
         time.sleep(wait_s)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join()
 
         assert load_state(path, torch.device("cpu"))["model"]["weight"].shape == (100, 100)
     rest = [name for name in os.listdir(tmp_path) if name != path.name]

@@ -2,13 +2,10 @@
 
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from rank_end import leave
+from processes import two_ranks
 from torch import nn
 
 from hookkit import ranks
@@ -187,18 +184,12 @@ CHECKS = (
 )
 
 
-def work(r: int, where: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=r, world_size=2)
+def work(rank: int, folder: Path) -> None:
     for check in CHECKS:
-        check(r)
-    leave(r, Path(where).parent)
+        check(rank)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_with_unequal_batches_get_the_whole(tmp_path: Path) -> None:
-    context: Any = mp.spawn(work, args=(str(tmp_path / "meet"),), nprocs=2, join=False)
-
-    while not context.join(timeout=60):
-        pass
+    two_ranks(work, tmp_path)

@@ -1,6 +1,5 @@
 """What two ranks recorded reads as one: exactly, also where a layer ran on one of them only."""
 
-import datetime
 import pickle
 import re
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from rank_end import leave
+from processes import two_ranks
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
@@ -110,10 +107,7 @@ def refused(rank: int) -> dict[str, str]:
     return found
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
+def work(rank: int, folder: Path) -> None:
     stats = record([rank])
     seen: dict[str, Any] = {"whole": stats.record(), "local": stats.record(local=True)}
     seen["errors"] = refused(rank)
@@ -123,15 +117,14 @@ def work(rank: int, folder: str) -> None:
         lists = [stats.dead_units(i) for i in range(4)], [stats.dormant_units(i) for i in range(4)]
         again = pickle.loads(pickle.dumps(stats)).record()
         seen[f"units {window} {limit}"] = whole, lists, again
-    Path(folder, f"seen{rank}").write_bytes(pickle.dumps(seen))
-    leave(rank, folder)
+    (folder / f"seen{rank}").write_bytes(pickle.dumps(seen))
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has found in `work`."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    two_ranks(work, folder)
     return [pickle.loads((folder / f"seen{rank}").read_bytes()) for rank in (0, 1)]
 
 

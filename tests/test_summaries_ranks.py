@@ -1,13 +1,11 @@
 """Models wrapped for several processes: DDP is seen whole by one rank alone, FSDP is refused."""
 
-import datetime
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from rank_end import leave
+from processes import two_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,29 +23,25 @@ def facts(s: Summary) -> str:
     return repr((s.run, s.wrappers, s.n_params, s.n_trainable, s.macs, names))
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> None:
     """Both ranks wrap a model; only rank 0 looks, so any collective would hang and time out."""
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
     ddp, sharded = DistributedDataParallel(net()), net()
     fully_shard(sharded[0])
     fully_shard(sharded)
     if rank == 0:
         x = torch.ones(2, 4)
-        Path(folder, "seen").write_text(facts(summary(ddp, x)))
+        (folder / "seen").write_text(facts(summary(ddp, x)))
         for model in (sharded, nn.Sequential(sharded)):
             with pytest.raises(ArgumentError, match=r"is sharded by FSDP \(FSDP.*before fully_sh"):
                 summary(model, x)
         assert summary(sharded).n_params == 58
     dist.barrier()
     sharded(torch.ones(2, 4)).sum().backward()  # still works on all ranks
-    leave(rank, folder)
 
 
 @pytest.mark.ranks
 def test_ddp_is_taken_off_and_fsdp_refused_by_one_rank_alone(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    two_ranks(work, tmp_path)
 
     plain = summary(net(), torch.ones(2, 4))
     names = [(r.name, r.type, r.n_params) for r in plain]

@@ -1,15 +1,12 @@
 """`watch` around models wrapped for several processes: two gloo ranks on the CPU."""
 
-import datetime
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from rank_end import leave
+from processes import two_ranks
 from test_watching import n_hooks, net, sgd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -52,19 +49,15 @@ def run(case: str, rank: int) -> dict[str, list[float]]:
     }
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
+def work(rank: int, folder: Path) -> None:
     seen = {case: run(case, rank) for case in CASES}
-    Path(folder, f"seen{rank}").write_text(json.dumps(seen))
-    leave(rank, folder)
+    (folder / f"seen{rank}").write_text(json.dumps(seen))
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_both_ranks_read_the_records_of_the_whole(tmp_path: Path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    two_ranks(work, tmp_path)
 
     seen = [json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(2)]
     model, acts, params = net(), ActivationStats(), ParamStats()

@@ -1,0 +1,59 @@
+"""Processes in which torch and hookkit are imported already: two ranks, and one that may be killed.
+
+They are forks of a server that has imported them, and nothing of the tests: a new interpreter would
+spend two to four seconds on that.
+"""
+
+import datetime
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+multiprocessing.set_forkserver_preload(
+    ["hookkit", "pytest", "torch._dynamo", "torch.distributed.fsdp"]
+)
+
+
+def started(work: Callable[..., object], *args: Any) -> BaseProcess:
+    """A new process that runs `work(*args)`."""
+    process = multiprocessing.get_context("forkserver").Process(target=work, args=args)
+    process.start()
+    return process
+
+
+def two_ranks(work: Callable[[int, Path], object], folder: Path) -> None:
+    """Runs `work(rank, folder)` in two processes, a gloo group; raises what one of them raises."""
+    torch.multiprocessing.start_processes(
+        _rank, (work, folder), nprocs=2, start_method="forkserver"
+    )
+
+
+def _rank(rank: int, work: Callable[[int, Path], object], folder: Path) -> None:
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
+    work(rank, folder)
+    _leave(rank, folder)
+
+
+def _leave(rank: int, folder: Path) -> None:
+    """Ends this process with 0 once both ranks have got here; with 1 after a minute of waiting.
+
+    Without the destructors of gloo, which now and then abort ("terminate called without an active
+    exception") after all that a test looks at is done.
+    """
+    marks = [folder / f"left{r}" for r in (0, 1)]
+    marks[rank].touch()
+    until = time.monotonic() + 60
+    while not all(mark.exists() for mark in marks):
+        if time.monotonic() > until:
+            os._exit(1)
+        time.sleep(0.01)
+    os._exit(0)
