@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookkit.modelinfo import fake_tensors
-from hookkit.modelinfo.flops import has_formula, is_unknown, macs_of
+from hookkit.modelinfo.flops import formula_of, is_unknown, macs_of
 from hookkit.summaries import summary
 
 
@@ -167,7 +167,7 @@ def test_every_matrix_product_has_a_formula_or_is_listed_as_uncounted() -> None:
     composite = {"chain_matmul"}  # made of others, which are counted
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")}
 
-    free = [n for n in names if looks.match(n[6:]) and not has_formula(n) and not is_unknown(n)]
+    free = [n for n in names if looks.match(n[6:]) and not formula_of(n) and not is_unknown(n)]
 
     assert sorted(n[6:] for n in free if n[6:] not in composite) == []
 

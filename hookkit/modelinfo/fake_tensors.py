@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, name_of
-from hookkit.modelinfo.hook_copies import HookCopies, tables_of
+from hookkit.modelinfo.hook_copies import HookCopies, content_of, tables_of
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
 from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves
@@ -169,16 +169,13 @@ def remember(tree: Tree, hooks: HookCopies) -> Before:
     """The attributes of the modules' classes, and what the user's hooks refer to."""
     kinds = {c for m in tree.modules for c in type(m).__mro__ if issubclass(c, nn.Module)}
     classes = {c: dict(vars(c)) for c in kinds if not c.__module__.startswith("torch.")}
-    return Before(classes, {id(x): (x, _content(x)) for x in hooks.containers()})
-
-
-def _content(container: Any) -> Any:
-    if not isinstance(container, CellType):
-        return copy.copy(container)
-    try:
-        return container.cell_contents
-    except ValueError:  # not bound yet
-        return None
+    return Before(
+        classes,
+        {
+            id(x): (x, content_of(x) if isinstance(x, CellType) else copy.copy(x))
+            for x in hooks.containers()
+        },
+    )
 
 
 def purge(made: Iterable[weakref.ref[Tensor]], ran: Tree, before: Before) -> None:

@@ -82,6 +82,41 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return int(prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
+def _stored(t: Tensor) -> int:
+    """Elements of `t`; of a sparse tensor those that are stored."""
+    # `_nnz` is private, in torch 2.11 to 2.13; `values()` refuses tensors that are not coalesced.
+    return int(t._nnz() if t.layout in SPARSE else t.numel())
+
+
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`a @ b`, also of batches: each element of one times the columns (or rows) of the other."""
+    if b.layout in SPARSE and a.layout not in SPARSE:
+        return _stored(b) * int(a.shape[0])
+    return _stored(a) * int(b.shape[-1])
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`F.grouped_mm`, the experts of a mixture: each row is multiplied by the matrix of its group.
+
+    Only where `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
+    """
+    return _mm(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
+
+
+def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
+    return _stored(a)
+
+
+def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Arrives undivided for nested tensors only: counts their rows, without padding."""
+    rows = x.values() if x.layout is torch.jagged else x
+    return _numel(rows) * int(weight.shape[0])
+
+
+def _quantized_linear(x: Tensor, *_: Any, out: Any, **__: Any) -> int:
+    return _numel(out) * int(x.shape[-1])
+
+
 def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> int:
     """One layer in one direction; `x` is (steps, batch, features)."""
     return prod(x.shape[:-1]) * _numel(w_ih, w_hh)
@@ -92,44 +127,8 @@ def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
     return prod(x.shape[:-1]) * sum(_numel(w) for w in weight if w.dim() == 2)
 
 
-def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Arrives undivided for nested tensors only: counts their rows, without padding."""
-    rows = x.values() if x.layout is torch.jagged else x
-    return _numel(rows) * int(weight.shape[0])
-
-
-def _mps_lstm(x: Tensor, _hx: Any, weight: list[Tensor], *_: Any, **__: Any) -> int:
-    """All layers, as `_cudnn_rnn`."""
-    return _cudnn_rnn(x, weight)
-
-
-def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """`F.grouped_mm`, the experts of a mixture: each row is multiplied by the matrix of its group.
-
-    Only where `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
-    """
-    shared = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
-    return _numel(a) * int(b.shape[-1]) // shared
-
-
-def _scaled_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return _numel(a) * int(b.shape[-1])
-
-
 def _conv_tbc(_x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
     return _numel(out) * int(weight.shape[0] * weight.shape[1])
-
-
-def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
-    return int(a._nnz()) if a.layout in SPARSE else _numel(a)
-
-
-def _addbmm(_self: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return prod(a.shape) * int(b.shape[-1])
-
-
-def _addr(self: Tensor, *_: Any, **__: Any) -> int:
-    return _numel(self)
 
 
 def _trilinear(
@@ -140,20 +139,6 @@ def _trilinear(
         for d in sorted(dims):
             a, b, c = (t.unsqueeze(d) if j == i else t for j, t in enumerate((a, b, c)))
     return prod(map(max, a.shape, b.shape, c.shape))
-
-
-def _quantized_linear(x: Tensor, *_: Any, out: Any, **__: Any) -> int:
-    return _numel(out) * int(x.shape[-1])
-
-
-def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """`a @ b`; of a sparse operand the stored elements, each times the other's free dimension."""
-    # `_nnz` is private, in torch 2.11 to 2.13; `values()` refuses tensors that are not coalesced.
-    if a.layout is not torch.strided:
-        return int(a._nnz()) * int(b.shape[-1])
-    if b.layout is not torch.strided:
-        return int(b._nnz()) * int(a.shape[0])
-    return int(a.shape[0] * a.shape[1] * b.shape[-1])
 
 
 def _second(formula: MacFormula) -> MacFormula:
@@ -183,18 +168,18 @@ _FORMULAS: dict[str, MacFormula] = {
     "aten::mkldnn_rnn_layer": _mkldnn_rnn,
     "aten::_cudnn_rnn": _cudnn_rnn,
     "aten::miopen_rnn": _cudnn_rnn,
-    "aten::_lstm_mps": _mps_lstm,
+    "aten::_lstm_mps": lambda x, _hx, weight, *_, **__: _cudnn_rnn(x, weight),
     "aten::_grouped_mm": _grouped_mm,
     "aten::_scaled_grouped_mm": _grouped_mm,
     "aten::_scaled_grouped_mm_v2": _grouped_mm,
-    "aten::_scaled_mm_v2": _scaled_mm,
+    "aten::_scaled_mm_v2": _mm,
     "aten::linear": _linear,
     "aten::mv": _matvec,
     "aten::dot": _matvec,
     "aten::vdot": _matvec,
     "aten::addmv": _second(_matvec),
-    "aten::addbmm": _addbmm,
-    "aten::addr": _addr,
+    "aten::addbmm": _second(_mm),
+    "aten::addr": _matvec,
     "aten::conv_tbc": _conv_tbc,
     "aten::_trilinear": _trilinear,
 }
@@ -210,7 +195,7 @@ def name_of(func: Any) -> str:
     return func._schema.name if hasattr(func, "_schema") else str(func)
 
 
-def _formula_of(name: str) -> MacFormula | None:
+def formula_of(name: str) -> MacFormula | None:
     """The formula of an operation, also of its in-place form (`addmm_`)."""
     if name.startswith("quantized::linear"):
         return _quantized_linear
@@ -225,7 +210,7 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     30
     """
     name = name_of(func)
-    if (formula := _formula_of(name)) is not None:
+    if (formula := formula_of(name)) is not None:
         return formula(*args, **{**kwargs, "out": out})
     return None if is_unknown(name) else 0
 
@@ -233,11 +218,6 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def is_foreign(func: Any) -> bool:
     """True for an operation that is not PyTorch's own."""
     return name_of(func).partition("::")[0] not in _TORCHS_OWN
-
-
-def has_formula(name: str) -> bool:
-    """True if `name` costs something, though it may be nothing on an empty batch."""
-    return _formula_of(name) is not None
 
 
 def is_unknown(name: str) -> bool:

@@ -13,6 +13,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from functools import partial
+from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -189,50 +190,51 @@ class _Rebound:
             kwargs = {k: self.of(v) for k, v in x.keywords.items()}
             return partial(self.of(x.func), *map(self.of, x.args), **kwargs)
         if isinstance(x, CellType):
-            return self._cell(x)
-        if type(x) is dict:
-            return self._namespace(x) if self._refers(x) else x
-        if type(x) in (list, tuple):
-            return type(x)(map(self._part, x)) if self._refers(x) else x
-        return self._object(x)
+            content = content_of(x)
+            return x if (new := self.of(content)) is content else CellType(new)
+        return self._container(x) if type(x) in (dict, list, tuple) else self._object(x)
 
-    def _part(self, x: Any) -> Any:
-        return self.memo.get(id(x), x)
+    def _container(self, x: Any) -> Any:
+        """`x`, or a copy of it if it is short and holds a part of the model."""
+        held = x.values() if type(x) is dict else x
+        if len(x) > _SHORT or not any(id(v) in self.memo for v in held):
+            return x
+        if type(x) is dict:
+            return self._namespace(x)
+        return type(x)(self.memo.get(id(v), v) for v in x)
 
     def _namespace(self, names: dict[Any, Any]) -> dict[Any, Any]:
-        return {k: self._part(v) for k, v in names.items()}
+        return {k: self.memo.get(id(v), v) for k, v in names.items()}
 
     def _function(self, f: FunctionType) -> FunctionType:
-        cells = tuple(map(self.of, f.__closure__ or ()))
-        defaults, keywords = self.of(f.__defaults__ or ()), self.of(f.__kwdefaults__ or {})
-        is_global = any(id(f.__globals__.get(n)) in self.memo for n in _names(f.__code__))
-        new = (*cells, defaults, keywords)
-        old = (*(f.__closure__ or ()), f.__defaults__ or (), f.__kwdefaults__ or keywords)
-        if not is_global and all(a is b for a, b in zip(new, old, strict=True)):
+        cells = f.__closure__ or ()
+        home = self._globals(f.__globals__, f.__code__)
+        old = (f.__globals__, f.__defaults__, f.__kwdefaults__, *cells)
+        new = (home, self.of(f.__defaults__), self.of(f.__kwdefaults__), *map(self.of, cells))
+        if all(map(is_, new, old)):
             return f
-        home = f.__globals__
-        if is_global and id(home) not in self.made:
-            self.made[id(home)] = self._namespace(home)
-        home = self.made[id(home)] if is_global else home
-        again = FunctionType(f.__code__, home, f.__name__, defaults, cells or None)
-        again.__kwdefaults__ = keywords or None
+        again = FunctionType(f.__code__, home, f.__name__, new[1], new[3:] or None)
+        again.__kwdefaults__ = new[2]
         again.__dict__.update(f.__dict__)
         return again
 
-    def _cell(self, cell: CellType) -> CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not bound yet
-            return cell
-        new = self.of(content)
-        return cell if new is content else CellType(new)
+    def _globals(self, names: dict[str, Any], code: CodeType) -> dict[str, Any]:
+        """The global names for a function: other ones only if it reads a part of the model."""
+        if not any(id(names.get(n)) in self.memo for n in _names(code)):
+            return names
+        if id(names) not in self.made:
+            self.made[id(names)] = self._namespace(names)
+        made: dict[str, Any] = self.made[id(names)]
+        return made
 
     def _object(self, x: Any) -> Any:
         """`x`, or a shallow copy of it if one of its attributes is a part of the model."""
         held = getattr(x, "__dict__", None)
         if type(held) is not dict or isinstance(x, type | nn.Module) or hasattr(x, "__del__"):
             return x  # the end of a copy might close the file of the original
-        new = {k: self.of(v) for k, v in held.items() if self._refers(v)}
+        kinds = (dict, list, tuple)
+        near = {k: v for k, v in held.items() if id(v) in self.memo or type(v) in kinds}
+        new = {k: again for k, v in near.items() if (again := self.of(v)) is not v}
         if not new:
             return x
         try:
@@ -242,12 +244,13 @@ class _Rebound:
             return x
         return again
 
-    def _refers(self, x: Any) -> bool:
-        """True for a part of the model, and for a short container with one in it."""
-        inside = x.values() if type(x) is dict else x if type(x) in (list, tuple) else ()
-        return id(x) in self.memo or (
-            len(inside) <= _SHORT and any(id(v) in self.memo for v in inside)
-        )
+
+def content_of(cell: CellType) -> Any:
+    """What a closure holds in `cell`; None if that is not bound yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _names(code: CodeType) -> set[str]:
