@@ -106,7 +106,7 @@ def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["..:conv"], "argument model: '..:conv' is not of the form module:factory"),
         (["my_nets:net", "--html", "no/x.html"], "--html: there is no folder no: make it first"),
         (["my_nets:net", "--html", "x" * 300], "--html: cannot write"),
-        (["my_nets:net", "--width", "0"], "argument --width: 0 columns hold no text"),
+        (["my_nets:net", "--width", "0"], "argument --width: '0' is not a whole number from 1"),
         ([], "the following arguments are required: model"),
         (["my_nets:net", "--input", "999999999999,3,32,32"], "3,32,32' takes 12.3 PB"),
         (["my_nets:net", "--input", f"{2**70},1"], "of memory, and there are"),

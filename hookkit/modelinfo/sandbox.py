@@ -77,17 +77,20 @@ def restore_after(tree: Tree) -> Iterator[None]:
     Attributes are restored one level deep (a list that grew shrinks again); tensors that were
     written get their content back. Cost: one clone of every buffer and parameter.
     """
-    modules = [(m, type(m), _attributes(m)) for m in (*tree.wrappers, *tree.modules)]
+    modules = [(m, type(m), {**vars(m)}, _contents(m)) for m in (*tree.wrappers, *tree.modules)]
     modes = [(m, m.training) for m in tree.scripted]
     tensors = {id(t): t for t in tree.tensors if not nn.parameter.is_lazy(t)}
     saved = [(t, t._version, t.detach().clone()) for t in tensors.values()]
     try:
         yield
     finally:
-        for m, kind, attributes in modules:
+        for m, kind, attributes, contents in modules:
             m.__class__ = kind
             m.__dict__.clear()
-            m.__dict__.update({k: _restored(*pair) for k, pair in attributes.items()})
+            m.__dict__.update(attributes)
+            for held, content in contents:
+                held.clear()
+                (held.extend if isinstance(held, list) else held.update)(content)
         for m, mode in modes:
             m.training = mode
         with torch.no_grad():
@@ -115,21 +118,9 @@ def set_mode(tree: Tree, training: bool | None) -> None:
             m.training = training
 
 
-def _attributes(m: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute of `m`, and the content of those that are containers."""
-    return {
-        k: (v, copy.copy(v) if isinstance(v, list | dict | set) else None)
-        for k, v in vars(m).items()
-    }
-
-
-def _restored(old: Any, content: Any) -> Any:
-    if isinstance(old, list):
-        old[:] = content
-    elif isinstance(old, dict | set):
-        old.clear()
-        old.update(content)
-    return old
+def _contents(m: nn.Module) -> list[tuple[Any, Any]]:
+    """The attributes of `m` that are containers, each with its content."""
+    return [(v, copy.copy(v)) for v in vars(m).values() if isinstance(v, list | dict | set)]
 
 
 # --- switches of the process

@@ -41,27 +41,25 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("model", help="module:factory, a function that makes the model, or the model")
     shape = "shape of an input, with :int64 for ids; again for a second input"
     p.add_argument("--input", action="append", default=[], type=_input, metavar="N,...", help=shape)
-    p.add_argument("--depth", type=_whole, help="show modules down to this depth")
+    p.add_argument("--depth", type=_whole(0), help="show modules down to this depth")
     p.add_argument("--columns", type=_columns, help=f"out of {', '.join(COLUMNS)}")
     p.add_argument("--no-fold", action="store_true", help="show equal siblings one by one")
-    p.add_argument("--width", type=_width, help="columns of text (default: the terminal's)")
+    p.add_argument("--width", type=_whole(1), help="columns of text (default: the terminal's)")
     p.add_argument("--eval", action="store_true", help="in evaluation mode")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--html", type=Path, metavar="FILE", help="write HTML to a new file")
     return p
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+def _whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number from `least`."""
 
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
 
-def _width(text: str) -> int:
-    n = _whole(text)
-    if not n:
-        raise argparse.ArgumentTypeError("0 columns hold no text")
-    return n
+    return read
 
 
 def _input(text: str) -> torch.Tensor:
@@ -154,15 +152,6 @@ def _within(what: str, f: Callable[..., Any], *args: Any) -> Any:
         ) from e
 
 
-def _made(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Summary:
-    model = _load(parser, args.model)
-    if args.eval:
-        model.eval()
-    return summary(
-        model, *args.input, fold=not args.no_fold, depth=args.depth, columns=args.columns
-    )
-
-
 def _page(made: Summary) -> str:
     """The summary as an HTML document, light or dark as the reader's system is."""
     return (
@@ -197,7 +186,10 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     if args.html and not os.path.isdir(args.html.parent):
         parser.error(f"argument --html: there is no folder {args.html.parent}: make it first")
     try:
-        made = _made(parser, args)
+        model = _load(parser, args.model)
+        model = model.eval() if args.eval else model
+        fold, depth, columns = not args.no_fold, args.depth, args.columns
+        made = summary(model, *args.input, fold=fold, depth=depth, columns=columns)
     except Exception as e:
         table = "".join(f"{note.strip()}\n" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, HookkitError) else f"{type(e).__name__}: "

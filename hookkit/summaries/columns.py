@@ -85,6 +85,21 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+_RUN = ("type", "output", "params", "train", "macs", "saved")
+_NO_RUN = ("type", "params", "train")
+
+
+def usual(s: Content) -> tuple[str, ...]:
+    """The columns that are drawn if none are chosen."""
+    return _NO_RUN if s.run == "none" else _RUN
+
+
+def flow(s: Content) -> tuple[str, str]:
+    """What went into the model and what came out, harmless to a terminal."""
+    output = harmless(s.output, MAX_CELL) or ("✗" if s.failed else "–")
+    return harmless(s.inputs, MAX_CELL), f"→ {output}"
+
+
 def cell(column: str, line: Line, s: Content) -> str:
     """The text in `column` of a line, harmless to a terminal."""
     return harmless(COLUMNS[column].write(line, s), MAX_CELL)

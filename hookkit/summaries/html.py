@@ -13,15 +13,13 @@ from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
-from hookkit.summaries.columns import COLUMNS, MAX_CELL, cell, notes_of
+from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, usual
 from hookkit.summaries.lines import Content, Line, View, tree
 from hookkit.summaries.rows import NUMBERS, Row, Totals
 from hookkit.summaries.text import footer_parts, shows_itself
 from hookkit.texts import clip, harmless, width
 
 _BARS = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
-_RUN = ("output", "params", "train", "macs", "saved")
-_NO_RUN = ("params", "train")
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
 _WORD, _CELL = 40, 80  # characters of a word, and of a cell; the rest is in a tooltip
 
@@ -31,15 +29,11 @@ def as_html(s: Content, view: View, by: str = "params") -> str:
     if not isinstance(by, str) or by not in _BARS:
         raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(_BARS)}')
     drawing = _Drawing(s, view, by)
-    inputs, output = (
-        harmless(s.inputs, MAX_CELL),
-        harmless(s.output, MAX_CELL) or ("✗" if s.failed else "–"),
-    )
-    flow = f" <i>{escape(inputs)} → {escape(output)}</i>" if s.run != "none" else ""
-    title = f"<p><b>{escape(harmless(s.rows[0].type))}</b>{flow}</p>"
+    shown = f" <i>{escape(' '.join(flow(s)))}</i>" if s.run != "none" else ""
+    title = f"<p><b>{escape(harmless(s.rows[0].type))}</b>{shown}</p>"
+    table = drawing.table()  # before the legend, which says what is in it
     facts = "".join(_paragraph(" · ".join(part)) for part in footer_parts(s))
     warned = "".join(_paragraph(f"⚠ {w}", ' class="x"') for w in s.warnings)
-    table = drawing.table()
     below = f'{drawing.legend()}<div class="s">{facts}</div>{warned}'
     return fragment(f'<div class="tree">{title}{table}{below}</div>')
 
@@ -71,7 +65,7 @@ class _Drawing:
 
     def __init__(self, s: Content, view: View, by: str) -> None:
         self.s, self.by, self.depth = s, by, view.depth
-        self.columns = view.columns or (_RUN if s.run != "none" else _NO_RUN)
+        self.columns = view.columns or usual(s)[1:]
         self.whole = getattr(s.total, COLUMNS[by].number)
         self.root, self.base = tree(s.rows, view.fold), 0
         self.open = _open_first(self.root)

@@ -12,21 +12,19 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from hookkit.summaries.columns import COLUMNS, MAX_CELL, cell, notes_of
+from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, usual
 from hookkit.summaries.lines import Content, Line, View, lines
 from hookkit.texts import clip, harmless, nbytes, pad, si, width, wrap
 
 _WIDE = 100  # without a terminal
 _GAP = "  "
-_RUN = ("type", "output", "params", "train", "macs", "saved")
-_NO_RUN = ("type", "params", "train")
 
 
 def as_text(s: Content, view: View, n: int | None = None) -> str:
     """The whole summary in `n` columns: heading, table, totals, how it was run, warnings."""
     n = n or shutil.get_terminal_size((_WIDE, 24)).columns
     drawn = body(s, view)
-    table, missing = _table(s, drawn, view.columns or (_RUN if s.run != "none" else _NO_RUN), n)
+    table, missing = _table(s, drawn, view.columns or usual(s), n)
     parts = [*_heading(s, n), *table, *_footer(s, n)]
     if folds := sorted({line.fold for line in drawn if line.fold > 1}):
         some = ", ".join(f"×{k}" for k in folds[:4]) + (", …" if len(folds) > 4 else "")
@@ -53,8 +51,8 @@ def _heading(s: Content, n: int) -> list[str]:
     name, n = harmless(s.rows[0].type), max(n, 20)
     if s.run == "none":
         return [clip(name, n)]
-    inputs, output = harmless(s.inputs, MAX_CELL), harmless(s.output, MAX_CELL)
-    given, got = f"{name}   {inputs}", f"→ {output or ('✗' if s.failed else '–')}"
+    inputs, got = flow(s)
+    given = f"{name}   {inputs}"
     lines = [f"{given} {got}"] if width(f"{given} {got}") <= n else [given, f"  {got}"]
     return [clip(line, n) for line in lines]
 
