@@ -1,6 +1,7 @@
 """Which activation reads each layer, and what else the recorders give a diagnosis."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, diagnose, watch
-from hookkit.callbacks.losses import Scores
+from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.stats.graph import consumers
 
 
@@ -108,34 +109,38 @@ def test_a_run_has_momentum_and_maximize():
     assert (info["momentum"], info["maximize"]) == ([0.5], True)
 
 
+def known(loss_func: Any, scores: torch.Tensor, fed: bool = True) -> dict[str, Any]:
+    facts = LossFacts()
+    facts.see_scores(loss_func, scores, fed)
+    return facts.read()
+
+
 def test_classes_of_a_sequence_are_not_its_steps():
     logits = torch.randn(2, 7, 5)
 
-    assert "n_classes" not in Scores(F.cross_entropy, logits, fed=False).read()
-    assert Scores(F.cross_entropy, logits.softmax(-1), fed=False).read()["n_classes"] == 5
-    assert Scores(F.cross_entropy, logits.softmax(1), fed=False).read()["n_classes"] == 7
-    assert Scores(None, logits.softmax(-1), fed=False).read() == {"output_is_probabilities": True}
-    assert Scores(None, logits, fed=False).read() == {}
-    assert Scores(F.cross_entropy, logits[:, 0], fed=False).read()["n_classes"] == 7 - 2
+    assert "n_classes" not in known(F.cross_entropy, logits, fed=False)
+    assert known(F.cross_entropy, logits.softmax(-1), fed=False)["n_classes"] == 5
+    assert known(F.cross_entropy, logits.softmax(1), fed=False)["n_classes"] == 7
+    assert known(None, logits.softmax(-1), fed=False) == {"output_is_probabilities": True}
+    assert known(None, logits, fed=False) == {}
+    assert known(F.cross_entropy, logits[:, 0], fed=False)["n_classes"] == 7 - 2
 
 
 def test_large_logits_are_looked_at_in_part() -> None:
     large = torch.full((2, 3000, 2000), 1 / 2000)
-    scores = Scores(None, large, fed=False)
-    assert scores.sizes == [3000, 2000]
-    assert scores.read() == {"output_is_probabilities": True}
+    assert known(None, large, fed=False) == {"output_is_probabilities": True}
 
 
 def test_columns_of_a_binary_or_counting_loss_are_no_classes() -> None:
     for loss_func in (F.binary_cross_entropy_with_logits, nn.PoissonNLLLoss(), F.gaussian_nll_loss):
-        assert Scores(loss_func, torch.randn(4, 6)).read() == {}
+        assert known(loss_func, torch.randn(4, 6)) == {}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_scores_of_no_one_shape_tell_nothing() -> None:
     ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     for output in (ragged, torch.eye(4).to_sparse()):
-        assert Scores(F.cross_entropy, output, fed=False).read() == {}
+        assert known(F.cross_entropy, output, fed=False) == {}
 
 
 def test_a_recorder_pickled_during_a_run_knows_how_far_it_came() -> None:

@@ -4,13 +4,14 @@ callback    `Callback`: something to do at some of the events of training.
 runner      `CallbackRunner`: owns callbacks, and calls them by event.
 builtin     Modes and counts, accumulation, clipping, schedules.
 recorder    `Recorder`: losses, learning rates and metrics of a run.
-losses      `LossHistory`; which of PyTorch's losses it is, and what it is given.
+losses      `LossHistory`: losses by batch and by optimizer step.
+loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
 metrics     Functions averaged over samples, or objects that update and compute.
 optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
 progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
 readout     `run_of`: what all callbacks recorded, as one `Run`.
 
-Nine files: each is one thing to look for.
+Ten files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.losses import loss_name
+from hookkit.callbacks.loss_facts import loss_name
 from hookkit.errors import HookkitWarning
 from hookkit.records import Exports, Record, Run
 
@@ -89,7 +89,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "maximize": any(g.get("maximize", False) for g in groups),
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": runner.n_epoch,
-        **runner._known_of_loss(),
+        **runner._loss_facts.read(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

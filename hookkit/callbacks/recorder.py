@@ -136,7 +136,7 @@ class Recorder(Callback):
             self._cancelled = False
             return
         if learn.training:
-            learn._note_scores(learn.loss_func, learn.pred)
+            learn._loss_facts.see_scores(learn.loss_func, learn.pred)
             self._losses.begin(learn.n_steps - learn.stepped)
             self._losses.put(learn.loss)
             self.lrs.append(learn.opt.param_groups[-1]["lr"])

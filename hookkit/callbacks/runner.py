@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from fastcore.foundation import L
 
 from hookkit.callbacks.callback import Callback, in_phase, method_for
-from hookkit.callbacks.losses import Floats, Scores
+from hookkit.callbacks.loss_facts import LossFacts
+from hookkit.callbacks.losses import Floats
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.interrupts import Undo, block, uninterrupted
@@ -52,14 +53,13 @@ class CallbackRunner:
     step_scaler: Any = None
     finds_opts: bool = False
     n_steps: int = 0
-    _scores: Scores | None = None  # of the first training batch
-    _loss_facts: dict[str, str] | None = None  # of the first loss, by its graph
     _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _recorders: list[Any]  # the HookCallbacks: what has a `recording` to switch
     _past: list[Callback]  # added for a fit that is over
 
     def __init__(self) -> None:
         self.cbs, self._past = L(), []
+        self._loss_facts = LossFacts()
         self._forget_order()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,16 +296,6 @@ class CallbackRunner:
         return paused
 
     # --- what a `Run` needs
-
-    def _note_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
-        """Reads the first batch's scores: see `Scores`."""
-        if self._scores is None:
-            self._scores = Scores(loss_func, pred, fed=fed)
-
-    def _known_of_loss(self) -> dict[str, Any]:
-        """Facts of a `Run`: number of classes, whether outputs are probabilities, kind of loss."""
-        scores = {} if self._scores is None else self._scores.read()
-        return {**scores, **(self._loss_facts or {})}
 
     def _step_losses(self) -> Floats | None:
         """(n_steps,) the training loss by optimizer step; None if it is not recorded."""

@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hookkit.callbacks.losses import loss_name
+from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.metrics import as_metric
 from hookkit.checks import check_callable, check_module, check_number, kind_of
 from hookkit.data import DataLoaders

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.losses import loss_name
+from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.optimizers import bare_optimizer, stepping_scaler
 from hookkit.callbacks.runner import CallbackRunner
 from hookkit.data import n_batches, no_batches, split_batch, to_device

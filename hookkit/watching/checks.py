@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.callbacks.losses import loss_name
+from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.checks import check_callable, check_flag, kind_of, shown
 from hookkit.errors import (

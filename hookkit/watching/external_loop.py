@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.losses import Floats, LossHistory, loss_by_graph
+from hookkit.callbacks.losses import Floats, LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
 from hookkit.callbacks.readout import info_of
 from hookkit.callbacks.runner import CallbackRunner
@@ -234,8 +234,8 @@ class ExternalLoop(CallbackRunner):
             if loss is not None:
                 self.report_loss(loss, guess, share)
             # of a loss function that is a module, its own input is read
-            if self._scores is None and not isinstance(self.loss_func, nn.Module):
-                self._note_scores(self.loss_func, output, fed=False)
+            if not isinstance(self.loss_func, nn.Module):
+                self._loss_facts.see_scores(self.loss_func, output, fed=False)
         self.pred = output
         try:
             self._signal(Signal.OUT)
@@ -426,11 +426,8 @@ class ExternalLoop(CallbackRunner):
 
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """Takes the loss of the current batch, or of the step just made."""
-        if self._loss_facts is None and self.loss_func is None:
-            self._loss_facts = loss_by_graph(loss)
-            by_class = self._loss_facts.get("loss_func") in ("cross_entropy", "nll_loss")
-            if self._scores is not None and by_class:
-                self._scores.by_class = True
+        if self.loss_func is None:
+            self._loss_facts.see_loss(loss)
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
         self.losses.put(kept, guess, share)
         if self.training:

@@ -223,7 +223,7 @@ class LoopHooks:
             loop.report_loss(one_number(output))
             self._last_loss = loop.loss
             if args:
-                loop._note_scores(module, args[0])
+                loop._loss_facts.see_scores(module, args[0])
 
     # --- step
 

@@ -1,0 +1,167 @@
+"""`LossFacts`: which of PyTorch's losses it is, of how many classes, and what it is given.
+
+Builds on `autograd_graph`. The facts of a `Run` that rules of `diagnose` need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookkit.autograd_graph import VIEWS, first_input, op_name
+from hookkit.hooks.snapshot import is_transforming
+
+
+def loss_name(loss_func: Any) -> str | None:
+    """A loss function's name, else its class's.
+
+    >>> loss_name(torch.nn.functional.cross_entropy), loss_name(torch.nn.MSELoss()), loss_name(None)
+    ('cross_entropy', 'MSELoss', None)
+    """
+    if loss_func is None:
+        return None
+    name = getattr(loss_func, "__name__", None)
+    return name if isinstance(name, str) else type(loss_func).__name__
+
+
+_LOSSES = {
+    "NllLoss": "nll_loss",
+    "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "MseLoss": "mse_loss",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+}
+_VIEWS = VIEWS | {"Clone", "ToCopy"}
+
+
+def loss_by_graph(loss: Tensor) -> dict[str, str]:
+    """`loss_func` and `loss_input` of a loss that autograd computed; {} for any other.
+
+    Reads about five nodes of its graph, also after backward(); keeps none.
+
+    >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
+    >>> loss_by_graph(torch.nn.functional.cross_entropy(scores.softmax(1), y))
+    {'loss_func': 'cross_entropy', 'loss_input': 'Softmax'}
+    >>> loss_by_graph(torch.nn.functional.mse_loss(scores, torch.ones(2, 3)))
+    {'loss_func': 'mse_loss', 'loss_input': ''}
+    >>> loss_by_graph(scores.mean())
+    {}
+    """
+    node = loss.grad_fn
+    if op_name(node) in _VIEWS:
+        node = _before(node)
+    name = _LOSSES.get(op_name(node))
+    # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
+    # mean. A sum grows with the batch, so that it has no level to compare with. Without the
+    # attribute a sum is taken for a mean.
+    if name is None or getattr(node, "_saved_reduction", 1) != 1:
+        return {}
+    node = _before(node)
+    if name == "nll_loss" and op_name(node) == "LogSoftmax":
+        name, node = "cross_entropy", _before(node)
+    given = op_name(node)
+    return {"loss_func": name, "loss_input": given if given in ("Softmax", "Sigmoid") else ""}
+
+
+def _before(node: Any) -> Any:
+    """The node whose output is the first input of `node`, behind views."""
+    for _ in range(8):
+        node = first_input(node)
+        if node is None or op_name(node) not in _VIEWS:
+            return node
+    return None
+
+
+class LossFacts:
+    """What the first batch says of the loss, its scores and its graph; later batches are ignored.
+
+    >>> facts = LossFacts()
+    >>> facts.see_scores(torch.nn.CrossEntropyLoss(), torch.full((2, 4), 0.25)); facts.read()
+    {'n_classes': 4, 'output_is_probabilities': True}
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] | None = None  # of the scores' dimensions that may be the classes
+        self._by_class = False
+        self._by_graph: dict[str, str] | None = None
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Reads the graph of a loss: see `loss_by_graph`."""
+        if self._by_graph is None:
+            self._by_graph = loss_by_graph(loss)
+            self._by_class |= self._by_graph.get("loss_func") in ("cross_entropy", "nll_loss")
+
+    def see_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
+        """Looks at a classifier's scores, without reading from the device.
+
+        Args:
+            loss_func: the loss. For losses other than cross entropies only
+                `output_is_probabilities` is reported, and only if no loss function was given.
+            pred: (n, n_classes, …) floats; anything else is ignored.
+            fed: `pred` is the loss's own input. If it is the model's output instead, it may be
+                flattened before the loss, so that of three dimensions the last may be the classes.
+        """
+        if self._sizes is not None:
+            return
+        self._sizes = []
+        by_class = _is_by_class(loss_func)
+        self._by_class |= by_class
+        if not (_are_scores(pred) and (by_class or (loss_func is None and not fed))):
+            return
+        dims = [1] if fed or pred.ndim == 2 else [1, pred.ndim - 1]
+        with torch.no_grad():
+            p = _some(pred.detach(), fed).float()
+            self._sizes = [pred.shape[d] for d in dims]
+            self._positive = (p >= 0).all()
+            self._off_one = torch.stack([(p.sum(d) - 1).abs().amax() for d in dims])
+
+    def read(self) -> dict[str, Any]:
+        """`loss_func`, `loss_input`, `n_classes` and `output_is_probabilities`, as far as known.
+
+        Reads the device once.
+        """
+        return {**self._of_scores(), **(self._by_graph or {})}
+
+    def _of_scores(self) -> dict[str, Any]:
+        if not self._sizes:
+            return {}
+        off_one = self._off_one.tolist() if self._positive else []  # sync: one per read-out
+        hit = [n for n, off in zip(self._sizes, off_one, strict=False) if off < 1e-3 and n > 1]
+        known = hit[-1:] or (self._sizes if len(self._sizes) == 1 else [])
+        if not self._by_class:
+            return {"output_is_probabilities": True} if hit else {}
+        classes = {"n_classes": known[0]} if known else {}
+        return {**classes, "output_is_probabilities": bool(hit)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+
+
+def _is_by_class(loss_func: Any) -> bool:
+    """Whether a loss has a column for each class, and is a mean, to compare with ln C."""
+    name = (loss_name(loss_func) or "").lower().replace("_", "")
+    by_class = "crossentropy" in name or "nll" in name
+    no_classes = name.startswith(("binary", "poisson", "gaussian"))
+    return by_class and not no_classes and getattr(loss_func, "reduction", "mean") == "mean"
+
+
+def _are_scores(pred: Any) -> bool:
+    if not (isinstance(pred, Tensor) and pred.ndim >= 2 and pred.is_floating_point()):
+        return False
+    whole = pred.layout is torch.strided and not pred.is_nested and pred.numel() > 0
+    return whole and not is_transforming()  # torch.func's values end with it
+
+
+_MANY = 1 << 22
+
+
+def _some(pred: Tensor, fed: bool) -> Tensor:
+    """About `_MANY` values: a language model's logits in float32 may not fit the device twice."""
+    some = pred[: max(_MANY // max(pred[0].numel(), 1), 1)]
+    if not fed and pred.ndim == 3:
+        some = some[:, : max(_MANY // max(len(some) * pred.shape[2], 1), 1)]
+    return some
