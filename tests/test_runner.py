@@ -185,7 +185,7 @@ def test_a_missing_attribute_names_where_it_was_looked_for() -> None:
 
 
 def test_a_callback_without_a_learner_says_so() -> None:
-    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred', and belongs to no L"):
+    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred'.* not known yet"):
         _ = Tst().pred
 
 

@@ -42,10 +42,9 @@ _NOTICED = LOOP_STATE | frozenset(EVENTS) | {"order"}
 class Owner:
     """The runner that a callback belongs to, held weakly. Copies and pickles have none."""
 
-    __slots__ = ("get", "known")
+    __slots__ = ("get",)
 
     def __init__(self, runner: Any = None) -> None:
-        self.known = runner is not None
         weak = getattr(type(runner), "holds_callbacks", False)  # else a test's own object
         self.get: Callable[[], Any] = weakref.ref(runner) if weak else lambda: runner
 
@@ -144,21 +143,19 @@ class Callback:
         # Python also calls this for a property that raises AttributeError: show its own error
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
-        own = type(self).__name__
-        if name.startswith("__"):
-            raise AttributeError(f"{own} has no attribute {name!r}", name=name, obj=self)
-        if (now := self._renamed.get(name)) is not None:
-            raise AttributeError(
-                f"{own} has no attribute {name!r}, its name in fastai v1. Use `{now}`.",
-                name=name,
-                obj=self,
+        own, learn, why = type(self).__name__, self.learn, ""
+        if name in self._renamed:
+            why = f", its name in fastai v1. Use `{self._renamed[name]}`."
+        elif learn is None and not name.startswith("__"):
+            why = (
+                ", and the Learner or watched loop that could have it is not known yet, or no "
+                "longer exists. Keep the Learner, or what watch(…) returned, and read it in a fit "
+                "or later."
             )
-        if self.learn is None:
-            raise AttributeError(
-                f"{own} has no attribute {name!r}, {self._why()}", name=name, obj=self
-            )
+        if why or learn is None or name.startswith("__"):
+            raise AttributeError(f"{own} has no attribute {name!r}{why}", name=name, obj=self)
         try:
-            return getattr(self.learn, name)
+            return getattr(learn, name)
         except AttributeError as error:
             if _skips_init(type(self)):
                 which = f"does not call super().__init__(…), which may set {name!r}"
@@ -166,18 +163,6 @@ class Callback:
             if near := nearest(name, [n for n in dir(type(self)) if n[0] != "_"]):
                 error.add_note(f"nearest in {own}: {', '.join(near)}")
             raise
-
-    def _why(self) -> str:
-        """Why there is no runner to look it up in, and what to do."""
-        if not self._learn.known:
-            return (
-                "and belongs to no Learner yet, whose attribute it could be. Read it during a fit, "
-                "or after `learn.add_cb(…)`."
-            )
-        return (
-            "and the Learner or the watched loop that it belonged to no longer exists. Keep the "
-            "Learner, or what watch(…) returned, to read it."
-        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOTICED and self.learn is not None:

@@ -18,7 +18,7 @@ from hookkit.records import Exports, Record, Run
 
 
 def run_of(runner: Any) -> Run:
-    """Everything that the callbacks of a `CallbackRunner` recorded; None where nothing was.
+    """Everything that the callbacks of a Learner or an `ExternalLoop` recorded.
 
     A record goes where its kind belongs, whatever the recorder's class is called. Of several
     recorders of a kind a Run holds the latest; a warning names the others.

@@ -17,7 +17,6 @@ from fastcore.foundation import L
 
 from hookkit.callbacks.callback import Callback, in_phase, method_for
 from hookkit.callbacks.loss_facts import LossFacts
-from hookkit.callbacks.losses import Floats
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.interrupts import Undo, block, uninterrupted
@@ -70,18 +69,10 @@ class CallbackRunner:
 
     # --- adding and removing
 
-    def add_cb(self: R, cb: Callback | type[Callback]) -> R:
-        """Adds a callback, an instance or a class to be made into one; the runner itself.
-
-        One added while a fit is under way gets its `before_fit` at once.
-
-        Raises:
-            ArgumentError, HookError: as `add_cbs`.
-        """
-        return self.add_cbs([cb])
-
     def add_cbs(self: R, cbs: Any) -> R:
-        """Adds one callback, several, or None: all of them, or it raises.
+        """Adds one callback, several, or None: all of them, or it raises; the runner itself.
+
+        A class is instantiated. One added while a fit is under way gets its `before_fit` at once.
 
         Raises:
             ArgumentError: one of them is not a callback.
@@ -94,6 +85,8 @@ class CallbackRunner:
                 self._add(cb)
         return self
 
+    add_cb = add_cbs  # fastai's name for one
+
     def _add(self, cb: Callback) -> None:
         cb.learn = self
         self.cbs.append(cb)
@@ -103,22 +96,20 @@ class CallbackRunner:
             self._continue_from(cb)
             cb("before_fit")
 
-    def remove_cb(self: R, cb: Callback | type[Callback]) -> R:
-        """Removes a callback, or all callbacks of a class; the runner itself.
+    def remove_cbs(self: R, cbs: Any) -> R:
+        """Removes one callback or several, of a class all; the runner itself.
 
         For one removed while a fit is under way `cleanup_fit` is called at once.
 
         Raises:
-            ArgumentError: `cb` is neither a callback nor a class of them.
+            ArgumentError: one of them is neither a callback nor a class of them.
         """
-        return self.remove_cbs([cb])
-
-    def remove_cbs(self: R, cbs: Any) -> R:
-        """Removes what `add_cbs` takes."""
         for cb in self._meant(cbs):
             self._drop(cb)
             cb.learn = None
         return self
+
+    remove_cb = remove_cbs
 
     def _meant(self, cbs: Any) -> list[Callback]:
         """The callbacks here that `cbs` stands for: themselves, or the instances of a class."""
@@ -294,18 +285,6 @@ class CallbackRunner:
                 cb._record(False)
                 paused.append(cb)
         return paused
-
-    # --- what a `Run` needs
-
-    def _step_losses(self) -> Floats | None:
-        """(n_steps,) the training loss by optimizer step; None if it is not recorded."""
-        recorder: Any = self._cb_named("recorder")
-        return None if recorder is None else recorder.step_losses()
-
-    def _epochs(self) -> list[dict[str, Any]]:
-        """A dict for each epoch, with its last step."""
-        recorder: Any = self._cb_named("recorder")
-        return [] if recorder is None else recorder._epochs(self.n_steps)
 
 
 def listed(cbs: Any) -> list[Any]:

@@ -14,15 +14,10 @@ from torch.utils.data import DataLoader
 
 from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.metrics import as_metric
-from hookkit.checks import check_callable, check_module, check_number, kind_of
+from hookkit.checks import check_callable, check_number, kind_of
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.nested import describe
-
-
-def checked_model(model: Any) -> nn.Module:
-    """`model`, which is an nn.Module; else an ArgumentError."""
-    return check_module("Learner", model, "The order is Learner(dls, model, loss_func).")
 
 
 def check_function(what: str, f: Any) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
 from hookkit.callbacks.runner import listed
-from hookkit.checks import check_flag, check_path
+from hookkit.checks import check_flag, check_module, check_path
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
 from hookkit.learner.checks import (
@@ -27,7 +27,6 @@ from hookkit.learner.checks import (
     check_optimizer,
     check_trained,
     checked_metrics,
-    checked_model,
 )
 from hookkit.learner.distributing import distributed
 from hookkit.learner.groups import (
@@ -111,7 +110,8 @@ class Learner(Predicting, ReadOut):
         train_bn: bool = True,
         default_cbs: bool = True,
     ) -> None:
-        model, dls = checked_model(model), as_loaders(dls)
+        check_module("Learner", model, "The order is Learner(dls, model, loss_func).")
+        dls = as_loaders(dls)
         for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
             check_function(what, f)
         if loss_func is None and dls is not None:

@@ -11,7 +11,7 @@ from fastcore.basics import PrettyString
 
 from hookkit.callbacks.readout import run_of
 from hookkit.errors import nearest
-from hookkit.records import Run, Tables, Views
+from hookkit.records import Floats, Run, Tables, Views
 
 
 class ReadOut(Tables, Views):
@@ -20,6 +20,7 @@ class ReadOut(Tables, Views):
     _named: Any
     _cb_named: Any
     ordered_cbs: Any
+    n_steps: int
 
     def summary(self) -> Any:
         """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
@@ -33,6 +34,14 @@ class ReadOut(Tables, Views):
         `.save(path)` writes it, for `Run.load(path)`; the Learner's own `save` writes the weights.
         """
         return run_of(self)
+
+    def _step_losses(self) -> Floats | None:
+        recorder = self._cb_named("recorder")
+        return None if recorder is None else recorder.step_losses()
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        recorder = self._cb_named("recorder")
+        return [] if recorder is None else recorder._epochs(self.n_steps)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property that raised AttributeError: its own error
