@@ -390,7 +390,7 @@ def test_the_bar_shows_in_a_terminal_and_is_closed(capsys: Any, monkeypatch: Any
     err = capsys.readouterr().err
     assert "epoch 1/1 train" in err
     assert "0/2" in err
-    assert learn.progress._screen is None
+    assert learn.progress._bar is None
 
 
 def test_a_run_whose_bar_is_open_can_be_copied(capsys: Any, monkeypatch: Any) -> None:
@@ -403,7 +403,7 @@ def test_a_run_whose_bar_is_open_can_be_copied(capsys: Any, monkeypatch: Any) ->
 
     synth_learner(n_trn=2, cbs=[ProgressCallback, Callback(after_batch=keep)]).fit(1)
 
-    assert copies[0]._screen is None
+    assert copies[0]._bar is None
     assert "0/2" in capsys.readouterr().err
 
 
@@ -415,7 +415,7 @@ def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:
         learn.fit(1)
 
     assert learn.logger is print
-    assert learn.progress._screen is None
+    assert learn.progress._bar is None
 
 
 def test_no_bar_and_no_logging_are_for_the_with_alone(capsys: Any) -> None:
@@ -472,8 +472,8 @@ def test_in_a_notebook_bar_and_table_are_one_output(monkeypatch: Any) -> None:
 
     learn.fit(2)
 
-    assert "epoch 1/2 train <progress" in drawn[0]["text/html"]
-    assert "<progress" not in drawn[-1]["text/html"]
+    assert "<pre>epoch 1/2 train:   0%|" in drawn[0]["text/html"]
+    assert "<pre>" not in drawn[-1]["text/html"]
     assert drawn[-1]["text/html"].count("<tr>") == 3
     assert drawn[-1]["text/plain"].split("\n")[0].split() == learn.recorder.metric_names
     assert "&lt;" not in drawn[-1]["text/html"]
@@ -486,9 +486,16 @@ def _near(pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_validation_in_mid_fit_leaves_the_bar_alone(monkeypatch: Any) -> None:
     pytest.importorskip("tqdm")
     opened: list[str] = []
-    monkeypatch.setattr(
-        "hookkit.callbacks.progress._Terminal.open", lambda self, what, n: opened.append(what)
-    )
+
+    class Bar:
+        def __init__(self, desc: str, **options: Any) -> None:
+            opened.append(desc)
+
+        def update(self) -> None: ...
+        def close(self) -> None: ...
+        def set_postfix_str(self, text: str, refresh: bool) -> None: ...
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
     look = Callback(after_batch=lambda cb: cb.training and cb.learn.validate())
     learn = quiet(n_trn=2, cbs=[look, ProgressCallback])
 
