@@ -219,7 +219,7 @@ class ExternalLoop(CallbackRunner):
 
     def _next_batch(self) -> None:
         if self.groups.stepped:
-            self.groups.learn(self.opts)
+            self.groups.learn()
         self._signal(Signal.CLOSE)
         self._signal(Signal.BEGIN_STEP if self.each_forward else Signal.BEGIN)
 

@@ -26,8 +26,7 @@ class OptimizerGroups:
     def __init__(self) -> None:
         self.stepped: list[Optimizer] = []
         self.last: list[Optimizer] = []
-        self._known: set[frozenset[int]] = set()
-        self._n_all = 0
+        self._known: set[frozenset[int]] = set()  # groups that have made a step
 
     def more_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor] = ()) -> bool:
         """Whether another of `opts`, or one not seen yet, will step before the next forward.
@@ -35,28 +34,22 @@ class OptimizerGroups:
         Args:
             parameters: those that an optimizer not seen yet may step; read only if needed.
         """
-        if len(opts) == len(self.stepped):
-            return self._n_all != len(opts) and self._unknown_to_come(opts, parameters)
-        if _ids(self.stepped) not in self._known:
-            in_other_groups = _ids(self.stepped).union(*self._known)
-            if any(_has_gradient(o) for o in opts if id(o) not in in_other_groups):
-                return True
-            self.learn(opts)
-        return False
-
-    def _unknown_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor]) -> bool:
-        owned = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
-        if any(p.grad is not None and id(p) not in owned for p in parameters):
+        stepped = _ids(self.stepped)
+        if stepped in self._known:
+            return False
+        in_other_groups = stepped.union(*(g for g in self._known if len(g) < len(opts)))
+        if any(_has_gradient(o) for o in opts if id(o) not in in_other_groups):
             return True
-        self.learn(opts)
+        if len(opts) == len(self.stepped):
+            owned = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
+            if any(p.grad is not None and id(p) not in owned for p in parameters):
+                return True
+        self.learn()
         return False
 
-    def learn(self, opts: list[Optimizer]) -> None:
-        """Notes that those of `opts` which have stepped are a group of their own, or are all."""
-        if len(opts) == len(self.stepped):
-            self._n_all = len(opts)
-        else:
-            self._known.add(_ids(self.stepped))
+    def learn(self) -> None:
+        """Notes that those which have stepped are a group of their own, or are all."""
+        self._known.add(_ids(self.stepped))
 
     def end(self) -> None:
         """The step is over."""
