@@ -494,7 +494,7 @@ def test_the_validation_loss_begins_where_the_training_loss_does() -> None:
 
 @pytest.mark.parametrize("n", [-1, 1.5, "a"])
 def test_steps_to_skip_are_a_whole_number(n: Any) -> None:
-    with pytest.raises(OptionError, match=r"skip_start=.*number of steps.*Use 0"):
+    with pytest.raises(OptionError, match=r"skip_start=.*number of steps.*whole number"):
         plot_loss(made.run(), n)
 
 
