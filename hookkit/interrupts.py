@@ -16,7 +16,6 @@ Python function. It is removed with the last block, unless other code has set a 
     Guard              the handler of one open block; the others are built on it
     uninterrupted      a function that ends before a Ctrl-C is raised: registering, removing
     interruptible      user code inside such a function: a Ctrl-C is raised at once
-    Scope              `with` of a class, which can be entered again inside itself
     Undo               `with` around many undo steps (as contextlib.ExitStack)
     block              `with` from a generator       (as contextlib.contextmanager)
 """
@@ -162,53 +161,11 @@ def _raise_delayed(frame: FrameType | None) -> None:
     handler.users(_NUMBER, frame)
 
 
-# `_Block` and `Scope` each spell out `__enter__`. With a common one that they call, Python would
+# `_Block` and `Undo` each spell out `__enter__`. With a common one that they call, Python would
 # look for signals once more, after the block has begun and before the `with` holds it.
 
 
-class Scope:
-    """Base of classes with a `with` block: override `_begin` and `_undo`.
-
-    Entered again inside its own block, it stays open until the outer block ends.
-    """
-
-    _depth = 0
-    _guard: Guard | None = None
-
-    def _begin(self) -> None:
-        """Called when the block begins."""
-
-    def _undo(self) -> None:
-        """Undoes `_begin`, also half of it; can be called again."""
-
-    def __enter__(self) -> Self:
-        if self._depth:
-            self._depth += 1
-            return self
-        try:
-            self._guard = Guard()
-            self._guard.begin()
-            self._begin()
-        except BaseException:
-            self._undo()
-            if self._guard is not None:
-                self._guard.end()
-            raise
-        self._depth = 1
-        return self
-
-    @uninterrupted
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth or self._guard is None:
-            return
-        try:
-            self._undo()
-        finally:
-            self._guard.end()
-
-
-class Undo(Scope):
+class Undo:
     """A `with` block at whose end its callbacks all run, the last first, whenever Ctrl-C comes.
 
     Before each change call `callback` with what undoes it.
@@ -221,16 +178,28 @@ class Undo(Scope):
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        self._guard, self._stack = Guard(), ExitStack()
         self.callback = self._stack.callback
+
+    def __enter__(self) -> Self:
+        try:
+            self._guard.begin()
+        except BaseException:
+            self._guard.end()
+            raise
+        return self
+
+    @uninterrupted
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._stack.close()
+        finally:
+            self._guard.end()
 
     @uninterrupted
     def enter_context(self, cm: AbstractContextManager[T, Any]) -> T:
         """Enters `cm`, to be exited at the end: a Ctrl-C in between is raised afterwards."""
         return self._stack.enter_context(cm)
-
-    def _undo(self) -> None:
-        self._stack.close()
 
 
 def block(f: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T, bool | None]]:

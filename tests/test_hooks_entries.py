@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from hookkit.errors import HookError
-from hookkit.hooks import attach, attach_grad
-from hookkit.hooks.backward import attach_backward
+from hookkit.hooks import Hooks, attach, attach_grad
 from hookkit.hooks.entries import HookEntry, Switch, check_same, part_at
+from hookkit.hooks.snapshot import Options
 
 
 @pytest.fixture
@@ -27,6 +27,10 @@ def x() -> Tensor:
 
 def n_hooks(net: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+
+
+def both_sides(m: nn.Module, f: Any) -> Hooks:
+    return Hooks.of([m], Options("Hooks", "both", f))
 
 
 def test_one_switch_serves_many_hooks(net: nn.Sequential, x: Tensor) -> None:
@@ -87,7 +91,7 @@ def test_copies_of_a_hooked_module_do_nothing(copied: Any, net: nn.Sequential, x
     attach(net[0], lambda m, *_: seen.append(m))
     attach(net[1], lambda m, a, k, o: o * 0, edit=True)
     attach_grad(net[2], lambda m, i, g: seen.append(m))
-    attach_backward(net[2], lambda m, gi, go: seen.append(m))
+    both_sides(net[2], lambda m, gi, go: seen.append(m))
 
     twin = copied(net)
     twin(x).sum().backward()
@@ -99,7 +103,7 @@ def test_copies_of_a_hooked_module_do_nothing(copied: Any, net: nn.Sequential, x
 
 def test_a_function_gets_both_sides_of_a_backward_once(net: nn.Sequential, x: Tensor) -> None:
     seen: list[Any] = []
-    handle = attach_backward(net[2], lambda m, gi, go: seen.append((gi, go)))
+    handle = both_sides(net[2], lambda m, gi, go: seen.append((gi, go)))
 
     net(x).sum().backward()
     handle.remove()
@@ -113,8 +117,7 @@ def test_a_function_gets_both_sides_of_a_backward_once(net: nn.Sequential, x: Te
 
 def test_gradient_hooks_have_a_switch_too(net: nn.Sequential, x: Tensor) -> None:
     seen: list[Any] = []
-    switch = Switch(on=False)
-    attach_backward(net[2], lambda m, gi, go: seen.append(go), switch=switch)
+    switch = both_sides(net[2], lambda m, gi, go: seen.append(go)).switch
 
     for switch.on in (False, True):
         net(x).sum().backward()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.editing import edit_grad, edit_input, edit_output
-from hookkit.hooks import Hook, attach, attach_grad, hook_input, hook_output, hook_outputs
-from hookkit.hooks.backward import attach_backward
+from hookkit.hooks import Hook, Hooks, attach, attach_grad, hook_input, hook_output, hook_outputs
+from hookkit.hooks.snapshot import Options
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "attach pre edit": lambda m: attach(m, note, pre=True, edit=True),
     "attach_grad": lambda m: attach_grad(m, note),
     "attach_grad inputs": lambda m: attach_grad(m, note, inputs=True),
-    "backward hooks": lambda m: attach_backward(m, note),
+    "both sides": lambda m: Hooks.of([m], Options("Hooks", "both", note)),
     "edit output": lambda m: Block(edit_output(m, note)),
     "edit input": lambda m: Block(edit_input(m, note)),
     "edit gradient": lambda m: Block(edit_grad(m, note)),

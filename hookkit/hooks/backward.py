@@ -16,56 +16,19 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookkit.hooks.entries import (
-    Handle,
     Placed,
     Switch,
     called,
-    check_hookable,
     graph_task,
     in_thread,
     is_compiling,
     part_at,
-    put,
 )
-from hookkit.hooks.gradients import GradHooks, keeps_output
+from hookkit.hooks.gradients import GradHooks
 from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves
 
 Function = Callable[[nn.Module, Any, Any], Any]
-
-
-def attach_backward(
-    module: nn.Module,
-    fn: Function,
-    *,
-    leaf: str = "",
-    detach: bool = True,
-    switch: Switch | None = None,
-    thread: int | None = None,
-) -> Handle:
-    """Calls `fn(module, grad_inputs, grad_outputs)` in each backward pass, for each forward call.
-
-    Both are tuples with an entry for each tensor among the inputs (positional, then keyword) and
-    in the output; None where no gradient came. An input that is passed twice has the sum in both
-    places (`hook_input(m, grad=True)` gives each its own). What `fn` returns is ignored.
-
-    Args:
-        module: any module that is not scripted.
-        fn: the module holds it strongly, the autograd graph does not.
-        leaf: path of the part of the output that is meant.
-        detach: gives detached gradients.
-        switch: `fn` is called for forwards and backwards that run while it is on.
-        thread: whose forwards count; None counts those of all threads.
-
-    >>> import torch
-    >>> layer, seen = nn.Linear(2, 3), []
-    >>> handle = attach_backward(layer, lambda m, gi, go: seen.append(go[0].sum()))
-    >>> layer(torch.ones(1, 2)).sum().backward(); handle.remove(); seen
-    [tensor(3.)]
-    """
-    check_hookable(module, "attach_backward")
-    calls = BothGrads(fn, leaf, detach, switch or Switch(), lambda: thread)
-    return put(module, calls.entries(keeps_output(module), switch))
 
 
 class _Call:
@@ -88,7 +51,21 @@ class _Call:
 
 
 class BothGrads:
-    """The calls of one module. Its entries hold it; the graph holds what it gives, weak to it."""
+    """Calls `fn(module, grad_inputs, grad_outputs)` in each backward, for each forward of a module.
+
+    Both are tuples with an entry for each tensor among the inputs (positional, then keyword) and
+    in the output; None where no gradient came. An input that is passed twice has the sum in both
+    places (`hook_input(m, grad=True)` gives each its own). What `fn` returns is ignored.
+
+    The entries hold it, and `fn`; the autograd graph holds it weakly.
+
+    Args:
+        fn: what is called.
+        leaf: path of the part of the output that is meant.
+        detach: gives detached gradients.
+        switch: `fn` is called for forwards and backwards that run while it is on.
+        thread: says whose forwards count; None counts those of all threads.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """The `with` block of hooks, and its warnings at the end.
 
-`Block` is what the hooks of one block share: it registers and removes them, notes whose calls are
-recorded and how many blocks are open, and ends the forward pass early with `stop=True`. At its end
-it warns of a stop that was not reached and of hooks that never fired, each with the reason.
+`Registered` registers and removes hooks, all or none, and is their `with` block. `Block` is what
+the hooks of one block share: whose calls are recorded, how many blocks are open, and what ends the
+forward pass early with `stop=True`. At its end a block warns of a stop that was not reached and of
+hooks that never fired, each with the reason.
 """
 
 from __future__ import annotations
@@ -116,17 +117,20 @@ class Block(Switch):
 
 
 class Registered:
-    """Base of `Hook` and `Hooks`: captures that are registered, entered and removed together."""
+    """Base of what is registered when it is made, and removed by `remove()` or a block's end.
+
+    `Hook` and `Hooks` register their captures; others override `_register`, `_remove`, `removed`.
+    """
 
     __slots__ = ()
 
-    _captures: Sequence[Capture]
     _block: Block
+    _captures: Sequence[Capture] = ()
 
     @property
     def removed(self) -> bool:
-        """Whether none of it is registered on a module."""
-        return all(c.removed for c in self._captures)
+        """Whether none of it is registered."""
+        return all([c.callback is None for c in self._captures])  # noqa: C419
 
     @property
     def switch(self) -> Block:
@@ -134,11 +138,11 @@ class Registered:
         return self._block
 
     def register(self) -> None:
-        """Registers it on its modules, all or none; does nothing where it is registered."""
+        """Registers all of it, or nothing; does nothing where it is registered."""
         try:
             self._register()
         except BaseException:
-            self._remove()
+            self.remove()
             raise
 
     @uninterrupted
@@ -156,22 +160,22 @@ class Registered:
         for c in self._captures:
             c.register()
 
-    @uninterrupted
     def _remove(self) -> None:
+        """Called in an `uninterrupted` function, also of what is half registered."""
         for c in self._captures:
             c.remove()
 
     def __enter__(self) -> Self:
         depth = self._block.depth
         try:
-            if all([c.callback is None for c in self._captures]):  # noqa: C419
+            if self.removed:
                 for c in self._captures:
                     c.clear()
                 self._register()
             self._block.enter(self._captures)
         except BaseException:
             if not depth:
-                self._remove()
+                self.remove()
                 self._block.undo()
             raise
         return self
@@ -186,8 +190,7 @@ class Registered:
             return False
         stop = block.stop
         try:
-            for c in captures:
-                c.remove()
+            self._remove()
         finally:
             block.undo()
         if e is None:

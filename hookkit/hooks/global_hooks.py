@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from threading import Lock, get_ident, local
-from typing import Any, TextIO, TypeVar
+from threading import Lock, local
+from typing import Any, Self, TextIO
 from weakref import ref
 
 import torch
@@ -23,11 +23,12 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
-from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.block import Block, Registered
 from hookkit.hooks.entries import (
     Handle,
     attach,
@@ -39,7 +40,7 @@ from hookkit.hooks.entries import (
 )
 from hookkit.hooks.snapshot import Options, Snapshotter, StoredValue
 from hookkit.hooks.views import ViewGradient, listen
-from hookkit.interrupts import Scope, block, uninterrupted
+from hookkit.interrupts import block, uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
@@ -52,24 +53,13 @@ _with_kwargs: dict[int, bool] = getattr(
 )
 
 
-R = TypeVar("R", "GlobalHook", "_Printed")
-
-
-def _registered(hook: R) -> R:
-    """Registers `hook` and returns it; an interrupt leaves nothing registered."""
-    try:
-        hook.register()
-    except BaseException:
-        hook.remove()
-        raise
-    return hook
-
-
-class TensorHook(Scope):
+class TensorHook(Registered):
     """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
 
+    removed = False
+
     def __init__(self, t: Tensor, options: Options) -> None:
-        self._options, self._kept = options, None
+        self._block, self._kept = Block(options), None
         self.shape = t.shape
         self._handle = listen(t, _weakly(ref(self)))
 
@@ -87,7 +77,7 @@ class TensorHook(Scope):
         gradient: Tensor | None = (
             None if kept is None else kept.read("hook_tensor", lambda: self.label)
         )
-        if self._options.gather and (kept is None or not kept.whole):
+        if self._block.options.gather and (kept is None or not kept.whole):
             gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
             if kept is not None:
                 kept.value, kept.whole = gradient, True
@@ -107,12 +97,19 @@ class TensorHook(Scope):
         """The tensor in words."""
         return f"the gradient of a {'×'.join(map(str, self.shape)) or 'scalar'} tensor"
 
-    @uninterrupted
-    def remove(self) -> None:
-        """Removes the hook; what is stored stays."""
+    def _remove(self) -> None:
         self._handle.remove()
+        self.removed = True
 
-    _undo = remove
+    def __enter__(self) -> Self:
+        # As that of `Registered`, but compiled code goes on running compiled.
+        try:
+            self._block.depth += 1
+            self._block.guard.begin()
+        except BaseException:
+            self._block.undo()
+            raise
+        return self
 
     def __repr__(self) -> str:
         return f"TensorHook({self.label}, {'empty' if self._kept is None else 'stored'})"
@@ -123,7 +120,7 @@ def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
 
     def receive(grad: Tensor) -> None:
         if (h := hook()) is not None:
-            h._kept = Snapshotter(h._options).keep(grad)
+            h._kept = Snapshotter(h._block.options).keep(grad)
 
     return receive
 
@@ -205,45 +202,37 @@ def stand_in_runs() -> Iterator[None]:
         _switch(token, False)
 
 
-class GlobalHook(Scope):
+class GlobalHook(Registered):
     """A function called at each call of every module of the process. See `hook_all`."""
+
+    _handle: RemovableHandle | None = None
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
         self._func, self._types, self._pre = func, types, pre
-        self._thread: int | None = None
-        self._busy, self.removed = local(), True
+        self._block, self._busy = Block(Options("hook_all")), local()
         self.n_calls = 0
 
+    @property
+    def removed(self) -> bool:
+        """Whether it is not registered."""
+        return self._handle is None
+
     @uninterrupted
-    def register(self) -> None:
-        """Registers the hook for all modules; does nothing if it is registered."""
-        if not self.removed:
+    def _register(self) -> None:
+        if self._handle is not None:
             return
         if self._pre:
             self._handle = register_module_forward_pre_hook(self._before)
         else:
             self._handle = register_module_forward_hook(self._after, with_kwargs=True)
-        self.removed = False
         _switch(self, True)
 
-    @uninterrupted
-    def remove(self) -> None:
-        """Removes the hook; does nothing if it is removed."""
-        if not self.removed:
+    def _remove(self) -> None:
+        if self._handle is not None:
             self._handle.remove()
             _with_kwargs.pop(self._handle.id, None)
             _switch(self, False)
-            self.removed = True
-
-    def _begin(self) -> None:
-        self._thread = get_ident()
-        self.register()
-        enter_eager(self)
-
-    def _undo(self) -> None:
-        leave_eager(self)
-        self._thread = None
-        self.remove()
+            self._handle = None
 
     def _before(self, module: nn.Module, args: Any) -> None:
         self._call(module, args, {})
@@ -260,7 +249,7 @@ class GlobalHook(Scope):
             return
         if getattr(_stand_in, "now", False):
             return
-        if not in_thread(self._thread):
+        if not (self._block.on and in_thread(self._block.thread)):
             return
         self._busy.now = True
         try:
@@ -319,28 +308,30 @@ def hook_all(
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
-    return _registered(GlobalHook(func, wanted, pre))
+    hook = GlobalHook(func, wanted, pre)
+    hook.register()
+    return hook
 
 
-class _Printed(Scope):
+class _Printed(Registered):
     """The hooks of `print_sizes`."""
 
     def __init__(self, model: nn.Module, file: TextIO | None) -> None:
         self._model, self._file = ref(model), file
-        self._handles: list[Handle] = []
+        self._block, self._handles = Block(Options("print_sizes")), list[Handle]()
 
-    def register(self) -> None:
-        """Registers the hooks, also again after `remove` or the end of a block."""
+    @property
+    def removed(self) -> bool:
+        """Whether nothing is printed any more."""
+        return not self._handles
+
+    def _register(self) -> None:
         model = self._model()
         if self._handles or model is None:
             return
-        try:
-            for name, module in {"": unwrap(model), **select(model)}.items():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._handles.append(attach(module, self._printer(name, self._file)))
-        except BaseException:
-            self.remove()
-            raise
+        for name, module in {"": unwrap(model), **select(model)}.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(attach(module, self._printer(name, self._file)))
 
     def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
         def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -355,17 +346,7 @@ class _Printed(Scope):
 
         return write
 
-    def _begin(self) -> None:
-        self.register()
-        enter_eager(self)
-
-    def _undo(self) -> None:
-        leave_eager(self)
-        self.remove()
-
-    @uninterrupted
-    def remove(self) -> None:
-        """Removes the hooks: nothing more is printed."""
+    def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -389,4 +370,6 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
             f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
             'open("sizes.txt", "w"), or nothing to print.'
         )
-    return _registered(_Printed(check_module("print_sizes", model), file))
+    printed = _Printed(check_module("print_sizes", model), file)
+    printed.register()
+    return printed

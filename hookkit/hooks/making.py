@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import nn
 
 from hookkit.checks import check_flag
-from hookkit.errors import ArgumentError
 from hookkit.hooks.collection import Hooks, Modules
 from hookkit.hooks.hook import Hook
 from hookkit.hooks.snapshot import BY_NAME, Kind, Options
 
-# Options are values; making the same ones for each `with` block would cost 2 µs.
-_known_options = lru_cache(maxsize=64)(Options)
-
-
-def _options(*values: Any) -> Options:
-    try:
-        return _known_options(*values)
-    except ArgumentError:
-        raise
-    except TypeError:  # a value that cannot be hashed, and so is none that an option can have
-        return Options(*values)
-
-
-_PLAIN = Options("hook_outputs")
+_PLAIN = Options("hook_outputs")  # to make the same for each block would cost 5 µs
 _LAST = "last"  # Python has one of it
 
 
@@ -61,7 +44,7 @@ def hook_output(
     (True, False)
     """
     kind: Kind = "grad" if check_flag("hook_output", "grad", grad, BY_NAME) else "forward"
-    o = _options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hook.made(module, o)
 
 
@@ -89,7 +72,7 @@ def hook_outputs(
     if usual and clone is None and dtype is None and stop is False and keep is _LAST:
         return Hooks.of(modules, _PLAIN)
     kind: Kind = "grad" if check_flag("hook_outputs", "grad", grad, BY_NAME) else "forward"
-    o = _options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)
 
 
@@ -120,7 +103,7 @@ def hook_input(
     torch.Size([4, 5])
     """
     kind: Kind = "pre_grad" if check_flag("hook_input", "grad", grad, BY_NAME) else "pre"
-    o = _options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hook.made(module, o)
 
 
@@ -145,5 +128,5 @@ def hook_inputs(
     [(4, 5), (4, 10)]
     """
     kind: Kind = "pre_grad" if check_flag("hook_inputs", "grad", grad, BY_NAME) else "pre"
-    o = _options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
     return Hooks.of(modules, o)

@@ -87,9 +87,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for what in ("detach", "cpu", "gather", "edit", "stop", "clone"):
-            if what != "clone" or self.clone is not None:
-                flag = check_flag(self.who, what, getattr(self, what), BY_NAME)
-                object.__setattr__(self, what, flag)
+            flag = getattr(self, what)
+            if flag is not True and flag is not False and (what != "clone" or flag is not None):
+                object.__setattr__(self, what, check_flag(self.who, what, flag, BY_NAME))
         if self.hook_func is not None:
             func = check_function(self.who, self.hook_func, *FUNCTION_OF[self.kind])
             object.__setattr__(self, "hook_func", func)
