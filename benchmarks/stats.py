@@ -265,6 +265,8 @@ def block(net: Net, steps: int) -> float:
     """Seconds per step: of CPU time, or with a device of the wall clock until it is done."""
     on_device = net.options.device == "cuda"
     clock = time.perf_counter if on_device else time.process_time
+    if on_device:  # the steps before have been launched, not made
+        torch.cuda.synchronize()
     start = clock()
     for _ in range(steps):
         net.step()

@@ -7,8 +7,8 @@ from torch import nn
 
 from hookkit.moments import flat, moments, plain, triton_kernels
 from hookkit.moments.accumulator import StatsAccumulator
-from hookkit.moments.buffers import Options
-from hookkit.moments.histograms import log_bins
+from hookkit.moments.buffers import Options, narrow
+from hookkit.moments.histograms import log_bins, sample_of
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
@@ -38,8 +38,8 @@ def test_one_read_equals_the_reference(device: str, dtype: torch.dtype, mean: fl
     x[7], x[11], x[13] = float("nan"), float("inf"), 0.0
     sums = triton_kernels.blank(2, device)
 
-    triton_kernels.add(x[:3000], sums[1], 0.05)
-    triton_kernels.add(x[3000:], sums[1], 0.05)
+    triton_kernels.add(x[:3000], sums, 1, 0.05)
+    triton_kernels.add(x[3000:], sums, 1, 0.05)
 
     got, want = triton_kernels.collapse(sums)[1].cpu(), moments(x, 0.05).cpu()
     assert got[0] == 2
@@ -52,11 +52,29 @@ def test_any_size_is_read(device: str, n: int) -> None:
     x = torch.arange(n, dtype=torch.float32, device=device) - 2
     sums = triton_kernels.blank(1, device)
 
-    triton_kernels.add(x, sums[0], 0.05)
+    triton_kernels.add(x, sums, 0, 0.05)
 
     torch.testing.assert_close(
         triton_kernels.collapse(sums)[0], moments(x, 0.05), rtol=1e-9, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("n", [0, 3, 2048, 100_003])
+def test_the_same_read_stores_a_sample(device: str, dtype: torch.dtype, n: int) -> None:
+    x = (torch.arange(n) - 2).to(dtype).to(device)
+    if n > 5 and dtype.is_floating_point:
+        x[:3] = torch.tensor([float("nan"), float("inf"), torch.finfo(dtype).max])
+    chosen = sample_of(n, 1500, 7)
+    samples = torch.full((3, 1500), -7.0, device=device)
+
+    triton_kernels.add(x, triton_kernels.blank(3, device), 1, 0.05, 1, samples, chosen)
+
+    want = narrow(x[chosen]).float()
+    assert torch.equal(samples[1, : len(want)].nan_to_num(-1), want.nan_to_num(-1))
+    assert (samples[1, len(want) :] == -7).all()
+    assert (samples[[0, 2]] == -7).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -67,7 +85,7 @@ def test_expanded_integers_and_flags_are_read(device: str) -> None:
         values, times = flat(x)
         sums = triton_kernels.blank(1, device)
 
-        triton_kernels.add(values, sums[0], 0.05, times)
+        triton_kernels.add(values, sums, 0, 0.05, times)
 
         want = moments(t.to(device), 0.05)
         torch.testing.assert_close(triton_kernels.collapse(sums)[0], want, rtol=1e-9, atol=1e-9)

@@ -166,17 +166,20 @@ class Buffers:
             offset: the number of the record, which selects the values that are sampled.
             array: all values of `t`, where numpy sees them.
         """
-        values, times = (array, 1) if array is not None and self.by_array else flat(t.detach())
+        t = t.detach() if t.requires_grad else t
+        values, times = (array, 1) if array is not None and self.by_array else flat(t)
         if self.by_array and isinstance(values, Tensor):
             found = array_of(values)
             values = values if found is None else found
+        chosen, top = slice(0, 0, 1), math.inf
         if self.options.bins:
-            self._count(slot, row, values, times, offset)
-        top = math.inf
+            chosen = self._count(slot, row, values, times, offset)
         if self.by_array:
             top = self._add_on_cpu(slot, row, values, times)
         elif self.fused:
-            triton_kernels.add(values, self.live["moments"][0, row], self.options.eps, times)
+            samples = self.samples if self.options.bins else None
+            sums, eps = self.live["moments"], self.options.eps
+            triton_kernels.add(values, sums, row, eps, times, samples, chosen)
         else:
             new = _times(moments(values, self.options.eps, self.dtype), times)
             here = self.live["moments"][slot]
@@ -190,7 +193,7 @@ class Buffers:
             here = self.arrays["units"][slot, :, start : start + n]
             layout.add_array(here, values, top, offset)
         else:
-            layout.add_tensor(self.live["units"][slot, :, start : start + n], t.detach())
+            layout.add_tensor(self.live["units"][slot, :, start : start + n], t)
 
     def _add_on_cpu(self, slot: int, row: int, values: Any, times: int) -> float:
         """Adds to the moments; the greatest size of the values."""
@@ -204,8 +207,12 @@ class Buffers:
         here[row] = (calls + 1, *(merge_row(old, new) if calls else new))
         return math.inf if bad else max(-lo, hi)
 
-    def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> None:
-        """Adds the values to the histogram, or a sample of them to those that are counted later."""
+    def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> slice:
+        """Adds the values to the histogram, or a sample of them to those that are counted later.
+
+        Returns:
+            Which values the kernel has to store as the sample; none where it is stored here.
+        """
         bins, size = self.options.bins, self.options.sample
         assert bins is not None
         if self.options.exact_hist:
@@ -214,18 +221,22 @@ class Buffers:
                 self.live["counts"][slot, row] += (
                     bins.count(narrow(part).float().unsqueeze(0))[0] * times
                 )
-            return
+            return slice(0, 0, 1)
         if row in self.sampled[slot]:  # a module that runs twice: count its first sample now
             self.live["counts"][slot, row] += bins.count(self.samples[slot, row : row + 1])[0]
             self.samples[slot, row].view(torch.int32).fill_(ABSENT)
         self.sampled[slot].add(row)
-        some = values[sample_of(len(values), size, offset)]
+        chosen = sample_of(len(values), size, offset)
+        if self.fused:
+            return chosen
+        some = values[chosen]
         if isinstance(some, np.ndarray) and some.dtype == np.float32:
             # a third of the time of a `copy_`
             self.arrays["samples"][slot, row, : len(some)] = some
         else:
             some = some if isinstance(some, Tensor) else torch.from_numpy(some)
             self.samples[slot, row, : len(some)].copy_(narrow(some))
+        return slice(0, 0, 1)
 
     def clear(self, slot: int) -> None:
         """Empties the current batch, in place: `live` is as the last `folded` left it.

@@ -216,7 +216,7 @@ def sample_of(n: int, k: int, offset: int) -> slice:
     slice(3, 895, 99)
     """
     if n <= k:
-        return slice(0, n)
+        return slice(0, n, 1)
     stride = coprime_stride(n, k)
     start = offset % stride
     return slice(start, start + stride * (k - 1) + 1, stride)

@@ -30,17 +30,27 @@ PROGRAMS = 264
 BLOCK = 1024
 BLOCKS_A_TURN = 4
 WARPS = 8
+MOST = torch.finfo(torch.float32).max
 
 if triton is not None:
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    # unspecialized: else Triton compiles anew for numbers that are 1 or divisible by 16
+    @triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
+        do_not_specialize=["times", "row", "n_sampled", "first", "stride"]
+    )
     def _add(  # type: ignore[no-untyped-def]
         x,
-        out,
         n,
         times,
+        sums,
+        samples,
+        row,
+        width,
+        n_sampled,
+        first,
+        stride,
         EPS: tl.constexpr,
         WIDE: tl.constexpr,
+        MOST: tl.constexpr,
         PROGRAMS: tl.constexpr,
         BLOCK: tl.constexpr,
         BLOCKS_A_TURN: tl.constexpr,
@@ -72,16 +82,24 @@ if triton is not None:
                 zero += (finite & (value == 0)).to(tl.int32)
                 fine += finite.to(tl.int32)
                 bad += inside.to(tl.int32) - finite.to(tl.int32)
-        row = out + part * 9
-        tl.store(row, tl.load(row) + 1.0)
-        tl.store(row + 1, tl.load(row + 1) + tl.sum(fine.to(tl.float64), 0) * times)
-        tl.store(row + 2, tl.load(row + 2) + tl.sum(total, 0) * times)
-        tl.store(row + 3, tl.load(row + 3) + tl.sum(squares, 0) * times)
-        tl.store(row + 4, tl.minimum(tl.load(row + 4), tl.min(least, 0).to(tl.float64)))
-        tl.store(row + 5, tl.maximum(tl.load(row + 5), tl.max(most, 0).to(tl.float64)))
-        tl.store(row + 6, tl.load(row + 6) + tl.sum(near.to(tl.float64), 0) * times)
-        tl.store(row + 7, tl.load(row + 7) + tl.sum(zero.to(tl.float64), 0) * times)
-        tl.store(row + 8, tl.load(row + 8) + tl.sum(bad.to(tl.float64), 0) * times)
+        out = sums + (row * PROGRAMS + part) * 9
+        tl.store(out, tl.load(out) + 1.0)
+        tl.store(out + 1, tl.load(out + 1) + tl.sum(fine.to(tl.float64), 0) * times)
+        tl.store(out + 2, tl.load(out + 2) + tl.sum(total, 0) * times)
+        tl.store(out + 3, tl.load(out + 3) + tl.sum(squares, 0) * times)
+        tl.store(out + 4, tl.minimum(tl.load(out + 4), tl.min(least, 0).to(tl.float64)))
+        tl.store(out + 5, tl.maximum(tl.load(out + 5), tl.max(most, 0).to(tl.float64)))
+        tl.store(out + 6, tl.load(out + 6) + tl.sum(near.to(tl.float64), 0) * times)
+        tl.store(out + 7, tl.load(out + 7) + tl.sum(zero.to(tl.float64), 0) * times)
+        tl.store(out + 8, tl.load(out + 8) + tl.sum(bad.to(tl.float64), 0) * times)
+        for start in range(part * BLOCK, n_sampled, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < n_sampled
+            value = tl.load(x + first + at * stride, mask=inside, other=0.0).to(kind)
+            if WIDE:  # finite values stay finite in float32
+                finite = tl.abs(value) < float("inf")
+                value = tl.where(finite, tl.minimum(tl.maximum(value, -MOST), MOST), value)
+            tl.store(samples + row * width + at, value.to(tl.float32), mask=inside)
 
 
 def serves(device: torch.device) -> bool:
@@ -103,16 +121,55 @@ def clear(sums: Tensor) -> None:
     sums[..., 5] = -math.inf
 
 
-def add(x: Tensor, sums: Tensor, eps: float, times: int = 1) -> None:
-    """Adds the flat tensor `x` to the (PROGRAMS, 9) `sums` of its row: one launch."""
+def add(
+    x: Tensor,
+    sums: Tensor,
+    row: int,
+    eps: float,
+    times: int = 1,
+    samples: Tensor | None = None,
+    chosen: slice = slice(0, 0, 1),
+) -> None:
+    """Adds the flat tensor `x` to a row of `sums`, and stores a sample of it: one launch.
+
+    It gets the tables whole: views of them would cost the host as much as the launch.
+
+    Args:
+        x: any number of values.
+        sums: (rows, PROGRAMS, 9), contiguous.
+        row: of both tables.
+        eps: values of at most this size are near zero.
+        times: how often each value counts.
+        samples: (rows, size) float32, contiguous; None stores no sample.
+        chosen: which values go into the first places of `samples[row]`.
+    """
     x = x.contiguous()
     if x.dtype is torch.bool:
         x = x.view(torch.uint8)
     wide = x.dtype in (torch.float64, torch.int32, torch.int64, torch.uint32)
-    n = x.numel()
-    programs = max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1)
-    grid = (programs,)
-    _add[grid](x, sums, n, times, eps, wide, PROGRAMS, BLOCK, BLOCKS_A_TURN, num_warps=WARPS)
+    n, n_sampled, size = x.numel(), 0, 1
+    if samples is not None:
+        n_sampled, size = len(range(chosen.start, chosen.stop, chosen.step)), samples.shape[-1]
+    grid = (max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1),)
+    _add[grid](
+        x,
+        n,
+        times,
+        sums,
+        sums if samples is None else samples,
+        row,
+        size,
+        n_sampled,
+        chosen.start,
+        chosen.step,
+        eps,
+        wide,
+        MOST,
+        PROGRAMS,
+        BLOCK,
+        BLOCKS_A_TURN,
+        num_warps=WARPS,
+    )
 
 
 def collapse(sums: Tensor) -> Tensor:
