@@ -10,7 +10,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from health_runs import FLAT, N, acts, alarms, falling, weights
+from health_runs import FLAT, MSE, N, acts, alarms, falling, first_layer, weights
 from torch import nn
 
 import hookkit
@@ -250,3 +250,20 @@ def test_half_as_many_records_are_enough_if_they_are_spread_out(n, every, judged
     apart = dataclasses.replace(still, steps=every * np.arange(n))
 
     assert ("unmoved" in diagnose(Run(params=apart)).rules) == judged
+
+
+def without_rows(record):
+    values = {name: table[:0] for name, table in record.values.items()}
+    return dataclasses.replace(record, names=(), types=(), values=values, meta={})
+
+
+def test_records_of_nothing_and_of_few_statistics_do_not_stop_a_diagnosis():
+    nothing = acts(n=0), None, weights(n=0), FLAT
+    no_rows = without_rows(acts()), None, without_rows(weights()), FLAT
+    unregistered = dataclasses.replace(acts(n=0), meta={"unregistered": ["w"]})
+    layer = first_layer(0.1)
+    no_norms = {k: v for k, v in layer.values.items() if k != "weight_norm"}
+    few = acts(), None, dataclasses.replace(layer, values=no_norms), FLAT
+
+    for parts in (nothing, no_rows, (unregistered, *nothing[1:]), few):
+        assert diagnose(Run(*parts, info=MSE)).n_steps == len(FLAT)

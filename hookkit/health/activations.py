@@ -79,7 +79,7 @@ def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
         return float(std)
     at = params.names.index(name)
     n = read.meta(params, "numel", 0)[at]
-    bias = np.square(params.value("weight_norm", at)[0]) / n if n else 0.0
+    bias = np.square(read.table(params, "weight_norm")[at, 0]) / n if n else 0.0
     return float(min(std, np.sqrt(max(np.square(rms) - bias, 0.0))))
 
 

@@ -36,7 +36,8 @@ ONE_KEY = 0.95
 _VIT = "Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442): huge logits, almost one-hot weights"
 _CLIP = "100 for the largest logit: Megatron-core, qk_clip_threshold"
 
-_QUERY = re.compile(r"(?:^|(?<=_)|(?<=^w))(?:q|query)(?=_|$)", re.IGNORECASE)
+_KEYS = {"q": "k", "Q": "K", "query": "key", "Query": "Key", "QUERY": "KEY"}
+_QUERY = re.compile(rf"(?:^|(?<=_)|(?<=^[wW]))(?:{'|'.join(_KEYS)})(?=_|$)")
 _OF_EITHER = re.compile(r"(?:^|_)(?:q|k|qk|query|key)(?:_|$)", re.IGNORECASE)
 _PROJECTIONS = frozenset({"Linear", "Conv1d", "Conv2d"})
 
@@ -136,16 +137,11 @@ def _queries_and_keys(record: Record) -> list[tuple[int, int]]:
         parent, _, last = name.rpartition(".")
         if record.types[i] not in _PROJECTIONS or not _QUERY.search(last):
             continue
-        key = _QUERY.sub(_key_of, last)
+        key = _QUERY.sub(lambda query: _KEYS[query[0]], last)
         k = rows.get(f"{parent}.{key}" if parent else key)
         if k is not None and not _normed(record, parent):
             found.append((i, k))
     return found
-
-
-def _key_of(found: re.Match[str]) -> str:
-    word = {"q": "k", "query": "key"}[found[0].lower()]
-    return word.upper() if found[0].isupper() else word.title() if found[0][0].isupper() else word
 
 
 def _normed(record: Record, parent: str) -> bool:

@@ -95,11 +95,12 @@ def _by_narrow_range(run: RunView) -> str:
     record, series = run.recorded.activations, run.losses_of(50)
     if record is None or len(record) < read.MIN_RECORDS:
         return ""
-    if record.types[-1] not in read.PRE_ACTIVATION:
+    if not set(record.types[-1:]) & set(read.PRE_ACTIVATION):
         return ""
     low, high = np.nanmin(series), np.nanmax(series)
     inside = low >= np.log1p(1 / np.e) and high <= np.log1p(np.e)
-    rms, least = (read.median(record.value(s, -1)[read.last_half(record)]) for s in ("rms", "min"))
+    late = read.last_half(record)
+    rms, least = (read.median(read.table(record, s)[-1, late]) for s in ("rms", "min"))
     if not inside or not rms > SCORES_SIZE or least < MASK_SIZE:
         return ""
     what = f"the loss stays within {low:.3g} and {high:.3g} while {record.names[-1]} gives values "

@@ -94,7 +94,7 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
     )
     if trained_in_turns(params):
         return "parts of the model move in turns", _PLAYERS
-    seen = [r for r in (activations, gradients) if r is not None]
+    seen = [r for r in (activations, gradients) if r is not None and r.names]
     if params is None and (period := max(map(_period, seen), default=0)):
         return f"every {period} steps the batch takes the same turns through the layers", _PLAYERS
     if _has_both_signs(run):

@@ -7,7 +7,7 @@ value) are off while rules run: such rows are what they judge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,14 @@ def meta(record: Record, key: str, default: Any) -> npt.NDArray[Any]:
     return np.array([default] * len(record.names) if found is None else found)
 
 
-def rows(record: Record, types: Iterable[str]) -> Ints:
+def are(types: Iterable[str | None], wanted: Collection[str]) -> Bools:
+    """Which of the types, one for each row, are among those wanted."""
+    return np.array([t in wanted for t in types], bool)
+
+
+def rows(record: Record, types: Collection[str]) -> Ints:
     """Rows whose module class is one of `types`, in execution order."""
-    wanted = set(types)
-    return np.flatnonzero([t in wanted for t in record.types])
+    return np.flatnonzero(are(record.types, types))
 
 
 def last_half(record: Record) -> slice:
@@ -113,11 +117,6 @@ def median(values: Floats, axis: int | None = None) -> Any:
     return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
 
 
-def smallest(series: Floats) -> float:
-    """The smallest known value; 0 where none is known."""
-    return float(min(known(series), default=0.0))
-
-
 # Records of parameters: (n_params,):
 
 
@@ -133,7 +132,7 @@ def trainable(record: Record) -> Bools:
 
 def matrices(record: Record) -> Ints:
     """Rows of trainable parameters with two dimensions or more, without embeddings."""
-    embeds = np.array([t in EMBEDDINGS for t in record.types], bool)
+    embeds = are(record.types, EMBEDDINGS)
     return np.flatnonzero(is_matrix(record) & trainable(record) & ~embeds)
 
 
@@ -145,7 +144,8 @@ def has_changed(record: Record) -> Bools:
     if "moved" in record.meta:
         return np.array(record.meta["moved"], bool)
     norms = np.nan_to_num(table(record, "weight_norm"))
-    return np.asarray(np.ptp(norms, axis=1) > SAME_NORM * norms.max(axis=1, initial=0))
+    high, low = norms.max(axis=1, initial=0), norms.min(axis=1, initial=np.inf)
+    return np.asarray(high - low > SAME_NORM * high)
 
 
 def has_no_gradient(record: Record) -> Bools:

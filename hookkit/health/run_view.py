@@ -148,10 +148,12 @@ class RunView:
         the output's variance. Half of that is then proof that it has learnt.
         """
         record, params = self.recorded.activations, self.recorded.params
-        if self.loss_name != "mse" or record is None or params is None:
+        if self.loss_name != "mse" or not record or not params:
+            return False
+        if record.types[-1:] != ("Linear",) or "std" not in record.values:
             return False
         last = f"{record.names[-1]}.bias"
-        if record.types[-1] != "Linear" or last not in params.names or "std" not in record.values:
+        if last not in params.names:
             return False
         one = read.meta(params, "numel", 0)[params.names.index(last)] == 1
         return bool(one and np.square(read.median(record.values["std"][-1, window])) > 2 * loss)

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, rule
-from hookkit.health.reading import smallest
+from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Ints, Record
 
 # Shares of a layer's units. SageMaker Debugger, DeadRelu: 50 % of a layer; the others: measured.
 NOTED, MANY, MOST = 0.2, 0.5, 0.9
@@ -52,58 +54,36 @@ def dead(run: RunView) -> Iterator[Finding]:
     dead, whatever its outputs look like.
     """
     record = run.activations
-    relus = read.rows(record, read.RELU_LIKE).tolist()
-    sure = relus + _relu_inputs(record, relus)
-    maybe = [] if relus else _maybe_relu_inputs(record)
-    shares = {i: _dead_share(record, i) for i in sure + maybe}
-    shares |= {i: 0.0 for i in shares if i not in relus and _weight_disproves(run, record, i)}
-    proved = [i for i in maybe if _gradients_prove(run, record.names[i], shares[i])]
-    doubtful = [i for i in maybe if i not in proved and shares[i] > MANY]
-    units = "a ReLU layer's units" if relus else "the units that a ReLU is given"
-    found = [*_dead_layers(run, {i: shares[i] for i in sure}, units)]
-    found += _dead_layers(run, {i: shares[i] for i in proved}, _BY_GRADIENTS)
-    found += _maybe_dead(run, {i: shares[i] for i in doubtful})
+    relu, feeds = read.are(record.types, read.RELU_LIKE), read.meta(record, "feeds", None)
+    # rows whose output goes into a ReLU, and nowhere else, where that ReLU is no row itself
+    sure = relu | (read.are(feeds, read.RELU_LIKE) & ~np.append(relu[1:], False))
+    maybe = ~relu.any() & _may_feed_a_relu(record, feeds)
+    share, born = _dead_shares(run, record, relu, sure | maybe)
+    proved = maybe & (share > NOTED) & (_zero_gradients(run, record) >= share)
+    units = "a ReLU layer's units" if relu.any() else "the units that a ReLU is given"
+    by_gradients = "the units that a ReLU is given (as many gradients are exactly 0)"
+    found = [*_dead_layers(run, sure, share, born, units)]
+    found += _dead_layers(run, proved, share, born, by_gradients)
+    doubtful = maybe & ~proved & (share > MANY)
+    if doubtful.any():
+        most = share[doubtful].max()
+        what = f"up to {most:.0%} of a layer's units never give anything above 0: a ReLU behind "
+        severity = "warning" if most > MOST and run.fails else "note"
+        where = read.where(record, np.flatnonzero(doubtful), read.last_half(record))
+        found += [_UNPROVED.found(severity, f"{what}them lets nothing through", *where)]
     yield from found
-    if not found:
-        _check_that_it_could_be_judged(run, record, relus, sure)
-
-
-_BY_GRADIENTS = "the units that a ReLU is given (as many gradients are exactly 0)"
-
-
-def _dead_layers(run: RunView, shares: dict[int, float], units: str) -> Iterator[Finding]:
-    """Hits for layers that a ReLU reads, the worst first."""
-    record = run.activations
-    grades = ("error", MOST, np.inf), ("warning", MANY, MOST), ("note", NOTED, MANY)
-    for severity, low, high in grades:
-        hit = {i: s for i, s in sorted(shares.items()) if low < s <= high}
-        if not hit:
-            continue
-        born = all(smallest(_dead_by_record(record, i)[:3]) > low for i in hit)
-        what = f"up to {max(hit.values()):.0%} of {units} are never above 0"
-        what += ", from the first step on" if born else ", and more than at first"
-        if severity == "warning" and run.learns and not born:
-            severity = "note"
-        where = read.where(record, hit, read.last_half(record))
-        yield (_BORN if born else dead).found(severity, what, *where)
+    known = any(consumer is not None for consumer in feeds)
+    if not found and not known and not relu.any():
+        raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
+    unseen = not found and known and "dead" not in record.values
+    if unseen and (sure & (_largest_possible_share(run, record, relu) > MANY)).any():
+        raise read.Missing(UNITS_UNSEEN)
 
 
 _BORN = dead.but(
     cause="biases (or weights) that began so that no input reaches these units",
     fix="check the initial biases and weights, or use LeakyReLU or GELU",
 )
-
-
-def _maybe_dead(run: RunView, shares: dict[int, float]) -> Iterator[Finding]:
-    """A hit for layers that give hardly anything above 0, where it is not known what reads them."""
-    if shares:
-        record = run.activations
-        stuck = max(shares.values()) > MOST and run.fails
-        what = f"up to {max(shares.values()):.0%} of a layer's units never give anything above 0: "
-        what += "a ReLU behind them lets nothing through"
-        where = read.where(record, sorted(shares), read.last_half(record))
-        yield _UNPROVED.found("warning" if stuck else "note", what, *where)
-
 
 _UNPROVED = dead.but(
     threshold="over 50 % of a layer's units; a warning from 90 % if the loss does not fall",
@@ -114,96 +94,92 @@ _UNPROVED = dead.but(
 )
 
 
-def _check_that_it_could_be_judged(
-    run: RunView, record: Record, relus: list[int], sure: list[int]
-) -> None:
-    """Raises Missing where dead units may be there, and what was recorded cannot show them."""
-    known = any(consumer is not None for consumer in read.meta(record, "feeds", None))
-    if not known and not relus:
-        raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
-    unseen = known and "dead" not in record.values
-    if unseen and any(_largest_possible_share(run, record, i) > MANY for i in sure):
-        raise read.Missing(UNITS_UNSEEN)
+def _dead_layers(
+    run: RunView, which: Bools, share: Floats, born: Floats, units: str
+) -> Iterator[Finding]:
+    """Findings about layers that a ReLU reads, the worst first."""
+    for severity, low, hit in _graded(which, share):
+        at_first = (born[hit] > low).all()
+        what = f"up to {share[hit].max():.0%} of {units} are never above 0"
+        what += ", from the first step on" if at_first else ", and more than at first"
+        lost = severity == "warning" and run.learns and not at_first
+        where = read.where(run.activations, hit, read.last_half(run.activations))
+        yield (_BORN if at_first else dead).found("note" if lost else severity, what, *where)
 
 
-def _relu_inputs(record: Record, relus: list[int]) -> list[int]:
-    """Rows whose output goes into a ReLU, and nowhere else, where that ReLU is no row itself."""
-    consumers = read.meta(record, "feeds", None)
-    fed = [i for i, consumer in enumerate(consumers) if consumer in read.RELU_LIKE]
-    return [i for i in fed if i not in relus and i + 1 not in relus]
+def _graded(which: Bools, share: Floats) -> Iterator[tuple[str, float, Ints]]:
+    """By severity, the worst first: the least share that has it, and the rows."""
+    grades = ("error", MOST, np.inf), ("warning", MANY, MOST), ("note", NOTED, MANY)
+    for severity, low, high in grades:
+        hit = np.flatnonzero(which & (share > low) & (share <= high))
+        if len(hit):
+            yield severity, low, hit
 
 
-def _maybe_relu_inputs(record: Record) -> list[int]:
+def _smallest(table: Floats) -> Floats:
+    """(n_layers,) the smallest known value of each row, NaN where none is known."""
+    return np.asarray(np.nanmin(np.where(np.isfinite(table), table, np.nan), axis=1))
+
+
+def _may_feed_a_relu(record: Record, feeds: npt.NDArray[Any]) -> Bools:
     """Rows that a ReLU may read: not before a norm or another activation, and not the last."""
-    consumers = read.meta(record, "feeds", None)
-    return [
-        i
-        for i, (this, behind) in enumerate(pairwise(record.types))
-        if (this in read.PRE_ACTIVATION or this.startswith("BatchNorm"))
+    may = [
+        (this in read.PRE_ACTIVATION or this.startswith("BatchNorm"))
         and "Norm" not in behind
         and behind not in _NOT_RELU
-        and consumers[i] is None
+        and consumer is None
+        for (this, behind), consumer in zip(pairwise(record.types), feeds, strict=False)
     ]
+    return np.array([*may, False], bool)
 
 
-def _dead_by_record(record: Record, row: int) -> Floats:
-    """(n,) share of a row's units that are never above 0; without units all of them or none."""
-    if record.types[row] in read.RELU_LIKE:
-        whole = read.table(record, "zero")[row] >= 1
-    else:
-        whole = read.table(record, "max")[row] <= 0
+def _dead_shares(run: RunView, record: Record, relu: Bools, which: Bools) -> tuple[Floats, Floats]:
+    """(n_layers,) shares of units never above 0: throughout the later half; in the first records.
+
+    0 for a layer that gives nothing above 0 and is not dead, by the gradient of its weight: one in
+    the later half means that something reads the layer's negative outputs. One that was always 0 is
+    reported as such, by `zero_gradient`.
+    """
+    whole = np.zeros((len(relu), len(record)), bool)
+    if relu.any():
+        whole[relu] = read.table(record, "zero")[relu] >= 1
+    if (fed := which & ~relu).any():
+        whole[fed] = read.table(record, "max")[fed] <= 0
     # over a window of records before this one; `dead` in older records
     units = record.values.get("never_positive", record.values.get("dead"))
-    return np.asarray(whole if units is None else np.fmax(units[row], whole), np.float64)
+    table = np.asarray(whole if units is None else np.fmax(units, whole), np.float64)
+    share, params = _smallest(table[:, read.last_half(record)]), run.recorded.params
+    if params is not None and "grad_norm" in params.values:
+        grads = params.values["grad_norm"]
+        late = np.nan_to_num(grads[:, read.last_half(params)]).any(axis=1)
+        known, never = np.isfinite(grads).any(axis=1), ~np.nan_to_num(grads).any(axis=1)
+        reads = np.asarray(known & (late | never))
+        alive = {name for name, read_ in zip(params.names, reads, strict=True) if read_}
+        share[[f"{n}.weight" in alive for n in record.names] & ~relu & (share >= 1)] = 0
+    return share, _smallest(table[:, :3])
 
 
-def _dead_share(record: Record, row: int) -> float:
-    """The share of dead units that lasted through the later half."""
-    return smallest(_dead_by_record(record, row)[read.last_half(record)])
+def _zero_gradients(run: RunView, record: Record) -> Floats:
+    """(n_layers,) the smallest share of a layer's gradients that was exactly 0 in the later half.
 
-
-def _zero_gradients(run: RunView, name: str) -> float | None:
-    """The smallest share of a layer's gradients that was exactly 0 in the later half."""
-    record = run.recorded.gradients
-    if record is None or name not in record.names or len(record) < read.MIN_RECORDS:
-        return None
-    zero = record.value("zero", name)[read.last_half(record)]
-    return smallest(zero) if np.isfinite(zero).any() else None
-
-
-def _gradients_prove(run: RunView, name: str, share: float) -> bool:
-    """Whether as many of a layer's gradients are exactly 0 at every record: only a ReLU does so."""
-    zero = _zero_gradients(run, name)
-    return zero is not None and share > NOTED and zero >= share
-
-
-def _weight_disproves(run: RunView, record: Record, row: int) -> bool:
-    """Whether a layer that gives nothing above 0 is not dead, by the gradient of its weight.
-
-    A gradient in the later half means that something reads the layer's negative outputs. One that
-    was always 0 is reported as such, by `zero_gradient`.
+    As many as there are dead units prove that a ReLU reads the layer: only a ReLU does so.
     """
-    name, params = f"{record.names[row]}.weight", run.recorded.params
-    if _dead_share(record, row) < 1 or params is None or name not in params.names:
-        return False
-    grads = params.value("grad_norm", name)
-    late = np.nan_to_num(grads[read.last_half(params)])
-    return bool(np.isfinite(grads).any() and (late.any() or not np.nan_to_num(grads).any()))
+    seen, by_name = run.recorded.gradients, {}
+    if seen is not None and len(seen) >= read.MIN_RECORDS and "zero" in seen.values:
+        late = _smallest(seen.values["zero"][:, read.last_half(seen)])
+        by_name = dict(zip(seen.names, late, strict=True))
+    return np.array([by_name.get(name, np.nan) for name in record.names])
 
 
-def _largest_possible_share(run: RunView, record: Record, row: int) -> float:
-    """The largest share of dead units that leaves room for the values that were seen above 0."""
-    window = read.last_half(record)
-    zero = read.table(record, "zero")[row, window]
-    if record.types[row] in read.RELU_LIKE:
-        return smallest(zero)
-    stopped = _zero_gradients(run, record.names[row])
-    most = 1.0 if stopped is None else stopped
-    if record.hist is None or record.edges is None:
-        return most
-    counts = record.hist[row][:, window]
-    below = counts[np.asarray(record.edges[1:]) <= 0].sum(axis=0)
-    return min(most, smallest(below / counts.sum(axis=0) + zero))
+def _largest_possible_share(run: RunView, record: Record, relu: Bools) -> Floats:
+    """(n_layers,) the largest share of dead units that leaves room for what was seen above 0."""
+    window, zero = read.last_half(record), read.table(record, "zero")
+    most = np.nan_to_num(_zero_gradients(run, record), nan=1.0)
+    if record.hist is not None and record.edges is not None:
+        below = record.hist[:, np.asarray(record.edges[1:]) <= 0].sum(axis=1)
+        share = below / record.hist.sum(axis=1) + zero
+        most = np.minimum(most, _smallest(share[:, window]))
+    return np.where(relu, _smallest(zero[:, window]), most)
 
 
 @rule(
@@ -216,13 +192,12 @@ def _largest_possible_share(run: RunView, record: Record, row: int) -> float:
 def dormant(run: RunView) -> Iterator[Finding]:
     """Units that give little, compared with their layer: a note, since the source is about RL."""
     record = run.activations
-    window, which = read.last_half(record), read.rows(record, _DORMANT_TYPES)
-    shares = np.array([smallest(read.table(record, "dormant")[i, window]) for i in which])
-    if (hit := shares > MANY).any():
-        what = (
-            f"up to {shares.max():.0%} of a layer's units are below 1/40 of the layer's mean size"
-        )
-        yield dormant.found("note", what, *read.where(record, which[hit], window))
+    which, window = read.are(record.types, _DORMANT_TYPES), read.last_half(record)
+    if which.any():
+        share = np.where(which, _smallest(read.table(record, "dormant")[:, window]), np.nan)
+        if len(hit := np.flatnonzero(share > MANY)):
+            what = f"up to {share[hit].max():.0%} of a layer's units are below 1/40 of the layer's "
+            yield dormant.found("note", f"{what}mean size", *read.where(record, hit, window))
 
 
 @rule(
@@ -235,21 +210,19 @@ def dormant(run: RunView) -> Iterator[Finding]:
 def saturated(run: RunView) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = run.activations
-    last = len(record.names) - 1
-    which = [i for i in read.rows(record, ("Tanh", "Sigmoid")) if i != last or run.fails]
-    if not which:
-        raise read.Missing(
-            "no tanh or sigmoid among the layers (include_paramless=True records them)"
-        )
+    which = read.are(record.types, ("Tanh", "Sigmoid"))
+    if which[-1]:
+        which[-1] = run.fails
+    if not which.any():
+        why = "no tanh or sigmoid among the layers (include_paramless=True records them)"
+        raise read.Missing(why)
     window = read.last_half(record)
-    shares = {i: smallest(_saturated_by_record(record, i)[window]) for i in which}
-    for severity, low, high in (("error", MOST, np.inf), ("warning", MANY, MOST)):
-        hit = {i: s for i, s in shares.items() if low < s <= high}
-        if hit:
-            gates = not run.fails and all(_is_gate(record, i) for i in hit)
-            what = f"at least {max(hit.values()):.0%} of a layer is at the ends of its range"
-            says, severity = (_GATES, "note") if gates else (saturated, severity)
-            yield says.found(severity, what, *read.where(record, hit, window))
+    share = _smallest(_saturated_shares(record)[:, window])
+    for severity, _, hit in _graded(which & (share > MANY), share):
+        gates = not run.fails and _are_gates(record)[hit].all()
+        what = f"at least {share[hit].max():.0%} of a layer is at the ends of its range"
+        says, severity = (_GATES, "note") if gates else (saturated, severity)
+        yield says.found(severity, what, *read.where(record, hit, window))
 
 
 _GATES = saturated.but(
@@ -258,24 +231,23 @@ _GATES = saturated.but(
 )
 
 
-def _is_gate(record: Record, row: int) -> bool:
-    """Whether a sigmoid begins all at one end: a bias does that, large inputs go to both."""
-    mean, std = (read.table(record, s)[row, 0] for s in ("mean", "std"))
-    return record.types[row] == "Sigmoid" and abs(mean - 0.5) > SHUT and std < ALIKE
+def _are_gates(record: Record) -> Bools:
+    """Which sigmoids begin all at one end: a bias does that, large inputs go to both."""
+    mean, std = read.table(record, "mean")[:, 0], read.table(record, "std")[:, 0]
+    return read.are(record.types, ("Sigmoid",)) & (np.abs(mean - 0.5) > SHUT) & (std < ALIKE)
 
 
-def _saturated_by_record(record: Record, row: int) -> Floats:
-    """(n,) share of saturated values: recorded, else the least that mean and RMS allow.
+def _saturated_shares(record: Record) -> Floats:
+    """(n_layers, n) share of saturated values: recorded, else the least that mean and RMS allow.
 
     If a share s of the values is beyond e (and at most 1) and the rest is not, the mean square is
     at most s + (1 - s) e², so s is at least (rms² - e²) / (1 - e²). For a sigmoid, about 1/2.
     """
     if "saturated" in record.values:
-        return record.value("saturated", row)
-    rms = read.table(record, "rms")[row]
-    if record.types[row] == "Tanh":
-        share = (rms**2 - TANH_END**2) / (1 - TANH_END**2)
-    else:  # E[(x - 1/2)²] = rms² - mean + 1/4
-        square = rms**2 - read.table(record, "mean")[row] + 0.25
-        share = (square - SIGMOID_END**2) / (0.25 - SIGMOID_END**2)
-    return np.asarray(share, np.float64)
+        return record.values["saturated"]
+    square = read.table(record, "rms") ** 2
+    share = (square - TANH_END**2) / (1 - TANH_END**2)
+    if (sigmoid := read.are(record.types, ("Sigmoid",))).any():  # E[(x - 1/2)²] = rms² - mean + 1/4
+        centred = square[sigmoid] - read.table(record, "mean")[sigmoid] + 0.25
+        share[sigmoid] = (centred - SIGMOID_END**2) / (0.25 - SIGMOID_END**2)
+    return np.asarray(share)

@@ -22,7 +22,6 @@ FAINT_GRADIENT = 1e-7
 # Where training stopped by itself, gradients have fallen below a tenth (hookkit, measured)
 STILL_GRADED = 0.1
 
-_RECURRENT = frozenset({"RNN", "LSTM", "GRU"})
 _EXACT = f"exact; {SAGEMAKER}, UnchangedTensor"
 _NO_CHANGE = "exactly no change over all records"
 
@@ -138,7 +137,7 @@ def unregistered(run: RunView) -> Iterator[Finding]:
     record = run.recorded.activations
     if record is None:
         raise read.Missing("no activations were recorded")
-    if names := record.meta.get("unregistered", []):
+    if len(record) and (names := record.meta.get("unregistered", [])):
         are = "weight of the forward is" if len(names) == 1 else "weights of the forward are"
         what = f"{len(names)} {are} neither in model.parameters() nor in an optimizer"
         says = unregistered.but(name="not_in_optimizer")
@@ -157,7 +156,7 @@ def zero_gradient(run: RunView) -> Iterator[Finding]:
     record = run.params
     still = _never_moves(record) | _only_decays(run, record)
     zero = still & _in_optimizer(record) & read.has_no_gradient(record) & read.is_matrix(record)
-    recurrent = np.array([t in _RECURRENT for t in record.types], bool)
+    recurrent = read.are(record.types, ("RNN", "LSTM", "GRU"))
     shut = _never_above_zero(run, record)
     yield from _hits(record, zero & shut & ~recurrent, _DEAD, "error", _SHUT)
     yield from _hits(record, zero & recurrent, _RECURRENT_ZERO, "error", _ZERO)
@@ -194,8 +193,7 @@ def zero_init(run: RunView) -> Iterator[Finding]:
     zero = which[read.table(record, "weight_norm")[which, 0] == 0]
     stuck = len(which) > 1 and len(zero) == len(which) and _never_moves(record)[which].any()
     # frozen ones count too: they make the units differ
-    embeds = np.array([t in read.EMBEDDINGS for t in record.types], bool)
-    n_all = (read.is_matrix(record) & ~embeds).sum()
+    n_all = (read.is_matrix(record) & ~read.are(record.types, read.EMBEDDINGS)).sum()
     if len(zero) and (stuck or (run.fails and len(zero) >= n_all / 2)):
         what = f"{len(zero)} of {len(which)} matrices begin at exactly 0"
         what += " and the loss does not fall" if run.fails else ", and not all of them ever move"
