@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.runner import Callback
+from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.moments.histograms import log_bins

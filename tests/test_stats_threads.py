@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_data_parallel import Parallel, parallel  # noqa: F401  # the fixture
+from test_capture_data_parallel import Parallel, parallel  # noqa: F401  # the fixture
 from torch import Tensor, nn
 
 from hookkit.errors import NeverFiredWarning

@@ -12,7 +12,7 @@
     end_eval       after_pred · after_batch
 
 A callback's CancelBatchException closes the batch with after_cancel_batch, and the state is
-CANCELLED. `tests/test_external_loop.py` has the events of many loops, signal by signal.
+CANCELLED. `tests/test_watching_external_loop.py` has the events of many loops, signal by signal.
 """
 
 from __future__ import annotations
