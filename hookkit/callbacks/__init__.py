@@ -9,7 +9,7 @@ loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
 metrics     Functions averaged over samples, or objects that update and compute.
 optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
 progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
-readout     `run_of`: what all callbacks recorded, as one `Run`.
+readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
 
 Ten files: each is one thing to look for.
 """

@@ -1,6 +1,6 @@
 """`run_of`: what the recorders of a Learner or of a watched loop hold, as one `Run`.
 
-Builds on `records`. Here the host reads from the device.
+Builds on `records`. Here the host reads from the device. `loop_text` shows who is called when.
 """
 
 from __future__ import annotations
@@ -93,3 +93,33 @@ def info_of(runner: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
+
+
+def loop_text(runner: Any) -> str:
+    """The training loop as text: every event in its place, with the callbacks that have it."""
+    depth, lines = 0, []
+    for line in _LOOP.split():
+        if line.startswith("end:"):
+            depth -= 1
+        heard = f": {list(runner.ordered_cbs(line))}" if "_" in line and ":" not in line else ""
+        words = line.replace("start:", "Start ").replace("end:", "End ").replace("+", " ")
+        lines.append(f"{'  ' * depth}{'- ' if heard else ''}{words}{heard}")
+        if line.startswith("start:"):
+            depth += 1
+    return "\n".join(lines)
+
+
+_LOOP = """
+before_fit start:Fit
+ before_epoch start:Epoch
+  before_train start:Training
+   before_batch start:Batch after_pred after_loss
+    before_backward after_cancel_backward after_backward
+    before_step after_cancel_step after_step
+   end:Batch after_cancel_batch after_batch
+  end:Training after_cancel_train after_train
+  before_validate start:Validation+(batches+as+above,+without+backward+and+step)
+  end:Validation after_cancel_validate after_validate
+ end:Epoch after_cancel_epoch after_epoch
+end:Fit after_cancel_fit after_fit
+"""

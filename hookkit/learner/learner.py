@@ -1,8 +1,9 @@
 """`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
 
-Builds on `loop` (the loop itself), `predicting` (`validate`, `get_preds`) and `readout` (what one
-reads). Optimizers, schedulers, loaders and distribution are torch's and accelerate's own, not
-wrapped. Names, order and defaults are fastai's (2.8).
+Builds on `loop` (the loop itself), `predicting` (`validate`, `get_preds`) and `callbacks.readout`
+(what was recorded). Optimizers, schedulers, loaders and distribution are torch's and accelerate's
+own, not wrapped. Names, order and defaults are fastai's (2.8). One public class with its
+documentation, and therefore one file of more than 300 lines.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastcore.basics import PrettyString
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
+from hookkit.callbacks.readout import loop_text, run_of
 from hookkit.callbacks.runner import listed
 from hookkit.checks import check_flag, check_module, check_path
+from hookkit.errors import nearest
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
 from hookkit.learner.checks import (
@@ -39,11 +43,11 @@ from hookkit.learner.groups import (
     trainable_params,
 )
 from hookkit.learner.predicting import Predicting
-from hookkit.learner.readout import ReadOut
 from hookkit.learner.saving import load_state, save_state
+from hookkit.records import Floats, Run, Tables, Views
 
 
-class Learner(Predicting, ReadOut):
+class Learner(Predicting, Tables, Views):
     """Trains a model, and calls callbacks at each event.
 
     Args:
@@ -262,6 +266,66 @@ class Learner(Predicting, ReadOut):
     def _file(self, who: str, file: str | Path) -> Path:
         name = check_path(who, file, "file")
         return self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
+
+    # --- reading
+
+    def summary(self) -> Any:
+        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
+        from hookkit.summaries import learner_summary
+
+        return learner_summary(self)
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
+
+        `.save(path)` writes it, for `Run.load(path)`; the Learner's own `save` writes the weights.
+        """
+        return run_of(self)
+
+    def _step_losses(self) -> Floats | None:
+        recorder = self._cb_named("recorder")
+        return None if recorder is None else recorder.step_losses()
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        recorder = self._cb_named("recorder")
+        return [] if recorder is None else recorder._epochs(self.n_steps)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+            return object.__getattribute__(self, name)
+        cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
+        if cb is not None:
+            return cb
+        if not name.startswith("__") and "model" in vars(self):
+            try:
+                return getattr(self.model, name)
+            except AttributeError:
+                pass
+        raise AttributeError(self._no_attribute(name), name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
+
+    def _no_attribute(self, name: str) -> str:
+        near = nearest(name, [n for n in {*dir(type(self)), *vars(self)} if n[0] != "_"])
+        near += nearest(name, self._named() if "cbs" in vars(self) else ())
+        hint = f" Nearest: {', '.join(near)}." if near else ""
+        model = type(vars(self).get("model")).__name__
+        return f"Neither the Learner, its callbacks nor its model ({model}) has {name!r}.{hint}"
+
+    def __repr__(self) -> str:
+        model, dls, cbs = (vars(self)[name] for name in ("model", "dls", "cbs"))
+        return f"Learner({type(model).__name__}, {dls!r}, cbs={list(cbs)})"
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        recorder: Any = self._cb_named("recorder")
+        return None if recorder is None else recorder.smooth_loss
+
+    def show_training_loop(self) -> PrettyString:
+        """The loop as text: every event in its place, with the callbacks that have it."""
+        return PrettyString(loop_text(self))
 
     # --- around
 
