@@ -173,30 +173,24 @@ def why_no_loss(loss_func: Any, n_losses: int, twice: bool) -> str:
     return ""
 
 
-def why_unrecorded(loop: Any, hooks: Any, n_steps: int) -> str:
-    """Why training batches of this run were not recorded, and what to do; empty if all were.
-
-    Args:
-        loop: the `ExternalLoop`.
-        hooks: the `LoopHooks`.
-        n_steps: the steps so far.
-    """
+def why_unrecorded(loop: Any) -> str:
+    """Why batches of an `ExternalLoop` were not recorded, and what to do; empty if all were."""
     name, n_batches, opts = type(loop.model).__name__, loop.train_iter, loop.opts
-    if hooks.other_thread and not (n_steps or n_batches):
+    if loop.other_thread and not (loop.n_own_steps or n_batches):
         return (
             f"watch recorded nothing: {name} was trained in another thread than the one that "
             f"entered watch, and calls of other threads are not recorded. Enter watch in the "
             f"thread that trains."
         )
-    if n_steps or loop.n_cancelled_steps or loop.each_forward:
+    if loop.n_own_steps or loop.n_cancelled_steps or loop.each_forward:
         return _why_no_more_steps(name, loop.n_batches_since_step, [] if loop.finds_opts else opts)
-    if not (n_batches or hooks.compiled_step):
+    if not (n_batches or loop.compiled_step):
         return ""
     why = (
         f"no torch optimizer stepped a parameter of {name}. Give watch the optimizer, or "
         f"each_forward=True if the weights are changed by other means."
     )
-    if hooks.compiled_step:
+    if loop.compiled_step:
         why = "its step is compiled. Compile the model, and call the optimizer's own step()."
     elif opts:
         why = (

@@ -24,6 +24,7 @@ from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
+from hookkit.watching.checks import warn_unseen
 from hookkit.watching.loop_table import TABLE, Signal, State
 from hookkit.watching.losses import epoch_rows, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
@@ -52,10 +53,15 @@ class ExternalLoop(CallbackRunner):
         groups: which of the optimizers make a step together.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
+        compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
+            made of something around it: Python hooks do not run there.
+        root_ran: a training forward of the model itself was seen.
+        in_eval: the last forward was in eval mode with gradients on.
+        other_thread: another thread has made training forwards, which are not recorded.
+        warned: a warning has said what was not recorded.
 
     Args:
         model, opts, each_forward: as for `watch`, checked and unwrapped.
-        unseen: gives what to call when a step comes without a forward before it, or None.
         finds_opts: as the attribute.
     """
 
@@ -66,18 +72,18 @@ class ExternalLoop(CallbackRunner):
     pred: Any = None
     loss: Tensor | None = None
     epoch = n_cancelled_steps = 0
+    compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
 
     def __init__(
         self,
         model: nn.Module,
         opts: Iterable[Optimizer] = (),
         each_forward: bool = False,
-        unseen: Callable[[], Callable[[], None] | None] = lambda: None,
         finds_opts: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
-        self._unseen, self.finds_opts = unseen, finds_opts
+        self.finds_opts = finds_opts
         self.elsewhere: list[tuple[int, int]] = []
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.groups = OptimizerGroups()
@@ -87,6 +93,7 @@ class ExternalLoop(CallbackRunner):
         self.state = self._state_before = State.BETWEEN
         self.train_iter, self.stepped, self.training, self.in_closure = 0, False, False, False
         self.groups.stepped = []
+        self.other_thread = False
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
         self._last_step_iter = self._most_batches = 0
         self._first_part: nn.Module | None = None
@@ -101,6 +108,11 @@ class ExternalLoop(CallbackRunner):
     def stepped_opts(self) -> list[Optimizer]:
         """The optimizers that made the last step; all, where steps are not seen."""
         return self.groups.last or self.opts
+
+    @property
+    def n_own_steps(self) -> int:
+        """Optimizer steps so far, over all runs, without those `elsewhere`."""
+        return self.n_steps - sum(end - first for first, end in self.elsewhere)
 
     @property
     def n_batches_since_step(self) -> int:
@@ -326,8 +338,9 @@ class ExternalLoop(CallbackRunner):
 
     def _begin_unseen_batch(self) -> None:
         """A step came, and the forward before it was not seen."""
-        if (unseen := self._unseen()) is not None:
-            unseen()
+        if not self.warned and (self.in_eval or not (self.root_ran or self.n_own_steps)):
+            self.warned = True
+            warn_unseen(self.model, self.compiled)
         self._begin_batch()
 
     def _after_pred(self) -> None:

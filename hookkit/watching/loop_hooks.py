@@ -74,11 +74,6 @@ class LoopHooks:
             code.
 
     Attributes:
-        compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
-            made of something around it: Python hooks do not run there.
-        root_ran: a training forward of the model itself was seen.
-        in_eval: the last forward was in eval mode with gradients on.
-        other_thread: another thread has made training forwards, which are not recorded.
         loss_twice: the loss function was called again within a batch, whose loss is then the last
             call's alone.
     """
@@ -87,9 +82,8 @@ class LoopHooks:
         self.model, self.loop = model, loop
         self.opts = None if opts is None else list(opts)
         self.root = unwrap(model)
-        self.compiled = self.compiled_step = self.root_ran = self.in_eval = False
         self.loss_twice, self._last_loss = False, None  # type: bool, Tensor | None
-        self.other_thread, self._thread = False, None  # type: tuple[bool, int | None]
+        self._thread: int | None = None
         self._handle, self._handle_of_children = Handle(), Handle()
         self._undo: list[Callable[[], None]] = []
         self._depth, self._reporting = 0, False
@@ -102,10 +96,10 @@ class LoopHooks:
     def attach(self) -> None:
         """Registers the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._reporting, self._steps, self._last_loss = 0, False, [], None
-        self.other_thread, self._thread = False, get_ident()
+        self._thread = get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
-        if not self.root_ran:
+        if not self.loop.root_ran:
             for child in chain.from_iterable(map(wrappers, self.root.children())):
                 if not isinstance(child, torch.jit.ScriptModule):  # runs no Python hooks
                     entry = HookEntry(self._before_child)
@@ -169,12 +163,12 @@ class LoopHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            self.compiled = True  # written only: no guard, no graph break
+            self.loop.compiled = True  # written only: no guard, no graph break
             return
         if _is_replica(module):
             return
         if not in_thread(self._thread):
-            self.other_thread |= _learns(self.root) and not recomputing()
+            self.loop.other_thread |= _learns(self.root) and not recomputing()
             return
         self._depth += 1
         if self._depth == 1:
@@ -184,9 +178,9 @@ class LoopHooks:
                 self._report_forward(_learns(self.root))
 
     def _report_forward(self, training: bool) -> None:
-        self.in_eval = not training and torch.is_grad_enabled()
-        if training and not self.root_ran:
-            self.root_ran = True
+        self.loop.in_eval = not training and torch.is_grad_enabled()
+        if training and not self.loop.root_ran:
+            self.loop.root_ran = True
             self._handle_of_children.remove()
         self.loop.forward_began(training)
 
@@ -206,12 +200,12 @@ class LoopHooks:
 
     def _before_child(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            self.compiled = True
+            self.loop.compiled = True
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
                 self.loop.part_began(module)
             else:
-                self.other_thread = True
+                self.loop.other_thread = True
 
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Reports what the loss function returned, if it is one number, as the batch's loss."""
@@ -230,7 +224,7 @@ class LoopHooks:
     def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
         """Reports the step; what it returns are the arguments that the step is called with."""
         if torch.compiler.is_compiling():
-            self.compiled_step = True
+            self.loop.compiled_step = True
         elif self._is_followed(opt) and self._steps_here():
             if self._steps and not _is_stepping(self._steps[0], 1 + (self._steps[0] is opt)):
                 self._steps = []  # it raised

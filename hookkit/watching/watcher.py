@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ from hookkit.watching.checks import (
     one_model,
     optimizers,
     warn_foreign,
-    warn_unseen,
     why_no_loss,
     why_unrecorded,
 )
@@ -132,13 +130,12 @@ class Watcher(Exports, Views):
     ) -> None:
         self.model, self.loss_func = model, loss_func
         finds = not (opts or by_hand)
-        unseen = WeakMethod(self._on_unseen)  # weak, or the two would keep each other alive
-        self.loop = ExternalLoop(unwrap(model), opts, each_forward, unseen, finds)
+        self.loop = ExternalLoop(unwrap(model), opts, each_forward, finds)
         self.loop.loss_func = loss_func
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
         self.info: dict[str, Any] = {}
-        self._warned = self._warned_of_loss = False
+        self._warned_of_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
             if not self.hooks.owns(opt):
@@ -304,7 +301,7 @@ class Watcher(Exports, Views):
     @property
     def n_steps(self) -> int:
         """Optimizer steps so far, in all its runs."""
-        return self.loop.n_steps - sum(end - first for first, end in self.loop.elsewhere)
+        return self.loop.n_own_steps
 
     @property
     def cbs(self) -> Any:
@@ -332,8 +329,7 @@ class Watcher(Exports, Views):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what was recorded, not what runs."""
-        kept = {"loop": copy.copy(self.loop), "info": dict(self.info)}
-        return {**kept, "_warned": True, "_warned_of_loss": True}
+        return {"loop": copy.copy(self.loop), "info": dict(self.info)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=None, loss_func=None, hooks=None)
@@ -356,17 +352,11 @@ class Watcher(Exports, Views):
 
     # --- warnings
 
-    def _on_unseen(self) -> None:
-        never = not (self.hooks.root_ran or self.n_steps)
-        if not self._warned and (never or self.hooks.in_eval):
-            self._warned = True
-            warn_unseen(self.loop.model, self.hooks.compiled)
-
     def _warn_of_gaps(self) -> None:
         """Warns, once each, of batches and of losses that were not recorded."""
         loop = self.loop
-        if not self._warned and (why := why_unrecorded(loop, self.hooks, self.n_steps)):
-            self._warned = True
+        if not loop.warned and (why := why_unrecorded(loop)):
+            loop.warned = True
             warnings.warn(why, NeverFiredWarning, stacklevel=3)
         if self._warned_of_loss or not loop.n_steps:
             return
