@@ -27,7 +27,8 @@ CHUNK = 1 << 17
 # torch.var_mean alone, which is not vectorized on the CPU.
 
 _ILL = 0.1
-# One pass of sums loses log10(mean²/var) of fp32's 7 digits; below this ratio we shift and redo.
+# One pass of sums loses log10(mean²/var) of fp32's 7 digits; below this ratio of variance to mean²
+# the values are read again, less their mean.
 
 _TINY = 1e-15
 # Squares of differences between values of at most this size leave float32 below.
@@ -54,7 +55,7 @@ class _Scratch(threading.local):
         both = torch.float32, torch.float64
         self.values = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in both}
         self.flags, self.others = np.empty((2, CHUNK), dtype=np.bool_)
-        self.floats, self.sizes = np.empty((2, CHUNK), dtype=np.float32)
+        self.floats = np.empty(CHUNK, dtype=np.float32)
         self.row = np.empty(8)
 
     def room(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -88,7 +89,7 @@ def cpu_row(x: Any, eps: float) -> Row:
         if not is_array:
             chunk = scratch.room(len(chunk), working_dtype(x)).copy_(chunk).numpy()
         row = None if compiled is None else _compiled_row(compiled, chunk, eps)
-        row = row or _plain_chunk(chunk, eps) or _any_chunk(chunk, eps)
+        row = row or _array_row(chunk, eps)
         total = row if total is None else merge_row(total, row)
     assert total is not None
     return total
@@ -106,27 +107,35 @@ def _compiled_row(compiled: Any, x: Any, eps: float) -> Row | None:
     return cast(Row, tuple(row.tolist()))
 
 
-def _plain_chunk(values: Any, eps: float) -> Row | None:
-    """The row of ordinary values, in as little code as can be: most chunks of most layers.
+def _array_row(x: Any, eps: float) -> Row:
+    """The row of an array, by numpy."""
+    if not _FLAGS_LIE:
+        try:
+            return _chunk_row(x, eps)
+        except FloatingPointError:  # the user has set numpy to raise on underflow
+            pass
+    with np.errstate(all="ignore"):
+        return _chunk_row(x, eps)
 
-    None where sums of squares overflow, underflow or lose too many digits. Squares are bounded
-    before they are taken, since `np.errstate` costs 40 µs in a cold cache.
+
+def _chunk_row(values: Any, eps: float) -> Row:
+    """The same, in as little code as can be for ordinary values.
+
+    Squares are bounded before they are taken, since `np.errstate` costs 40 µs in a cold cache.
     """
-    n, large, eps = len(values), _LARGE[values.dtype.type], _rounded(eps, values.dtype.type)
+    n, dtype = len(values), values.dtype.type
+    large, eps = _LARGE[dtype], _rounded(eps, dtype)
     lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-    if _FLAGS_LIE or not (-large < lo and hi < large):
-        return None
-    try:
-        first, second = _sums(values)
-    except FloatingPointError:  # the user has set numpy to raise on underflow
-        return None
-    mean = first / n
-    m2 = second - first * mean
-    if lo == hi:
-        mean, m2 = lo, 0.0
-    elif not m2 >= _ILL * mean * mean * n or max(-lo, hi) < _TINY:
-        return None
+    if not (-large < lo and hi < large) or (lo < hi and max(-lo, hi) < _TINY):
+        return _wide_row(values, eps)
     near, zero = _counts(values, lo, hi, eps)
+    mean, m2 = (lo, 0.0) if lo == hi else _mean_m2(values)
+    if lo < hi and not m2 >= _ILL * mean * mean * n:
+        # last: `values` may be in the scratch memory that this overwrites
+        near_mean = dtype(mean)
+        room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
+        rest, m2 = _mean_m2(np.subtract(values, near_mean, out=room))
+        mean = float(near_mean) + rest
     return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
 
 
@@ -137,33 +146,21 @@ def _rounded(eps: float, dtype: Any) -> float:
         return float(dtype(eps))
 
 
-def _any_chunk(values: Any, eps: float) -> Row:
-    """The row of any values: also NaN, Inf, and those whose squares leave the type."""
-    n, dtype = len(values), values.dtype.type
-    eps = _rounded(eps, dtype)
-    with np.errstate(all="ignore"):
-        lo, hi = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-        mean, m2 = (lo, 0.0) if lo == hi else _mean_m2(values)
-        if not math.isfinite(lo + m2):
-            return _with_nonfinite(values, eps)
-        if lo < hi and dtype is np.float32 and max(-lo, hi) < _TINY:
-            return tuple(moments(torch.from_numpy(values).double(), eps)[1:].tolist())
-        near, zero = _counts(values, lo, hi, eps)
-        # last: `values` may be in the scratch memory that this overwrites
-        if lo < hi and m2 < _ILL * mean * mean * n:
-            near_mean = dtype(mean)
-            room = scratch.room(n, torch.float32 if dtype is np.float32 else torch.float64).numpy()
-            rest, m2 = _mean_m2(np.subtract(values, near_mean, out=room))
-            mean = float(near_mean) + rest
-    return float(n), mean, m2, lo, hi, float(near), float(zero), 0.0
+def _wide_row(values: Any, eps: float) -> Row:
+    """The row in float64: of NaN, Inf, and values whose squares leave their type."""
+    finite = values[np.isfinite(values)].astype(np.float64)
+    bad = float(len(values) - len(finite))
+    if not len(finite):
+        return (*EMPTY[1:-1], bad)
+    row = moments(torch.from_numpy(finite), eps).tolist()
+    return (*row[1:-1], bad)
 
 
 def _mean_m2(values: Any) -> tuple[float, float]:
-    """Mean and sum of squared deviations; not finite where a value or a square is not."""
+    """Mean and sum of squared deviations."""
     n, (first, second) = len(values), _sums(values)
     mean = first / n
-    m2 = second - first * mean
-    return mean, m2 if m2 > 0 or m2 != m2 else 0.0
+    return mean, max(second - first * mean, 0.0)
 
 
 def _sums(values: Any) -> tuple[float, float]:
@@ -201,16 +198,6 @@ def _counts(values: Any, lo: float, hi: float, eps: float) -> tuple[int, int]:
     if not near or lo > 0 or hi < 0:
         return near, 0
     return near, int(np.count_nonzero(np.equal(values, 0, out=flags)))
-
-
-def _with_nonfinite(values: Any, eps: float) -> Row:
-    """NaN or Inf are in `values`, or their squares overflow: the finite part, in float64."""
-    finite = values[np.isfinite(values)].astype(np.float64)
-    bad = float(len(values) - len(finite))
-    if not len(finite):
-        return (*EMPTY[1:-1], bad)
-    row = moments(torch.from_numpy(finite), eps).numpy().tolist()
-    return (*row[1:-1], bad)
 
 
 def norms(
