@@ -122,8 +122,7 @@ class StatsAccumulator:
         self.consumers: dict[str, str | None] | None = None
         self.unregistered: list[str] = []
         self.thread: int | None = None
-        self._cache: tuple[int, bool, Record] | None = None
-        self._of_ranks: reading.RankUnits | None = None
+        self._cache: tuple[int, bool, Record, reading.RankUnits | None] | None = None
         self.id, self.token = enlist(self), new_token()
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
@@ -330,8 +329,7 @@ class StatsAccumulator:
             HookError: on every rank, if they recorded different steps, or with other options.
         """
         if self._cache is None or self._cache[:2] != (self.n_records, local):
-            record, self._of_ranks = reading.record_of(self, local)
-            self._cache = self.n_records, local, record
+            self._cache = self.n_records, local, *reading.record_of(self, local)
         return self._cache[2]
 
     def units_now(self, name: str, which: str) -> Tensor | None:
@@ -339,7 +337,7 @@ class StatsAccumulator:
 
         (units,) bool, of what `record()` has read last: of all ranks or of this one.
         """
-        return reading.units_now(self, self._of_ranks, name, which)
+        return reading.units_now(self, self._cache and self._cache[3], name, which)
 
     def count_from(self, n: int) -> None:
         """Begin with record number `n`, which selects the values that are sampled."""
@@ -367,14 +365,10 @@ class StatsAccumulator:
         history = replace(now, tables={})
         for name, table in tables.items():
             history = history.with_table((name, _CPU), table)
-        gone = dict.fromkeys(("token", "unscale", "thread", "_of_ranks"))
         state = _State(self.n_records, history, (), {})
-        return {
-            **self.__dict__,
-            **gone,
-            "_state": state,
-            "units": units[0].on_cpu() if units else None,
-        }
+        gone = dict.fromkeys(("token", "unscale", "thread"))
+        of_cpu = units[0].on_cpu() if units else None
+        return {**self.__dict__, **gone, "_state": state, "units": of_cpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         units = state.pop("units")
