@@ -14,7 +14,7 @@ from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.history import StepHistory
-from hookkit.moments.unit_layouts import UnitLayout
+from hookkit.moments.unit_layouts import layout_of
 from hookkit.moments.units import UnitTables, blank_table
 
 pytestmark = pytest.mark.usefixtures("reader")
@@ -403,14 +403,12 @@ def test_a_layer_whose_width_changes_keeps_its_memory_bounded() -> None:
 
 
 def one_layer(window: int, x: torch.Tensor) -> UnitTables:
-    return UnitTables.blank(window, torch.device("cpu")).with_layout(
-        0, UnitLayout.of(x.shape, "Linear")
-    )
+    return UnitTables.blank(window, x.device).with_row(0, x.shape[-1], False)
 
 
 def judge(tables: UnitTables, x: torch.Tensor, step: int) -> UnitTables:
     live = blank_table(tables.n_units, x.device)
-    tables.layouts[0].add_array(live.numpy(), x.view(-1).numpy(), 1e3, step)
+    layout_of(x.shape, "Linear").add_array(live.numpy(), x.view(-1).numpy(), 1e3, step)
     return tables.record(live[None], step + 1, 1)[2]
 
 

@@ -31,7 +31,7 @@ from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.history import Place, StepHistory
 from hookkit.moments.moments import floats_of, plain, working_dtype
-from hookkit.moments.unit_layouts import UnitLayout
+from hookkit.moments.unit_layouts import UnitLayout, layout_of
 from hookkit.moments.units import UnitTables
 from hookkit.records import Record
 
@@ -185,12 +185,13 @@ class StatsAccumulator:
         buffers = self._state.buffers.get(device)
         if buffers is None or row >= buffers.rows:
             buffers = self._make_room(device, row)
+        layout = None
         if buffers.units is not None:
-            layout, kind = buffers.units.layouts.get(row), self.types[row]
-            if layout is None or layout.shape != t.shape or layout.kind != kind:
-                buffers = self._new_layout(device, row, UnitLayout.of(t.shape, kind))
+            layout = layout_of(t.shape, self.types[row])
+            if layout.n and buffers.units.places.get(row, (0, 0))[1] != layout.n:
+                buffers = self._new_units(device, row, layout)
         state = self._state
-        buffers.add(len(state.waiting), row, t, state.n, array)
+        buffers.add(len(state.waiting), row, t, state.n, array, layout)
 
     def _make_room(self, device: torch.device, row: int) -> Buffers:
         """Room for `row` on `device`: the tables double."""
@@ -203,14 +204,13 @@ class StatsAccumulator:
         self._replace({device: new})
         return new
 
-    def _new_layout(self, device: torch.device, row: int, layout: UnitLayout) -> Buffers:
-        """Has `row` give units in another way. Those of before are judged first."""
+    def _new_units(self, device: torch.device, row: int, layout: UnitLayout) -> Buffers:
+        """Has `row` give another number of units. Those of before are judged first."""
         self._flush()
         history, old, past = self._state.history, self._state.buffers[device], ("past", device)
-        new = old.with_layout(row, layout)
         assert old.units is not None
-        assert new.units is not None
-        if past in history.tables and new.units.places != old.units.places:
+        new = old.with_units_of(row, layout.n, layout.saturates)
+        if past in history.tables:
             whole = history.whole(past).transpose(1, 2)
             moved = old.units.moved(row, whole, whole[..., :0])
             history = history.with_table(past, moved.transpose(1, 2))
@@ -263,7 +263,8 @@ class StatsAccumulator:
             self._clear()
         n, history, waiting, buffers = self._state
         waiting = (*waiting, (step, epoch, iteration))
-        buffers = {device: b.with_kept(None) for device, b in buffers.items()}
+        if any([b.kept for b in buffers.values()]):  # noqa: C419
+            buffers = {device: b.with_kept(None) for device, b in buffers.items()}
         state = _State(n + 1, history, waiting, buffers)
         slots = min((b.slots for b in buffers.values()), default=1)
         if len(waiting) >= slots or (n + 1) % self._half == 0:

@@ -83,7 +83,6 @@ class Buffers:
         live: what is written in place. "moments": (slots, rows, 9), sums of them where a kernel
             adds those up; "counts": (slots, rows, width) int64 of what is not in `samples`;
             "units": (slots, 4, units).
-        arrays: `live` and `samples` as numpy sees them, where it reads the values.
         samples: (slots, rows, sample) float32, of the last call of each row in a batch.
         sampled: by slot, the rows with a sample.
         kept: `live` of earlier batches of this step (gradient accumulation), one slot; or None.
@@ -114,11 +113,10 @@ class Buffers:
         self._see_arrays()
 
     def _see_arrays(self) -> None:
-        self.arrays: dict[str, Any] = {}
         if self.by_array:
-            self.arrays = {name: t.numpy() for name, t in self.live.items()}
-            if self.options.bins:
-                self.arrays["samples"] = self.samples.numpy()
+            self.moments_array: Any = self.live["moments"].numpy()
+            self.samples_array: Any = self.samples.numpy() if self.options.bins else None
+            self.units_array: Any = self.live["units"].numpy() if self.units else None
 
     def _blank(self) -> dict[str, Tensor]:
         """`live` of a batch in which nothing ran."""
@@ -159,12 +157,21 @@ class Buffers:
 
     # --- the current batch
 
-    def add(self, slot: int, row: int, t: Tensor, offset: int, array: Any = None) -> None:
+    def add(
+        self,
+        slot: int,
+        row: int,
+        t: Tensor,
+        offset: int,
+        array: Any = None,
+        layout: UnitLayout | None = None,
+    ) -> None:
         """Adds the plain tensor `t` to `row`.
 
         Args:
             offset: the number of the record, which selects the values that are sampled.
             array: all values of `t`, where numpy sees them.
+            layout: of its units, where they are counted.
         """
         t = t.detach() if t.requires_grad else t
         values, times = (array, 1) if array is not None and self.by_array else flat(t)
@@ -184,13 +191,12 @@ class Buffers:
             new = _times(moments(values, self.options.eps, self.dtype), times)
             here = self.live["moments"][slot]
             here[row] = merge(here[row], new)
-        units = self.units
-        if units is None or not (layout := units.layouts[row]).n:
+        if self.units is None or layout is None or not layout.n:
             return
-        start, n = units.places[row]
+        start, n = self.units.places[row]
         is_float = isinstance(values, np.ndarray) and values.dtype == np.float32
         if is_float and layout.width and times == 1 and (array is not None or t.is_contiguous()):
-            here = self.arrays["units"][slot, :, start : start + n]
+            here = self.units_array[slot, :, start : start + n]
             layout.add_array(here, values, top, offset)
         else:
             layout.add_tensor(self.live["units"][slot, :, start : start + n], t)
@@ -202,9 +208,11 @@ class Buffers:
         if times > 1:
             n, mean, m2, lo, hi, near, zero, bad = new
             new = (n * times, mean, m2 * times, lo, hi, near * times, zero * times, bad * times)
-        here = self.arrays["moments"][slot]
-        calls, *old = here[row].tolist()
-        here[row] = (calls + 1, *(merge_row(old, new) if calls else new))
+        calls, here = 1.0, self.moments_array[slot]
+        if here[row, 0]:
+            calls, *old = here[row].tolist()
+            calls, new = calls + 1, merge_row(old, new)
+        here[row] = (calls, *new)
         return math.inf if bad else max(-lo, hi)
 
     def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> slice:
@@ -232,7 +240,7 @@ class Buffers:
         some = values[chosen]
         if isinstance(some, np.ndarray) and some.dtype == np.float32:
             # a third of the time of a `copy_`
-            self.arrays["samples"][slot, row, : len(some)] = some
+            self.samples_array[slot, row, : len(some)] = some
         else:
             some = some if isinstance(some, Tensor) else torch.from_numpy(some)
             self.samples[slot, row, : len(some)].copy_(narrow(some))
@@ -292,19 +300,18 @@ class Buffers:
         new._allocate()
         return new
 
-    def with_layout(self, row: int, layout: UnitLayout) -> Buffers:
-        """With the units of `row` read in another way."""
+    def with_units_of(self, row: int, n: int, bounded: bool) -> Buffers:
+        """With `n` units of `row`, none of which were seen, in place of those that it had."""
         new, old = copy(self), self.units
         assert old is not None
-        new.units = old.with_layout(row, layout)
-        if new.units.places != old.places:
-            with torch.inference_mode(False):
-                blank = blank_table(layout.n, self.device)
-                blanks = blank.expand(self.slots, *blank.shape)
-                new.live = self.live | {"units": old.moved(row, self.live["units"], blanks)}
-                if self.kept:
-                    new.kept = self.kept | {"units": old.moved(row, self.kept["units"], blank)}
-            new._see_arrays()
+        new.units = old.with_row(row, n, bounded)
+        with torch.inference_mode(False):
+            blank = blank_table(n, self.device)
+            blanks = blank.expand(self.slots, *blank.shape)
+            new.live = self.live | {"units": old.moved(row, self.live["units"], blanks)}
+            if self.kept:
+                new.kept = self.kept | {"units": old.moved(row, self.kept["units"], blank)}
+        new._see_arrays()
         return new
 
     def records(self, n: int, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:

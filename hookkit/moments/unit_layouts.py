@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,10 @@ def can_saturate(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """Where the units of a tensor lie, for one module class and shape.
+    """Where the units of a tensor lie, for one module class and shape; made by `layout_of`.
 
     Args:
+        kind: the module class.
         n: how many units; 0 if there is nothing to read.
         dim: the dimension that counts them.
         saturates: whether the class has bounded outputs.
@@ -69,7 +71,6 @@ class UnitLayout:
         step: one row in so many has its sizes read, beginning with another one in each record.
     """
 
-    shape: torch.Size
     kind: str
     n: int = 0
     dim: int = 0
@@ -77,21 +78,6 @@ class UnitLayout:
     fold: int = 1
     width: int = 0
     step: int = 1
-
-    @classmethod
-    def of(cls, shape: torch.Size, kind: str) -> UnitLayout:
-        """Of what a module of class `kind` gave."""
-        size = math.prod(shape)
-        if not size or not len(shape):
-            return cls(shape, kind)
-        dim, saturates = channel_dim(kind, len(shape)), can_saturate(kind)
-        n, each = shape[dim], math.prod(shape[dim + 1 :])
-        fold = math.gcd(size // (n * each), 1024 // (n * each) or 1)
-        width = fold * n * each
-        if width > CHUNK or saturates:
-            return cls(shape, kind, n, dim, saturates)
-        step = -(-(size // width) // max(_PART // width, _LEAST))
-        return cls(shape, kind, n, dim, saturates, fold, width, step)
 
     def add_array(self, here: Any, values: Any, top: float, offset: int) -> None:
         """Adds flat float32 `values`, none larger than `top`, to the (4, n) table `here`."""
@@ -153,6 +139,22 @@ class UnitLayout:
                 two_sided = self.kind.endswith(TWO_SIDED)
                 full = size > 0.97 if two_sided else (values - 0.5).abs() > 0.47
                 here[3] += _reduced(full, self.dim, torch.sum)
+
+
+@lru_cache(4096)
+def layout_of(shape: torch.Size, kind: str) -> UnitLayout:
+    """Of what a module of class `kind` gave."""
+    size = math.prod(shape)
+    if not size or not len(shape):
+        return UnitLayout(kind)
+    dim, saturates = channel_dim(kind, len(shape)), can_saturate(kind)
+    n, each = shape[dim], math.prod(shape[dim + 1 :])
+    fold = math.gcd(size // (n * each), 1024 // (n * each) or 1)
+    width = fold * n * each
+    if width > CHUNK or saturates:
+        return UnitLayout(kind, n, dim, saturates)
+    step = -(-(size // width) // max(_PART // width, _LEAST))
+    return UnitLayout(kind, n, dim, saturates, fold, width, step)
 
 
 def _parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:

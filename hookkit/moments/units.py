@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hookkit.moments.unit_layouts import UnitLayout, can_saturate
+from hookkit.moments.unit_layouts import can_saturate
 
 TAU = 0.025
 """A unit whose mean |x| is at most this share of its layer's mean is dormant.
@@ -43,7 +43,6 @@ class UnitTables:
         row_of: (units,) int64, whose unit it is.
         bounded: (units,) bool, whether it can be saturated.
         places: by row the first of its units, and how many they are.
-        layouts: by row how its tensors are read.
     """
 
     window: int
@@ -52,7 +51,6 @@ class UnitTables:
     row_of: Tensor
     bounded: Tensor
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
-    layouts: dict[int, UnitLayout] = field(default_factory=dict)
 
     @classmethod
     def blank(cls, window: int, device: torch.device) -> UnitTables:
@@ -70,25 +68,19 @@ class UnitTables:
         """Of all rows."""
         return len(self.row_of)
 
-    def with_layout(self, row: int, layout: UnitLayout) -> UnitTables:
-        """With units for a new `row`, or for one that gives another number of units now."""
-        layouts = {**self.layouts, row: layout}
-        first, n = self.places.get(row, (self.n_units, 0))
-        if layout.n in (0, n):
-            return replace(self, layouts=layouts)
-        rest = {r: (i - n * (i > first), k) for r, (i, k) in self.places.items() if r != row}
+    def with_row(self, row: int, n: int, bounded: bool) -> UnitTables:
+        """With `n` units of `row`, that were not seen so far, in place of those that it had."""
+        first, old = self.places.get(row, (self.n_units, 0))
+        rest = {r: (i - old * (i > first), k) for r, (i, k) in self.places.items() if r != row}
         with torch.inference_mode(False):
-            blank = blank_table(layout.n, self.row_of.device)
+            blank = blank_table(n, self.row_of.device)
             return replace(
                 self,
                 older=self.moved(row, self.older, blank),
                 newer=self.moved(row, self.newer, blank),
-                row_of=self.moved(row, self.row_of, self.row_of.new_full((layout.n,), row)),
-                bounded=self.moved(
-                    row, self.bounded, self.bounded.new_full((layout.n,), layout.saturates)
-                ),
-                places={**rest, row: (self.n_units - n, layout.n)},
-                layouts=layouts,
+                row_of=self.moved(row, self.row_of, self.row_of.new_full((n,), row)),
+                bounded=self.moved(row, self.bounded, self.bounded.new_full((n,), bounded)),
+                places={**rest, row: (self.n_units - old, n)},
             )
 
     def moved(self, row: int, table: Tensor, new: Tensor) -> Tensor:
@@ -199,8 +191,7 @@ def judged(
     half = -(-max(window // 2, 1) // stride)
     tables = UnitTables.blank(2 * half, torch.device("cpu"))
     for row, kind, n in layers:
-        layout = UnitLayout(torch.Size((n,)), kind, n, saturates=can_saturate(kind))
-        tables = tables.with_layout(row, layout)
+        tables = tables.with_row(row, n, can_saturate(kind))
     shares = torch.zeros(len(counts), rows, len(FIELDS), dtype=torch.float32, device="cpu")
     for i, column in enumerate(counts):
         table, _, tables = tables.record(column.t()[None], i + 1, rows)

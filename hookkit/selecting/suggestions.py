@@ -97,7 +97,7 @@ def listing(model: ModelNames) -> str:
     """For a message without a better hint: what names look like here."""
     some = [f'"{name}"' for name in model.names.values() if name][:3]
     if not some:
-        return 'It has no modules inside it: select(model, "") is the model itmodel.'
+        return 'It has no modules inside it: select(model, "") is the model itself.'
     return f"Names are like {', '.join(some)}: select(model) lists all {model.n_names}."
 
 
