@@ -20,7 +20,7 @@ from hookkit.stats import (
     FlightRecorder,
     GradientStats,
     ParamStats,
-    params,
+    param_stats,
     stats_callback,
 )
 from hookkit.testing import synth_learner
@@ -33,7 +33,7 @@ loops = pytest.importorskip("hookkit.moments.numba_kernels")
 @pytest.fixture
 def machine(monkeypatch):
     fresh = numba_loader.Machine()
-    for module in (cpu, params, stats_callback):
+    for module in (cpu, param_stats, stats_callback):
         monkeypatch.setattr(module, "machine", fresh)
     return fresh
 

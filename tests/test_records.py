@@ -123,6 +123,7 @@ def test_steps_are_those_of_the_losses_or_the_records() -> None:
     assert Run().n_steps == 0
     assert Run(record()).n_steps == 5
     assert Run(record(), losses=np.ones(9)).n_steps == 9
+    assert Run(grad_norms=np.ones(7)).n_steps == 7
 
 
 def test_an_incident_reads_as_text() -> None:

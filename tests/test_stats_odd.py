@@ -17,8 +17,8 @@ from hookkit.errors import (
 from hookkit.moments import merge, moments
 from hookkit.moments.cpu import cpu_row, norms
 from hookkit.records import load
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats, params
-from hookkit.stats.parameters import norms_of
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats, param_norms
+from hookkit.stats.param_norms import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
@@ -229,7 +229,7 @@ def test_the_ways_to_a_norm_agree(scale):
 
 def test_small_and_large_models_have_the_same_norms(monkeypatch):
     def run(few):
-        monkeypatch.setattr(params, "FEW", few)
+        monkeypatch.setattr(param_norms, "FEW", few)
         torch.manual_seed(0)
         stats = ParamStats()
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))

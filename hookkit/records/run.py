@@ -138,9 +138,9 @@ class Run(Plain, Exports, Views):
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps covered: by the losses where they are known, else by the records."""
-        ends = [int(r.steps[-1]) + 1 for r in self.records if len(r)]
-        return max([0 if self.losses is None else len(self.losses), *ends])
+        """Optimizer steps covered by the losses, the gradient norms or the records."""
+        series = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
+        return max([0, *series, *(int(r.steps[-1]) + 1 for r in self.records if len(r))])
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)

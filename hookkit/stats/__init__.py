@@ -6,8 +6,9 @@ layer_hooks     What recorders' hooks do at a call of a layer: they show tensors
 unscaling       Gradients under a GradScaler, divided by the scale of the loss.
 reading         How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 showing         Recorded numbers as a small table: text for a terminal, HTML for a notebook.
-params          `ParamStats`: how large weights, gradients and updates are, for any optimizer.
-parameters      The parameters of a model: by name, their norms, and whether they have moved.
+param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
+param_norms     Norms of parameters, of their gradients and of what a step has changed.
+parameters      The parameters of a model: by name, and whether they have moved.
 graph           What the autograd graph shows of a model: which activation reads each layer.
 flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
 norm_history    Norms of the last batches, and the incident that they show.
@@ -15,7 +16,7 @@ norm_history    Norms of the last batches, and the incident that they show.
 
 from hookkit.stats.flight import FlightRecorder
 from hookkit.stats.layers import ActivationStats, GradientStats
-from hookkit.stats.params import ParamStats
+from hookkit.stats.param_stats import ParamStats
 from hookkit.stats.reading import LayerStats, StatsList
 
 __all__ = [

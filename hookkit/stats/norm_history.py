@@ -19,7 +19,8 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import plain
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.records import Incident
-from hookkit.stats.parameters import Named, batched_norms, local_values
+from hookkit.stats.param_norms import batched_norms, local_values
+from hookkit.stats.parameters import Named
 
 LOSS, INPUT, FIRST = 0, 1, 2
 """Rows of the norms: the loss, the model's input, the first layer."""

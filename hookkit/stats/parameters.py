@@ -1,31 +1,23 @@
-"""The parameters of a model: by name, their norms, and whether they have moved.
-
-Norms are taken of all parameters at once, by PyTorch's batched (`_foreach`) operations; on a
-CPU, up to some millions of values, by `moments.cpu.norms`, which reads each of them once.
+"""The parameters of a model: by name, those that a step left alone, and whether they have moved.
 
 Whether a parameter has moved is decided by a checksum of its bits, since a norm of the same values
 differs in its last digits with the order of the sum: with the number of threads, the library, the
 machine code. A sum of integers does not.
-
-The file is a little longer than 300 lines, since norms and checksums both read the list of named
-parameters through `local_values`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hookkit.modules import Parts, is_parametrization, join, submodules, walk
-from hookkit.moments.cpu import norms
-from hookkit.moments.moments import floats_of, has_numbers, plain, working_dtype
+from hookkit.moments.moments import has_numbers
+from hookkit.stats.param_norms import local_values
 
 Named = tuple[str, str, nn.Parameter]
 
@@ -112,132 +104,6 @@ class Parameters:
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return True
         return list(chain.from_iterable(self._tables)) != self._keys  # the same, called otherwise
-
-
-# --- norms
-
-
-FEW = 1 << 23
-"""Values up to which numpy's one read of each is faster than torch's several, on many threads."""
-
-FIELDS = ("weight_norm", "grad_norm", "update_norm", "update_ratio", "bad", "n", "n_grad")
-
-
-def local_values(t: Tensor) -> Tensor:
-    """What a norm can be taken of: the local shard, the values of a sparse gradient.
-
-    Of other layouts and of dtypes without arithmetic (float8, quantized, bool) the values as
-    ordinary floats; none where there are no numbers (`plain`).
-    """
-    t = t.detach()
-    if hasattr(t, "to_local"):
-        t = t.to_local()
-    if t.layout is torch.sparse_coo:
-        t = t.coalesce().values()
-    usual = t.is_complex() or (t.is_floating_point() and t.dtype.itemsize > 1)
-    if usual and t.layout is torch.strided and not t.is_nested:
-        return t
-    values = plain(t)
-    if values is None:
-        return torch.zeros(0, dtype=torch.float32, device=t.device)
-    return values.to(working_dtype(values))
-
-
-def batched_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Their 2-norms, 0-d each; in float32 for 16-bit tensors, where squares overflow early."""
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
-    wide = [t if t.numel() else t.new_zeros(1) for t in wide]
-    # Private: `torch._foreach_norm`, and `_foreach_sub_` and `_foreach_copy_`: one operation for a
-    # list of tensors, in few kernels on a GPU (since 2.0; torch's optimizers are made of them).
-    # Without them each tensor costs a launch of its own.
-    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
-
-
-def norms_of(tensors: list[Tensor]) -> Tensor:
-    """(n,) float64 2-norms on the tensors' device; on a CPU right also where squares overflow."""
-    norms = torch.stack(batched_norms(tensors)).double()
-    if norms.is_cpu:
-        found = norms.numpy()
-        for i in np.flatnonzero((found < _SMALL) | (found == math.inf)):
-            norms[i] = _wider_norm(tensors[i])
-    return norms
-
-
-def changes(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
-    """`before` less `now`, unrounded: 16-bit tensors in float32, others into `before` itself."""
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in before]
-    torch._foreach_sub_(wide, now)
-    return wide
-
-
-def grad_norms_by_id(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Of each of `parameters` that has a gradient: its id, and the gradient's norm, 0-d float64."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            values = local_values(p.grad)
-            by_device.setdefault(values.device, []).append((id(p), values))
-    found: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for some in by_device.values():
-            found |= zip([i for i, _ in some], norms_of([t for _, t in some]), strict=True)
-    return found
-
-
-def arrays_of(tensors: Iterable[Tensor]) -> list[Any] | None:
-    """The flat float32 arrays of CPU tensors; None if one of them has none."""
-    arrays = [floats_of(t) for t in tensors]
-    return None if any(x is None for x in arrays) else arrays
-
-
-_SMALL = 1e-16  # below, squares leave float32; and above 1.8e19, where the norm is Inf
-
-
-def _wider_norm(t: Tensor) -> Tensor:
-    wider = torch.complex128 if t.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
-    return norm
-
-
-def rows_of(weight: Tensor, update: Tensor, grads: list[Tensor | None]) -> Tensor:
-    """(parameters, fields) float64 of one device, from norms, in a few operations for all."""
-    one, known = torch.ones_like(weight), [g for g in grads if g is not None]
-    grad, has_grad = norms_of(known) if known else torch.zeros_like(weight), one
-    if len(known) < len(grads):
-        zero, found = torch.zeros_like(weight[0]), iter(grad)
-        grad = torch.stack([zero if g is None else next(found) for g in grads])
-        has_grad = torch.stack([zero if g is None else one[0] for g in grads])
-    ratio = torch.where((weight == 0) & (update == 0), 0.0, update / weight)
-    bad = (~torch.isfinite(weight + update + grad)).double()
-    return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
-
-
-def rows_swept(
-    weights: list[float], copies: list[Any], now: list[Any], grads: list[Tensor | None]
-) -> Tensor:
-    """The same where all parameters are arrays, from what they were and what they are."""
-    flat = [None if g is None or not g.ndim else floats_of(g) for g in grads]
-    known = iter(norms([x for x in flat if x is not None]))
-    rows = []
-    for weight, update, g, x in zip(weights, norms(now, minus=copies), grads, flat, strict=True):
-        grad = 0.0
-        if x is not None:
-            grad = next(known)
-        elif g is not None:  # of one number, such as a norm, the size
-            grad = float(norms_of([local_values(g)])) if g.ndim else abs(float(g))
-        ratio = update / weight if weight else math.inf * update if update else 0.0
-        bad = not math.isfinite(weight + update + grad)
-        rows.append((weight, grad, update, ratio, bad, 1.0, g is not None))
-    return torch.from_numpy(np.array(rows, dtype=np.float64))
-
-
-def spread(table: Tensor, names: list[str], rows: list[str]) -> Tensor:
-    """The rows of `names` at their places among `rows`, zeros elsewhere."""
-    if names == rows:
-        return table
-    found = dict(zip(names, table.unbind(), strict=True))
-    blank = torch.zeros_like(table[0])
-    return torch.stack([found.get(name, blank) for name in rows])
 
 
 # --- whether they moved

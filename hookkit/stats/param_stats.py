@@ -1,10 +1,7 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
-The file is longer than 300 lines: it is one callback, whose copies of the weights are made before a
-step, read after it and dropped at the end of the fit.
-
-The true update, not learning rate times gradient: the weights are copied before a recorded step
-and subtracted after it. How the norms are taken is in `parameters`.
+The true update, not learning rate times gradient: the weights are copied before a recorded step and
+subtracted after it (`param_norms.WeightCopies`).
 """
 
 from __future__ import annotations
@@ -19,26 +16,11 @@ from torch import Tensor, nn
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.checks import check_number
-from hookkit.moments.cpu import norms
-from hookkit.moments.history import StepHistory
+from hookkit.moments.history import Key, StepHistory
 from hookkit.moments.numba_loader import machine
 from hookkit.records import Exports, Record
-from hookkit.stats.parameters import (
-    FEW,
-    FIELDS,
-    Bits,
-    Named,
-    Parameters,
-    arrays_of,
-    changes,
-    grad_norms_by_id,
-    idle_parameters,
-    local_values,
-    norms_of,
-    rows_of,
-    rows_swept,
-    spread,
-)
+from hookkit.stats.param_norms import FIELDS, WeightCopies, grad_norms_by_id, local_values
+from hookkit.stats.parameters import Bits, Named, Parameters, idle_parameters
 
 
 class ParamStats(Exports, Callback):
@@ -73,15 +55,11 @@ class ParamStats(Exports, Callback):
             every = check_number("ParamStats", "every", every, 1, whole=True)
         self.every = every
         self.history = StepHistory()
-        # names, types and facts by name: one tuple, so that they never differ in length
-        self._layers: tuple[list[str], list[str], dict[str, dict[str, Any]]] = [], [], {}
-        self._before: dict[str, Tensor] = {}
-        self._live: dict[str, nn.Parameter] = {}
-        self._weights: list[float] | None = None  # norms of the copies, where they are known
-        self._copies: list[Any] | None = None  # `_before` as arrays, where numpy reads it
+        self._facts: dict[str, dict[str, Any]] = {}  # by name, in the order of rows
+        self._live: dict[str, nn.Parameter] = {}  # of the step under way, if it is recorded
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
-        self._n_taken, self._snapped, self._iter = 0, False, 0
-        self._n_opts = -1
+        self._copies = WeightCopies()
+        self._n_taken, self._n_opts = 0, -1
         self._constant: dict[str, Any] = {}
         self._known: Parameters | None = None
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
@@ -91,31 +69,23 @@ class ParamStats(Exports, Callback):
     @property
     def names(self) -> list[str]:
         """Of the parameters."""
-        return self._layers[0]
+        return list(self._facts)
 
     @property
     def types(self) -> list[str]:
         """Class names of the modules that own them."""
-        return self._layers[1]
-
-    @property
-    def _n_records(self) -> int:
-        return self.history.n
+        return [facts["type"] for facts in self._facts.values()]
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
         if self.learn.fitting:
-            self._n_taken, self._snapped = 0, False
-            self._compared = []
+            self._n_taken, self._live, self._compared = 0, {}, []
             self._bits.forget()
             machine.load()
 
-    def before_batch(self) -> None:
-        """Notes which batch it is."""
-        self._iter = self.learn.train_iter
-
     def before_step(self) -> None:
         """Copies the weights, if this step is recorded."""
+        self._live, self._parts = {}, {}
         if self._n_taken % (self.every or 1):
             return
         model = self.learn.model
@@ -127,55 +97,23 @@ class ParamStats(Exports, Callback):
         if parameters is not self._compared:
             self._bits.first((name, p) for name, _, p in parameters)
             self._compared = parameters
-        self._live, self._parts = {name: p for name, _, p in parameters}, {}
-        self._snapped = True
-        if self._same_again():
-            return
-        now = {name: local_values(p) for name, p in self._live.items()}
-        if {n: (t.shape, t.device, t.dtype) for n, t in now.items()} != {
-            n: (t.shape, t.device, t.dtype) for n, t in self._before.items()
-        }:
-            self._before = {name: torch.empty_like(t) for name, t in now.items()}
-            self._n_opts = -1
-        if self._n_opts != len(self.learn.opts):  # a loop's optimizers may become known one by one
+        live = {name: p for name, _, p in parameters}
+        # a loop's optimizers may become known one by one
+        if self._copies.take(live) or self._n_opts != len(self.learn.opts):
             self._learn_facts(parameters)
-        self._weights = self._copied(now)
-        if not self._n_records:
-            many = {name: t for name, t in now.items() if t.numel() > 1}
+        if not self.history.n:
+            many = {name: t for name, p in live.items() if (t := local_values(p)).numel() > 1}
             self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
+        self._live = live
 
-    def _same_again(self) -> bool:
-        """Copies the weights of a model that is as it was, in the fewest calls."""
-        copies = self._copies
-        if copies is None or self._n_opts != len(self.learn.opts) or not self._n_records:
-            return False
-        arrays = arrays_of(self._live.values()) if [*self._live] == [*self._before] else None
-        if arrays is None or not _alike(arrays, copies):
-            return False
-        self._weights = norms(arrays, copies)
-        return True
-
-    def _copied(self, now: dict[str, Tensor]) -> list[float] | None:
-        """Copies the weights; their norms too where numpy reads them anyway."""
-        small = sum(t.numel() for t in now.values()) <= FEW
-        arrays = arrays_of(now.values()) if small else None
-        copies = self._copies = None if arrays is None else arrays_of(self._before.values())
-        if arrays is None or copies is None:
-            with torch.no_grad():
-                # Private: see `parameters.batched_norms`.
-                torch._foreach_copy_(list(self._before.values()), list(now.values()))
-            return None
-        return norms(arrays, copies)
-
-    def _learn_facts(self, parameters: list[tuple[str, str, nn.Parameter]]) -> None:
+    def _learn_facts(self, parameters: list[Named]) -> None:
         owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
-        names, types, facts = [*self.names], [*self.types], {**self._layers[2]}
+        facts = {**self._facts}
         for name, kind, p in parameters:
-            if name not in facts:
-                names.append(name)
-                types.append(kind)
             facts[name] = {
-                "shape": _shape(p),
+                "type": kind,
+                # strided nested tensors have no shape
+                "shape": (p.numel(),) if p.is_nested else tuple(p.shape),
                 "ndim": p.ndim,
                 "numel": p.numel(),
                 "requires_grad": p.requires_grad,
@@ -183,54 +121,33 @@ class ParamStats(Exports, Callback):
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
-        self._layers = names, types, facts
-        self._n_opts = len(self.learn.opts)
+        self._facts, self._n_opts = facts, len(self.learn.opts)
 
     def after_step(self) -> None:
         """Measures the step."""
-        snapped, self._snapped = self._snapped, False
+        live, self._live = self._live, {}
         if not self.learn.stepped:
             return
         self._n_taken += 1
-        if snapped and self.names:
+        if live:
             with torch.no_grad():
-                self._measure()
+                tables = self._copies.tables(live, self._grads_of(live), self.names)
+            place = self.learn.n_steps - 1, self.learn.epoch, self.learn.train_iter
+            keyed: dict[Key, Tensor] = {("params", d): table[None] for d, table in tables.items()}
+            self.history = self.history.with_records([place], keyed)
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
         """Measures the gradients that one optimizer of several has used, before they are reset."""
-        if self._snapped:
+        if self._live:
             self._parts |= grad_norms_by_id(owned)
 
-    def _measure(self) -> None:
-        place = self.learn.n_steps - 1, self.learn.epoch, self._iter
-        tables = {("params", device): table[None] for device, table in self._tables().items()}
-        self.history = self.history.with_records([place], tables)
-
-    def _tables(self) -> dict[torch.device, Tensor]:
-        """By device the (rows, fields) table of this step."""
-        live, noted, self._live, self._parts = self._live, self._parts, {}, {}
+    def _grads_of(self, live: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+        """The gradient that the step used for each parameter, or its norm, by name."""
+        noted, self._parts = self._parts, {}
         idle = idle_parameters(self.learn, live.values())
         rest = {name for name, p in live.items() if id(p) in idle} if idle else set()
         self._never = rest if self._never is None else self._never & rest
-        grads_of = {n: None if n in rest else noted.get(id(p), p.grad) for n, p in live.items()}
-        weights, copies = self._weights, self._copies
-        arrays = None if weights is None else arrays_of(live.values())
-        if weights is not None and copies and arrays and _alike(arrays, copies):
-            table = rows_swept(weights, copies, arrays, list(grads_of.values()))
-            return {torch.device("cpu"): spread(table, list(live), self.names)}
-        tables = {}
-        for device in {t.device for t in self._before.values()}:
-            now = {name: local_values(p) for name, p in live.items()}
-            names = [name for name in live if _fits(now[name], self._before[name], device)]
-            if not names:
-                continue
-            before = [self._before[name] for name in names]
-            sizes = norms_of(before)
-            moved = changes(before, [now[name] for name in names])
-            grads = [None if (g := grads_of[n]) is None else local_values(g) for n in names]
-            table = rows_of(sizes, norms_of(moved), grads)
-            tables[device] = spread(table, names, self.names)
-        return tables
+        return {n: None if n in rest else noted.get(id(p), p.grad) for n, p in live.items()}
 
     def record(self, *, local: bool = False) -> Record:
         """Everything recorded so far, as plain numbers. The host reads the device here.
@@ -242,8 +159,8 @@ class ParamStats(Exports, Callback):
         Raises:
             HookError: on every rank, if they recorded different steps or parameters.
         """
-        if self._cache is None or self._cache[:2] != (self._n_records, local):
-            self._cache = self._n_records, local, self._read(local)
+        if self._cache is None or self._cache[:2] != (self.history.n, local):
+            self._cache = self.history.n, local, self._read(local)
         return self._cache[2]
 
     def _read(self, local: bool) -> Record:
@@ -259,8 +176,7 @@ class ParamStats(Exports, Callback):
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
             moved = ranks.stacked(moved).amax(0)
-        known = self._layers[2]
-        facts = {key: [known[name][key] for name in self.names] for key in _FACTS}
+        facts = {key: [known[key] for known in self._facts.values()] for key in _FACTS}
         held, never = facts["in_optimizer"], self._never or ()
         facts["in_optimizer"] = [
             x and n not in never for x, n in zip(held, self.names, strict=True)
@@ -279,9 +195,8 @@ class ParamStats(Exports, Callback):
 
     def _over_ranks(self, table: Tensor) -> Tensor:
         """Norms of whole parameters: shards add in squares, replicas are alike on all ranks."""
-        facts = self._layers[2]
-        shards = [bool(facts[n].get("sharded")) for n in self.names]
-        shapes = [(n, facts[n]["shape"], facts[n]["dtype"]) for n in self.names]
+        shards = [facts["sharded"] for facts in self._facts.values()]
+        shapes = [(n, facts["shape"], facts["dtype"]) for n, facts in self._facts.items()]
         self.history.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
@@ -305,18 +220,18 @@ class ParamStats(Exports, Callback):
     def cleanup_fit(self) -> None:
         """Gives back the copy of the weights, and sees which of them have moved."""
         trained = self._present()
-        self._before, self._live, self._copies, self._known = {}, {}, None, None
-        self._snapped, self._compared, self._cache = False, [], None
+        self._live, self._copies, self._known = {}, WeightCopies(), None
+        self._compared, self._cache = [], None
+        self._n_opts = -1
         self._bits.again(trained)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._remember_step(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
-        gone: dict[str, Any] = {"_before": {}, "_live": {}, "_copies": None}
-        gone["_known"], gone["_compared"] = None, []
-        gone["_parts"] = {}
-        return {**super().__getstate__(), **gone, "_constant": constant}
+        gone: dict[str, Any] = {"_live": {}, "_parts": {}, "_known": None, "_compared": []}
+        gone |= {"_copies": WeightCopies(), "_constant": constant}
+        return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.history)})"
@@ -327,22 +242,8 @@ def _brief(names: list[str]) -> str:
     return f"{len(names)} parameter{'s' * (len(names) != 1)}" + (f": {some}" if names else "")
 
 
-def _alike(arrays: list[Any], copies: list[Any]) -> bool:
-    return [len(x) for x in arrays] == [len(x) for x in copies]
-
-
-def _fits(now: Tensor, before: Tensor, device: torch.device) -> bool:
-    """Whether there is a difference to measure: a step may have given it another shape."""
-    return before.device == device == now.device and before.shape == now.shape
-
-
 _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 _FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
-
-
-def _shape(p: nn.Parameter) -> tuple[int, ...]:
-    """The parameter's shape; what is known of one that has none (strided nested tensors)."""
-    return (p.numel(),) if p.is_nested else tuple(p.shape)
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
