@@ -4,8 +4,8 @@ stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layers          `ActivationStats`, `GradientStats`, and the checks of their options.
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
 unscaling       Gradients under a GradScaler, divided by the scale of the loss.
-reading         How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
-showing         Recorded numbers as a small table: text for a terminal, HTML for a notebook.
+reading         `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
+stats_list      `StatsList`, `BatchStats`: recorded statistics as lists of dicts, shown as tables.
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 param_norms     Norms of parameters, of their gradients and of what a step has changed.
 parameters      The parameters of a model: by name, and whether they have moved.
@@ -17,7 +17,8 @@ norm_history    Norms of the last batches, and the incident that they show.
 from hookkit.stats.flight import FlightRecorder
 from hookkit.stats.layers import ActivationStats, GradientStats
 from hookkit.stats.param_stats import ParamStats
-from hookkit.stats.reading import LayerStats, StatsList
+from hookkit.stats.reading import LayerStats
+from hookkit.stats.stats_list import StatsList
 
 __all__ = [
     "ActivationStats",

@@ -1,6 +1,6 @@
-"""How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
+"""`LayerStats`: how recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 
-`LayerStats` is the base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
+The base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
 """
 
 from __future__ import annotations
@@ -13,140 +13,10 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import HookkitWarning, OptionError, SelectionError, nearest
-from hookkit.records import Exports, Record, label
-from hookkit.stats.showing import Table, number
+from hookkit.errors import HookkitWarning, OptionError
+from hookkit.records import Exports, Record
 from hookkit.stats.stats_callback import StatsCallback
-
-
-class StatsList(L):  # type: ignore[misc]
-    """`stats[batch][layer]["mean"]`: an `L` of records, each an `L` of dicts; and v1's tensor."""
-
-    def tensor(self) -> Tensor:
-        """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
-        rows = [[[layer[s] for layer in batch] for batch in self] for s in ("mean", "std")]
-        n = len(self[0]) if len(self) else 0
-        table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
-        return table.transpose(1, 2).contiguous()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # the list's own
-        except AttributeError:
-            if name.startswith("__") or not hasattr(Tensor, name):
-                raise
-            raise AttributeError(
-                f"StatsList has no attribute {name!r}: it is a list of records, where fastai v1's "
-                f"stats was a tensor. Use `stats.tensor().{name}`; it has the shape "
-                f"(2, n_modules, n_records).",
-                name=name,
-                obj=self,
-            ) from None
-
-    def _table(self) -> Table | None:
-        """Each layer's numbers in the first and the last record; None if these are no records."""
-        if not len(self) or not all(map(_is_batch, (self[0], self[-1]))):
-            return None
-        first, last = self[0], self[-1]
-        both = [first, last] if len(self) > 1 else [last]
-        span = f"steps {first.step}–{last.step}, first → last" if len(self) > 1 else last._when()
-        title = f"StatsList({_n(len(self), 'record')} of {_n(len(last), 'layer')}, {span})"
-        return _table_of(title, both)
-
-    def __repr__(self) -> str:
-        if (table := self._table()) is not None:
-            return table.text()
-        if len(self):
-            return str(super().__repr__())  # made from one, by map or itemgot
-        return "StatsList(0 records)"
-
-    def _repr_html_(self) -> str | None:
-        table = self._table()
-        return None if table is None else table.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # L's writes out every number
-
-
-class BatchStats(L):  # type: ignore[misc]
-    """The layers of one record, by number or by name; and where it was made.
-
-    Attributes:
-        names: of the layers.
-        types: the classes of their modules.
-        step, epoch, iteration: optimizer step, epoch and training batch, 0-based.
-    """
-
-    names: tuple[str, ...] = ()
-    types: tuple[str, ...] = ()
-    step = epoch = iteration = -1
-
-    def __getitem__(self, layer: Any) -> Any:
-        if not isinstance(layer, str):
-            return self._placed(super().__getitem__(layer), layer)
-        if layer not in self.names:
-            near = nearest(layer, self.names) or list(self.names[:3])
-            listed = ", ".join(f'"{name}"' for name in near)
-            raise SelectionError(f'no recorded layer is called "{layer}". Nearest: {listed}.')
-        return self.items[self.names.index(layer)]
-
-    def _placed(self, found: Any, index: Any) -> Any:
-        """`found`, with names and place if it is some of these layers."""
-        if isinstance(found, BatchStats):
-            found.names = tuple(L(self.names)[index])
-            found.types = tuple(L(self.types)[index])
-            found.step, found.epoch, found.iteration = self.step, self.epoch, self.iteration
-        return found
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self.names)
-
-    def _when(self) -> str:
-        return f"step {self.step}, epoch {self.epoch}"
-
-    def _table(self) -> Table | None:
-        """Each layer's numbers; None if these are no layers of a record."""
-        if not _is_batch(self):
-            return None
-        return _table_of(f"BatchStats({_n(len(self), 'layer')}, {self._when()})", [self])
-
-    def __repr__(self) -> str:
-        table = self._table()
-        return str(super().__repr__()) if table is None else table.text()
-
-    def _repr_html_(self) -> str | None:
-        table = self._table()
-        return None if table is None else table.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
-
-
-_SHOWN = ("mean", "std", "near_zero")
-
-
-def _n(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
-def _is_batch(batch: Any) -> bool:
-    """Whether `batch` is a record's layers, and not what `map` or a slice without names gave."""
-    if not isinstance(batch, BatchStats) or len(batch.names) != len(batch):
-        return False
-    return all(isinstance(layer, dict) and "mean" in layer for layer in batch.items)
-
-
-def _table_of(title: str, batches: list[BatchStats]) -> Table:
-    """fastai's three statistics of each layer, in each of `batches` with an arrow between."""
-    last = batches[-1]
-    shown = [s for s in _SHOWN if len(last) and s in last.items[0]]
-    rest = [s for s in (last.items[0] if len(last) else ()) if s not in shown]
-    rows = []
-    for i, name in enumerate(last.names):
-        kind = last.types[i] if i < len(last.types) else ""
-        cells = [[number(batch.items[i][s]) for batch in batches] for s in shown]
-        rows.append((label(name, kind), *map(" → ".join, cells)))
-    return Table(title, ("layer", *shown), rows, f"also {' '.join(rest)}" if rest else "")
+from hookkit.stats.stats_list import StatsList, listed
 
 
 class LayerStats(Exports, StatsCallback):
@@ -165,7 +35,7 @@ class LayerStats(Exports, StatsCallback):
         """
         record = self.record()
         if self._listed is None or self._listed[0] is not record:
-            self._listed = record, _listed(record, self._rows(record))
+            self._listed = record, listed(record, self._rows(record))
         return self._listed[1]
 
     def _rows(self, record: Record) -> list[int]:
@@ -280,21 +150,3 @@ class LayerStats(Exports, StatsCallback):
         stats = self.accumulator
         n = len(stats.history)
         return f"{type(self).__name__}({len(stats.names)} layers × {n})"
-
-
-def _listed(record: Record, rows: list[int]) -> StatsList:
-    tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
-    batches, names = [], tuple(record.names[row] for row in rows)
-    types = tuple(record.types[row] for row in rows)
-    for i in range(len(record)):
-        layers = []
-        for j, row in enumerate(rows):
-            layer: dict[str, Any] = {name: table[i][j] for name, table in tables.items()}
-            if record.hist is not None:
-                layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
-            layers.append(layer)
-        batch = BatchStats(layers)
-        batch.names, batch.types, batch.step = names, types, int(record.steps[i])
-        batch.epoch, batch.iteration = int(record.epochs[i]), int(record.iters[i])
-        batches.append(batch)
-    return StatsList(batches)
