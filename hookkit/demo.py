@@ -86,20 +86,6 @@ def train(epochs: int, seed: int, device: str) -> Learner:
     return learn
 
 
-def layer_table(learn: Any) -> str:
-    """One line a layer: mean, std and shares of (near) zero at the last recorded step."""
-    record = learn.activation_stats.record()
-    lines = [
-        f"{'layer':<6} {'type':<18} {'mean':>9} {'std':>9} {'near zero':>10} {'dead units':>11}"
-    ]
-    for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True)):
-        mean, std, near, dead = (
-            record.values[s][i, -1] for s in ("mean", "std", "near_zero", "dead")
-        )
-        lines.append(f"{name:<6} {kind:<18} {mean:>9.3f} {std:>9.3f} {near:>10.1%} {dead:>11.1%}")
-    return "\n".join(lines)
-
-
 def draw(learn: Any, out: Path) -> list[Path]:
     """Writes the pictures of the run into `out`; their paths."""
     from hookkit import plotting  # matplotlib, only for pictures
@@ -149,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     opts = options(argv)
     learn = train(opts.epochs, opts.seed, opts.device)
     print(learn.summary())
-    print(f"\nEvery layer at the last of {len(learn.activation_stats.stats)} recorded steps:\n")
-    print(layer_table(learn))
+    print(f"\nThe last of {len(learn.activation_stats.stats)} recorded steps:\n")
+    print(learn.activation_stats.stats[-1])
     print(f"\nDiagnosis: {learn.diagnose()}")
     pictures = draw(learn, opts.out)
     report = learn.report(opts.out / "report.html")

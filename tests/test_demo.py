@@ -35,7 +35,7 @@ def test_the_demo_learns_prints_and_draws(
         assert (out / f"{name}.png").stat().st_size > 5_000
     assert len(list(out.glob("layer_*.png"))) == 12
     assert (out / "layer_00_conv1.png").exists()
-    assert "\nconv1  Conv2d " in text
+    assert "\nconv1 Conv2d " in text
     assert "head" in text
     assert "<html" in (out / "report.html").read_text()
 

@@ -37,28 +37,23 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     """Trainable parameters that are in no optimizer, get no gradient, or never move."""
     record = run.params
     still, held = _never_moves(record), _in_optimizer(record)
-    grads = read.table(record, "grad_norm")
-    graded = np.isfinite(grads).any(axis=1)
-    asleep = _never_ran(run, record)
-    yield from _hits(record, still & ~held, _NOT_IN_OPTIMIZER, "warning", _FORGOTTEN)
-    yield from _hits(record, still & held & ~graded & asleep, _NEVER_RAN, "warning", _CUT_ASLEEP)
-    yield from _hits(record, still & held & ~graded & ~asleep, _NO_GRADIENT, "warning", _CUT)
+    grads, asleep = read.table(record, "grad_norm"), _never_ran(run, record)
+    cut = still & held & ~np.isfinite(grads).any(axis=1)
+    what = "trainable, but in no optimizer that steps: never moves"
+    yield from _report(record, still & ~held, _NOT_IN_OPTIMIZER, what)
+    what = "trainable, but no gradient ever reaches it"
+    asleep_too = f"{what}, for its layer never runs in training"
+    yield from _report(record, cut & asleep, _NEVER_RAN, asleep_too)
+    yield from _report(record, cut & ~asleep, _NO_GRADIENT, what)
     if not read.gradients_fade(record):  # else `vanishing` reports why
-        pushed = (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
+        pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
         size = read.median(read.table(record, "grad_rms"), axis=1)
         faint = (size < FAINT_GRADIENT) & any(run.info.get("lr", ()))
-        yield from _hits(record, still & held & pushed & ~faint, unmoved, "warning", _IGNORED)
-        yield from _hits(record, still & held & pushed & faint, _FAINT, "warning", _TOO_FAINT)
+        yield from _report(record, pushed & ~faint, unmoved, "gets a gradient but never moves")
+        what = "its gradient is below 1e-7, and it never moves"
+        yield from _report(record, pushed & faint, _FAINT, what)
     yield from _stops_midway(run, record)
 
-
-_FORGOTTEN = "trainable, but in no optimizer that steps: never moves"
-_CUT = "trainable, but no gradient ever reaches it"
-_CUT_ASLEEP = f"{_CUT}, for its layer never runs in training"
-_IGNORED = "gets a gradient but never moves"
-_TOO_FAINT = "its gradient is below 1e-7, and it never moves"
-_ZERO = "its gradient is exactly 0 at every step"
-_SHUT = f"{_ZERO}, and what its layer gives is never above 0"
 
 _NOT_IN_OPTIMIZER = Rule(
     "not_in_optimizer",
@@ -93,8 +88,10 @@ _FAINT = Rule(
 )
 
 
-def _hits(record: Record, which: Bools, says: Rule, severity: str, what: str) -> Iterator[Finding]:
-    """One hit for all parameters in `which`, if there are any."""
+def _report(
+    record: Record, which: Bools, says: Rule, what: str, severity: str = "warning"
+) -> Iterator[Finding]:
+    """One finding for all parameters in `which`, if there are any."""
     if n := int(which.sum()):
         evidence = f"{n} parameter{'s' * (n != 1)}: {what}"
         yield says.found(severity, evidence, *read.where(record, np.flatnonzero(which)))
@@ -158,9 +155,11 @@ def zero_gradient(run: RunView) -> Iterator[Finding]:
     zero = still & _in_optimizer(record) & read.has_no_gradient(record) & read.is_matrix(record)
     recurrent = read.are(record.types, ("RNN", "LSTM", "GRU"))
     shut = _never_above_zero(run, record)
-    yield from _hits(record, zero & shut & ~recurrent, _DEAD, "error", _SHUT)
-    yield from _hits(record, zero & recurrent, _RECURRENT_ZERO, "error", _ZERO)
-    yield from _hits(record, zero & ~shut & ~recurrent, zero_gradient, "error", _ZERO)
+    what = "its gradient is exactly 0 at every step"
+    dead = f"{what}, and what its layer gives is never above 0"
+    yield from _report(record, zero & shut & ~recurrent, _DEAD, dead, "error")
+    yield from _report(record, zero & recurrent, _RECURRENT_ZERO, what, "error")
+    yield from _report(record, zero & ~shut & ~recurrent, zero_gradient, what, "error")
 
 
 _DEAD = zero_gradient.but(
