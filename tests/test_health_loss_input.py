@@ -96,3 +96,7 @@ def test_a_sigmoid_before_a_plain_binary_cross_entropy_is_what_it_expects():
     for loss in ("binary_cross_entropy", "BCELoss"):
         d = diagnose(Run(a, losses=falling(), info={"loss_func": loss, "loss_input": "Sigmoid"}))
         assert "probabilities" not in d.rules
+
+
+def test_losses_of_which_none_is_known_do_not_stop_a_diagnosis():
+    assert diagnose(Run(losses=np.full(300, np.nan), info=CE)).healthy

@@ -60,12 +60,13 @@ def probabilities(run: RunView) -> Iterator[Finding]:
     if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
         raise read.Missing("loss function unknown")
     says = _BINARY if binary else _NLL if nll else probabilities
-    last, ends = record.types[-1:] if record is not None else (), {"Softmax", "Sigmoid"}
+    last = record.types[-1] if record is not None and record.names else ""
+    ends = ("Softmax", "Sigmoid")
     if (given := run.info.get("loss_input")) in ends:
         what = f"the loss is given what a {given.lower()} gives"
         yield says.found("error", what, (), run.all_steps)
-    elif record is not None and ends & {*last}:
-        yield says.found("error", f"the last layer is {last[0]}", record.names[-1:], run.all_steps)
+    elif record is not None and last in ends:
+        yield says.found("error", f"the last layer is {last}", record.names[-1:], run.all_steps)
     elif says is probabilities and run.info.get("output_is_probabilities"):
         what = "the model's output rows are probabilities"
         yield says.found("error", what, (), run.all_steps)
@@ -110,9 +111,8 @@ def _by_narrow_range(run: RunView) -> str:
 def _by_floor(run: RunView) -> str:
     """With inputs in [0, 1] a cross entropy stays in [floor, floor + 1]; learning nears floor."""
     losses, n = run.recorded.losses, int(run.info.get("n_classes") or 0)
-    if losses is None or len(losses) < 50 or n < 3:
+    if losses is None or len(losses) < 50 or n < 3 or not len(series := known(losses)):
         return ""
-    series = known(losses)
     floor = float(np.log(np.e + n - 1) - 1)
     low, high, end = series.min(), series.max(), end_level(series)
     if low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + NEAR_FLOOR:

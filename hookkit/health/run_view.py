@@ -165,7 +165,9 @@ class RunView:
         By 2 % or more (below chance, where that is known), from quarter to quarter of the run, and
         in the later half still by four standard errors: so that a first drop alone is no slow fall.
         """
-        values, end = read.known(self.losses), read.end_level(self.losses)
+        if self.recorded.losses is None:
+            return False
+        values, end = read.known(self.recorded.losses), read.end_level(self.recorded.losses)
         if len(values) < ENOUGH_LOSSES or np.isinf(end):
             return False
         n = len(values) // 4

@@ -96,18 +96,13 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         return
     never = (np.nan_to_num(ratio).max(axis=1) < NEVER_MOVES).mean() > 0.5
     unproved = run.learns is None and not never
-    severity = "note" if unproved or _falls_slowly(run) else "warning"
+    severity = "note" if unproved or run.falls_slowly else "warning"
     what = f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
     what += "" if run.learns is None else " and the loss hardly falls"
     cause = lr_too_low.cause
     cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
     cause += ", or gradients are clipped to almost nothing" * _clipped(record)
     yield lr_too_low.but(cause=cause).found(severity, what, *read.where(record, which[slow]))
-
-
-def _falls_slowly(run: RunView) -> bool:
-    losses = run.recorded.losses
-    return losses is not None and bool(np.isfinite(losses).any()) and run.falls_slowly
 
 
 def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
@@ -132,8 +127,8 @@ _EPS = lr_too_low.but(
 
 def _clipped(record: Record) -> bool:
     """Whether the norm of all gradients is the same at every step, and small."""
-    norms = np.sqrt(np.nansum(np.asarray(record.values.get("grad_norm", [])) ** 2, axis=0))
-    norms = norms[np.isfinite(norms) & (norms > 0)] if norms.ndim else norms.reshape(0)
+    norms = np.sqrt(np.nansum(read.table(record, "grad_norm") ** 2, axis=0))
+    norms = norms[np.isfinite(norms) & (norms > 0)]
     return bool(len(norms) and np.ptp(norms) < 1e-3 * norms[0] and norms[0] < 1e-2)
 
 
