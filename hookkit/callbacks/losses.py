@@ -71,24 +71,18 @@ class LossHistory:
     ...     losses.begin(step); losses.put(torch.tensor(loss))
     >>> losses.by_batch(), losses.by_step(3)
     (array([4., 2., 1.]), array([ 3., nan,  1.]))
-    >>> for loss in 0.5, 0.25:
-    ...     losses.begin(3); losses.put(torch.tensor(loss), share=True)
-    >>> losses.by_step(4)[3]
-    np.float64(0.75)
     """
 
     def __init__(self) -> None:
         self._values, self._steps = Scalars(), array("q")
-        self._shares, self._certain = array("q"), False  # which batches; see `put`
+        self._certain = self._shares = False  # see `put`
         # of the current batch; None while it has no loss
-        self._step, self._now, self._share = 0, None, False  # type: int, Tensor | None, bool
+        self._step, self._now = 0, None  # type: int, Tensor | None
         self._device: torch.device | None = None
 
     def begin(self, step: int) -> None:
         """A batch begins; `step` is the optimizer step it is for."""
         if self._now is not None:
-            if self._share:
-                self._shares.append(len(self._steps))
             self._values.append(self._now)
             self._steps.append(self._step)
         self._step, self._now = step, None
@@ -100,6 +94,7 @@ class LossHistory:
             loss: one number, or several, whose mean it is then. Detached, not copied.
             guess: it may be something else: once another is known for certain, none counts.
             share: the losses of a step's batches add up to the step's; else that is their mean.
+                A run has losses of one kind.
         """
         if guess and self._certain:
             return
@@ -110,7 +105,7 @@ class LossHistory:
         if self._device is None:
             self._device = device
         self._now = (loss if device == self._device else loss.to(self._device)).detach()
-        self._share = share
+        self._shares = share
 
     def drop(self) -> None:
         """The current batch does not count."""
@@ -132,14 +127,11 @@ class LossHistory:
         Sync: one per 1024 losses.
         """
         losses, steps = self.by_batch(), self.steps()
-        shares = np.zeros(len(steps), np.bool_)
-        shares[self._shares] = True
         taken = steps < n_steps  # no step has followed the batches at the end
         counts = np.bincount(steps[taken], minlength=n_steps)
-        added = np.bincount(steps[taken & shares], minlength=n_steps) > 0
         totals = np.bincount(steps[taken], losses[taken], n_steps)
         with np.errstate(invalid="ignore"):
-            return np.asarray(totals / np.where(added, 1, counts), np.float64)
+            return totals / (counts > 0 if self._shares else counts)
 
     def __len__(self) -> int:
         return len(self._steps) + (self._now is not None)
