@@ -19,6 +19,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
@@ -59,7 +60,6 @@ class _Run:
         self.code: CodeType = scenario.__code__  # type: ignore[attr-defined]
         self.entering = entering
         self.where = ""
-        self._looks: dict[CodeType, set[int]] = {}
 
     def __call__(self) -> BaseException | None:
         """What the scenario raised, the interrupt or anything else."""
@@ -81,8 +81,21 @@ class _Run:
     def _begun(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._counts(frame):
             return None
-        frame.f_trace_opcodes = True
-        return self._goes_on
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        points = _points(frame.f_code, frame.f_code is self.code, self.entering)
+
+        def goes_on(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_lasti in points and event == "opcode":
+                if self.n == self.at:
+                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} "
+                    self.where += frame.f_code.co_qualname
+                    sys.settrace(None)
+                    mayfly = _Mayfly()
+                    self.pending = _Pending(mayfly, methodcaller("set"))
+                self.n += 1
+            return goes_on
+
+        return goes_on
 
     def _counts(self, frame: FrameType | None) -> bool:
         """Whether `frame` is the scenario's own, or of hookkit, or of what hookkit calls."""
@@ -94,24 +107,14 @@ class _Run:
             frame = frame.f_back
         return False
 
-    def _goes_on(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in self._points(frame.f_code):
-            if self.n == self.at:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} "
-                self.where += frame.f_code.co_qualname
-                sys.settrace(None)
-                mayfly = _Mayfly()
-                self.pending = _Pending(mayfly, methodcaller("set"))
-            self.n += 1
-        return self._goes_on
 
-    def _points(self, code: CodeType) -> set[int]:
-        if code not in self._looks:
-            found = [i for i in dis.get_instructions(code) if i.opname.startswith(LOOKS)]
-            if code is self.code:
-                found = [i for i in found if i.opname.startswith(ENTERS) == self.entering]
-            self._looks[code] = {i.offset for i in found}
-        return self._looks[code]
+@cache
+def _points(code: CodeType, of_scenario: bool, entering: bool) -> frozenset[int]:
+    """Where in `code` Python looks for signals, as offsets; of the scenario's `with`s see below."""
+    found = [i for i in dis.get_instructions(code) if i.opname.startswith(LOOKS)]
+    if of_scenario:
+        found = [i for i in found if i.opname.startswith(ENTERS) == entering]
+    return frozenset(i.offset for i in found)
 
 
 def interrupted_everywhere(

@@ -33,21 +33,23 @@ from hookkit.watching import watch
 FOLDERS = tuple(str(Path(hookkit.__file__).parent / name) for name in ("moments", "stats"))
 
 
-class Lines:
-    """Counts how often each line of `FOLDERS` runs; interrupts `line` at its nth run.
+Line = tuple[str, int]
 
-    Lines are called `"buffers.py:99 Buffers.clear"`.
+
+class Lines:
+    """Counts how often each line, (file, number), of `FOLDERS` runs; interrupts one at its nth run.
+
+    It is called for every line, so it does no more than that.
     """
 
-    def __init__(self, line: str = "", nth: int = 0) -> None:
-        self.line, self.nth, self.times = line, nth, Counter[str]()
+    def __init__(self, line: Line | None = None, nth: int = 0) -> None:
+        self.line, self.nth, self.times = line, nth, Counter[Line]()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(FOLDERS):
-            return None
+        if event == "call":
+            return self if frame.f_code.co_filename.startswith(FOLDERS) else None
         if event == "line":
-            here = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
+            here = frame.f_code.co_filename, frame.f_lineno
             self.times[here] += 1
             if here == self.line and self.times[here] == self.nth:
                 raise KeyboardInterrupt
@@ -78,11 +80,11 @@ def at_every_line(run: Callable[[Lines], Any], every: int = 1, nths: int = 1) ->
     assert len(count.times) > 5
     for line, n in list(count.times.items())[::every]:
         for nth in {1 + (2 * i + 1) * n // (2 * nths) for i in range(min(nths, n))}:
+            where = f"{Path(line[0]).name}:{line[1]}, time {nth} of {n}"
             try:
-                yield f"{line}, time {nth} of {n}", run(Lines(line, min(nth, n)))
+                yield where, run(Lines(line, min(nth, n)))
             except Exception as e:
-                what = f"{type(e).__name__}: {e}"
-                raise AssertionError(f"interrupted at {line}, time {nth} of {n}: {what}") from e
+                raise AssertionError(f"interrupted at {where}: {type(e).__name__}: {e}") from e
 
 
 @pytest.fixture
