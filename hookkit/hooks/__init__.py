@@ -10,7 +10,7 @@ One hook, from the module's side:
 entries       `HookEntry`, the one thing that hookkit registers on a module; `attach` registers it.
 capture       `Capture`, the entry of a `Hook`: the options, the calls, the fast path.
 calls         What a hook does at a call of its module: after it, before it, in the backward.
-block         The `with` block, and its warnings at the end: which hooks never fired, and why.
+block         Registering, removing, the `with` block; at its end, why hooks never fired.
 compiling     What torch.compile does to hooks, and how what they store is right all the same.
 
 What is stored:

@@ -15,13 +15,12 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hookkit.hooks.block import Block
 from hookkit.hooks.entries import (
     Placed,
-    Switch,
     called,
+    counts_for,
     graph_task,
-    in_thread,
-    is_compiling,
     part_at,
 )
 from hookkit.hooks.gradients import GradHooks
@@ -63,37 +62,24 @@ class BothGrads:
         fn: what is called.
         leaf: path of the part of the output that is meant.
         detach: gives detached gradients.
-        switch: `fn` is called for forwards and backwards that run while it is on.
-        thread: says whose forwards count; None counts those of all threads.
+        block: `fn` is called for forwards of its thread, and for backwards, while it is on.
     """
 
-    def __init__(
-        self,
-        fn: Function,
-        leaf: str,
-        detach: bool,
-        switch: Switch,
-        thread: Callable[[], int | None],
-    ) -> None:
-        self.fn, self.leaf, self.detach = fn, leaf, detach
-        self.switch, self.thread = switch, thread
+    def __init__(self, fn: Function, leaf: str, detach: bool, block: Block) -> None:
+        self.fn, self.leaf, self.detach, self.block = fn, leaf, detach, block
         self.open: list[_Call] = []  # calls under way: a module may call itself
 
-    def entries(self, first: bool, switch: Switch | None) -> list[Placed]:
+    def entries(self, first: bool) -> list[Placed]:
         """The entries to register, which hold this; as `GradHooks.entries`."""
         # A layer that tests `query is key` must find it true: training stays bit-identical.
         inputs = GradHooks(self.begin_inputs, True, each_place=False)
         outputs = GradHooks(self.begin_outputs, False, self.leaf)
-        return [*inputs.entries(False, switch), *outputs.entries(first, switch)]
-
-    def counts(self, module: nn.Module) -> bool:
-        """`counts_for`, and a checkpoint's second run: the gradients come from that forward."""
-        counted = is_compiling() or in_thread(self.thread())
-        return counted or graph_task() != -1 or "_is_replica" in module.__dict__
+        return [*inputs.entries(False, self.block), *outputs.entries(first, self.block)]
 
     def begin_inputs(self, module: nn.Module, inputs: Any) -> Receive | None:
         """Before a forward: what receives the gradients of its inputs."""
-        if not self.counts(module):
+        # a checkpoint's second run too: the gradients come from that forward
+        if not counts_for(self.block.thread, module, again=True):
             return None
         del self.open[:-256]  # of forwards that raised
         self.open.append(call := _Call(module, leaves(inputs)))
@@ -101,7 +87,7 @@ class BothGrads:
 
     def begin_outputs(self, module: nn.Module, output: Any) -> Receive | None:
         """After a forward: what receives the gradients of its output."""
-        if not self.open or not self.counts(module):
+        if not self.open or not counts_for(self.block.thread, module, again=True):
             return None
         call = self.open.pop()
         part = part_at(output, self.leaf, "HookCallback", lambda: type(module).__name__)
@@ -110,7 +96,7 @@ class BothGrads:
 
     def receive(self, call: _Call, side: int, i: int, grad: Tensor) -> None:
         """Takes one gradient of `call`; calls the function if it was the last."""
-        if not self.switch.on:
+        if not self.block.on:
             return
         if call.task != graph_task():
             call.begin_pass(graph_task())
@@ -145,5 +131,5 @@ def _receiver(calls: BothGrads, call: _Call, side: int) -> Receive:
 
 
 def _end_of_pass(calls: BothGrads | None, call: _Call) -> None:
-    if calls is not None and calls.switch.on and not call.fired:
+    if calls is not None and calls.block.on and not call.fired:
         calls.fire(call)

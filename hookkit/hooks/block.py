@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
-from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
+from hookkit.errors import CompiledWarning, NeverFiredWarning
 from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.entries import Switch
-from hookkit.hooks.references import warning_of
 from hookkit.interrupts import Guard, uninterrupted
 
 if TYPE_CHECKING:
     from hookkit.hooks.capture import Capture
-    from hookkit.hooks.references import Reference
     from hookkit.hooks.snapshot import Options
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -58,39 +56,22 @@ class StopForward(BaseException):
         self.owner = owner
 
 
-class Stop:
-    """The hooks of a `stop=True` block that have not fired yet."""
-
-    def __init__(self, hooks: Iterable[Capture]) -> None:
-        self.waiting = {id(h): h for h in hooks}
-        self.done = False
-
-    def fired(self, hook: Capture) -> None:
-        """Notes that `hook` has fired, and ends the forward pass if it was the last one.
-
-        It ends one forward pass only: even if the block fails to close, later passes are complete.
-        """
-        self.waiting.pop(id(hook), None)
-        if not (self.waiting or self.done):
-            self.done = True
-            raise StopForward(self)
-
-
 class Block(Switch):
-    """What the hooks of one `with` block share: switch, options, thread, stop, guard and depth.
+    """What the hooks of one `with` block share.
 
     Attributes:
         thread: the thread whose calls are recorded; None records the calls of all threads. A block
             sets it to the thread that entered it; a callback sets it for hooks that stay.
         depth: how many blocks of these same hooks are open, one inside the other.
+        waiting: in a block with `stop=True`, the hooks that have not fired, by id.
     """
 
-    __slots__ = ("compiled", "depth", "guard", "options", "stop", "thread", "warned")
+    __slots__ = ("compiled", "depth", "guard", "options", "thread", "waiting", "warned")
 
     def __init__(self, options: Options) -> None:
         self.on, self.options = True, options
         self.thread: int | None = None
-        self.stop: Stop | None = None
+        self.waiting: dict[int, Capture] | None = None
         self.compiled: dict[int, str] | None = None  # result of `compiled_modules`
         self.warned: tuple[str, ...] = ()  # the warnings given, each once for all hooks
         self.guard = Guard()
@@ -104,13 +85,13 @@ class Block(Switch):
         self.guard.begin()
         self.thread = get_ident()
         if hooks and self.options.stop:
-            self.stop = Stop(hooks)
+            self.waiting = {id(h): h for h in hooks}
         if FRAMES in sys.modules:
             enter_eager(self)
 
     def undo(self) -> None:
         """Undoes `enter`, also where it was interrupted; can be repeated."""
-        self.thread, self.stop, self.depth = None, None, 0
+        self.thread, self.waiting, self.depth = None, None, 0
         if FRAMES in sys.modules:
             leave_eager(self)
         self.guard.end()
@@ -188,15 +169,15 @@ class Registered:
         block.depth -= 1
         if block.depth > 0:  # another block of these hooks is still open around this one
             return False
-        stop = block.stop
+        waiting = block.waiting
         try:
             self._remove()
         finally:
             block.undo()
         if e is None:
-            _report(captures, stop)
+            _report(captures, waiting)
         elif isinstance(e, StopForward):
-            return e.owner is stop
+            return e.owner is block
         elif isinstance(e, (RuntimeError, ValueError)):
             _hint(captures, e)
         return False
@@ -261,23 +242,23 @@ def _reason(h: Capture) -> str:
     return "not called (module.forward(x) runs no hooks, module(x) does)"
 
 
-def _report(hooks: Sequence[Capture], stop: Stop | None) -> None:
+def _report(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> None:
     """Warns of a stop that was not reached and of hooks that never fired."""
     silent = reasons(hooks)
-    if not silent and stop is None:
+    if not hooks or not (silent or hooks[0].options.stop):
         return
     o = hooks[0].options
     who = o.who
     texts = [f"{label}: {why}" for label, why in silent.items()]
     few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
-    if stop is None:
+    if not o.stop:
         run = "loss.backward()" if _NO_BACKWARD in silent.values() else "the model"
         empty = "Run" if o.keep == "none" else "What they store is None: run"
         text = (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
             f"{empty} {run} inside the block, or do not hook these modules."
         )
-    elif stop.waiting:
+    elif waiting:
         text = (
             f"{who}: stop=True was never reached, so the whole forward ran. Never fired: {few}. "
             "Run the model inside the block, or do not hook these modules."
@@ -288,14 +269,6 @@ def _report(hooks: Sequence[Capture], stop: Stop | None) -> None:
             "forward continued. The stored values are correct. Use `except Exception` in the model."
         )
     warnings.warn(text, NeverFiredWarning, stacklevel=4)
-
-
-def warn_of_references(h: Capture, stored: Sequence[Reference]) -> None:
-    """Warns of objects that are stored as references and differ from what a copy would be."""
-    text = warning_of(h.options.who, h.label(), h.options.kind, h.options, stored)
-    if text:
-        h.switch.warned += ("reference",)
-        warnings.warn(text, OverwrittenWarning, stacklevel=5)
 
 
 def warn_if_compiled(h: Capture) -> None:

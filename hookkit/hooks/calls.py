@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
+from hookkit.hooks.block import StopForward
 from hookkit.hooks.entries import (
     called,
     check_same,
@@ -43,7 +44,7 @@ def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any)
             return after(hook, module, args, kwargs, output)
     x = part_at(output, leaf, o.who, hook.label)
     if o.hook_func is None:
-        return observe(hook, module, inputs_and_buffers(module, args, kwargs), _same, x)
+        return observe(hook, module, inputs_and_buffers(module, args, kwargs), lambda x: x, x)
     inputs, is_users = Inputs(args, kwargs), False
     if o.detach and not o.edit:
         is_users = isinstance(x, Tensor) and aliases_user_memory(
@@ -66,7 +67,7 @@ def before(hook: Capture, module: nn.Module, args: Any, kwargs: Any) -> Any:
             return before(hook, module, args, kwargs)
     x = part_at(inputs, leaf, o.who, hook.label)
     if o.hook_func is None:
-        return observe(hook, module, (*args, *kwargs.values()), _same, x)
+        return observe(hook, module, (*args, *kwargs.values()), lambda x: x, x)
     if o.detach and not o.edit:
         x = tmap(Tensor.detach, x)
     given = (*x, *x.kwargs.values()) if isinstance(x, Inputs) else (x,)
@@ -121,11 +122,6 @@ def _flat(output: Any) -> bool:
     return all(isinstance(t, Tensor) or not leaves(t) for t in output)
 
 
-def _same(x: Any) -> Any:
-    """Returns `x`: in the place of the user's function where there is none."""
-    return x
-
-
 def _function(hook: Capture) -> Callable[..., Any]:
     """The user's function, with a note on its exceptions; a ready-made edit also gets the hook."""
     func: Any = hook.options.hook_func
@@ -153,8 +149,11 @@ def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any],
         return f(*seen) if o.edit else None
     new = f(*seen)
     hook.keep(None if o.keep == "none" else Snapshotter(o, given).keep(new))
-    if hook.switch.stop is not None:
-        hook.switch.stop.fired(hook)
+    if (waiting := hook.switch.waiting) is not None:
+        waiting.pop(id(hook), None)
+        if not waiting:  # one pass only: even if the block fails to close, later ones are complete
+            hook.switch.waiting = None
+            raise StopForward(hook.switch)
     return new if o.edit else None
 
 
@@ -188,15 +187,19 @@ _IN_PYTHON = (
 )
 
 
-class Grads:
+class Grads(StoredValue):
     """The gradients of one forward call, set leaf by leaf; each new backward pass clears them."""
 
-    __slots__ = ("index", "kept", "task", "whole")
+    __slots__ = ("index", "kept", "task")
 
     def __init__(self, index: int, n: int) -> None:
+        super().__init__(None)
         self.index, self.task = index, -1
-        self.whole: tuple[Any, ...] | None = None
         self.kept: list[StoredValue | None] = [None] * n
+
+    def read(self, who: str, label: Callable[[], str]) -> Any:
+        """The gradients; None for each that has not come."""
+        return self.value if self.whole else tuple(k and k.read(who, label) for k in self.kept)
 
 
 def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
@@ -250,7 +253,7 @@ def receiver(hook: ref[Capture], grads: Grads) -> Receive:
         if h is None or h.removed:
             return
         if grads.task != graph_task():
-            grads.task, grads.kept, grads.whole = graph_task(), [None] * len(grads.kept), None
+            grads.task, grads.kept, grads.whole = graph_task(), [None] * len(grads.kept), False
         grads.kept[i] = Snapshotter(h.options).keep(grad)
         if not isinstance(h.last, Grads) or h.last.index <= grads.index:
             h.last = grads

@@ -175,8 +175,8 @@ class Capture(HookEntry):
             entry = HookEntry(MethodType(calls.backward, self), block, self.edit)
             return [(check, {}), (entry, {"backward": True})]
         if o.kind == "both":
-            f, thread = MethodType(calls.both, self), lambda: block.thread
-            return BothGrads(f, self.leaf, o.detach, block, thread).entries(first, block)
+            both = BothGrads(MethodType(calls.both, self), self.leaf, o.detach, block)
+            return both.entries(first)
         begin = MethodType(calls.begin, self)
         return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first, block)
 
@@ -281,13 +281,10 @@ class Capture(HookEntry):
 
     def for_copy(self) -> HookEntry | None:
         """The entry that edits as this one does and stores nothing, for a copy of its module."""
-        twin = self.uncounted()
-        if twin is None or not self.edit:
-            return None
-        if self.options.kind == "forward":
+        twin = self.uncounted() if self.edit else None
+        if twin is not None:
             twin.callback = calls.after
-            return twin
-        return None
+        return twin
 
     def uncounted(self) -> Capture | None:
         """One that edits as this does and stores nothing; None in another thread's block."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.hooks.block import warn_if_compiled, warn_of_references
-from hookkit.hooks.calls import Grads
+from hookkit.errors import OverwrittenWarning
+from hookkit.hooks.block import warn_if_compiled
+from hookkit.hooks.references import warning_of
 from hookkit.hooks.snapshot import Kind, StoredValue
 
 if TYPE_CHECKING:
     from hookkit.hooks.capture import Capture
 
-Stored = tuple["Capture", StoredValue | Grads | None, str]  # the last is which call, in words
+Stored = tuple["Capture", StoredValue | None, str]  # the last is which call, in words
 
 
 _WHAT: dict[Kind, str] = {
@@ -49,7 +51,7 @@ def _last(c: Capture) -> Stored:
     """The last call's value, for `read`."""
     if c.last is None:
         warn_if_compiled(c)
-    elif not isinstance(c.last, (StoredValue, Grads)):
+    elif not isinstance(c.last, StoredValue):
         live = c.options.live and type(c.last) is Tensor and c.version >= 0
         c.last = StoredValue(c.last, [(c.last, c.version)] if live else None)
     return c, c.last, ""
@@ -63,24 +65,22 @@ def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
         names = [_over_ranks(stored[i][0]) + stored[i][2] for i in todo]
         for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
             values[i], kept = value, stored[i][1]
-            if isinstance(kept, StoredValue):
+            if kept is not None:
                 kept.value, kept.whole = value, True
-            elif kept is not None:
-                kept.whole = value
     return values
 
 
 def _own(stored: Stored) -> Any:
     """What this rank stored."""
     c, kept, _ = stored
-    who = c.options.who
-    if isinstance(kept, Grads):
-        return kept.whole or tuple(k and k.read(who, c.label) for k in kept.kept)
     if kept is None:
         return None
     if kept.references and "reference" not in c.switch.warned:
-        warn_of_references(c, kept.references)
-    return kept.read(who, c.label)
+        text = warning_of(c.label(), c.options, kept.references)
+        if text:
+            c.switch.warned += ("reference",)
+            warnings.warn(text, OverwrittenWarning, stacklevel=4)
+    return kept.read(c.options.who, c.label)
 
 
 def _over_ranks(c: Capture) -> str:

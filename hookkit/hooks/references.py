@@ -106,14 +106,14 @@ def references(x: Any, path: str = "") -> list[Reference]:
     return [Reference(path, x)]
 
 
-def warning_of(who: str, label: str, kind: str, options: Options, kept: Sequence[Reference]) -> str:
+def warning_of(label: str, options: Options, kept: Sequence[Reference]) -> str:
     """What is wrong with the first reference of `kept` that is not as a copy would be; or ""."""
     for each in kept:
         if faults := each.faults(options):
-            where = f" at {each.path}" if each.path else ""
-            pre = ", pre=True" if kind == "pre" else ""
+            what = type(each.held).__name__ + (f" at {each.path}" if each.path else "")
+            pre = ", pre=True" if options.kind == "pre" else ""
             return (
-                f"{who}: what is stored of {label} has a {type(each.held).__name__}{where}, which "
+                f"{options.who}: what is stored of {label} has a {what}, which "
                 f"is stored as a reference, not as a copy: {' and '.join(faults)}. Give a hook "
                 f"function that returns the tensors you need of it: Hook(module, f{pre})."
             )

@@ -98,8 +98,7 @@ def gradient_entries(
 
     if function is None:
         return GradHooks(begin, leaf=leaf).entries(keeps_output(module), switch)
-    both = BothGrads(show, leaf, True, switch, lambda: switch.thread)
-    return both.entries(keeps_output(module), switch)
+    return BothGrads(show, leaf, True, switch).entries(keeps_output(module))
 
 
 def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
