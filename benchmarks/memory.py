@@ -47,7 +47,7 @@ def main() -> None:
             if step in (10, 100) or step % (o.steps // 10) == 0:
                 held, span = (
                     stats.accumulator.n_bytes / 2**20,
-                    stats.accumulator.history.index.stride,
+                    stats.accumulator.history.stride,
                 )
                 print(f"{step:8} {held:9.2f} {grown_mib(start):7.1f}  {span}", flush=True)
 

@@ -25,6 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hookkit.hooks.snapshot import is_transformed
+
 FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")
 N_FIELDS = len(FIELDS)
 EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
@@ -36,11 +38,6 @@ Row = tuple[float, float, float, float, float, float, float, float]
 # Private: `torch._C._is_cow_tensor`, whether a tensor is a lazy clone (since 2.1). numpy would
 # copy all of it first, since it could write to it. Without it no tensor is taken for one.
 _is_cow: Any = getattr(torch._C, "_is_cow_tensor", lambda t: False)
-
-# Private: `torch._C._functorch.is_functorch_wrapped_tensor`, whether a tensor is a wrapper of
-# torch.func, which has no memory of its own (since 2.0). Without it reading one raises.
-_functorch = getattr(torch._C, "_functorch", None)
-_is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda t: False)
 
 
 def plain(t: Tensor) -> Tensor | None:
@@ -55,7 +52,7 @@ def plain(t: Tensor) -> Tensor | None:
     tensor([5.])
     """
     common = type(t) is Tensor and t.layout is torch.strided and t.is_floating_point()
-    if common and not (t.is_meta or t.is_nested or _is_wrapped(t)):
+    if common and not (t.is_meta or t.is_nested or is_transformed(t)):
         return t.detach() if has_numbers(t.dtype) else None
     return _odd(t.detach())
 
@@ -73,7 +70,7 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 
 def _odd(t: Tensor) -> Tensor | None:
-    if _is_wrapped(t) or t.is_meta:
+    if is_transformed(t) or t.is_meta:
         return None
     if t.is_nested:
         return plain(_joined(t.unbind()))
@@ -140,7 +137,7 @@ def floats_of(t: Tensor) -> Any:
     The hot path of most layers, in as few calls as possible: each costs µs in a cold cache.
     """
     ordinary = type(t) is Tensor or type(t) is torch.nn.Parameter
-    if not ordinary or t.dtype is not torch.float32 or not t.is_cpu or _is_wrapped(t):
+    if not ordinary or t.dtype is not torch.float32 or not t.is_cpu or is_transformed(t):
         return None
     try:
         if _is_cow(t):
