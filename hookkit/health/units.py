@@ -64,13 +64,7 @@ def dead(run: RunView) -> Iterator[Finding]:
     by_gradients = "the units that a ReLU is given (as many gradients are exactly 0)"
     found = [*_dead_layers(run, sure, share, born, units)]
     found += _dead_layers(run, proved, share, born, by_gradients)
-    doubtful = maybe & ~proved & (share > MANY)
-    if doubtful.any():
-        most = share[doubtful].max()
-        what = f"up to {most:.0%} of a layer's units never give anything above 0: a ReLU behind "
-        severity = "warning" if most > MOST and run.fails else "note"
-        where = read.where(record, np.flatnonzero(doubtful), read.last_half(record))
-        found += [_UNPROVED.found(severity, f"{what}them lets nothing through", *where)]
+    found += _maybe_dead(run, np.flatnonzero(maybe & ~proved & (share > MANY)), share)
     yield from found
     known = any(consumer is not None for consumer in feeds)
     if not found and not known and not relu.any():
@@ -105,6 +99,16 @@ def _dead_layers(
         lost = severity == "warning" and run.learns and not at_first
         where = read.where(run.activations, hit, read.last_half(run.activations))
         yield (_BORN if at_first else dead).found("note" if lost else severity, what, *where)
+
+
+def _maybe_dead(run: RunView, rows: Ints, share: Floats) -> Iterator[Finding]:
+    """One finding about layers of which it is not known whether a ReLU reads them."""
+    if len(rows):
+        most = share[rows].max()
+        what = f"up to {most:.0%} of a layer's units never give anything above 0: a ReLU behind "
+        severity = "warning" if most > MOST and run.fails else "note"
+        where = read.where(run.activations, rows, read.last_half(run.activations))
+        yield _UNPROVED.found(severity, f"{what}them lets nothing through", *where)
 
 
 def _graded(which: Bools, share: Floats) -> Iterator[tuple[str, float, Ints]]:
