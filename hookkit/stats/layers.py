@@ -102,7 +102,6 @@ class ActivationStats(LayerStats):
         with_hist = check_flag(who, "with_hist", with_hist, _BY_NAME)
         units = check_flag(who, "units", units)
         is_forward = check_flag(who, "is_forward", is_forward)
-        self.kind = "activation" if is_forward else "gradient"
         given = {"bins": bins, "sample": sample, "exact_hist": exact_hist}
         given |= {"units": units, "eps": eps, "window": window}
         default = log_bins() if is_forward else log_bins(-40, 8, 1)
@@ -126,7 +125,7 @@ class ActivationStats(LayerStats):
 
     def after_pred(self) -> None:
         """The model has returned: a layer called on its own now counts if it makes the loss."""
-        if self.kind == "activation":
+        if self.is_forward:
             self._switch.late = True
             if self.recording and self.learn.training and self._n_asked < 2:
                 self._ask(self.learn)
@@ -176,8 +175,6 @@ class GradientStats(LayerStats):
     ('a', 'b')
     """
 
-    kind = "gradient"
-
     def __init__(
         self,
         with_hist: bool = False,
@@ -204,6 +201,7 @@ class GradientStats(LayerStats):
             modules=[] if of == "params" else modules,
             every=every,
             remove_end=remove_end,
+            is_forward=False,
             include_paramless=include_paramless,
         )
         self._names: dict[int, tuple[str, str]] = {}

@@ -96,7 +96,7 @@ class LayerStats(Exports, StatsCallback):
 
     def _units(self, layer: int | str, which: str) -> list[int]:
         if not self.options.window:
-            who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
+            who = type(self).__name__ if self.is_forward else "ActivationStats"
             raise OptionError(
                 f"{type(self).__name__} did not count dead and dormant units. "
                 f"Make it with {who}(units=True)."

@@ -38,30 +38,30 @@ class StatsCallback(HookCallback):
     """
 
     order = -20
-    kind = "activation"
     of = "outputs"
     scaler: Any = None
     _warned = False
 
     def __init__(self, options: Options, *, on_valid: bool = False, **hooking: Any) -> None:
         super().__init__(on_valid=on_valid, **hooking)
-        scaled = self.kind == "gradient" and self.of != "params"
-        self.options = options
-        self.accumulator = (ScaledAccumulator if scaled else StatsAccumulator)(self.kind, options)
-        self.valid_accumulator = StatsAccumulator(self.kind, options, like=self.accumulator)
-        if self.kind == "activation":  # known from the graph of the first batches
+        kind = "activation" if self.is_forward else "gradient"
+        plain = self.is_forward or self.of == "params"
+        made = StatsAccumulator if plain else ScaledAccumulator
+        self.options, self.accumulator = options, made(kind, options)
+        self.valid_accumulator = StatsAccumulator(kind, options, like=self.accumulator)
+        if self.is_forward:  # known from the graph of the first batches
             self.accumulator.consumers = self.valid_accumulator.consumers = {}
         self._clear_fit()
 
     def _clear_fit(self) -> None:
-        self._n_taken, self._iter = 0, 0
+        self._n_taken = 0
         self._step_tried = self._cancelled = self._begun = False
 
     # --- hooks
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
         (row,) = self.accumulator.rows([name], [type(module).__name__])
-        if self.kind == "activation":
+        if self.is_forward:
             return output_entries(self._switch, row, leaf, self._function)
         return gradient_entries(self._switch, row, leaf, self._function, module)
 
@@ -75,7 +75,7 @@ class StatsCallback(HookCallback):
             self.accumulator.forget()
         super().before_fit()
         # compiled graphs check it as they run; gradients may come in a thread of autograd's
-        thread = self._switch.thread if self.kind == "activation" else None
+        thread = self._switch.thread if self.is_forward else None
         self.accumulator.thread = self.valid_accumulator.thread = thread
 
     def before_batch(self) -> None:
@@ -86,8 +86,6 @@ class StatsCallback(HookCallback):
             self.valid_accumulator.drop()
         training = self.learn.training
         self._switch.target = self.accumulator if training else self.valid_accumulator
-        if training:
-            self._iter = self.learn.train_iter
         super().before_batch()
         self._begun = self.recording
         if self._begun and training and isinstance(self.accumulator, ScaledAccumulator):
@@ -137,7 +135,7 @@ class StatsCallback(HookCallback):
         elif self._step_tried:
             self.accumulator.forget()
         elif on:  # a batch whose gradients have Inf is one whose step AMP has skipped
-            self.accumulator.fold(finite_only=self.kind == "gradient")
+            self.accumulator.fold(finite_only=not self.is_forward)
 
     def after_validate(self) -> None:
         """One record for the whole validation, at the step that it was made."""
@@ -171,7 +169,7 @@ class StatsCallback(HookCallback):
 
     def _close(self) -> None:
         if self._settle() or self.of != "outputs":
-            self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._iter)
+            self.accumulator.commit(self.learn.n_steps - 1, self.learn.epoch, self._last_iter)
 
     # --- reading
 
@@ -186,7 +184,7 @@ class StatsCallback(HookCallback):
             OptionError: `valid=True`, and validations were not recorded.
         """
         if valid and not (self.on_valid or self.valid_accumulator.n_records):
-            who = type(self).__name__ if self.kind == "activation" else "ActivationStats"
+            who = type(self).__name__ if self.is_forward else "ActivationStats"
             raise OptionError(
                 f"record(valid=True): {type(self).__name__} did not record validations. "
                 f"Make it with {who}(on_valid=True)."
