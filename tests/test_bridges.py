@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_watching import n_hooks
+from hooked import n_hooks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

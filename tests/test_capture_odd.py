@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -66,10 +67,6 @@ class Gives(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.f(x)
-
-
-def n_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 # --- which modules

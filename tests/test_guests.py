@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.editing import edit_output, scale
@@ -37,13 +38,6 @@ def net() -> Net:
 @pytest.fixture
 def x() -> Tensor:
     return torch.linspace(-1, 1, 2 * 36).reshape(2, 1, 6, 6)
-
-
-def n_hooks(model: nn.Module) -> int:
-    return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-        for m in model.modules()
-    )
 
 
 # --- Captum

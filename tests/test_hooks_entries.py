@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -23,10 +24,6 @@ def net() -> nn.Sequential:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(3, 4)
-
-
-def n_hooks(net: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
 def both_sides(m: nn.Module, f: Any) -> Hooks:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,10 +39,6 @@ class _Owner(nn.Module):
         self.fc(x)
         stored: Tensor = self.hook.stored
         return stored
-
-
-def n_hooks(net: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
 def test_one_that_is_wanted_inside_the_block_sees_what_comes_after(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 
 import hookkit.hooks.compiling as compiling
@@ -80,7 +81,7 @@ def test_global_hooks_are_gone_after_an_exception(
         net(x)
 
     assert is_clean()
-    assert not any(m._forward_hooks for m in net.modules())
+    assert n_hooks(net) == 0
 
 
 def test_a_global_hook_can_be_entered_again(net: nn.Sequential, x: Tensor) -> None:
@@ -125,7 +126,7 @@ def test_sizes_are_printed_again_when_the_block_is_entered_again(
     sizes.remove()
 
     assert file.getvalue().count("4×5 → 4×10  0 (Linear)\n") == 2
-    assert not any(m._forward_hooks for m in net.modules())
+    assert n_hooks(net) == 0
 
 
 @pytest.mark.parametrize("model", [None, "net", [nn.ReLU()]])
@@ -222,4 +223,4 @@ def test_print_sizes_refuses_a_path_for_its_file(net: nn.Sequential) -> None:
     with pytest.raises(ArgumentError, match=r"file must be an open text file, found a str.*open\("):
         print_sizes(net, "sizes.txt")  # type: ignore[arg-type]
 
-    assert not any(m._forward_hooks for m in net.modules())
+    assert n_hooks(net) == 0

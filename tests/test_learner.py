@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -799,7 +800,7 @@ def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
     with pytest.raises(ValueError, match="no beginning"), learn:
         pass
 
-    assert not any(m._forward_hooks for m in learn.model.modules())
+    assert n_hooks(learn.model) == 0
 
 
 def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:

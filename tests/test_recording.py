@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
@@ -23,11 +24,6 @@ def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
     learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
     learn.logger = lambda row: None
     return learn
-
-
-def n_hooks(model: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(m, kind)) for m in model.modules() for kind in kinds)
 
 
 class Calls(HookCallback):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
@@ -63,10 +64,6 @@ def lazy(p: Tensor) -> bool:
 
 def plain_params(m: nn.Module) -> list[nn.Parameter]:
     return [p for p in m.parameters() if p.requires_grad and not lazy(p) and not p.is_meta]
-
-
-def n_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "backward"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
@@ -719,7 +720,7 @@ def test_no_hook_stays_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         train(model, batches(1), ActivationStats(), GradientStats())
 
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert n_hooks(model) == 0
 
 
 def test_callbacks_are_picklable_after_a_fit() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from zoo import entry
 
@@ -506,7 +507,7 @@ def test_a_failing_layer_is_named_with_what_it_got_under_the_models_own_error() 
     note = e.value.__notes__[-1]
     assert "0      Linear      2×8         40  ✓" in note
     assert "✗ got 2×8, is Linear(in_features=9, out_features=4, bias=True)" in note
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert n_hooks(net) == 0
 
 
 def test_an_error_outside_every_layer_marks_the_model() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hooked import n_hooks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,17 +86,6 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, n: int = 3, each: int = 
 
 def sgd(model: nn.Module, **options: object) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
-def n_hooks(model: nn.Module, *opts: torch.optim.Optimizer) -> int:
-    from torch.optim import optimizer as o
-
-    n = len(o._global_optimizer_pre_hooks) + len(o._global_optimizer_post_hooks)
-    for m in model.modules():
-        n += len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
-    for opt in opts:
-        n += len(opt._optimizer_step_pre_hooks) + len(opt._optimizer_step_post_hooks)
-    return n
 
 
 # --- events

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_watching import BATCH, CLOSE, OPEN, Log, batches, n_hooks, net, sgd, train
+from hooked import n_hooks
+from test_watching import BATCH, CLOSE, OPEN, Log, batches, net, sgd, train
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from test_watching import n_hooks, net, sgd
+from hooked import n_hooks
+from test_watching import net, sgd
 from torch import nn
 
 from hookkit.stats import ActivationStats, GradientStats, ParamStats

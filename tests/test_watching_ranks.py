@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hooked import n_hooks
 from processes import two_ranks
-from test_watching import n_hooks, net, sgd
+from test_watching import net, sgd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_watching import batches, n_hooks, net, sgd, train
+from hooked import n_hooks
+from test_watching import batches, net, sgd, train
 from torch import nn
 
 from hookkit.callbacks import Callback

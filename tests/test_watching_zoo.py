@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from test_watching import n_hooks
+from hooked import n_hooks
 from torch import nn
 from zoo import ZOO, Entry
 
