@@ -10,6 +10,10 @@ judge their units and write them into the history together. For nets of a few mi
 those operations cost more than all reading, because the model has driven their code out of the
 cache. On other devices there is one slot: a CUDA graph replays writes to fixed addresses.
 
+All batches of a step (gradient accumulation) are added up in the same slot. `folded` keeps a copy
+of the slot as it is after a batch, and `clear` restores that copy, so a later batch of the step can
+be cancelled by itself.
+
 The file is longer than 300 lines: it is one class, since the code that writes a slot, folds it and
 reads it must agree on the layout of the tables.
 """
