@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any, ClassVar
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -308,9 +308,12 @@ class HookCallback(Callback):
     def _options(self) -> Options:
         """What the hooks do: store what `hook` returns, or what a recorder has in `_entries`."""
         if self._entries is not None:
-            return Options(type(self).__name__, "recorder", keep="none", entries=self._entries)
+            # weak, or the callback and its hooks would keep each other alive
+            entries: Any = WeakMethod(self._entries)
+            who, of = type(self).__name__, lambda *what: entries()(*what)
+            return Options(who, "recorder", keep="none", entries=of)
         kind: Kind = "forward" if self.is_forward else "both"
-        func = self._function or self.hook
+        func = self._function or (lambda m, i, o: o)
         return Options("HookCallback", kind, func, self.detach, self.cpu)
 
     @uninterrupted
