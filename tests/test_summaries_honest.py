@@ -73,6 +73,29 @@ def test_autocast_and_good_indices_stay_on_fake_tensors() -> None:
     assert summary(nn.Embedding(4, 2), torch.tensor([0, 3])).run == "fake"
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.inference_mode()(lambda x: x.view(2, 8).reshape(4, 4).T),
+        lambda x: torch.stack([*x.split([1, 3])[1].unbind(0), torch.tensor([2.0]).expand(4)]),
+        lambda x: x * torch.tensor(2.0).view(1)[0].item(),
+        lambda x: x.clone().view(-1)[2:5].mul_(2),
+        lambda x: torch.view_as_real(torch.complex(x, x).conj().T.resolve_conj()),
+    ],
+    ids=["inference", "several", "constant", "in place", "complex"],
+)
+def test_views_stay_on_fake_tensors_with_their_true_shape(view: Any) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = view(x)
+            return out
+
+    net, x = Net(), torch.ones(4, 4)
+    s = summary(net, x)
+
+    assert (s.run, s[""].shape) == ("fake", list(net(x).shape))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_model_is_counted_and_says_what_is_unknown() -> None:
     s = summary(torch.jit.script(mlp()), torch.randn(3, 4))

@@ -31,9 +31,15 @@ from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves
 
 # Private, in torch 2.11 to 2.13: fake tensors have no public home, and real tensors can be read in
-# the middle of a fake run only with the modes off. Without them every run is real.
+# the middle of a fake run only with the modes off; a kernel takes fake tensors for tensors on meta
+# inside `in_kernel_invocation_manager`. Without them every run is real.
 try:
-    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        FakeCopyMode,
+        FakeTensor,
+        FakeTensorMode,
+        in_kernel_invocation_manager,
+    )
     from torch.utils._python_dispatch import _disable_current_modes
 except ImportError:  # pragma: no cover
     FakeCopyMode = FakeTensor = FakeTensorMode = None  # type: ignore[assignment, misc, unused-ignore]
@@ -139,7 +145,24 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of `func` on fake tensors, also where only its fake kernel refuses."""
     if name_of(func) == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
+    if getattr(func, "is_view", False) and type(args[0]) is FakeTensor and args[0].constant is None:
+        return _view(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation that only views its first argument returns: a fake tensor, or several.
+
+    By the kernel alone, as the mode calls it. The mode would first look for an equal call in its
+    cache, which costs 100 µs, this 16; most operations of a model are views. One that carries its
+    value (`constant`) is left to the mode, which views the value too.
+    """
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    if isinstance(out, Tensor):
+        return FakeTensor(mode, out, device)
+    return [FakeTensor(mode, t, device) for t in out]
 
 
 def _grouped_mm(
