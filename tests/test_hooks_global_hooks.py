@@ -224,3 +224,18 @@ def test_print_sizes_refuses_a_path_for_its_file(net: nn.Sequential) -> None:
         print_sizes(net, "sizes.txt")  # type: ignore[arg-type]
 
     assert n_hooks(net) == 0
+
+
+def test_hooks_that_are_on_no_chosen_module_have_a_switch_too(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    seen, printed, y = list[int](), io.StringIO(), net(x)
+
+    with hook_all(lambda m, i, o: seen.append(1)) as h, print_sizes(net, printed) as p:
+        h.switch.on = p.switch.on = False
+        net(x)
+    with hook_tensor(y) as t:
+        t.switch.on = False
+        y.sum().backward()
+
+    assert (seen, printed.getvalue(), t.stored) == ([], "", None)

@@ -119,7 +119,7 @@ def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
     """The function that stores the gradient; the graph holds it, but not what is stored."""
 
     def receive(grad: Tensor) -> None:
-        if (h := hook()) is not None:
+        if (h := hook()) is not None and h._block.on:
             h._kept = Snapshotter(h._block.options).keep(grad)
 
     return receive
@@ -331,7 +331,8 @@ class _Printed(Registered):
             return
         for name, module in {"": unwrap(model), **select(model)}.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(attach(module, self._printer(name, self._file)))
+                write = self._printer(name, self._file)
+                self._handles.append(attach(module, write, switch=self._block))
 
     def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
         def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
