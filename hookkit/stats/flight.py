@@ -8,9 +8,6 @@ When it looks: on the CPU before each optimizer step, where reading costs nothin
 gradients never reach the weights. On a GPU a flag is copied to the host as the batch ends and
 read one batch later, when it has arrived: no waiting, and the norms that explain it are still in
 memory. With `"skip"` the answer is needed before the step: one wait per step.
-
-The file is longer than 300 lines: it is one callback, and each of its events continues the check
-that the event before it began.
 """
 
 from __future__ import annotations
