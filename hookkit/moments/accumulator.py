@@ -375,5 +375,5 @@ class StatsAccumulator:
         units = state.pop("units")
         self.__dict__.update(state)
         if units is not None:
-            self._replace({_CPU: Buffers(self.options, _CPU, len(self.names)).with_units(units)})
+            self._replace({_CPU: Buffers(self.options, _CPU, len(self.names), units)})
         self.id, self.token = enlist(self), new_token()

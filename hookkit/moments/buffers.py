@@ -81,27 +81,31 @@ class Buffers:
         options: what is counted.
         device: where.
         rows: of the tables.
-        slots: how many records they hold.
+        units: whose units are counted already, and how they are judged; or None.
 
     Attributes:
+        slots: how many records the tables hold; one at first.
         live: what is written in place. "moments": (slots, rows, 9), sums of them where a kernel
             adds those up; "counts": (slots, rows, width) int64 of what is not in `samples`;
             "units": (slots, 4, units).
         samples: (slots, rows, sample) float32, of the last call of each row in a batch.
         sampled: by slot, the rows with a sample.
         kept: `live` of earlier batches of this step (gradient accumulation), one slot; or None.
-        units: whose units those are, and how they are judged; or None.
     """
 
     samples: Tensor
 
-    def __init__(self, options: Options, device: torch.device, rows: int, slots: int = 1) -> None:
-        self.options, self.device, self.rows, self.slots = options, device, max(rows, 1), slots
+    def __init__(
+        self, options: Options, device: torch.device, rows: int, units: UnitTables | None = None
+    ) -> None:
+        self.options, self.device, self.rows, self.slots = options, device, max(rows, 1), 1
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self.fused = triton_kernels.serves(device)
         self.by_array = reads_arrays(device)
         self.kept: dict[str, Tensor] | None = None
-        self.units = UnitTables.blank(options.window, device) if options.window else None
+        self.units = units
+        if options.window and units is None:
+            self.units = UnitTables.blank(options.window, device)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -295,13 +299,6 @@ class Buffers:
             return self
         new = copy(self)
         new.kept = kept
-        return new
-
-    def with_units(self, units: UnitTables) -> Buffers:
-        """With other units, none of which were seen in the current batch."""
-        new = copy(self)
-        new.units = units
-        new._allocate()
         return new
 
     def with_units_of(self, row: int, n: int, bounded: bool) -> Buffers:
