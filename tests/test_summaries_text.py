@@ -1,5 +1,6 @@
 """What a summary prints keeps to its width, loses no column at 80, and does nothing to a screen."""
 
+import re
 import unicodedata
 from typing import Any
 
@@ -141,6 +142,67 @@ def test_eighty_columns_drop_none(depth: int) -> None:
     assert head.split() == ["Layer", "Type", "Output", "Params", "Train", "MACs", "Saved"]
     assert all(width(line) <= 80 for line in text.splitlines())
     assert "query_k" in text
+
+
+# the sums of folded blocks
+
+
+class Expert(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 3), nn.GELU(), nn.Linear(3, 2))
+
+
+class Mixes(nn.Module):
+    """A gate beside equal experts, and a product of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = torch.stack([expert(x) for expert in self.experts], -1)
+        return (outs @ self.gate(x).softmax(-1)[..., None])[..., 0]
+
+
+def mixture() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), *(Mixes() for _ in range(3)), nn.Linear(2, 2))
+
+
+SUMS = r"×(\d+): (\d+) params(?:, (\d+) MACs)?"
+
+
+@pytest.mark.parametrize("n", [140, 80, 40])
+def test_the_sums_of_folds_add_up_with_the_totals(n: int) -> None:
+    s = summary(mixture(), torch.ones(1, 2))
+
+    outer, inner = re.findall(SUMS, s.text(width=n))
+
+    assert (outer[0], inner[0]) == ("3", "3")  # the first expert saves the input of all
+    for said, number in [(1, "n_params"), (2, "macs")]:
+        unfolded = [getattr(s[name].total, number) for name in ("0", "4")]
+        assert sum(unfolded) + int(outer[said]) == getattr(s, number)
+        alone = [getattr(s[name].total, number) for name in ("1.gate", "1.experts.0")]
+        block = getattr(s["1"], number) + sum(alone) + int(inner[said])
+        assert 3 * block == int(outer[said])
+
+
+def test_html_says_the_sums_of_folds_in_the_same_words() -> None:
+    s = summary(mixture(), torch.ones(1, 2))
+    words = [m.group() for m in re.finditer(SUMS, s.text(width=100))]
+
+    assert [f'title="{w}">{w[:2]}</span>' in s.html() for w in words] == [True, True]
+
+
+def test_folds_without_a_run_say_their_parameters_and_empty_ones_nothing() -> None:
+    drops = nn.Sequential(*(nn.Dropout() for _ in range(4)))
+
+    assert re.findall(SUMS, summary(mixture()).text(width=100)) == [
+        ("3", "240", ""),
+        ("4", "68", ""),
+    ]
+    assert "0..3  ×4" in str(summary(drops, torch.ones(1, 2)))
+    assert "×4:" not in summary(drops, torch.ones(1, 2)).text(width=100)
 
 
 # HTML

@@ -128,6 +128,14 @@ def as_columns(columns: Any) -> tuple[str, ...] | None:
     return names
 
 
+def sums_of(line: Line) -> str:
+    """What all siblings that are drawn as one have together: `×6: 2.67 M params, 179 M MACs`."""
+    total = line.row.total.times(line.fold)
+    numbers = {"params": total.n_params, "MACs": total.macs}
+    said = [f"{si(n)} {what}" for what, n in numbers.items() if n]
+    return f"×{line.fold}: {', '.join(said)}" if line.fold > 1 and said else ""
+
+
 def notes_of(line: Line, s: Content) -> list[str]:
     """The notes on a line: failures, ties, calls, unusual dtypes, what is not drawn."""
     row, notes = line.row, list(line.row.notes)

@@ -13,9 +13,9 @@ from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
-from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, usual
+from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, sums_of, usual
 from hookkit.summaries.lines import Content, Line, View, tree
-from hookkit.summaries.rows import NUMBERS, Row, Totals
+from hookkit.summaries.rows import Row
 from hookkit.summaries.text import footer_parts, shows_itself
 from hookkit.texts import clip, harmless, width
 
@@ -156,15 +156,16 @@ class _Drawing:
         row, depth = line.row, line.row.depth - self.base
         label = _short(harmless(line.label)) or "(model)"
         kind = "" if "type" in self.columns else _short(harmless(row.type))
-        notes = [f"×{line.fold}"] if line.fold > 1 else []
+        fold = f"×{line.fold}" if line.fold > 1 else ""
         # A failure has a mark of its own, and what is inside can be opened.
         found = notes_of(replace(line, closed=False), self.s)
-        notes += [_short(note) for note in found if not note.startswith("✗")]
-        words = _words_of(" ".join([label, kind, *notes]))
+        notes = [_short(note) for note in found if not note.startswith("✗")]
+        words = _words_of(" ".join([label, kind, fold, *notes]))
         self.label = max(self.label, words + 2 + 1.6 * depth)
         hover = escape(harmless(f"{row.name or row.type} {row.extra}".strip()), quote=True)
         text = f'<span class="l" style="--d:{depth}" title="{hover}">{escape(label)}'
         text += f" <i>{escape(kind)}</i>" if kind else ""
+        text += f' <span class="b" title="{sums_of(line)}">{fold}</span>' if fold else ""
         text += "".join(f' <span class="b">{escape(w)}</span>' for w in notes)
         return f"{text}{self.failure(row)}</span>"
 
@@ -179,8 +180,7 @@ class _Drawing:
 def _with_numbers(line: Line, *, closed: bool) -> Line:
     """`line` with the numbers of all its siblings: their own, or their totals if it is closed."""
     one = line.row.total if closed else line.row.own
-    shown = Totals(*(line.fold * getattr(one, name) for name in NUMBERS))
-    return replace(line, closed=closed, shown=shown)
+    return replace(line, closed=closed, shown=one.times(line.fold))
 
 
 def _words_of(text: str, whole: bool = False) -> int:

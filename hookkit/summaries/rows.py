@@ -37,6 +37,10 @@ class Totals:
     macs: int = 0
     saved_bytes: int = 0
 
+    def times(self, n: int) -> Totals:
+        """The sums of `n` that are equal to this one."""
+        return Totals(*(n * getattr(self, name) for name in NUMBERS))
+
 
 @dataclass(frozen=True)
 class Row:

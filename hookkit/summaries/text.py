@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, usual
+from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, sums_of, usual
 from hookkit.summaries.lines import Content, Line, View, lines
 from hookkit.texts import clip, harmless, nbytes, pad, si, width, wrap
 
@@ -73,7 +73,7 @@ def _table(
     room = n - sum(size + len(_GAP) for size in limits.values())
     out = [rows[0].rstrip()]
     for line, label, row in zip(drawn, cells["layer"][1:], rows[1:], strict=True):
-        notes = notes_of(line, s)
+        notes = [*filter(None, [sums_of(line)]), *notes_of(line, s)]
         if notes and width(" · ".join(notes)) <= room:
             out.append(_GAP.join([row, " · ".join(notes)]))
         else:
