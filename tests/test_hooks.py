@@ -431,6 +431,16 @@ def test_names_come_from_select(net: nn.Sequential, x: Tensor) -> None:
     assert torch.equal(h["head"].stored, y)
 
 
+def test_names_come_from_a_list_of_named_tuples(net: nn.Sequential, x: Tensor) -> None:
+    layer = collections.namedtuple("layer", ["name", "module"])
+
+    with hook_outputs([layer("head", net[2]), layer("body", net[0])]) as h:
+        y = net(x)
+
+    assert h.names == ("head", "body")
+    assert torch.equal(h["head"].stored, y)
+
+
 def test_a_second_name_of_a_shared_module_finds_its_hook(x: Tensor) -> None:
     model = nn.Module()
     model.a = model.b = nn.Linear(5, 5)

@@ -86,7 +86,8 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
         return hooks
 
     def _set_up(self, ms: Any, options: Options, block: Block | None = None) -> None:
-        if type(ms) is list and tuple not in (kinds := {*map(type, ms)}):
+        kinds = {*map(type, ms)} if type(ms) is list else set()
+        if kinds and not any([issubclass(kind, tuple) for kind in kinds]):  # noqa: C419
             _check(kinds, ms, options.who)
             self._block = block = block or Block(options)
             self._captures = [Capture(m, block) for m in ms]
