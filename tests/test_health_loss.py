@@ -68,6 +68,17 @@ def test_overfitting_is_a_note():
     assert found(Run(losses=falling(), valid=rows), "overfit").severity == "note"
 
 
+def test_the_best_validation_loss_is_none_that_is_not_a_number():
+    rows = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": 0.5 + 0.1 * i} for i in range(6)]
+    nan = {"valid_loss": float("nan")}
+    first_unknown, last_unknown = [rows[0] | nan, *rows[1:]], [*rows[:5], rows[5] | nan]
+
+    finding = found(Run(losses=falling(), valid=first_unknown), "overfit")
+
+    assert "best in epoch 1 (0.6)" in finding.evidence
+    assert not diagnose(Run(losses=falling(), valid=last_unknown))
+
+
 def test_a_loss_that_jumps_with_the_first_step_did_not_fall():
     jumps = np.r_[2.3, np.geomspace(1e4, 3.4, 40), np.full(259, 3.4)]
     fast = weights(update_ratio=[0.9] * 4)

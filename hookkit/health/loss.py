@@ -351,9 +351,10 @@ def overfit(run: RunView) -> Iterator[Finding]:
         raise read.Missing("fewer than 4 epochs with validation")
     train = np.array([r["train_loss"] for r in rows], float)
     valid = np.array([r["valid_loss"] for r in rows], float)
-    best = int(valid.argmin())
+    best = int(np.where(np.isnan(valid), np.inf, valid).argmin())
     gap = (valid[-1] - train[-1]) / max(abs(train[-1]), 1e-12)
-    if best >= len(rows) - 2 or gap <= OVERFIT_GAP or valid[-1] < 1.1 * valid[best]:
+    rose = gap > OVERFIT_GAP and valid[-1] >= 1.1 * valid[best]  # False if either is NaN
+    if not rose or best >= len(rows) - 2:
         return
     epoch = rows[best].get("epoch", best)
     what = f"the validation loss was best in epoch {epoch} ({valid[best]:.3g}) and is "
