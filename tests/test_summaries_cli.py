@@ -90,6 +90,15 @@ def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Layer     Type        Dtype" in capsys.readouterr().out
 
 
+def test_macs_are_counted_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["my_nets:net", "--input", "1,3,8,8"]
+
+    assert main(args) == 0
+    assert "MACs" in capsys.readouterr().out
+    assert main([*args, "--no-macs"]) == 0
+    assert "MACs" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -102,6 +111,7 @@ def test_options_shape_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["my_nets:net", "--input", "1:text"], "argument --input: 'text' is not a dtype"),
         (["my_nets:net", "--depth", "-1"], "argument --depth:"),
         (["my_nets:net", "--columns", "size"], 'argument --columns: no column "size". There'),
+        (["my_nets:net", "--columns", "macs", "--no-macs"], "argument --no-macs: --columns has"),
         (["my_nets:net", "--html", "my_nets.py"], "my_nets.py exists: name a new file"),
         (["..:conv"], "argument model: '..:conv' is not of the form module:factory"),
         (["my_nets:net", "--html", "no/x.html"], "--html: there is no folder no: make it first"),

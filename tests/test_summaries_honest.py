@@ -1,11 +1,13 @@
 """A summary fails where the model fails, in its words; bad options are errors with the cure."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.summaries import Summary, summary
@@ -155,12 +157,43 @@ def test_a_dict_has_the_totals_at_its_top_too() -> None:
     assert {n: plain[n] for n in names} == plain["totals"]
 
 
+@pytest.mark.parametrize("name", ["mlp", "moe_top1"])  # on fake tensors, and for real
+def test_macs_that_are_not_counted_are_none_and_not_zero(name: str) -> None:
+    e = entry(name)
+    net = e.build()
+    args = e.args()
+
+    s, full = summary(net, *args, macs=False), summary(net, *args)
+
+    assert (s.macs, s.uncounted, {r.macs for r in s}, {r.total.macs for r in s}) == (
+        None, {}, {None}, {None},
+    )  # fmt: skip
+    assert (s.run, s.saved_bytes, s.step_bytes) == (full.run, full.saved_bytes, full.step_bytes)
+    texts = [s.text(width=100), s.text(depth=0), s.html(), s.html(by="saved", depth=1)]
+    assert not any("MACs" in text for text in texts)
+    assert "saved for backward" in texts[0]
+    plain = json.loads(s.to_json())
+    assert (plain["macs"], plain["totals"]["macs"], plain["rows"][0]["macs"]) == (None,) * 3
+    assert str(s.diff(full)) == str(full.diff(s)) == "no difference"
+
+
+def test_a_failed_run_without_macs_shows_its_table_without_them() -> None:
+    with pytest.raises(RuntimeError) as error:
+        summary(mlp(), torch.ones(2, 5), macs=False)
+
+    assert "MACs" not in error.value.__notes__[0]
+
+
 def test_one_name_is_one_column_and_a_slice_gives_rows() -> None:
     seen = summary(mlp(), torch.ones(2, 4), columns="macs")
 
     assert seen.text().splitlines()[1].split() == ["Layer", "MACs"]
     assert seen.text(columns="params").splitlines()[1].split() == ["Layer", "Params"]
     assert [r.name for r in seen[1:]] == ["0", "1", "2"]
+
+
+def uncounted() -> Summary:
+    return summary(mlp(), torch.ones(2, 4), macs=False)
 
 
 class Holder:
@@ -189,6 +222,15 @@ class Holder:
         (lambda s: s.html(fold=2), ArgumentError, "Summary.fold=2.: give True"),
         (lambda s: s.html(columns=["size"]), OptionError, 'no column "size"'),
         (lambda s: s.html(by=3), OptionError, "bars show the share of params, macs, saved"),
+        (lambda s: summary(mlp(), macs="no"), ArgumentError, "summary.macs='no'.: give True"),
+        (
+            lambda s: summary(mlp(), torch.ones(2, 4), macs=False, columns=["params", "macs"]),
+            OptionError,
+            'column "macs": with macs=False MACs are not counted. Leave one of them out.',
+        ),
+        (lambda s: uncounted().text(columns="macs"), OptionError, 'column "macs": with macs=Fal'),
+        (lambda s: uncounted().html(by="macs"), OptionError, 'html.by="macs".: with macs=False'),
+        (lambda s: uncounted().top(), OptionError, 'top.by="macs".: with macs=False MACs are'),
         (lambda s: s.top(3), OptionError, 'top\\(by="3"\\): choose one of n_params'),
         (lambda s: s.top("macs", True), OptionError, "n=True.: Give a whole number from 0"),
         (lambda s: s[True], ArgumentError, "s\\[True\\]: give the name of a row"),

@@ -62,6 +62,7 @@ class Trace:
     Attributes:
         tree: the model that ran, a copy in general; let it go when its rows are read.
         how: "fake" or "real"; `why` says what needed a real run.
+        counted: `macs` and `uncounted` are known.
         unused: trainable parameters that the output does not depend on.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.
         made: tensors that a run on fake tensors made.
@@ -72,6 +73,7 @@ class Trace:
     tree: Tree
     how: str = "fake"
     why: str = ""
+    counted: bool = True
     calls: dict[str, Call] = field(default_factory=dict)
     macs: Counter[str] = field(default_factory=Counter)
     saved: Counter[str] = field(default_factory=Counter)
@@ -99,13 +101,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tree: the model.
         real: for a run on fake tensors the given inputs by the id of their fakes; else None.
+        macs: whether multiply-accumulates are counted.
     """
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 
-    def __init__(self, tree: Tree, real: Mapping[int, Tensor] | None) -> None:
+    def __init__(self, tree: Tree, real: Mapping[int, Tensor] | None, *, macs: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(tree, "real" if real is None else "fake")
+        self.trace = Trace(tree, "real" if real is None else "fake", counted=macs)
         self.real = real
         self.names = {
             place.module: place.name
@@ -142,7 +145,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = fake_tensors.call(func, args, kwargs)
             found = out if isinstance(out, tuple | list) else (out,)
             self.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
-        macs = macs_of(func, args, kwargs, out)
+        macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         if macs is None:
             self.trace.uncounted[name_of(func)] += 1
         elif macs:

@@ -28,13 +28,14 @@ from hookkit.modules import Parts
 from hookkit.nested import Inputs, leaves
 
 
-def trace(tree: Tree, given: Inputs, *, training: bool | None = None) -> Trace:
+def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool = True) -> Trace:
     """Runs a copy of the model of `tree` on copies of `given`; the model's error is stored.
 
     Args:
         tree: the model.
         given: its inputs.
         training: the mode in which the copy runs; None for the model's own.
+        macs: whether multiply-accumulates are counted.
 
     Raises:
         ArgumentError: the model is sharded; a run would wait for the other processes.
@@ -43,10 +44,10 @@ def trace(tree: Tree, given: Inputs, *, training: bool | None = None) -> Trace:
     hooks = HookCopies(tree)
     with sandbox.preserve_global_state():
         with sandbox.preserve_random_states(lambda: False):  # nothing is drawn; a forward may seed
-            done = _run_fake(tree, hooks, given, training)
+            done = _run_fake(tree, hooks, given, training, macs)
         if done is None or done.error is not None:
             why = _reason(done, tree, given)
-            done = _run_real(tree, hooks, given, training)
+            done = _run_real(tree, hooks, given, training, macs)
             done.why = why
     done.n_hooks = hooks.n_running()
     return done
@@ -72,7 +73,9 @@ def _reason(done: Trace | None, tree: Tree, given: Inputs) -> str:
 # `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
 # the wait is short; a second Ctrl-C is raised at once.
 @uninterrupted
-def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace | None:
+def _run_fake(
+    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
+) -> Trace | None:
     mode = fake_tensors.new_mode()
     if mode is None or fake_tensors.has_sparse(tree, given):
         return None
@@ -85,7 +88,7 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
     before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     with mode:
-        done = _run(copied, fakes, training, real)
+        done = _run(copied, fakes, training, macs, real)
     done.made += [weakref.ref(t) for t in leaves(fakes)]
     del fakes
     if done.error is not None:
@@ -94,7 +97,9 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
     return done
 
 
-def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace:
+def _run_real(
+    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
+) -> Trace:
     done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
@@ -102,9 +107,9 @@ def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
-                done = _run(tree, sandbox.real_inputs(given), training)
+                done = _run(tree, sandbox.real_inputs(given), training, macs)
         else:
-            done = _run(copied, sandbox.real_inputs(given), training)
+            done = _run(copied, sandbox.real_inputs(given), training, macs)
     return done
 
 
@@ -120,19 +125,20 @@ def _run(
     tree: Tree,
     given: Inputs,
     training: bool | None,
+    macs: bool,
     real: Mapping[int, Tensor] | None = None,
 ) -> Trace:
     """Runs the model, twice if the first call makes layers, which only a second one can see."""
     sandbox.set_mode(tree, training)
     parts = Parts(tree.model)
-    done = _once(Tracer(tree, real), given)
+    done = _once(Tracer(tree, real, macs=macs), given)
     if not parts.changed():
         return done
     tree = Tree(tree.model)
     if done.error is not None:
         done.tree = tree
         return done
-    again = _once(Tracer(tree, real), given)
+    again = _once(Tracer(tree, real, macs=macs), given)
     again.drew |= done.drew
     return again
 

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--depth", type=_whole(0), help="show modules down to this depth")
     p.add_argument("--columns", type=_columns, help=f"out of {', '.join(COLUMNS)}")
     p.add_argument("--no-fold", action="store_true", help="show equal siblings one by one")
+    p.add_argument("--no-macs", action="store_true", help="do not count multiply-accumulates")
     p.add_argument("--width", type=_whole(1), help="columns of text (default: the terminal's)")
     p.add_argument("--eval", action="store_true", help="in evaluation mode")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -181,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
+    if args.no_macs and "macs" in (args.columns or ()):
+        parser.error("argument --no-macs: --columns has macs: leave one of them out")
     if args.html and os.path.lexists(args.html):  # false for a name that no file can have
         parser.error(f"argument --html: {args.html} exists: name a new file")
     if args.html and not os.path.isdir(args.html.parent):
@@ -188,8 +191,8 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
         model = _load(parser, args.model)
         model = model.eval() if args.eval else model
-        fold, depth, columns = not args.no_fold, args.depth, args.columns
-        made = summary(model, *args.input, fold=fold, depth=depth, columns=columns)
+        fold, depth, macs = not args.no_fold, args.depth, not args.no_macs
+        made = summary(model, *args.input, fold=fold, depth=depth, columns=args.columns, macs=macs)
     except Exception as e:
         table = "".join(f"{note.strip()}\n" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, HookkitError) else f"{type(e).__name__}: "

@@ -5,7 +5,7 @@ Builds on `lines`; `text` and `html` draw the same columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,8 @@ _NO_RUN = ("type", "params", "train")
 
 def usual(s: Content) -> tuple[str, ...]:
     """The columns that are drawn if none are chosen."""
-    return _NO_RUN if s.run == "none" else _RUN
+    names = _NO_RUN if s.run == "none" else _RUN
+    return names if s.macs is not None else tuple(c for c in names if c != "macs")
 
 
 def flow(s: Content) -> tuple[str, str]:
@@ -134,6 +135,16 @@ def sums_of(line: Line) -> str:
     numbers = {"params": total.n_params, "MACs": total.macs}
     said = [f"{si(n)} {what}" for what, n in numbers.items() if n]
     return f"×{line.fold}: {', '.join(said)}" if line.fold > 1 and said else ""
+
+
+def check_counted(counted: bool, names: Iterable[str] | None, what: str) -> None:
+    """Raises if "macs" is among `names` of a summary that did not count them.
+
+    Raises:
+        OptionError: as said.
+    """
+    if not counted and "macs" in (names or ()):
+        raise OptionError(f"{what}: with macs=False MACs are not counted. Leave one of them out.")
 
 
 def notes_of(line: Line, s: Content) -> list[str]:

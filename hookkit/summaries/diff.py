@@ -1,6 +1,7 @@
 """What differs between two summaries, by qualified name: rows, numbers, totals.
 
-Builds on `lines`. Own numbers are compared, not totals, so that a change shows in one row only.
+Builds on `lines`. Own numbers are compared, not totals, so that a change shows in one row only;
+MACs only where both have counted them.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def compare(a: Content, b: Content) -> SummaryDiff:
     lost = [before[name] for name in before if name not in after]
     changes += [Change(r.name, r.type, "removed", _content(r)) for r in lost]
     pairs = {k: (getattr(a, k), getattr(b, k)) for k in NUMBERS}
-    moved = {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
+    moved = {k: pair for k, pair in pairs.items() if _differ(*pair)}
     return SummaryDiff(tuple(changes), moved, (a.rows[0].type, b.rows[0].type))
 
 
@@ -109,11 +110,15 @@ def _content(r: Row) -> tuple[tuple[str, str, str], ...]:
     return (("params", "", f"{r.n_params:,} params"),) if r.n_params else ()
 
 
+def _differ(a: int | None, b: int | None) -> bool:
+    return a != b and a is not None and b is not None
+
+
 def _facts(a: Row, b: Row) -> tuple[tuple[str, str, str], ...]:
     facts = [(k, _text(k, a), _text(k, b)) for k in _FACTS if getattr(a, k) != getattr(b, k)]
     known = {"n_trainable"} if a.trainable != b.trainable else set()
     for k in NUMBERS:
-        if k not in known and getattr(a, k) != getattr(b, k):
+        if k not in known and _differ(getattr(a, k), getattr(b, k)):
             facts.append((_WORDS[k], _number(k, getattr(a, k)), _number(k, getattr(b, k))))
     return tuple(facts)
 

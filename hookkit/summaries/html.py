@@ -13,7 +13,7 @@ from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
-from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, sums_of, usual
+from hookkit.summaries.columns import COLUMNS, cell, check_counted, flow, notes_of, sums_of, usual
 from hookkit.summaries.lines import Content, Line, View, tree
 from hookkit.summaries.rows import Row
 from hookkit.summaries.text import footer_parts, shows_itself
@@ -28,6 +28,7 @@ def as_html(s: Content, view: View, by: str = "params") -> str:
     """One `div`: the table, then totals, how it was run and warnings."""
     if not isinstance(by, str) or by not in _BARS:
         raise OptionError(f'html(by="{by}"): bars show the share of {", ".join(_BARS)}')
+    check_counted(s.macs is not None, [by], 'html(by="macs")')
     drawing = _Drawing(s, view, by)
     shown = f" <i>{escape(' '.join(flow(s)))}</i>" if s.run != "none" else ""
     title = f"<p><b>{escape(harmless(s.rows[0].type))}</b>{shown}</p>"

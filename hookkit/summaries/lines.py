@@ -69,8 +69,8 @@ class Content:
         return self.total.n_trainable
 
     @property
-    def macs(self) -> int:
-        """Multiply-accumulates of one forward."""
+    def macs(self) -> int | None:
+        """Multiply-accumulates of one forward; None if they were not counted."""
         return self.total.macs
 
     @property

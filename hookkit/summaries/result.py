@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from hookkit.checks import check_flag, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
-from hookkit.summaries.columns import as_columns
+from hookkit.summaries.columns import as_columns, check_counted
 from hookkit.summaries.diff import SummaryDiff, compare
 from hookkit.summaries.html import as_html
 from hookkit.summaries.lines import Content, View
@@ -62,13 +62,17 @@ class Summary(Content):
         key = {"params": "n_params", "saved": "saved_bytes"}.get(str(by), by)
         if not isinstance(key, str) or key not in NUMBERS:
             raise OptionError(f'top(by="{by}"): choose one of {", ".join(NUMBERS)}')
+        check_counted(self.macs is not None, [key], 'top(by="macs")')
         if n is not None:
             check_number("top", "n", n, 0, whole=True)
         rows = sorted(self.rows, key=lambda r: -getattr(r, key))
         return [r for r in rows[:n] if getattr(r, key)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, numbers and text, ready for JSON."""
+        """Everything as plain dicts, lists, numbers and text, ready for JSON.
+
+        `macs` are None where they were not counted.
+        """
         plain = asdict(self)
         del plain["view"]
         totals = asdict(self.total)
@@ -144,6 +148,7 @@ class Summary(Content):
         if depth is not None:
             check_number("text", "depth", depth, 0, whole=True)
         view, columns = self.view, as_columns(columns)
+        check_counted(self.macs is not None, columns, 'the column "macs"')
         view = view if fold is None else replace(view, fold=check_flag("Summary", "fold", fold))
         view = view if depth is None else replace(view, depth=depth)
         return view if columns is None else replace(view, columns=columns)

@@ -10,7 +10,7 @@ below it too is in `row.total`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -28,18 +28,22 @@ NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "sa
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran."""
+    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran.
+
+    `macs` is None where it was not counted (`summary(…, macs=False)`).
+    """
 
     n_params: int = 0
     n_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    macs: int = 0
+    macs: int | None = 0
     saved_bytes: int = 0
 
     def times(self, n: int) -> Totals:
         """The sums of `n` that are equal to this one."""
-        return Totals(*(n * getattr(self, name) for name in NUMBERS))
+        numbers = ((name, getattr(self, name)) for name in NUMBERS)
+        return Totals(**{name: one and n * one for name, one in numbers})
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Row:
         shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
         calls: times it ran; None where nothing was run or it has no forward of its own.
         n_params .. saved_bytes: its own share; parameters and memory count where they come first.
-        macs: multiply-accumulates of one forward that no module inside it accounts for.
+        macs: multiply-accumulates of one forward that no module inside it accounts for; None if
+            they were not counted.
         saved_bytes: memory of the tensors that autograd saves for the backward pass.
         trainable: True, False, the trainable share of its own parameters, None without any.
         tied: where its first tied parameter is; "" if it has none.
@@ -74,7 +79,7 @@ class Row:
     n_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    macs: int = 0
+    macs: int | None = 0
     saved_bytes: int = 0
     trainable: bool | float | None = None
     tied: str = ""
@@ -100,7 +105,11 @@ def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
     rows: list[Fields] = []
     for place in _in_order(tree, trace.calls if trace else {}):
         rows += _rows_at(place, trace, counted)
-    return tuple(Row(**row, total=total) for row, total in zip(rows, _totals(rows), strict=True))
+    totals = _totals(rows)
+    if trace is not None and not trace.counted:
+        rows = [{**row, "macs": None} for row in rows]
+        totals = [replace(total, macs=None) for total in totals]
+    return tuple(Row(**row, total=total) for row, total in zip(rows, totals, strict=True))
 
 
 def _in_order(tree: Tree, calls: dict[str, Call]) -> list[Place]:

@@ -156,7 +156,8 @@ def footer_parts(s: Content) -> list[list[str]]:
     buffers = f"buffers {nbytes(s.buffer_bytes)}" if s.buffer_bytes else "no buffers"
     parts = [[held, f"{s.n_trainable:,} trainable", buffers]]
     if s.run != "none" and not s.failed and not s.error:
-        parts.append([f"{si(s.macs)} MACs forward", f"{nbytes(s.saved_bytes)} saved for backward"])
+        parts.append([f"{si(s.macs)} MACs forward"] if s.macs is not None else [])
+        parts[-1].append(f"{nbytes(s.saved_bytes)} saved for backward")
         if s.n_trainable:
             parts[-1].append(f"training step ≈ {nbytes(s.step_bytes)} {_state_text(s)}")
     if s.optimizer:
