@@ -18,13 +18,14 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, name_of
+from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, is_foreign, name_of
 from hookkit.modelinfo.hook_copies import HookCopies, content_of, tables_of
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
 from hookkit.modelinfo.tree import Tree
@@ -145,21 +146,53 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of `func` on fake tensors, also where only its fake kernel refuses."""
     if name_of(func) == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
-    if getattr(func, "is_view", False) and type(args[0]) is FakeTensor and args[0].constant is None:
-        return _view(func, args, kwargs)
+    if not kwargs and _is_of_kernel(func) and (device := _common_device(args)) is not None:
+        return _by_kernel(func, args, device)
     return func(*args, **kwargs)
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation that only views its first argument returns: a fake tensor, or several.
+# Beside views and what is written in place: operations with short kernels on meta.
+_BY_KERNEL = frozenset(f"aten::{name}" for name in ("mm", "bmm", "_unsafe_view", "copy_"))
+
+
+@cache
+def _is_of_kernel(func: Any) -> bool:
+    """True for an operation whose kernel alone gives the result, sooner than the mode does.
+
+    Most other kernels on meta are in Python, and slower than the mode's cache (add: 174 against
+    102 µs).
+    """
+    if not isinstance(func, torch._ops.OpOverload) or is_foreign(func):
+        return False
+    name = name_of(func)
+    in_place = torch.Tag.pointwise in func.tags and name.endswith("_")
+    return func.is_view or name in _BY_KERNEL or in_place
+
+
+def _common_device(args: tuple[Any, ...]) -> torch.device | None:
+    """The device of all tensors among `args`; None if they need the mode's own rules.
+
+    It has some for tensors that are not fake, or on several devices, and for those that carry their
+    value (`constant`), where it computes the value too.
+    """
+    tensors: list[Any] = [a for a in args if isinstance(a, Tensor)]
+    if any(type(t) is not FakeTensor or t.constant is not None for t in tensors):
+        return None
+    devices = {t.fake_device for t in tensors}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _by_kernel(func: Any, args: tuple[Any, ...], device: torch.device) -> Any:
+    """What an operation on `device` returns: a fake tensor, or several.
 
     By the kernel alone, as the mode calls it. The mode would first look for an equal call in its
-    cache, which costs 100 µs, this 16; most operations of a model are views. One that carries its
-    value (`constant`) is left to the mode, which views the value too.
+    cache, which costs 100 µs, this 16; most operations of a model are views.
     """
-    mode, device = args[0].fake_mode, args[0].fake_device
+    mode = args[0].fake_mode
     with in_kernel_invocation_manager(mode):
-        out = func(*args, **kwargs)
+        out = func(*args)
+    if isinstance(out, FakeTensor):
+        return out  # written in place
     if isinstance(out, Tensor):
         return FakeTensor(mode, out, device)
     return [FakeTensor(mode, t, device) for t in out]
