@@ -655,7 +655,8 @@ def test_fastai_begins_anew_after_an_exception():
 def test_a_missing_library_is_named(module: str, cls: str, package: str, monkeypatch):
     from importlib import import_module
 
-    for name in (package, "lightning.pytorch", "pytorch_lightning"):
+    loaded = [name for name in sys.modules if name.startswith(f"{package}.")]
+    for name in (package, *loaded, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)  # its import fails
     monkeypatch.delitem(sys.modules, f"hookkit.bridges.{module}", raising=False)
     bridge = import_module(f"hookkit.bridges.{module}")
