@@ -8,6 +8,7 @@ have one value for each. No script, no outside file. Text is escaped here; `html
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -124,3 +125,10 @@ def _is_words(cell: str) -> bool:
     except ValueError:
         return cell not in ("–", "")
     return False
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel; IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config

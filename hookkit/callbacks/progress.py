@@ -15,7 +15,7 @@ from typing import Any
 from hookkit.callbacks.callback import Callback
 from hookkit.data import n_batches
 from hookkit.errors import missing_extra
-from hookkit.markup import fragment, table
+from hookkit.markup import fragment, in_notebook, table
 
 _PAUSE_S = 0.25  # between two readings of the loss, and between two drawings of the bar
 
@@ -163,10 +163,3 @@ def _text(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.6f}" if isinstance(value, float) else str(value)
-
-
-def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel; IPython is not imported to find out."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and "IPKernelApp" in shell.config

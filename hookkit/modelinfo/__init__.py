@@ -6,11 +6,12 @@ flops         Multiply-accumulates of the operations that PyTorch really runs, b
 hook_copies   The hooks that are on a model, for the copy of it that runs.
 sandbox       Copies of models and inputs; what a run could change is restored.
 fake_tensors  Copies without values, what they cannot see, and taking them out of caches.
+progress      A line on stderr that says how far a long run is.
 tracer        What is seen of a run: calls, shapes, multiply-accumulates, saved tensors.
 tracing       `trace`: one run of a model, on fake tensors or for real.
 info          fastai's helpers: `model_sizes`, `num_features_model`, `total_params` and others.
 
-Each file imports only from those above it. There are nine, since a run that changes nothing has
+Each file imports only from those above it. There are ten, since a run that changes nothing has
 four parts (copies, hooks, fake tensors, what is seen), each with its own pitfalls.
 """
 

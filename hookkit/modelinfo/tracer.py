@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
-from hookkit.interrupts import Undo
+from hookkit.interrupts import Undo, interruptible
 from hookkit.modelinfo import fake_tensors
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
+from hookkit.modelinfo.progress import Progress
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
 from hookkit.modules import can_run
 from hookkit.nested import Inputs, describe, leaves
@@ -40,6 +41,11 @@ _next_node_number = getattr(torch._C._autograd, "_get_sequence_nr", None)
 # Private, since torch 2.0: how C++ reads the device of a fake tensor, five times in a `linear`.
 # Passing it on as any other operation costs 16 µs more.
 _DEVICE = torch.ops.prim.device.default
+
+
+# Where a Ctrl-C is raised that waits for a run on fake tensors (see `tracing`): Python calls a
+# module's hooks, and no C++ function that must not throw is around them.
+_interrupt_here = interruptible(lambda: None)
 
 
 @dataclass
@@ -65,7 +71,6 @@ class Trace:
         counted: `macs` and `uncounted` are known.
         unused: trainable parameters that the output does not depend on.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.
-        made: tensors that a run on fake tensors made.
         drew: True if random numbers were drawn from PyTorch's generators; never on fake tensors.
         error: what the model raised; `failed` names the modules that were running, outermost first.
     """
@@ -80,7 +85,6 @@ class Trace:
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
     n_hooks: int = 0
-    made: list[weakref.ref[Tensor]] = field(default_factory=list)
     drew: bool = False
     error: BaseException | None = None
     failed: tuple[str, ...] = ()
@@ -101,15 +105,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tree: the model.
         real: for a run on fake tensors the given inputs by the id of their fakes; else None.
+        made: where weak references to the tensors are put that a run on fake tensors makes.
         macs: whether multiply-accumulates are counted.
     """
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 
-    def __init__(self, tree: Tree, real: Mapping[int, Tensor] | None, *, macs: bool) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        real: Mapping[int, Tensor] | None,
+        made: list[weakref.ref[Tensor]],
+        *,
+        macs: bool,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(tree, "real" if real is None else "fake", counted=macs)
-        self.real = real
+        self.real, self.made = real, made
         self.names = {
             place.module: place.name
             for place in tree.firsts
@@ -120,6 +132,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[tuple[str, weakref.ref[_Saved]]] = []
         self.clock = 0
+        self.progress = Progress(len(self.names))
 
     # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
     # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
@@ -144,7 +157,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fake_tensors.check(func, args, self.real)
             out = fake_tensors.call(func, args, kwargs)
             found = out if isinstance(out, tuple | list) else (out,)
-            self.trace.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
+            self.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
         macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         if macs is None:
             self.trace.uncounted[name_of(func)] += 1
@@ -158,6 +171,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def attach(self, stack: Undo) -> None:
         """Hooks every module that can run, until `stack` closes."""
+        stack.callback(self.progress.close)
         for m in self.names:
             before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             stack.callback(before.remove)
@@ -165,6 +179,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.callback(after.remove)
 
     def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
+        _interrupt_here()
         name = self.names[m]
         self.stack.append((name, sys.exception()))
         call = self.trace.calls.get(name)
@@ -174,6 +189,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.inputs = describe(given[0] if len(given) == 1 and not kwargs else given)
             call.in_shape = shape_of(args[0] if len(args) == 1 else args)
         self.clock += 1
+        self.progress.called(len(self.trace.calls))
         call.n += 1
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

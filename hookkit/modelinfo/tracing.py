@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import GeneratorType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit.errors import ArgumentError
@@ -71,7 +72,7 @@ def _reason(done: Trace | None, tree: Tree, given: Inputs) -> str:
 
 # On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
 # `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
-# the wait is short; a second Ctrl-C is raised at once.
+# the wait is short: till the next call of a module. A second Ctrl-C is raised at once.
 @uninterrupted
 def _run_fake(
     tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
@@ -87,19 +88,23 @@ def _run_fake(
         return None
     before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
-    with mode:
-        done = _run(copied, fakes, training, macs, real)
-    done.made += [weakref.ref(t) for t in leaves(fakes)]
-    del fakes
-    if done.error is not None:
-        done.error = done.error.with_traceback(None)  # its frames hold what the run made
-    fake_tensors.purge(done.made, done.tree, before)
+    made = [weakref.ref(t) for t in leaves(fakes)]
+    done: Trace | None = None
+    try:
+        with mode:
+            done = _run(copied, fakes, training, partial(Tracer, real=real, made=made, macs=macs))
+        if done.error is not None:
+            done.error = done.error.with_traceback(None)  # its frames hold what the run made
+    finally:
+        del fakes
+        fake_tensors.purge(made, done.tree if done else copied, before)
     return done
 
 
 def _run_real(
     tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
 ) -> Trace:
+    new = partial(Tracer, real=None, made=[], macs=macs)
     done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
@@ -107,9 +112,9 @@ def _run_real(
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
-                done = _run(tree, sandbox.real_inputs(given), training, macs)
+                done = _run(tree, sandbox.real_inputs(given), training, new)
         else:
-            done = _run(copied, sandbox.real_inputs(given), training, macs)
+            done = _run(copied, sandbox.real_inputs(given), training, new)
     return done
 
 
@@ -121,24 +126,18 @@ def _tree_of_copy(model: nn.Module, original: Tree) -> Tree:
     return tree
 
 
-def _run(
-    tree: Tree,
-    given: Inputs,
-    training: bool | None,
-    macs: bool,
-    real: Mapping[int, Tensor] | None = None,
-) -> Trace:
+def _run(tree: Tree, given: Inputs, training: bool | None, new: Callable[[Tree], Tracer]) -> Trace:
     """Runs the model, twice if the first call makes layers, which only a second one can see."""
     sandbox.set_mode(tree, training)
     parts = Parts(tree.model)
-    done = _once(Tracer(tree, real, macs=macs), given)
+    done = _once(new(tree), given)
     if not parts.changed():
         return done
     tree = Tree(tree.model)
     if done.error is not None:
         done.tree = tree
         return done
-    again = _once(Tracer(tree, real, macs=macs), given)
+    again = _once(new(tree), given)
     again.drew |= done.drew
     return again
 
