@@ -1,7 +1,9 @@
 """What a summary prints keeps to its width, loses no column at 80, and does nothing to a screen."""
 
+import dataclasses
 import re
 import unicodedata
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,10 +140,86 @@ def test_eighty_columns_drop_none(depth: int) -> None:
     text = summary(net, x).text(width=80)
 
     assert "Not shown" not in text
-    head = text.splitlines()[2 if "Layer" in text.splitlines()[2] else 1]
+    head = next(line for line in text.splitlines() if line.startswith("Layer"))
     assert head.split() == ["Layer", "Type", "Output", "Params", "Train", "MACs", "Saved"]
     assert all(width(line) <= 80 for line in text.splitlines())
     assert "query_k" in text
+
+
+# structured outputs
+
+
+@dataclasses.dataclass
+class BaseModelOutputWithPast:
+    last_hidden_state: Tensor
+    past_key_values: tuple[tuple[Tensor, Tensor], ...]
+    loss: Tensor | None = None
+
+
+class Outputs(nn.Module):
+    """A dataclass in a dict, keys of two columns a character, and a tuple that has grown long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = nn.Linear(32, 64), nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        q = self.query(x)
+        past = BaseModelOutputWithPast(q, tuple((x, q) for _ in range(3)))
+        return self.head({"出力": past, "hidden_states": [x, x], "attentions": None})
+
+
+def structured() -> Any:
+    return summary(nn.Sequential(Outputs(), nn.Identity()), torch.ones(2, 10, 32))
+
+
+@pytest.mark.parametrize("n", [100, 80, 60, 40])
+def test_a_structured_output_continues_below(n: int, golden: Callable[[str, str], None]) -> None:
+    golden(f"summary_structured_{n}.txt", structured().text(width=n))
+
+
+@pytest.mark.parametrize("n", [*range(30, 130, 7), 1000])
+def test_a_structured_output_keeps_to_the_width(n: int) -> None:
+    lines = structured().text(width=n).splitlines()
+
+    assert max(map(width, lines)) <= n
+    assert n < 66 or not any(line.startswith("Not shown") for line in lines)
+
+
+@pytest.mark.parametrize("n", [80, 100, 1000])
+def test_nothing_of_a_structured_output_is_lost_where_its_words_fit(n: int) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"hidden": x, "past": (x, x), "attentions": {"self": x, "cross": None}}
+
+    s = summary(nn.Sequential(nn.Linear(2, 2), Pair()), torch.ones(1, 2), columns=["output"])
+
+    rows = s.text(width=n).split("─\n")[1].splitlines()[1:]
+    cell = [row.removeprefix("1").strip() for row in rows if "─" not in row]
+
+    assert " ".join(cell) == s["1"].outputs[0]
+    assert all(line.endswith(",") for line in cell[:-1])
+    assert len(cell) == 3
+
+
+def test_html_breaks_a_long_word_of_a_structure_after_a_name() -> None:
+    html = structured().html()
+
+    assert "BaseModelOutputWithPast(<wbr>last_hidden_state=2×10×64, past_key_values=((" in html
+    assert "&#x27;hidden_…</span></span>" in html
+    assert '[2×10×32, 2×10×32], &#x27;attentions&#x27;: None}"' in html  # in the tooltip
+
+
+def test_a_long_structure_ends_in_an_ellipsis() -> None:
+    class Many(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return [x] * 60
+
+    net = nn.Sequential(nn.Linear(2, 2), Many())
+
+    rows = summary(net, torch.ones(1, 2)).text(width=80).split("─\n")[1].splitlines()[1:]
+
+    assert [row.strip() for row in rows].index("…") == 5
 
 
 # the sums of folded blocks

@@ -5,13 +5,14 @@ Builds on `lines`; `text` and `html` draw the same columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.summaries.lines import Content, Line
-from hookkit.texts import harmless, nbytes, percent, si
+from hookkit.texts import harmless, nbytes, percent, si, width, wrap
 
 MAX_CELL = 500  # characters of a structured output that are shown
 
@@ -104,6 +105,19 @@ def flow(s: Content) -> tuple[str, str]:
 def cell(column: str, line: Line, s: Content) -> str:
     """The text in `column` of a line, harmless to a terminal."""
     return harmless(COLUMNS[column].write(line, s), MAX_CELL)
+
+
+# Where a part of a structure may be broken: after `ModelOutput(`, `x=` and `'x': `.
+_NAMES = re.compile(r"(?<=\w[(\[{])|(?<==)|(?<=: )")
+
+
+def after_names(part: str, n: int) -> list[str]:
+    """A part of a structure, broken after its names if it is wider than `n` columns.
+
+    >>> after_names("ModelOutput(logits=1×128×1000", 20)
+    ['ModelOutput(logits=', '1×128×1000']
+    """
+    return [part] if width(part) <= n else wrap(_NAMES.split(part), n, "")
 
 
 def as_columns(columns: Any) -> tuple[str, ...] | None:

@@ -3,17 +3,28 @@
 Builds on `lines` and `columns` as `text` does, and on `markup` for the style sheet. A closed
 container shows the totals of all inside it (of all siblings folded into it). An open one shows its
 own share, so that the numbers in sight add up, and its total after a Σ. Columns are as wide as
-their longest word, so that none is broken; a table that does not fit scrolls sideways.
+their longest word, so that none is broken (in a structured output a long one may be, after a name);
+a table that does not fit scrolls sideways.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html import escape
 
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
-from hookkit.summaries.columns import COLUMNS, cell, check_counted, flow, notes_of, sums_of, usual
+from hookkit.summaries.columns import (
+    COLUMNS,
+    after_names,
+    cell,
+    check_counted,
+    flow,
+    notes_of,
+    sums_of,
+    usual,
+)
 from hookkit.summaries.lines import Content, Line, View, tree
 from hookkit.summaries.rows import Row
 from hookkit.summaries.text import footer_parts, shows_itself
@@ -21,7 +32,7 @@ from hookkit.texts import clip, harmless, width
 
 _BARS = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
-_WORD, _CELL = 40, 80  # characters of a word, and of a cell; the rest is in a tooltip
+_WORD, _CELL = 40, 160  # characters of a word, and of a cell; the rest is in a tooltip
 
 
 def as_html(s: Content, view: View, by: str = "params") -> str:
@@ -58,7 +69,7 @@ def _open_first(root: Line) -> set[int]:
 
 
 def _short(text: str) -> str:
-    return " ".join(clip(word, _WORD) for word in text.split(" "))
+    return "".join(clip(word, _WORD) for word in re.split(r"([ \n])", text))
 
 
 class _Drawing:
@@ -141,14 +152,16 @@ class _Drawing:
     def cell(self, column: str, line: Line) -> str:
         """The content of a cell, with its bar if it is in the column of bars."""
         full = cell(column, line, self.s)
-        text = clip(_short(full), _CELL)
+        words = (after_names(word, _WORD) for word in full.split(" "))
+        text = clip(_short(" ".join(map("\n".join, words))), _CELL)
         self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column].is_right))
         if column == "train" and text == "frozen":
             return '<span class="b">frozen</span>'
         part = getattr(line.shown, COLUMNS[self.by].number)
         if column != self.by or not (self.whole and part):
-            hover = f'<span title="{escape(full, quote=True)}">{escape(text)}</span>'
-            return escape(text) if text == full else hover
+            shown = escape(text).replace("\n", "<wbr>")
+            hover = f'<span title="{escape(full, quote=True)}">{shown}</span>'
+            return shown if text.replace("\n", "") == full else hover
         size = f"{100 * part / self.whole:.1f}%"
         return f'<span class="w" style="--w:{size}">{escape(text)}</span>'
 
@@ -186,5 +199,5 @@ def _with_numbers(line: Line, *, closed: bool) -> Line:
 
 def _words_of(text: str, whole: bool = False) -> int:
     """The width of the longest word of `text`, in the unit `ch`; of all of it if `whole`."""
-    words = [text] if whole else text.split(" ")
+    words = [text] if whole else re.split(r"[ \n]", text)
     return max(3, max(map(width, words)) + 1)

@@ -1,18 +1,20 @@
 """A summary as text that fits the terminal.
 
 Builds on `lines` and `columns`; `html` has the same footer. Text that is too wide is shortened in
-this order: notes move to a line of their own, shapes and types get an ellipsis, then names, down to
-a quarter of the width; then all of them further. Only where that is not enough, as in 40 columns,
-columns are dropped, from the right, and the footer names them. Characters in names that would
-control a terminal are written as escapes.
+this order: notes move to a line of their own, structured outputs continue below after a comma,
+types get an ellipsis, then names, down to a quarter of the width; then all of them further. Only
+where that is not enough, as in 40 columns, columns are dropped, from the right, and the footer
+names them. Characters in names that would control a terminal are written as escapes.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+from itertools import zip_longest
 from typing import Any
 
-from hookkit.summaries.columns import COLUMNS, cell, flow, notes_of, sums_of, usual
+from hookkit.summaries.columns import COLUMNS, after_names, cell, flow, notes_of, sums_of, usual
 from hookkit.summaries.lines import Content, Line, View, lines
 from hookkit.texts import clip, harmless, nbytes, pad, si, width, wrap
 
@@ -53,8 +55,22 @@ def _heading(s: Content, n: int) -> list[str]:
         return [clip(name, n)]
     inputs, got = flow(s)
     given = f"{name}   {inputs}"
-    lines = [f"{given} {got}"] if width(f"{given} {got}") <= n else [given, f"  {got}"]
-    return [clip(line, n) for line in lines]
+    if width(f"{given} {got}") <= n:
+        return [f"{given} {got}"]
+    lines = ["\n    ".join(_broken(text, n - 4)) for text in (given, got)]
+    return [clip(line, n) for line in "\n  ".join(lines).split("\n")]
+
+
+# Where a structure may continue on the next line: after a comma, and between different outputs.
+_COMMAS = re.compile(r"(?<=,) | (?=\| )")
+
+
+def _broken(text: str, n: int) -> list[str]:
+    """A structured text in lines of `n` columns; a word that is too long for one stays whole."""
+    if width(text) <= n:
+        return [text]
+    parts = (part for whole in _COMMAS.split(text) for part in after_names(whole, n))
+    return [line.rstrip() for line in wrap([*parts], n, " ")]
 
 
 def _in_words(line: str, n: int) -> list[str]:
@@ -68,18 +84,18 @@ def _table(
     """The lines of the table with its rules, and the columns that do not fit."""
     cells = {"layer": ["Layer", *(_label(line, s) for line in drawn)]}
     cells |= {c: [COLUMNS[c].heading, *(cell(c, line, s) for line in drawn)] for c in names}
-    limits, missing = _fitted({c: max(map(width, texts)) for c, texts in cells.items()}, n)
+    limits, missing = _fitted({c: _wide(c, texts, _WIDEST) for c, texts in cells.items()}, n)
+    limits = {c: min(limit, _wide(c, cells[c], limit)) for c, limit in limits.items()}
     rows = [_row({c: cells[c][i] for c in limits}, limits) for i in range(len(drawn) + 1)]
     room = n - sum(size + len(_GAP) for size in limits.values())
-    out = [rows[0].rstrip()]
-    for line, label, row in zip(drawn, cells["layer"][1:], rows[1:], strict=True):
+    out = [rows[0][0].rstrip()]
+    for line, label, (row, *below) in zip(drawn, cells["layer"][1:], rows[1:], strict=True):
         notes = [*filter(None, [sums_of(line)]), *notes_of(line, s)]
         if notes and width(" · ".join(notes)) <= room:
-            out.append(_GAP.join([row, " · ".join(notes)]))
-        else:
-            indent = " " * (min(len(label) - len(label.lstrip()), n // 3) + 2)
-            out.append(row.rstrip())
-            out += [clip(f"{indent}↳ {part}", n) for part in wrap(notes, n - 8)]
+            row, notes = _GAP.join([row, " · ".join(notes)]), []
+        out += [part.rstrip() for part in (row, *below)]
+        indent = " " * (min(len(label) - len(label.lstrip()), n // 3) + 2)
+        out += [clip(f"{indent}↳ {part}", n) for part in wrap(notes, n - 8)]
     rule = "─" * min(n, max(20, *map(width, out)))
     return [out[0], rule, *out[1:], rule], missing
 
@@ -91,13 +107,34 @@ def _label(line: Line, s: Content) -> str:
     return "  " * max(0, line.row.depth - 1) + mark + text + fold
 
 
-def _row(cells: dict[str, str], limits: dict[str, int]) -> str:
-    """One line of cells, each in its width."""
-    first = _indented(cells.pop("layer"), limits["layer"])
-    parts = [pad(first, limits["layer"])]
-    for c, text in cells.items():
-        parts.append(pad(clip(text, limits[c]), limits[c], right=COLUMNS[c].is_right))
-    return _GAP.join(parts)
+# Columns of a structured output, also where there is room for more, and its lines.
+_WIDEST, _HIGHEST = 40, 6
+
+
+def _lines_of(column: str, text: str, n: int) -> list[str]:
+    """The content of a cell in its lines: numbers and names have one."""
+    if column == "layer" or COLUMNS[column].is_right:
+        return [text]
+    lines = _broken(text, n)
+    return lines if len(lines) <= _HIGHEST else [*lines[: _HIGHEST - 1], "…"]
+
+
+def _wide(column: str, texts: list[str], n: int) -> int:
+    """The width of a column whose structured cells are broken at `n`."""
+    return max(width(line) for text in {*texts} for line in _lines_of(column, text, n))
+
+
+def _row(cells: dict[str, str], limits: dict[str, int]) -> list[str]:
+    """The lines of a row, each cell in its width: as many as its longest structure has."""
+    first = _indented(cells["layer"], limits["layer"])
+    lines = [_lines_of(c, text, limits[c]) for c, text in {**cells, "layer": first}.items()]
+    return [
+        _GAP.join(
+            pad(clip(text, n), n, right=c != "layer" and COLUMNS[c].is_right)
+            for (c, n), text in zip(limits.items(), texts, strict=True)
+        )
+        for texts in zip_longest(*lines, fillvalue="")
+    ]
 
 
 def _indented(label: str, n: int) -> str:
