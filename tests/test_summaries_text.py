@@ -207,6 +207,7 @@ def test_html_breaks_a_long_word_of_a_structure_after_a_name() -> None:
 
     assert "BaseModelOutputWithPast(<wbr>last_hidden_state=2×10×64, past_key_values=((" in html
     assert "&#x27;hidden_…</span></span>" in html
+    assert max(map(int, re.findall(r"minmax\((\d+)ch,1fr\)", html))) < 30
     assert '[2×10×32, 2×10×32], &#x27;attentions&#x27;: None}"' in html  # in the tooltip
 
 

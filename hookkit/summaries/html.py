@@ -32,7 +32,8 @@ from hookkit.texts import clip, harmless, width
 
 _BARS = {"params": "parameters", "macs": "MACs", "saved": "bytes saved for backward"}
 _OPEN_ROWS = 24  # containers start open, level by level, until this many rows are in sight
-_WORD, _CELL = 40, 160  # characters of a word, and of a cell; the rest is in a tooltip
+# Characters of a word, of one in a structured output, and of a cell; the rest is in a tooltip.
+_WORD, _PART, _CELL = 40, 28, 160
 
 
 def as_html(s: Content, view: View, by: str = "params") -> str:
@@ -68,8 +69,8 @@ def _open_first(root: Line) -> set[int]:
     return found
 
 
-def _short(text: str) -> str:
-    return "".join(clip(word, _WORD) for word in re.split(r"([ \n])", text))
+def _short(text: str, n: int = _WORD) -> str:
+    return "".join(clip(word, n) for word in re.split(r"([ \n])", text))
 
 
 class _Drawing:
@@ -152,8 +153,9 @@ class _Drawing:
     def cell(self, column: str, line: Line) -> str:
         """The content of a cell, with its bar if it is in the column of bars."""
         full = cell(column, line, self.s)
-        words = (after_names(word, _WORD) for word in full.split(" "))
-        text = clip(_short(" ".join(map("\n".join, words))), _CELL)
+        n = _PART if column in ("input", "output") else _WORD
+        words = (after_names(word, n) for word in full.split(" "))
+        text = clip(_short(" ".join(map("\n".join, words)), n), _CELL)
         self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column].is_right))
         if column == "train" and text == "frozen":
             return '<span class="b">frozen</span>'

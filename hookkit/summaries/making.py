@@ -120,9 +120,8 @@ def _check(model: Any, opt: Any, depth: Any, model_kwargs: Any) -> None:
         )
     if depth is not None:
         check_number("summary", "depth", depth, 0, whole=True)
-    if model_kwargs is None:
-        return
-    if not isinstance(model_kwargs, Mapping) or not all(isinstance(k, str) for k in model_kwargs):
+    keyed = isinstance(model_kwargs, Mapping) and all(isinstance(k, str) for k in model_kwargs)
+    if model_kwargs is not None and not keyed:
         raise ArgumentError(
             f"summary: model_kwargs={model_kwargs!r:.60} is of type {type(model_kwargs).__name__}. "
             "Give a dict of keyword inputs by name, {'mask': mask}."
@@ -231,7 +230,7 @@ def build(
         wrappers=_wrappers(tree),
         uncounted=dict(done.uncounted) if done else {},
         warnings=tuple(_warnings(seen, done, opt)),
-        footnotes=(*notes, *_footnotes(tree, done)),
+        footnotes=(*notes, *(_footnotes(tree, done) if done else ())),
         optimizer=optimizer.read(opt) if opt is not None else None,
         failed=(done.failed or ("",)) if done and done.error is not None else (),
         error=f"{type(done.error).__name__}: {done.error}" if done and done.error else "",
@@ -241,9 +240,8 @@ def build(
 
 def _grew(tree: Tree, ran: Tree) -> bool:
     """True if the copy that ran got layers or shapes that the model does not have yet."""
-    if any(nn.parameter.is_lazy(p) for _, p in tree.params):
-        return True
-    return [place.name for place in tree.places] != [place.name for place in ran.places]
+    lazy = any(nn.parameter.is_lazy(p) for _, p in tree.params)
+    return lazy or [place.name for place in tree.places] != [place.name for place in ran.places]
 
 
 def _wrappers(tree: Tree) -> tuple[str, ...]:
@@ -254,9 +252,7 @@ def _wrappers(tree: Tree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _footnotes(tree: Tree, done: Trace | None) -> Iterator[str]:
-    if done is None:
-        return
+def _footnotes(tree: Tree, done: Trace) -> Iterator[str]:
     if n := n_on_wrappers(tree):
         yield f"Hooks on its wrapper that did not run: {n}."
     if done.n_hooks:
