@@ -145,10 +145,12 @@ def as_columns(columns: Any) -> tuple[str, ...] | None:
 
 def sums_of(line: Line) -> str:
     """What all siblings that are drawn as one have together: `×6: 2.67 M params, 179 M MACs`."""
+    if line.fold == 1:
+        return ""
     total = line.row.total.times(line.fold)
     numbers = {"params": total.n_params, "MACs": total.macs}
     said = [f"{si(n)} {what}" for what, n in numbers.items() if n]
-    return f"×{line.fold}: {', '.join(said)}" if line.fold > 1 and said else ""
+    return f"×{line.fold}: {', '.join(said)}" if said else ""
 
 
 def check_counted(counted: bool, names: Iterable[str] | None, what: str) -> None:

@@ -153,9 +153,10 @@ class _Drawing:
     def cell(self, column: str, line: Line) -> str:
         """The content of a cell, with its bar if it is in the column of bars."""
         full = cell(column, line, self.s)
-        n = _PART if column in ("input", "output") else _WORD
-        words = (after_names(word, n) for word in full.split(" "))
-        text = clip(_short(" ".join(map("\n".join, words)), n), _CELL)
+        text, n = full, _PART if column in ("input", "output") else _WORD
+        if width(full) > n:  # most are short
+            words = (after_names(word, n) for word in full.split(" "))
+            text = clip(_short(" ".join(map("\n".join, words)), n), _CELL)
         self.widest[column] = max(self.widest[column], _words_of(text, COLUMNS[column].is_right))
         if column == "train" and text == "frozen":
             return '<span class="b">frozen</span>'

@@ -77,7 +77,7 @@ def summary(
         fold: draw equal siblings once (`h.0..11 ×12`).
         depth: draw modules down to this depth.
         columns: names of the columns to draw: see `Summary.text`.
-        macs: count multiply-accumulates; False saves a tenth of the time, and they are None.
+        macs: count multiply-accumulates; False saves up to a tenth of the time; they are None.
         model_kwargs: more keyword inputs, for a forward with inputs named like options above.
 
     Returns:

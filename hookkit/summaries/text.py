@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from itertools import zip_longest
 from typing import Any
 
 from hookkit.summaries.columns import COLUMNS, after_names, cell, flow, notes_of, sums_of, usual
@@ -126,15 +125,14 @@ def _wide(column: str, texts: list[str], n: int) -> int:
 
 def _row(cells: dict[str, str], limits: dict[str, int]) -> list[str]:
     """The lines of a row, each cell in its width: as many as its longest structure has."""
-    first = _indented(cells["layer"], limits["layer"])
-    lines = [_lines_of(c, text, limits[c]) for c, text in {**cells, "layer": first}.items()]
-    return [
-        _GAP.join(
-            pad(clip(text, n), n, right=c != "layer" and COLUMNS[c].is_right)
-            for (c, n), text in zip(limits.items(), texts, strict=True)
-        )
-        for texts in zip_longest(*lines, fillvalue="")
-    ]
+    parts = [[pad(_indented(cells["layer"], limits["layer"]), limits["layer"])]]
+    for c, n in [*limits.items()][1:]:
+        right, lines = COLUMNS[c].is_right, _lines_of(c, cells[c], n)
+        parts.append([pad(clip(line, n), n, right=right) for line in lines])
+    high = max(map(len, parts))
+    for part, n in zip(parts, limits.values(), strict=True):
+        part += [" " * n] * (high - len(part))
+    return [*map(_GAP.join, zip(*parts, strict=True))]
 
 
 def _indented(label: str, n: int) -> str:
