@@ -1,128 +1,83 @@
-"""What a summary costs, as a ratio to one real forward, with torchinfo beside it in the same run.
+"""What a summary costs, in real forwards, with torchinfo and FlopCounterMode beside it in one run.
 
     python benchmarks/summary.py                 # torchinfo is timed if it is installed
     python benchmarks/summary.py --only gpt2
+    python benchmarks/summary.py --only kinds    # first and warm calls of 24 architectures
 
-Times are medians of interleaved rounds in one thread. Each computes what it can: hookkit
-for shapes, calls, MACs, saved bytes and warnings; torchinfo for all its columns at full depth.
+Times are CPU seconds in one thread, medians of interleaved rounds; a busy machine disturbs them
+less than the clock's. Each computes what it can: hookkit for shapes, calls, MACs, saved bytes and
+warnings; torchinfo for all its columns at full depth.
+Of `kinds`, each case and tool has a process of its own, forked from one that has imported torch and
+transformers and has never run a model; so a first call pays for all that it loads and fills.
+Architectures of transformers are left out where that is not installed. After a figure with a target
+stands whether it is met.
 """
 
 import argparse
+import importlib.util
+import multiprocessing
 import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from summary_cases import CASES, GPT, resnet50
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from hookkit.summaries import summary
 
 Step = Callable[[], object]
+TOOLS = ("hookkit", "torchinfo", "FlopCounter")
 
 
-def conv(ni: int, nf: int, k: int, stride: int = 1) -> nn.Sequential:
-    layer = nn.Conv2d(ni, nf, k, stride, k // 2, bias=False)
-    return nn.Sequential(layer, nn.BatchNorm2d(nf), nn.ReLU(inplace=True))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, ni: int, mid: int, stride: int) -> None:
-        super().__init__()
-        self.convs = nn.Sequential(conv(ni, mid, 1), conv(mid, mid, 3, stride))
-        self.last = nn.Conv2d(mid, 4 * mid, 1, bias=False)
-        self.norm, self.act = nn.BatchNorm2d(4 * mid), nn.ReLU(inplace=True)
-        self.down = nn.Identity()
-        if ni != 4 * mid or stride > 1:
-            short = nn.Conv2d(ni, 4 * mid, 1, stride, bias=False)
-            self.down = nn.Sequential(short, nn.BatchNorm2d(4 * mid))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.last(self.convs(x))) + self.down(x))
-
-
-def resnet50() -> nn.Sequential:
-    """25.6 M parameters, 4.09 G MACs at 224×224."""
-    blocks, ni = [conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)], 64
-    for mid, n, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for i in range(n):
-            blocks.append(Bottleneck(ni, mid, stride if i == 0 else 1))
-            ni = 4 * mid
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(ni, 1000))
-
-
-class Block(nn.Module):
-    def __init__(self, d: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.qkv, self.proj = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.ln2 = nn.LayerNorm(d)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
-        x = x + self.drop(self.proj(a))
-        return x + self.drop(self.mlp(self.ln2(x)))
-
-
-class GPT(nn.Module):
-    """124 M parameters with the defaults (GPT-2-small)."""
-
-    def __init__(self, d: int = 768, n: int = 12, heads: int = 12, t: int = 1024) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(50257, d), nn.Embedding(t, d)
-        self.h = nn.ModuleList(Block(d, heads) for _ in range(n))
-        self.ln_f, self.head = nn.LayerNorm(d), nn.Linear(d, 50257, bias=False)
-        self.head.weight = self.wte.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.h:
-            x = block(x)
-        return self.head(self.ln_f(x))
-
-
-def torchinfo_of(model: nn.Module, x: Tensor) -> Step | None:
+def torchinfo_of(model: nn.Module, given: Any) -> Step | None:
+    """One summary of torchinfo for an input, or for a dict of inputs by name."""
     try:
         import torchinfo
     except ImportError:
         return None
     columns = ("kernel_size", "input_size", "output_size", "num_params", "mult_adds", "trainable")
+    return lambda: torchinfo.summary(
+        model, input_data=given, col_names=columns, depth=99, verbose=0, cache_forward_pass=False
+    )
 
-    def step() -> object:
-        return torchinfo.summary(
-            model, input_data=x, col_names=columns, depth=99, verbose=0, cache_forward_pass=False
-        )
 
-    return step
+def verdict(found: float, most: float) -> str:
+    """Whether a target is met."""
+    return f"target ≤ {most:g}: {'met' if found <= most else 'missed'}"
 
 
 def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each step, taken in turns so that a busy machine hits all alike."""
+    """Median CPU seconds of each step, taken in turns so that a busy machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.process_time() - start)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def against_forward(name: str, model: nn.Module, x: Tensor, rounds: int) -> None:
+def against_forward(
+    name: str, model: nn.Module, x: Tensor, rounds: int, most: float | None = None
+) -> None:
+    """hookkit's target is `most` forwards, or torchinfo's time."""
     steps: dict[str, Step] = {"forward": lambda: model(x), "hookkit": lambda: summary(model, x)}
     if peer := torchinfo_of(model, x):
         steps["torchinfo"] = peer
     found = medians(steps, rounds)
     bare = found.pop("forward")
     ratios = "   ".join(f"{peer} {t / bare:5.2f}" for peer, t in found.items())
-    print(f"{name:<28} forward {bare:7.3f} s   summary / forward: {ratios}", flush=True)
+    most = found.get("torchinfo", 0.0) / bare if most is None else most
+    met = verdict(round(found["hookkit"] / bare, 2), round(most, 2))
+    print(f"{name:<28} forward {bare:7.3f} s   summary / forward: {ratios}   {met}", flush=True)
 
 
 def batch_sizes(rounds: int) -> None:
@@ -138,22 +93,102 @@ def huge() -> None:
         model = GPT(8160, 80, 85, 2048)
     ids = torch.zeros(1, 2048, dtype=torch.long)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     s = summary(model, ids)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
     print(
-        f"{s.n_params / 1e9:.1f} B parameters on meta    {took:5.2f} s, +{grown:.0f} MB", flush=True
+        f"{s.n_params / 1e9:.1f} B parameters on meta    {took:5.2f} s, "
+        f"+{grown:.0f} MB, {verdict(took, 3)}",
+        flush=True,
     )
 
 
 def many_modules() -> None:
+    summary(nn.Linear(4, 4), torch.ones(1, 4))  # the imports of a first call are counted in `kinds`
     for n in (1250, 2500, 5000):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
-        start = time.perf_counter()
+        start = time.process_time()
         str(summary(model, torch.ones(1, 4)))
-        took = time.perf_counter() - start
-        print(f"{n} modules{'':<17} {took:5.2f} s, {1e3 * took / n:.2f} ms a module", flush=True)
+        took = time.process_time() - start
+        print(f"{n} modules{'':<17} {took:5.2f} s, {1e3 * took / n:.2f} ms a module, "
+              f"{verdict(1e3 * took / n, 0.8)}", flush=True)  # fmt: skip
+
+
+def step_of(tool: str, model: nn.Module, given: dict[str, Any]) -> Step | None:
+    def counted() -> None:
+        with FlopCounterMode(display=False):
+            model(**given)
+
+    if tool == "torchinfo":
+        return torchinfo_of(model, given)
+    return {"hookkit": lambda: summary(model, **given), "FlopCounter": counted}[tool]
+
+
+def timed(name: str, tool: str, send: Any) -> None:
+    """CPU seconds of the first call, a warm one and a forward, sent from a process of its own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        model, given = CASES[name]()
+        step = step_of(tool, model, given)
+        start = time.process_time()
+        if step is not None:
+            step()
+            first = time.process_time() - start
+            warm = medians({"step": step, "forward": lambda: model(**given)}, 3)
+            send.send((first, warm["step"], warm["forward"]))
+    finally:
+        send.close()
+
+
+def in_a_process(name: str, tool: str) -> tuple[float, float, float] | None:
+    """What `timed` measures; None if it failed (its error is on stderr) or has no such tool."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=timed, args=(name, tool, send))
+    process.start()
+    send.close()
+    try:
+        found: tuple[float, float, float] = receive.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return found
+
+
+def kinds() -> None:
+    """First and warm calls of each tool, as ratios to a forward."""
+    cases = CASES
+    if importlib.util.find_spec("transformers") is not None:
+        transformers = importlib.import_module("transformers")
+        importlib.import_module("transformers.modeling_utils")
+        transformers.logging.set_verbosity_error()
+    else:
+        cases = {name: case for name, case in CASES.items() if not isinstance(case, partial)}
+    heads = "".join(f"{tool:>18}" for tool in TOOLS)
+    print(f"{'first / warm call, in forwards':<31}forward ms{heads}")
+    found: dict[str, list[tuple[float, float]]] = {tool: [] for tool in TOOLS}
+    for name in cases:
+        times = {tool: t for tool in TOOLS if (t := in_a_process(name, tool))}
+        bare = statistics.median(forward for _, _, forward in times.values())
+        for tool, (first, warm, _) in times.items():
+            found[tool].append((first / bare, warm / bare))
+        cells = (pair(found[tool][-1:] if tool in times else []) for tool in TOOLS)
+        print(f"{name:<31}{1e3 * bare:10.1f}{''.join(cells)}", flush=True)
+    cells = (pair(found[tool]) for tool in TOOLS)
+    print(f"{f'median of {len(cases)}':<41}{''.join(cells)}")
+    first = statistics.median(first for first, _ in found["hookkit"])
+    print(f"first call in forwards, in the median: {verdict(first, 3)}", flush=True)
+
+
+def pair(times: list[tuple[float, float]]) -> str:
+    """The medians of first and of warm calls."""
+    if not times:
+        return f"{'–':>18}"
+    first, warm = (statistics.median(t) for t in zip(*times, strict=True))
+    return f"{first:10.2f} /{warm:6.2f}"
 
 
 def main() -> None:
@@ -161,18 +196,20 @@ def main() -> None:
         description="Time summaries against forwards and against torchinfo."
     )
     p.add_argument("--rounds", type=int, default=9)
-    p.add_argument("--only", choices=("resnet50", "gpt2", "batch", "huge", "modules"))
+    p.add_argument("--only", choices=("kinds", "resnet50", "gpt2", "batch", "huge", "modules"))
     args = p.parse_args()
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, "
           f"torch {torch.__version__}, 1 thread, median of {args.rounds}")  # fmt: skip
+    if args.only in (None, "kinds"):
+        kinds()  # before anything runs in this process, from which it forks
     if args.only in (None, "resnet50"):
         against_forward(
             "resnet50, 1×3×224×224", resnet50(), torch.randn(1, 3, 224, 224), args.rounds
         )
     if args.only in (None, "gpt2"):
         against_forward(
-            "gpt2-small, 1×128", GPT(), torch.zeros(1, 128, dtype=torch.long), args.rounds
+            "gpt2-small, 1×128", GPT(), torch.zeros(1, 128, dtype=torch.long), args.rounds, 0.4
         )
     if args.only in (None, "batch"):
         batch_sizes(3)
