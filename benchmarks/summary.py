@@ -7,8 +7,9 @@
 Times are CPU seconds in one thread, medians of interleaved rounds; a busy machine disturbs them
 less than the clock's. Each computes what it can: hookkit for shapes, calls, MACs, saved bytes and
 warnings; torchinfo for all its columns at full depth.
-Of `kinds`, each case and tool has a process of its own, forked from one that has imported torch and
-transformers and has never run a model; so a first call pays for all that it loads and fills.
+Of `kinds`, each case and tool has a process of its own, forked from one that has imported torch
+(and transformers, for its own models) and has never run a model; so a first call pays for all that
+it loads and fills.
 Architectures of transformers are left out where that is not installed. After a figure with a target
 stands whether it is met.
 """
@@ -161,16 +162,16 @@ def in_a_process(name: str, tool: str) -> tuple[float, float, float] | None:
 def kinds() -> None:
     """First and warm calls of each tool, as ratios to a forward."""
     cases = CASES
-    if importlib.util.find_spec("transformers") is not None:
-        transformers = importlib.import_module("transformers")
-        importlib.import_module("transformers.modeling_utils")
-        transformers.logging.set_verbosity_error()
-    else:
+    if importlib.util.find_spec("transformers") is None:
         cases = {name: case for name, case in CASES.items() if not isinstance(case, partial)}
     heads = "".join(f"{tool:>18}" for tool in TOOLS)
     print(f"{'first / warm call, in forwards':<31}forward ms{heads}")
     found: dict[str, list[tuple[float, float]]] = {tool: [] for tool in TOOLS}
-    for name in cases:
+    for name, case in cases.items():
+        if isinstance(case, partial):  # ours come first: transformers imports torch's compiler
+            transformers = importlib.import_module("transformers")
+            importlib.import_module("transformers.modeling_utils")
+            transformers.logging.set_verbosity_error()
         times = {tool: t for tool in TOOLS if (t := in_a_process(name, tool))}
         bare = statistics.median(forward for _, _, forward in times.values())
         for tool, (first, warm, _) in times.items():
