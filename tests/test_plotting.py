@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hookkit.errors import ArgumentError, HookkitError, OptionError, SelectionError
-from hookkit.moments.histograms import log_bins
+from hookkit.moments import log_bins
 from hookkit.records import Record, Run
 
 mpl = pytest.importorskip("matplotlib")

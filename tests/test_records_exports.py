@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
-from hookkit.moments.histograms import log_bins
+from hookkit.moments import log_bins
 from hookkit.records import Incident, Record, Run, compare, load, log_to, save, to_csv, to_df
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch

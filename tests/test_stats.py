@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.events import CancelBatchException, CancelStepException
-from hookkit.moments.histograms import log_bins
+from hookkit.moments import log_bins
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.testing import synth_learner
 from hookkit.watching import watch

@@ -22,10 +22,9 @@ from torch import nn
 
 import hookkit
 from hookkit.health import diagnose
-from hookkit.moments import buffers, history
+from hookkit.moments import buffers, history, log_bins
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
-from hookkit.moments.histograms import log_bins
 from hookkit.moments.history import StepHistory
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments.histograms import edge_bins
+from hookkit.moments import edge_bins
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 

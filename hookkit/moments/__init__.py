@@ -17,6 +17,7 @@ graph_op        The operation by which a compiled graph shows a tensor to a reco
 reading         From its tables to a `Record`, of this process or of all ranks.
 """
 
+from hookkit.moments.histograms import edge_bins, log_bins
 from hookkit.moments.moments import (
     empty_rows,
     flat,
@@ -29,8 +30,10 @@ from hookkit.moments.moments import (
 )
 
 __all__ = [
+    "edge_bins",
     "empty_rows",
     "flat",
+    "log_bins",
     "merge",
     "merge_row",
     "moments",
