@@ -1,0 +1,6 @@
+"""Trainings of the kinds that people run, healthy and failing, written without knowing the rules.
+
+    trials.py       Trial, `healthy`, `failing`, and what a training function gets
+
+Each of the other files holds the trainings of one subject. `benchmarks/verdicts.py` runs them.
+"""

@@ -1,0 +1,173 @@
+"""What `diagnose` says of trainings that people run: 40 and more healthy ones, 60 and more failing.
+
+    python benchmarks/verdicts.py --runs DIR [--half tune|held|all] [--only WORD …] [--seeds 3]
+                                  [--workers 2] [--verbose] [--list]
+
+Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
+runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and changed
+rules are judged in seconds. Prints a table for each half (`Trial.is_held`, by a hash of the name),
+and each rule's hits and false alarms.
+
+A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
+first if its first alarm is by a rule of which its author said, before any run, that it names the
+cause.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import realistic
+import torch
+from realistic.trials import TRIALS, Trial, watcher_of
+
+from hookkit.health import Finding, diagnose
+from hookkit.health.diagnosis import SEVERITIES
+from hookkit.records import Run
+
+for _found in iter_modules(realistic.__path__):
+    import_module(f"realistic.{_found.name}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one training with one seed.
+
+    Args:
+        trial: the training.
+        seed: of torch's generator.
+        findings: of all its runs, the most severe first.
+        headline: of its first run.
+        score: what the training function returned; lower is better.
+        seconds: how long it took.
+    """
+
+    trial: Trial
+    seed: int
+    findings: tuple[Finding, ...]
+    headline: str
+    score: float
+    seconds: float
+
+    @property
+    def alarms(self) -> list[str]:
+        """Rules of warnings and errors, in the order in which a user reads them."""
+        return [f.rule for f in self.findings if f.severity != "note"]
+
+    @property
+    def is_right(self) -> bool:
+        """No alarm in a healthy run, the cause first in a failing one."""
+        first = self.alarms[:1]
+        return bool(set(first) & self.trial.names) if self.trial.wrong else not first
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{f.rule} ({f.severity})" for f in self.findings) or self.headline
+        wrong = f" [{self.trial.wrong}: {' or '.join(sorted(self.trial.names)) or 'no rule'}]"
+        mark = "ok   " if self.is_right else "WRONG"
+        return (
+            f"{mark} {self.trial.name} seed {self.seed}{wrong * bool(self.trial.wrong)} "
+            f"score {self.score:.3g}, {self.seconds:.0f} s: {found}"
+        )
+
+
+def train(job: tuple[str, int, Path]) -> None:
+    """Trains one case and saves its runs; the small file that says so is written last."""
+    name, seed, folder = job
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    runs: list[Run] = []
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        score = TRIALS[name].train(watcher_of(runs))
+    facts = {"score": float(score), "seconds": time.perf_counter() - start, "runs": len(runs)}
+    for i, run in enumerate(runs):
+        run.save(folder / f"{name}.{seed}.{i}.run")
+    (folder / f"{name}.{seed}.json").write_text(json.dumps(facts))
+
+
+def judge(trial: Trial, seed: int, folder: Path) -> Verdict:
+    """What is found now in the runs that were saved."""
+    facts = json.loads((folder / f"{trial.name}.{seed}.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        files = (folder / f"{trial.name}.{seed}.{i}.run" for i in range(facts["runs"]))
+        found = [diagnose(Run.load(file)) for file in files]
+    findings = sorted((f for d in found for f in d), key=lambda f: -SEVERITIES.index(f.severity))
+    head = found[0].headline if found else "nothing was recorded"
+    return Verdict(trial, seed, tuple(findings), head, facts["score"], facts["seconds"])
+
+
+def table(verdicts: list[Verdict]) -> Iterable[str]:
+    """A row for each half."""
+    yield "| half | healthy alarmed | failing with a trace, named first | later | without a trace |"
+    yield "|---|---|---|---|---|"
+    for half in (False, True):
+        own = [v for v in verdicts if v.trial.is_held is half]
+        well = [v for v in own if not v.trial.wrong]
+        traced, other = ([v for v in own if v.trial.wrong and v.trial.trace is t] for t in (1, 0))
+        later = [v for v in traced if not v.is_right and set(v.alarms) & v.trial.names]
+        yield (
+            f"| {'held' if half else 'tune'} | {sum(not v.is_right for v in well)} of {len(well)} "
+            f"| {sum(v.is_right for v in traced)} of {len(traced)} | {len(later)} "
+            f"| {sum(v.is_right for v in other)} of {len(other)} |"
+        )
+
+
+def by_rule(verdicts: list[Verdict]) -> Iterable[str]:
+    """Of each rule: how often its alarm came first and was right, was wrong, was a false alarm."""
+    right, wrong, false = Counter(), Counter(), Counter()  # type: ignore[var-annotated]
+    for v in verdicts:
+        if not v.trial.wrong:
+            false.update(set(v.alarms))
+        elif v.alarms:
+            (right if v.is_right else wrong)[v.alarms[0]] += 1
+    yield "| rule | first and right | first and wrong | in healthy runs |"
+    yield "|---|---|---|---|"
+    for rule in sorted({*right, *wrong, *false}):
+        yield f"| {rule} | {right[rule]} | {wrong[rule]} | {false[rule]} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="where recorded runs are kept")
+    parser.add_argument("--half", choices=("tune", "held", "all"), default="tune")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="WORD")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--verbose", action="store_true", help="all lines, with their findings")
+    parser.add_argument("--list", action="store_true", help="what there is; nothing is trained")
+    o = parser.parse_args()
+    chosen = [t for t in TRIALS.values() if any(word in t.name for word in o.only)]
+    chosen = [t for t in chosen if o.half == "all" or t.is_held is (o.half == "held")]
+    if o.list or not o.runs:
+        for t in chosen:
+            print(f"{'held' if t.is_held else 'tune'}  {t.name:36} {t.wrong or 'healthy'}")
+        return
+    o.runs.mkdir(parents=True, exist_ok=True)
+    jobs = [(t.name, seed, o.runs) for t in chosen for seed in range(o.seeds)]
+    todo = [job for job in jobs if not (o.runs / f"{job[0]}.{job[1]}.json").exists()]
+    with multiprocessing.get_context("spawn").Pool(o.workers, maxtasksperchild=20) as pool:
+        for i, _ in enumerate(pool.imap_unordered(train, todo), 1):
+            print(f"\r{i} of {len(todo)} trained", end="", flush=True)
+    verdicts = [judge(TRIALS[name], seed, o.runs) for name, seed, _ in jobs]
+    for v in verdicts:
+        if o.verbose or not v.is_right:
+            print(v)
+            if o.verbose:
+                print(*v.findings, sep="\n")
+    print("", *table(verdicts), "", *by_rule(verdicts), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
