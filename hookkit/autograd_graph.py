@@ -55,3 +55,17 @@ def op_name(node: Any) -> str:
 def first_input(node: Any) -> Any:
     """The node whose result `node` takes first; None if that needs no gradient."""
     return node.next_functions[0][0] if node.next_functions else None
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a node's first result; () where it is a number, or not known.
+
+    >>> import torch
+    >>> shape_of(torch.ones(2, 3, requires_grad=True).relu().grad_fn)
+    (2, 3)
+    """
+    # Private: `_input_metadata`, the sizes of the gradients that a node takes (since 2.1), which
+    # are those of its results; it outlives backward(). Without it shapes are not known.
+    known = getattr(node, "_input_metadata", ())
+    shape = getattr(known[0], "shape", ()) if known else ()
+    return tuple(n for n in shape if isinstance(n, int))

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookkit import ActivationStats, ParamStats, diagnose, watch
+from hookkit import ActivationStats, ParamStats, Run, diagnose, watch
 from hookkit.callbacks.loss_facts import LossFacts
-from hookkit.stats.graph import consumers
+from hookkit.stats.graph import consumers, predecessors
 
 
 def read_by(net, x):
@@ -209,3 +209,78 @@ def test_hidden_layers_that_an_optimizer_has_are_none_of_these(given):
 
     assert "unregistered" not in stats.record().meta
     assert "not_in_optimizer" not in w.diagnose().rules
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pi = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.v = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.pi(x), self.v(x)
+
+
+class LastFirst(nn.Module):
+    """Its layers are registered in another order than they run; one of them runs many times."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.cell = nn.Linear(4, 2), nn.GRUCell(4, 4)
+        self.words = nn.Embedding(5, 4)
+
+    def forward(self, x):
+        h = torch.zeros(len(x), 4)
+        for i in range(x.shape[1]):
+            h = self.cell(self.words(x[:, i]), h)
+        return self.head(h)
+
+
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize(
+    ("net", "x", "expected"),
+    [
+        (ActorAndCritic(), torch.randn(3, 4), {
+            "pi.0.weight": "", "pi.2.weight": "pi.0.weight", "v.0.weight": "",
+            "v.2.weight": "v.0.weight"}),
+        (LastFirst(), torch.zeros(3, 20, dtype=torch.long), {
+            "words.weight": "", "cell.weight_ih": "words.weight", "cell.weight_hh": "",
+            "head.weight": "cell.weight_ih"}),
+        (LowRank(), torch.randn(3, 4), {"a": "", "b": "a"}),
+        (nn.LSTM(4, 5, 2), torch.randn(3, 2, 4), {
+            "weight_ih_l0": "", "weight_hh_l0": "", "weight_ih_l1": "weight_ih_l0",
+            "weight_hh_l1": "weight_ih_l0"}),
+    ],
+)  # fmt: skip
+def test_the_graph_shows_which_matrix_stands_before_each(net, x, expected):
+    assert predecessors(net, net(x)) == expected
+
+
+def test_a_residual_block_stands_behind_the_block_before_it():
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    found = predecessors(net, net(torch.randn(2, 3, 8)))
+
+    assert found["layers.1.self_attn.in_proj_weight"] == "layers.0.linear2.weight"
+    assert found["layers.0.linear1.weight"] == "layers.0.self_attn.out_proj.weight"
+
+
+def test_the_matrices_before_each_are_in_the_record_and_its_file(tmp_path):
+    net = ActorAndCritic()
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ActivationStats()) as w:
+        sum(t.mean() for t in net(torch.randn(3, 4))).backward()
+        opt.step()
+    w.save(tmp_path / "run")
+
+    for run in (w.run_record(), Run.load(tmp_path / "run")):
+        assert run.activations.meta["predecessors"]["v.2.weight"] == "v.0.weight"

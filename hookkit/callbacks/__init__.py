@@ -6,12 +6,13 @@ builtin     Modes and counts, accumulation, clipping, schedules.
 recorder    `Recorder`: losses, learning rates and metrics of a run.
 losses      `LossHistory`: losses by batch and by optimizer step.
 loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
+loss_graph  The same and mistakes in it, from the loss's autograd graph.
 metrics     Functions averaged over samples, or objects that update and compute.
 optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
 progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
 readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
 
-Ten files: each is one thing to look for.
+Eleven files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (

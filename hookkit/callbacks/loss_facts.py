@@ -1,6 +1,6 @@
 """`LossFacts`: which of PyTorch's losses it is, of how many classes, and what it is given.
 
-Builds on `autograd_graph`. The facts of a `Run` that rules of `diagnose` need.
+Builds on `loss_graph`. The facts of a `Run` that rules of `diagnose` need.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.autograd_graph import VIEWS, first_input, op_name
+from hookkit.callbacks.loss_graph import loss_by_graph
 from hookkit.hooks.snapshot import is_transforming
 
 
@@ -26,56 +26,6 @@ def loss_name(loss_func: Any) -> str | None:
     return name if isinstance(name, str) else type(loss_func).__name__
 
 
-_LOSSES = {
-    "NllLoss": "nll_loss",
-    "NllLoss2D": "nll_loss",
-    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
-    "BinaryCrossEntropy": "binary_cross_entropy",
-    "MseLoss": "mse_loss",
-    "HuberLoss": "huber_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-}
-_VIEWS = VIEWS | {"Clone", "ToCopy"}
-
-
-def loss_by_graph(loss: Tensor) -> dict[str, str]:
-    """`loss_func` and `loss_input` of a loss that autograd computed; {} for any other.
-
-    Reads about five nodes of its graph, also after backward(); keeps none.
-
-    >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
-    >>> loss_by_graph(torch.nn.functional.cross_entropy(scores.softmax(1), y))
-    {'loss_func': 'cross_entropy', 'loss_input': 'Softmax'}
-    >>> loss_by_graph(torch.nn.functional.mse_loss(scores, torch.ones(2, 3)))
-    {'loss_func': 'mse_loss', 'loss_input': ''}
-    >>> loss_by_graph(scores.mean())
-    {}
-    """
-    node = loss.grad_fn
-    if op_name(node) in _VIEWS:
-        node = _before(node)
-    name = _LOSSES.get(op_name(node))
-    # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
-    # mean. A sum grows with the batch, so that it has no level to compare with. Without the
-    # attribute a sum is taken for a mean.
-    if name is None or getattr(node, "_saved_reduction", 1) != 1:
-        return {}
-    node = _before(node)
-    if name == "nll_loss" and op_name(node) == "LogSoftmax":
-        name, node = "cross_entropy", _before(node)
-    given = op_name(node)
-    return {"loss_func": name, "loss_input": given if given in ("Softmax", "Sigmoid") else ""}
-
-
-def _before(node: Any) -> Any:
-    """The node whose output is the first input of `node`, behind views."""
-    for _ in range(8):
-        node = first_input(node)
-        if node is None or op_name(node) not in _VIEWS:
-            return node
-    return None
-
-
 class LossFacts:
     """What the first batch says of the loss, its scores and its graph; later batches are ignored.
 
@@ -87,7 +37,7 @@ class LossFacts:
     def __init__(self) -> None:
         self._sizes: list[int] | None = None  # of the scores' dimensions that may be the classes
         self._by_class = False
-        self._by_graph: dict[str, str] | None = None
+        self._by_graph: dict[str, Any] | None = None
 
     def see_loss(self, loss: Tensor) -> None:
         """Reads the graph of a loss: see `loss_by_graph`."""

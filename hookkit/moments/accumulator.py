@@ -97,6 +97,7 @@ class StatsAccumulator:
         thread: whose calls of compiled graphs are recorded; None records every thread's.
         unscale: a 0-d tensor that values are multiplied by, or None.
         consumers: by layer, the class of the one activation that reads it; None if not looked for.
+        predecessors: by matrix, the matrix whose output it is given; "" where it is given data.
         unregistered: names of weights that PyTorch does not know of.
 
     >>> stats = StatsAccumulator("activation")
@@ -120,6 +121,7 @@ class StatsAccumulator:
         self.skipped: dict[str, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self.consumers: dict[str, str | None] | None = None
+        self.predecessors: dict[str, str] = {}
         self.unregistered: list[str] = []
         self.thread: int | None = None
         self._cache: tuple[int, bool, Record, reading.RankUnits | None] | None = None

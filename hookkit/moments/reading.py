@@ -150,6 +150,8 @@ def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
     meta["unscaled"] = stats.unscaled
     if consumers:
         meta["feeds"] = [consumers.get(name) for name in names]
+    if stats.predecessors:
+        meta["predecessors"] = dict(stats.predecessors)
     if stats.unregistered:
         meta["unregistered"] = list(stats.unregistered)
     if o.window:

@@ -1,5 +1,5 @@
-"""What the autograd graph shows of a model: which activation reads each layer, and which weights
-are hidden from PyTorch.
+"""What the autograd graph shows of a model: which activation reads each layer, which weights a
+gradient passes on its way to each, and which are hidden from PyTorch.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
 does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
@@ -45,6 +45,55 @@ def consumers(model: nn.Module, output: Any) -> dict[str, str | None]:
             kinds = {_kind(end) for op in _ends(users, leaf) for end in _ends(users, op)}
             found[name] = kinds.pop() if len(kinds) == 1 else ""
     return found
+
+
+def predecessors(model: nn.Module, output: Any) -> dict[str, str]:
+    """Name of each matrix → name of the matrix whose output it is given; "" where it is given data.
+
+    Of several, the one at the end of the longest chain. So a gradient on its way back passes the
+    matrix, its predecessor, that one's predecessor, and so on. Matrices are parameters of two
+    dimensions or more. Those that the graph does not show (frozen, compiled, not run) are left out.
+
+    Cost: one walk through the graph, on the host alone; nothing is kept.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> predecessors(net, net(torch.ones(4, 2)))
+    {'0.weight': '', '2.weight': '0.weight'}
+    """
+    users, leaves = _graph(output)
+    names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
+    used: dict[Any, list[str]] = {}  # by operation: a recurrent one takes several matrices
+    for leaf in leaves:
+        if (name := names.get(id(leaf.variable))) is not None:
+            for op in _ends(users, leaf):
+                if not op_name(op).startswith("Compiled"):  # one node with all of its weights
+                    used.setdefault(op, []).append(name)
+    depth: dict[str, int] = {}
+    found: dict[str, str] = {}
+    deepest: dict[Any, tuple[int, str]] = {}  # by node: length and end of the longest chain
+    for node in _in_order(users):
+        before = [b for b, _ in node.next_functions if b is not None]
+        n, last = max((deepest[b] for b in before), default=(0, ""))
+        for name in used.get(node, ()):
+            if n < depth.get(name, n + 1):  # its first call, of several
+                depth[name], found[name] = n, last
+        ends = [(depth[name] + 1, name) for name in used.get(node, ())]
+        deepest[node] = max(ends, default=(n, last))
+    return found
+
+
+def _in_order(users: dict[Any, list[Any]]) -> Iterator[Any]:
+    """The nodes, each after those whose results it takes."""
+    waits = {node: len({b for b, _ in node.next_functions if b is not None}) for node in users}
+    ready = [node for node, n in waits.items() if not n]
+    while ready:
+        node = ready.pop()
+        yield node
+        for user in dict.fromkeys(users[node]):
+            waits[user] -= 1
+            if not waits[user]:
+                ready.append(user)
 
 
 def unregistered(model: nn.Module, opts: Iterable[Optimizer], output: Any) -> list[str]:

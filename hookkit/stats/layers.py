@@ -24,7 +24,7 @@ from hookkit.hooks.entries import graph_task
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import Bins, edge_bins, log_bins, range_bins
 from hookkit.records import Record
-from hookkit.stats.graph import consumers, unregistered
+from hookkit.stats.graph import consumers, predecessors, unregistered
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
 
@@ -131,13 +131,14 @@ class ActivationStats(LayerStats):
                 self._ask(self.learn)
 
     def _ask(self, learn: Any) -> None:
-        """Reads which activation consumes each layer, and which weights are hidden from PyTorch.
+        """Reads which activation consumes each layer, the order of the weights, hidden weights.
 
         From the autograd graphs of a fit's first two batches: a model may change between fits.
         """
         if not (self._n_asked or self._function):
             found = self.accumulator.consumers = consumers(learn.model, learn.pred)
             self.valid_accumulator.consumers = found
+            self.accumulator.predecessors = predecessors(learn.model, learn.pred)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)

@@ -1,0 +1,186 @@
+"""What the autograd graph of a loss shows: which of PyTorch's losses it is, and mistakes in it.
+
+Builds on `autograd_graph`. All facts are exact: they are read from the operations and from the
+shapes of their results, never from values. Nothing is kept of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hookkit.autograd_graph import VIEWS, first_input, op_name, shape_of
+
+_LOSSES = {
+    "NllLoss": "nll_loss",
+    "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "MseLoss": "mse_loss",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "CtcLoss": "ctc_loss",
+}
+_LIKELIHOODS = ("NllLoss", "NllLoss2D", "CtcLoss")
+"""Losses that expect logarithms of probabilities."""
+
+_DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
+
+_SAME_PLACES = frozenset(
+    ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
+)
+_SHAPES_ONLY = VIEWS | _SAME_PLACES
+
+_LAYERS = frozenset(
+    ("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution", "NativeLayerNorm", "NativeBatchNorm")
+)
+"""Operations of a model: what is behind them is no part of the loss."""
+
+_GIVES_SCORES = _LAYERS | {"Relu", "Gelu", "Silu", "Tanh"}
+"""Operations whose results are no logarithms of probabilities, since they can be above 0."""
+
+
+def loss_by_graph(loss: Tensor) -> dict[str, Any]:
+    """What is known of a loss that autograd computed, after backward() too; {} for any other.
+
+    Returns:
+        Of these, what applies:
+
+        loss_func: the function, if the loss is the mean of one of PyTorch's own.
+        n_classes: the size of the classes' dimension, of such a cross entropy.
+        loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
+            of them gives; `"scores"` where one that expects logarithms of probabilities is given
+            what a layer gives; else `""`. Of a sum of losses, that of any of its terms.
+        softmax_dim: in words, where the softmax before the loss is not over the classes.
+        broadcast: in words, where one column is compared with each element of a row.
+
+    >>> import torch
+    >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
+    >>> loss_by_graph(torch.nn.functional.cross_entropy(scores.softmax(1), y))
+    {'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
+    >>> loss_by_graph(torch.nn.functional.mse_loss(scores, torch.ones(2, 3)))
+    {'loss_func': 'mse_loss', 'loss_input': ''}
+    >>> loss_by_graph(scores.mean())
+    {}
+    """
+    found: dict[str, Any] = {}
+    top = loss.grad_fn
+    if op_name(top) in _SHAPES_ONLY:
+        top = _before(top)
+    for node in _nodes_of_loss(loss):
+        name = op_name(node)
+        if node is top and _is_mean(node):
+            found |= _of_one(node)
+        if given := _given_wrongly(node, name):
+            found["loss_input"] = given
+        if name in _LIKELIHOODS and (dim := _wrong_dim(node, name)):
+            found["softmax_dim"] = dim
+        if name in _DIFFERENCES and (pair := _broadcast(node)):
+            found["broadcast"] = pair
+    return found
+
+
+def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
+    """The operations between the model's last layers and the loss."""
+    todo: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while todo:
+        node = todo.pop()
+        if op_name(node) not in _LAYERS:
+            yield node
+            inputs = {before for before, _ in node.next_functions if before is not None} - seen
+            seen |= inputs
+            todo += inputs
+
+
+def _is_mean(node: Any) -> bool:
+    # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
+    # mean. A sum grows with the batch, so that it has no level to compare with. Without the
+    # attribute a sum is taken for a mean.
+    return op_name(node) in _LOSSES and getattr(node, "_saved_reduction", 1) == 1
+
+
+def _of_one(node: Any) -> dict[str, Any]:
+    """`loss_func`, `loss_input`, and `n_classes` of a cross entropy."""
+    name, before = _LOSSES[op_name(node)], _before(node)
+    if name != "nll_loss":
+        return {"loss_func": name, "loss_input": ""}
+    shape = shape_of(first_input(node))
+    classes = {"n_classes": shape[min(1, len(shape) - 1)]} if shape else {}
+    name = "cross_entropy" if op_name(before) == "LogSoftmax" else name
+    return {"loss_func": name, **classes, "loss_input": ""}
+
+
+def _given_wrongly(node: Any, name: str) -> str:
+    """`loss_input` for one operation of a loss."""
+    if name not in ("LogSoftmax", "BinaryCrossEntropyWithLogits", *_LIKELIHOODS):
+        return ""
+    given = op_name(_before(node))
+    if given in ("Softmax", "Sigmoid"):
+        return given
+    if name == "LogSoftmax":  # divided by a temperature, as a distillation does
+        return "Softmax" if op_name(_before(node, scaled=True)) == "Softmax" else ""
+    return "scores" if name in _LIKELIHOODS and given in _GIVES_SCORES else ""
+
+
+def _before(node: Any, scaled: bool = False) -> Any:
+    """The node whose output is the first input of `node`, behind views and factors."""
+    for before in _behind(node):
+        by_factor = scaled and op_name(before) in ("Mul", "Div") and _is_single(before)
+        if op_name(before) not in _SHAPES_ONLY and not by_factor:
+            return before
+    return None
+
+
+def _is_single(node: Any) -> bool:
+    """Whether only one of the inputs needs a gradient."""
+    return sum(before is not None for before, _ in node.next_functions) == 1
+
+
+def _behind(node: Any) -> Iterator[Any]:
+    """The first inputs of a node, of that, and so on."""
+    for _ in range(8):
+        node = first_input(node)
+        if node is None:
+            return
+        yield node
+
+
+def _wrong_dim(loss: Any, name: str) -> str:
+    """In words, if the softmax before a likelihood is not over the dimension of its classes."""
+    for node in _behind(loss):
+        if op_name(node) == "LogSoftmax":
+            shape, dim = shape_of(node), _dim_of(node)
+            if not shape or dim is None:
+                return ""
+            right = 1 if name == "NllLoss2D" else len(shape) - 1
+            dim %= len(shape)
+            return f"over dimension {dim} of {shape}" if dim != right else ""
+        if op_name(node) not in _SAME_PLACES:
+            return ""  # dimensions may have changed places
+    return ""
+
+
+def _dim_of(softmax: Any) -> int | None:
+    # Private: `_saved_dim` of a softmax, since 1.9, an unsigned number. Without it: not judged.
+    dim = getattr(softmax, "_saved_dim", None)
+    return None if dim is None else dim - (1 << 64) if dim >> 63 else dim
+
+
+def _broadcast(node: Any) -> str:
+    """In words, if `node` compares (n, 1) with (n,), which makes (n, n).
+
+    The targets need no gradient. Where both sides do, as in a ranking loss, all pairs are meant.
+    """
+    before = first_input(node)
+    if op_name(before) == "Expand":
+        whole, before = shape_of(before), first_input(before)
+    else:
+        whole = shape_of(node)
+    if len(whole) != 2 or whole[0] != whole[1] or whole[0] < 2 or not _is_single(node):
+        return ""
+    n, given = whole[0], shape_of(before)
+    other = {(n, 1): (n,), (n,): (n, 1)}.get(given)
+    return f"{given} is compared with {other}, which makes {whole}" if other else ""

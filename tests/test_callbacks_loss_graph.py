@@ -1,0 +1,123 @@
+"""What the autograd graph of a loss shows, and that it claims nothing else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookkit.callbacks.loss_graph import loss_by_graph
+
+N, T, C = 4, 3, 7
+
+
+def scores():
+    return nn.Linear(5, C)(torch.randn(N, 5))
+
+
+def sequences():
+    return nn.Linear(5, C)(torch.randn(N, T, 5))
+
+
+def column():
+    return nn.Linear(5, 1)(torch.randn(N, 5))
+
+
+def labels(*shape):
+    return torch.zeros(shape or (N,), dtype=torch.long)
+
+
+def ctc(log_probs):
+    x = log_probs.transpose(0, 1)
+    return F.ctc_loss(x, torch.ones(N, 1).long(), torch.full((N,), T), torch.ones(N).long())
+
+
+def distillation(student):
+    teacher = torch.rand(N, C).softmax(1)
+    return F.kl_div(F.log_softmax(student / 2, 1), teacher, reduction="batchmean")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(scores(), labels()),
+        lambda: F.cross_entropy(sequences().flatten(0, 1), labels(N * T)),
+        lambda: F.cross_entropy(sequences().transpose(1, 2), labels(N, T)),
+        lambda: F.nll_loss(sequences().log_softmax(-1).view(-1, C), labels(N * T)),
+        lambda: F.nll_loss(sequences().transpose(1, 2).log_softmax(1), labels(N, T)),
+    ],
+)
+def test_the_number_of_classes_is_known(loss):
+    expected = {"loss_func": "cross_entropy", "n_classes": C, "loss_input": ""}
+    loss = loss()
+    loss.backward()
+
+    assert loss_by_graph(loss) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (lambda: F.cross_entropy(scores().softmax(1), labels()), "Softmax"),
+        (lambda: F.nll_loss(scores().softmax(1), labels()), "Softmax"),
+        (lambda: F.nll_loss(scores(), labels()), "scores"),
+        (lambda: F.nll_loss(scores().softmax(1).log(), labels()), ""),
+        (lambda: ctc(sequences()), "scores"),
+        (lambda: F.binary_cross_entropy_with_logits(column().sigmoid(), torch.ones(N, 1)),
+         "Sigmoid"),
+        (lambda: F.cross_entropy(10 * column().sigmoid() * scores(), labels()), ""),
+        (lambda: F.cross_entropy(scores(), labels()) + distillation(scores().softmax(1)), "Softmax"),
+        (lambda: distillation(scores()), ""),
+    ],
+)  # fmt: skip
+def test_what_a_loss_is_given_where_that_is_wrong(loss, given):
+    assert loss_by_graph(loss()).get("loss_input", "") == given
+
+
+@pytest.mark.parametrize(
+    ("loss", "dim"),
+    [
+        (lambda: F.nll_loss(scores().log_softmax(0), labels()), 0),
+        (lambda: F.nll_loss(sequences().log_softmax(1).view(-1, C), labels(N * T)), 1),
+        (lambda: F.nll_loss(torch.randn(2, C, 3, 3, requires_grad=True).log_softmax(-1),
+                            labels(2, 3, 3)), 3),
+        (lambda: ctc(sequences().log_softmax(-1)), None),
+        (lambda: F.nll_loss(torch.randn(C, requires_grad=True).log_softmax(0), labels(1)[0]), None),
+    ],
+)  # fmt: skip
+def test_a_softmax_over_another_dimension_than_the_classes(loss, dim):
+    found = loss_by_graph(loss()).get("softmax_dim")
+
+    assert found is None if dim is None else found.startswith(f"over dimension {dim} of")
+
+
+def squared(a, b):
+    return (a - b).pow(2).mean()
+
+
+DIFFERENCES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, squared)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_column_compared_with_a_row(difference):
+    for given, target in ((column(), torch.randn(N)), (column()[:, 0], torch.randn(N, 1))):
+        assert f"makes ({N}, {N})" in loss_by_graph(difference(given, target))["broadcast"]
+        assert "broadcast" not in loss_by_graph(difference(given, target.view(given.shape)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: (x - x.T).sigmoid().log().mean(),  # a ranking loss: all pairs are meant
+        lambda x: torch.where(torch.rand(N, N) > 0.5, x.T.expand(N, N), 0.0).logsumexp(1).sum(),
+        lambda x: (nn.Linear(1, N)(x) - torch.randn(N)).pow(2).mean(),
+    ],
+)
+def test_other_squares_are_no_mistake(loss):
+    assert "broadcast" not in loss_by_graph(loss(column()))
+
+
+def test_what_is_inside_the_model_is_no_part_of_the_loss():
+    attention = F.log_softmax(scores().softmax(1), 1) @ torch.randn(C, 1)
+
+    assert loss_by_graph(attention.mean()) == {}
