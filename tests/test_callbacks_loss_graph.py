@@ -65,7 +65,8 @@ def test_the_number_of_classes_is_known(loss):
         (lambda: F.binary_cross_entropy_with_logits(column().sigmoid(), torch.ones(N, 1)),
          "Sigmoid"),
         (lambda: F.cross_entropy(10 * column().sigmoid() * scores(), labels()), ""),
-        (lambda: F.cross_entropy(scores(), labels()) + distillation(scores().softmax(1)), "Softmax"),
+        (lambda: F.cross_entropy(scores(), labels()) + distillation(scores().softmax(1)),
+         "Softmax"),
         (lambda: distillation(scores()), ""),
     ],
 )  # fmt: skip

@@ -17,11 +17,7 @@ LOSSES = {
     "probabilities": (lambda y: F.cross_entropy(y.softmax(1), CLASSES), "cross_entropy", "Softmax"),
     "views": (lambda y: F.cross_entropy(y[None].squeeze(0), CLASSES), "cross_entropy", ""),
     "nll": (lambda y: F.nll_loss(y.softmax(1), CLASSES), "nll_loss", "Softmax"),
-    "bce": (
-        lambda y: F.binary_cross_entropy(y.sigmoid(), SHARES),
-        "binary_cross_entropy",
-        "Sigmoid",
-    ),
+    "bce": (lambda y: F.binary_cross_entropy(y.sigmoid(), SHARES), "binary_cross_entropy", ""),
     "one in a row": (lambda y: F.mse_loss(y, SHARES)[None], "mse_loss", ""),
     "of one's own": (lambda y: (y - SHARES).square().mean(), None, None),
     "a sum": (lambda y: F.cross_entropy(y, CLASSES, reduction="sum"), None, None),
