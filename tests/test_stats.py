@@ -820,3 +820,29 @@ def test_log_bins_of_gradients_reach_down_to_tiny_ones() -> None:
     record = stats.record()
     assert record.edges is not None
     assert record.edges.tolist() == log_bins(-40, 8, 1).edges.tolist()
+
+
+def test_each_parameter_knows_its_optimizer_its_group_and_its_rate_at_each_step():
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 1)})
+    first = torch.optim.AdamW([
+        {"params": net["a"].parameters(), "lr": 0.1},
+        {"params": net["b"].parameters(), "lr": 0.2, "weight_decay": 0.5},
+    ])  # fmt: skip
+    second = torch.optim.SGD(net["c"].parameters(), lr=torch.tensor(0.3))
+    sched = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    stats = ParamStats()
+    with watch(net, [first, second], stats):
+        for _ in range(3):
+            net["c"](net["b"](net["a"](torch.ones(4, 2)))).mean().backward()
+            first.step()
+            second.step()
+            sched.step()
+
+    record = stats.record()
+    at = record.names.index
+    rows = [at("a.weight"), at("b.weight"), at("c.weight")]
+    expected = [[0.1, 0.05, 0.025], [0.2, 0.1, 0.05], [0.3, 0.3, 0.3]]
+    np.testing.assert_allclose(record.value("lr")[rows], expected, rtol=1e-6)
+    assert [record.meta["optimizer"][i] for i in rows] == ["AdamW", "AdamW", "SGD"]
+    assert [record.meta["group"][i] for i in rows] == [0, 1, 2]
+    assert [record.meta["weight_decay"][i] for i in rows] == [0.01, 0.5, 0.0]

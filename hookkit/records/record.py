@@ -39,7 +39,9 @@ PARAM_STATISTICS = (
     "grad_rms",
     "weight_rms",
     "nonfinite",
+    "lr",
 )
+"""Norms are 2-norms; `lr` is the learning rate of the parameter's group."""
 
 
 class Tables:

@@ -28,7 +28,8 @@ class ParamStats(Exports, Callback):
 
     `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
-    where the parameter's optimizer did not step (a GAN's other player; one not seen yet).
+    where the parameter's optimizer did not step (a GAN's other player; one not seen yet). `lr` is
+    the learning rate of its group at that step.
     One record per recorded optimizer step, merged to means when the memory (10 MB) is full.
 
     Costs a copy of the weights, and about three reads of them in each recorded step.
@@ -56,6 +57,7 @@ class ParamStats(Exports, Callback):
         self.every = every
         self.history = StepHistory()
         self._facts: dict[str, dict[str, Any]] = {}  # by name, in the order of rows
+        self._groups: list[dict[str, Any] | None] = []  # of each row, in its optimizer
         self._live: dict[str, nn.Parameter] = {}  # of the step under way, if it is recorded
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._copies = WeightCopies()
@@ -107,9 +109,12 @@ class ParamStats(Exports, Callback):
         self._live = live
 
     def _learn_facts(self, parameters: list[Named]) -> None:
-        owned = {id(p) for opt in self.learn.opts for g in opt.param_groups for p in g["params"]}
-        facts = {**self._facts}
+        groups = [(opt, g) for opt in self.learn.opts for g in opt.param_groups]
+        owned = {id(p): i for i, (_, g) in enumerate(groups) for p in g["params"]}
+        facts, held = {**self._facts}, dict(zip(self._facts, self._groups, strict=True))
         for name, kind, p in parameters:
+            at = owned.get(id(p))
+            opt, held[name] = (None, None) if at is None else groups[at]
             facts[name] = {
                 "type": kind,
                 # strided nested tensors have no shape
@@ -117,11 +122,15 @@ class ParamStats(Exports, Callback):
                 "ndim": p.ndim,
                 "numel": p.numel(),
                 "requires_grad": p.requires_grad,
-                "in_optimizer": id(p) in owned,
+                "in_optimizer": at is not None,
+                "optimizer": "" if opt is None else type(opt).__name__,
+                "group": at,
+                "weight_decay": float((held[name] or {}).get("weight_decay") or 0.0),
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
-        self._facts, self._n_opts = facts, len(self.learn.opts)
+        self._facts, self._groups = facts, list(held.values())
+        self._n_opts = len(self.learn.opts)
 
     def after_step(self) -> None:
         """Measures the step."""
@@ -134,6 +143,7 @@ class ParamStats(Exports, Callback):
                 tables = self._copies.tables(live, self._grads_of(live), self.names)
             place = self.learn.n_steps - 1, self.learn.epoch, self.learn.train_iter
             keyed: dict[Key, Tensor] = {("params", d): table[None] for d, table in tables.items()}
+            keyed[_RATES] = torch.tensor([[_rate(group) for group in self._groups]], **_HOST)
             self.history = self.history.with_records([place], keyed)
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
@@ -168,9 +178,10 @@ class ParamStats(Exports, Callback):
         past = self.history
         n, rows = len(past), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
+        rates = torch.zeros(n, rows, 2, **_HOST)
         for key in past.tables:
             part = past.read(key)
-            table[:, : part.shape[1]] += part
+            (rates if key == _RATES else table)[:, : part.shape[1]] += part
         moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
         moved[(table[..., 2] > 0).any(0)] = 1.0
         if not local and ranks.is_distributed():
@@ -185,6 +196,8 @@ class ParamStats(Exports, Callback):
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         facts["moved"] = moved.numpy().astype(bool).tolist()
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
+        rate, n_rates = rates.transpose(0, 1).unbind(-1)
+        values["lr"] = (rate / n_rates.where(n_rates > 0, math.nan)).numpy()
         steps, epochs, iters, spans = (np.array(past.column(i), dtype=np.int64) for i in range(4))
         names, types = tuple(self.names), tuple(self.types)
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
@@ -222,7 +235,7 @@ class ParamStats(Exports, Callback):
         trained = self._present()
         self._live, self._copies, self._known = {}, WeightCopies(), None
         self._compared, self._cache = [], None
-        self._n_opts = -1
+        self._n_opts, self._groups = -1, [None] * len(self._groups)
         self._bits.again(trained)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,6 +244,7 @@ class ParamStats(Exports, Callback):
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"_live": {}, "_parts": {}, "_known": None, "_compared": []}
         gone |= {"_copies": WeightCopies(), "_constant": constant}
+        gone["_groups"] = [None] * len(self._groups)
         return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:
@@ -243,7 +257,18 @@ def _brief(names: list[str]) -> str:
 
 
 _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
-_FACTS = ("ndim", "numel", "requires_grad", "in_optimizer", "dtype")
+_OF_TENSOR = "ndim", "numel", "shape", "requires_grad", "dtype"
+_FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
+_RATES: Key = "rates", torch.device("cpu")
+"""Of each row the sum of its learning rates, and of how many."""
+
+
+def _rate(group: dict[str, Any] | None) -> tuple[float, float]:
+    """A group's learning rate and 1; zeros if it has none that the host can read for nothing."""
+    rate = None if group is None else group.get("lr")
+    if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu):
+        return 0.0, 0.0
+    return float(rate), 1.0
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
