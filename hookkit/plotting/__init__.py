@@ -10,6 +10,7 @@ Inf and nothing else.
     arrays      edges, limits, smoothing, spikes: what can be decided without matplotlib
     labels      names of layers that fit where they are drawn
     axes        titles, scales and ticks, names of layers, marks of epochs and of NaN or Inf
+    bins        axes of histograms: where bins lie, how wide they are, densities, ticks
     heatmaps    plot_run
     histograms  color_dim, plot_density
     lines       plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth

@@ -1,7 +1,7 @@
 """Axes alike in every picture: titles, scales and ticks, names of layers, marks of epochs and NaN.
 
-Scales and their ticks are matplotlib's, but for those of histograms: their bins are drawn equally
-high, which no locator knows of. Builds on `arrays`, `figures` and `labels`.
+Scales and their ticks are matplotlib's; those of histograms are in `bins`. Builds on `arrays`,
+`figures` and `labels`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from hookkit.plotting.arrays import epoch_starts, step_edges
 from hookkit.plotting.figures import ALARM, FAINT, ink, literal
 from hookkit.plotting.labels import layer_ticks
-from hookkit.records import Floats, Record
+from hookkit.records import Record
 
 BROKEN = "NaN or Inf"
 _HUGE = 1e200
@@ -122,53 +122,3 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
         ax.set_yscale("symlog", linthresh=10.0 ** np.round(np.log10(usual)))
         ax.yaxis.get_major_locator().set_params(numticks=7)
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
-
-
-def bin_ticks(edges: Floats, first: int, last: int, most: int = 7) -> tuple[Floats, list[str]]:
-    """Places (in bins) and labels of round values between the bins `first` and `last`.
-
-    Bins are drawn equally high, whatever their edges: a signed-log axis (or, for equal bins, a
-    linear one) whose ticks are true values.
-    """
-    finite = np.isfinite(edges)
-    index, value = np.arange(len(edges))[finite], edges[finite]
-    low, high = value[np.clip([first, last + 1], index[0], index[-1]) - index[0]]
-    ticks = _round_values(edges, low, high, most)
-    places, zero = np.interp(ticks, value, index), np.interp(0.0, value, index)
-    apart = 0.6 * (last + 1 - first) / most  # labels closer than this would touch
-    shown = _open_bins(edges, first, last)
-    taken = [place for place, _ in shown]
-    for place, tick in zip(places, ticks, strict=True):
-        if all(abs(place - t) >= apart for t in [*taken, *[zero] * bool(tick)]):
-            shown.append((float(place), f"{tick:.4g}"))
-    shown.sort()
-    return np.array([place for place, _ in shown]), [text.replace("-", "−") for _, text in shown]
-
-
-def _round_values(edges: Floats, low: float, high: float, most: int) -> Floats:
-    """About `most` round values from `low` to `high`, of linear or of logarithmic bins."""
-    sizes = np.abs(edges[np.isfinite(edges) & (edges != 0)])
-    least = sizes.min() if low <= 0 <= high else min(abs(low), abs(high))
-    tops = [int(np.floor(np.log10(end) + 1e-9)) for end in (-low, high) if end > least]
-    widths = np.diff(edges[np.isfinite(edges)])
-    if tops and len(widths) > 2 and not np.allclose(widths, widths[0], rtol=1e-3):
-        # Whole decades, the same ones for both signs, from the largest down. Where the two ends are
-        # about as large, from the smaller of them, so that both get a label.
-        bottom, alike = int(np.ceil(np.log10(least) - 1e-9)), max(tops) - min(tops) <= 1
-        n_decades = sum(top - bottom + 1 for top in tops)
-        every = max(1, -(-n_decades // (most - 1)))
-        powers = 10.0 ** np.arange(min(tops) if alike else max(tops), bottom - 1, -every)
-        ticks = np.unique(np.concatenate(([0.0], powers, -powers)))
-        ticks = ticks[(low <= ticks) & (ticks <= high)]
-        if len(ticks) > 1:
-            return ticks
-    ticks = np.asarray(MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high))
-    return np.asarray(ticks[(low <= ticks) & (ticks <= high)], dtype=np.float64)
-
-
-def _open_bins(edges: Floats, first: int, last: int) -> list[tuple[float, str]]:
-    """Middle and label of the bins, among those shown, that hold all beyond the range."""
-    low = [(0.5, f"< {edges[1]:.4g}")] if first == 0 and np.isinf(edges[0]) else []
-    n = len(edges) - 1
-    high = [(n - 0.5, f"> {edges[-2]:.4g}")] if last == n - 1 and np.isinf(edges[-1]) else []
-    return low + high

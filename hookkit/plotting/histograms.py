@@ -1,4 +1,7 @@
-"""How values are spread: the colorful dimension over steps, and the density at one step."""
+"""How values are spread: the colorful dimension over steps, and the density at one step.
+
+Both draw densities: shares of values divided by the width of their bin on the axis (see `bins`).
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
     BROKEN,
     KINDS,
-    bin_ticks,
     count_steps,
     mark_epochs,
     nothing,
     plain,
     title,
 )
+from hookkit.plotting.bins import bin_ticks, densities, edge_places, scale_words, unit
 from hookkit.plotting.figures import ALARM, NEVER, colour_map, literal, new_axes, new_figure
 from hookkit.plotting.labels import ordered_record, row_label
-from hookkit.plotting.lines import curves
+from hookkit.plotting.lines import FEW, curves
 from hookkit.records import Floats, Record, as_record, by_module
 
-FLOOR = 1e-4
-"""The smallest share of values with a colour of its own."""
+DECADES = 4
+"""Of densities that have a colour of their own, from what one narrowest bin can hold down."""
 
 
 def color_dim(
@@ -32,8 +35,13 @@ def color_dim(
 ) -> Any:
     """The colorful dimension: how the values of a layer are spread, step by step.
 
-    Each column is one record's histogram; colour is the share of values in a bin (log scale). Bins
-    are drawn equally high, labelled with their true values; vermilion on top marks NaN or Inf.
+    Each column is one record's histogram, or that of several neighbours, if there are more than fit
+    in the picture: the title says how many. Colour is the density on a log scale: the share of
+    values per decade, for the default bins, whose axis is signed logarithmic (and linear within the
+    least bins, around 0). A spike in it is a value that many have, such as the 0 of a ReLU. Bins
+    that are equally wide have a linear axis and the share per bin. Values beyond the bins are in
+    the open ones at the ends (`> 4096`), drawn as wide as their neighbours. Grey: nothing was
+    counted; vermilion on top: NaN or Inf.
 
     Args:
         record: a Record with histograms, a Run, a recorder or a driver.
@@ -57,15 +65,17 @@ def color_dim(
     _check_hist(record)
     rows = list(range(len(record.names))) if layer is None else [record.layer(layer)]
     grid = _grid(len(rows))
+    merged = _merged(record, grid)
+    note = f"; {merged} records a column" if merged > 1 else ""
     if layer is None:
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
-        alarm = f"; {BROKEN} in vermilion" if arrays.nonfinite(record).any() else ""
+        note += f"; {BROKEN} in vermilion" if arrays.nonfinite(record).any() else ""
         of = f", {len(rows)} layers in order" if len(rows) != 1 else f": {row_label(record, 0)}"
-        title(ax, f"Spread of {KINDS[record.kind]}{of}{alarm}", pad=18)
+        title(ax, f"Spread of {KINDS[record.kind]}{of}{note}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
-        title(ax, f"Spread of {KINDS[record.kind]}: {row_label(record, rows[0])}")
+        title(ax, f"Spread of {KINDS[record.kind]}: {row_label(record, rows[0])}{note}")
     if rows and len(record):
         _tiles(ax, record, rows, grid)
     else:
@@ -103,12 +113,18 @@ def _check_hist(record: Record) -> None:
         )
 
 
-def _shares(record: Record, row: int) -> Floats:
-    """(n_bins, n) share of each record's counted values in each bin, NaN where none was counted."""
+def _densities(record: Record, row: int, merged: int = 1) -> Floats:
+    """(n_bins, n) density of each record's counted values, NaN where none was counted.
+
+    Args:
+        merged: how many neighbouring records are counted together.
+    """
     assert record.hist is not None
+    assert record.edges is not None
     counts = record.hist[row].astype(np.float64)
+    counts = np.add.reduceat(counts, np.arange(0, counts.shape[1], merged), axis=1)
     total = counts.sum(axis=0)
-    return np.asarray(counts / np.where(total > 0, total, np.nan))
+    return densities(counts / np.where(total > 0, total, np.nan), record.edges)
 
 
 def _used_bins(used: Any) -> tuple[int, int]:
@@ -119,37 +135,47 @@ def _used_bins(used: Any) -> tuple[int, int]:
     return max(0, int(rows[0]) - 1), min(len(used) - 1, int(rows[-1]) + 1)
 
 
+def _merged(record: Record, grid: Grid) -> int:
+    """How many records a column of a tile counts together."""
+    return max(1, -(-len(record) // (800 // grid.columns)))
+
+
 def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
     """Every layer a tile, all in one mesh: 300 Axes would take two minutes to lay out."""
     assert record.hist is not None
-    bins = _used_bins((record.hist[rows] > 0).any(axis=(0, 2)))
-    broken, edges = arrays.nonfinite(record), arrays.step_edges(record.steps)
-    high, xs = bins[1] + 1 - bins[0], arrays.pool(edges[None, :-1], edges, 800 // grid.columns)[1]
+    assert record.edges is not None
+    bins, merged = _used_bins((record.hist[rows] > 0).any(axis=(0, 2))), _merged(record, grid)
+    places, edges = edge_places(record.edges), arrays.step_edges(record.steps)
+    ys, xs = places[bins[0] : bins[1] + 2] - places[bins[0]], edges[:-1:merged]
+    xs, high = np.append(xs, edges[-1]), len(ys) - 1
+    top = float(np.ceil(-np.log10(np.diff(places).min())))
     gap = (0.0, 0.0) if grid.columns == 1 else (0.06, 0.19 / (grid.height - 0.19))
-    right, up = (1 + gap[0]) * (xs[-1] - xs[0]), (1 + gap[1]) * high
+    right, up = (1 + gap[0]) * (xs[-1] - xs[0]), (1 + gap[1]) * ys[-1]
     image = np.full((grid.rows * (high + 1), grid.columns * len(xs)), np.nan)
     for k, row in enumerate(rows):
         r, c = grid.rows - 1 - k // grid.columns, k % grid.columns
-        tile = _tile(_shares(record, row)[bins[0] : bins[1] + 1], broken[row])
-        tile = arrays.pool(tile, edges, 800 // grid.columns)[0]
+        tile = _tile(record, row, merged, bins, top)
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
         if grid.columns > 1:
-            at, text = (c * right + xs[0], r * up + high), {"textcoords": "offset points"}
+            at, text = (c * right + xs[0], r * up + ys[-1]), {"textcoords": "offset points"}
             name = row_label(record, row, grid.room)  # of long names the end: there they differ
             ax.annotate(literal(name), at, (0, 2), fontsize=grid.size, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
-    y = np.concatenate([np.arange(high + 1) + r * up for r in range(grid.rows)])
+    y = np.concatenate([ys + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
-    limits = {"vmin": np.log10(FLOOR), "vmax": 0, "rasterized": True}
+    limits = {"vmin": top - DECADES, "vmax": top, "rasterized": True}
     mesh = ax.pcolormesh(x, y, image[:-1, :-1], cmap=colours, **limits)
     _tile_axes(ax, record, bins, grid, up)
-    _share_bar(ax, mesh)
+    _density_bar(ax, mesh, record.edges, int(top))
 
 
-def _tile(table: Floats, broken: Any) -> Floats:
-    """log10 of the shares; far below them where the layer did not run, above (on top) for NaN."""
-    shown = np.clip(arrays.log10(table), np.log10(FLOOR), 0.0)
+def _tile(record: Record, row: int, merged: int, bins: tuple[int, int], top: float) -> Floats:
+    """log10 of the densities; far below them where nothing was counted, above (on top) for NaN."""
+    table = _densities(record, row, merged)[bins[0] : bins[1] + 1]
+    shown = np.clip(arrays.log10(table), top - DECADES, top)
     shown[np.isnan(shown)] = -99.0
+    starts = np.arange(0, len(record), merged)
+    broken = np.logical_or.reduceat(arrays.nonfinite(record)[row], starts)
     shown[-max(1, len(shown) // 20) :, broken] = 99.0
     return shown
 
@@ -159,10 +185,12 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     assert record.edges is not None
     most = min(9, _fitting(ax, 3.5, high=True)) if grid.rows == 1 else 5
     places, labels = bin_ticks(record.edges, *bins, most)
-    ys = [place - bins[0] + r * up for r in range(grid.rows) for place in places]
+    low = edge_places(record.edges)[bins[0]]
+    ys = [place - low + r * up for r in range(grid.rows) for place in places]
     size = min(8, grid.size + 0.5)
     count_steps(ax)
     ax.set_yticks(ys, labels * grid.rows, fontsize=size)
+    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}\n{scale_words(record.edges)}", fontsize=7)
     if grid.columns == 1:
         mark_epochs(ax, record)
         ax.tick_params(labelsize=size)
@@ -174,15 +202,24 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     ax.spines[:].set_visible(False)
 
 
-def _share_bar(ax: Any, mesh: Any) -> None:
+def _density_bar(ax: Any, mesh: Any, edges: Floats, top: int) -> None:
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03, shrink=0.9)
-    bar.set_ticks([-4, -3, -2, -1, 0], labels=["≤0.01 %", "0.1 %", "1 %", "10 %", "100 %"])
+    ticks = range(top - DECADES, top + 1)
+    words = [f"{10.0**k:g}" for k in ticks]
+    bar.set_ticks(list(ticks), labels=[f"≤{words[0]}", *words[1:]])
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("share of values in a bin", fontsize=8)
+    bar.set_label(f"share of values per {unit(edges)}", fontsize=8)
 
 
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any:
     """How the values of every layer are spread at one step, a line a layer.
+
+    The lines are densities: the area under each is 1. They are shares of values per decade, for the
+    default bins, whose axis is signed logarithmic (and linear within the least bins, around 0).
+    Up to 12 layers are drawn bin by bin; more would hide each other, so their lines join the
+    middles of the bins.
+    On such an axis a normal distribution around 0 has a hump on either side, at its standard
+    deviation. Bins that are equally wide have a linear axis and the share per bin.
 
     The nearest record is taken, and the title says which; without `step` it is the last one in
     which most layers have finite values.
@@ -199,16 +236,20 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
         (column,) = arrays.columns_of(record, [step])
     ax = new_axes(ax, 10, 4.5)
     rows = range(len(record.names))
-    tables = np.stack([_shares(record, row)[:, column] for row in rows])
+    tables = np.stack([_densities(record, row)[:, column] for row in rows])
     first, last = _used_bins((tables > 0).any(axis=0))
-    x = np.arange(len(tables[0])) + 0.5
-    curves(ax, record, x[first : last + 1], 100 * tables[:, first : last + 1], key=True)
     assert record.edges is not None
+    x, shown = edge_places(record.edges)[first : last + 2], tables[:, first : last + 1]
+    if len(rows) > FEW:
+        curves(ax, record, (x[:-1] + x[1:]) / 2, shown, key=True, marker="")
+    else:
+        shown = shown[:, [*range(shown.shape[1]), -1]]  # a step reaches to the end of its bin
+        curves(ax, record, x, shown, key=True, drawstyle="steps-post", marker="")
     ax.set_xticks(*bin_ticks(record.edges, first, last, _fitting(ax, 1.6)))
-    ax.set_xlim(first, last + 1)
+    ax.set_xlim(x[0], x[-1])
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
-    ax.set_ylabel("% of values in a bin", fontsize=9)
+    ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}; {scale_words(record.edges)}", fontsize=9)
+    ax.set_ylabel(f"share of values per {unit(record.edges)}", fontsize=9)
     empty = int(np.isnan(tables).all(axis=1).sum())
     note = f"; {empty} of {len(tables)} layers have no finite values there" if empty else ""
     title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}{note}")

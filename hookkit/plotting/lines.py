@@ -181,13 +181,11 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
     plain(ax)
 
 
-def curves(
-    ax: Any, record: Record, x: Any, table: Floats, *, key: bool, ls: str = "-", alpha: float = 1.0
-) -> None:
+def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, **style: Any) -> None:
     """Lines coloured by depth, skipping layers without a value; `key` says which is which."""
     rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
     colours = depth_colours(len(rows), ax)
-    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, "ls": ls, "alpha": alpha}
+    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
     lines = [line(ax, x, table[i], color=c, **style) for c, i in zip(colours, rows, strict=True)]
     if not key or not rows:
         return
@@ -213,9 +211,9 @@ def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
     known = np.pad(np.isfinite(y), 1)
     alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
     if len(x) < 30:
-        style["marker"] = "."
+        style = {"marker": "."} | style
     elif len(alone):
-        style |= {"marker": ".", "markevery": alone.tolist()}
+        style = {"marker": ".", "markevery": alone.tolist()} | style
     return ax.plot(x, y, **style)[0]
 
 
