@@ -13,6 +13,7 @@
     precision.py          NaN and Inf, the range of float16
     attention.py          attention's logits
     loss.py               the loss: what it is given, its start, its fall, its end
+    loss_graph.py         what its operations show: shapes and dimensions that are mistakes
 
 One file for each subject, since rules are looked for by what they are about. To add a rule, write a
 check under `@rule(…)` in the file of its subject and put it in `RULES`.
@@ -36,6 +37,7 @@ from hookkit.health import (
     attention,
     gradients,
     loss,
+    loss_graph,
     precision,
     steps,
     units,
@@ -50,6 +52,8 @@ __all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 
 # causes before their consequences: among findings of one severity this order is kept
 RULES: tuple[Rule, ...] = (
+    loss_graph.broadcast,
+    loss_graph.softmax_dim,
     loss.probabilities,
     steps.ascent,
     precision.fp16_underflow,

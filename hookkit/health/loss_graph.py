@@ -1,0 +1,41 @@
+"""Rules on what the loss's own operations show: facts, which need no statistics and no threshold.
+
+The facts are read from the autograd graph of the first loss (`callbacks/loss_graph.py`); where no
+loss with a graph was seen, nothing is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hookkit.health.diagnosis import Finding, rule
+from hookkit.health.run_view import RunView
+
+_EXACT = "exact, by the operations of the loss"
+
+
+@rule(
+    threshold="a column of n predictions and a row of n targets, which PyTorch makes n × n",
+    source=f"{_EXACT}; PyTorch, broadcasting semantics",
+    cause="predictions and targets of different shapes: each prediction is compared with every "
+    "target, so that the best the model can do is their mean",
+    fix="give both the same shape: loss_func(pred.squeeze(-1), target)",
+)
+def broadcast(run: RunView) -> Iterator[Finding]:
+    """(n, 1) compared with (n,)."""
+    if what := run.info.get("broadcast"):
+        yield broadcast.found("error", f"in the loss {what}", (), run.all_steps)
+
+
+@rule(
+    threshold="over any dimension but that of the classes",
+    source=f"{_EXACT}; PyTorch, nll_loss: classes are dimension 1",
+    cause="a softmax that shares its probabilities among the samples (or places) and not among the "
+    "classes",
+    fix="use cross_entropy on the scores, or log_softmax(dim=-1)",
+)
+def softmax_dim(run: RunView) -> Iterator[Finding]:
+    """A log softmax over the batch, before a likelihood."""
+    if what := run.info.get("softmax_dim"):
+        what = f"the softmax before the loss is taken {what}"
+        yield softmax_dim.found("error", what, (), run.all_steps)
