@@ -12,10 +12,10 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
+from hookkit.health.jumps import LEAST, jumps
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
-from hookkit.health.reading import SIGMA, end_level, known, start_level
+from hookkit.health.reading import end_level, known, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
-from hookkit.records import Floats
 
 # An RMS of scores that would make a binary cross entropy almost 0, or large (measured)
 SCORES_SIZE = 4
@@ -34,8 +34,6 @@ OUT_OF_REACH = 0.05
 WORSE = 0.5
 # Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)
 ENDLESS = 10
-# OLMo-core, SkipStepOptimizer
-SPIKE_SIGMAS, SPIKE_WINDOW = 6, 128
 # Fewer spikes, or a smaller share of the steps, happen in healthy runs (hookkit, measured)
 OFTEN, OFTEN_SHARE = 3, 0.01
 # SageMaker Debugger, Overfit: validation over training loss
@@ -312,30 +310,14 @@ _IMPOSSIBLE = below_zero.but(
 )
 def spikes(run: RunView) -> Iterator[Finding]:
     """Losses that jump out of the last 128 steps, after the warm-up."""
-    values = known(run.losses_of(100))
-    level = start_level(values)
-    at = [t for t in range(SPIKE_WINDOW // 2, len(values)) if _jumps(values, t, level)]
-    if not at:
+    series = run.losses_of(LEAST)
+    values = known(series)
+    if not len(at := jumps(values)):
         return
     often = len(at) >= OFTEN and len(at) > OFTEN_SHARE * len(values) and not run.need_not_fall
     what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[at].max():.3g}"
-    yield spikes.found("warning" if often else "note", what, (), (at[0], at[-1]))
-
-
-def _jumps(series: Floats, t: int, level: float) -> bool:
-    """Whether the loss of step `t` stands out of those before, both by difference and by factor."""
-    before = series[max(0, t - SPIKE_WINDOW) : t]
-    middle = np.median(before)
-    sigma = SIGMA * np.median(np.abs(before - middle))  # by medians: other spikes do not count
-    if series[t] - middle <= max(SPIKE_SIGMAS * sigma, 0.5 * abs(level)):
-        return False
-    before = before[before > 0]
-    if middle <= 0 or len(before) < SPIKE_WINDOW // 2:
-        return True  # no factors
-    # A loss near 0 varies by factors (batches without a mistake, and with one), which are no
-    # spikes. Their noise is measured from one step to the next, so that a fall is not part of it.
-    factor = SIGMA * np.median(np.abs(np.diff(np.log(before)))) / np.sqrt(2)
-    return bool(np.log(series[t] / np.median(before[-16:])) > SPIKE_SIGMAS * factor)
+    steps = np.flatnonzero(np.isfinite(series))[at]
+    yield spikes.found("warning" if often else "note", what, (), (int(steps[0]), int(steps[-1])))
 
 
 @rule(

@@ -159,7 +159,7 @@ def _loss(run: Run) -> Iterator[str]:
         text = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
         least = min(fine, default=float("nan"))
         alt = f"Training loss over {len(losses)} steps, {text}, least {least:.3g}."
-        yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes (6 sigma).")
+        yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes.")
     else:
         yield missing("No loss was recorded.")
     if rows := list(run.valid):

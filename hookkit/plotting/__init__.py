@@ -7,7 +7,7 @@ first layer (dark) to the last (light) and are safe for colour-blind readers; ve
 Inf and nothing else.
 
     figures     figures, files, colours, text; says how to install matplotlib
-    arrays      edges, limits, smoothing, spikes: what can be decided without matplotlib
+    arrays      edges, limits, smoothing: what can be decided without matplotlib
     labels      names of layers that fit where they are drawn
     axes        titles, scales and ticks, names of layers, marks of epochs and of NaN or Inf
     bins        axes of histograms: where bins lie, how wide they are, densities, ticks

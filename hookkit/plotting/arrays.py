@@ -1,4 +1,4 @@
-"""What the pictures show, as plain arrays: edges, limits of colours, spikes, chosen steps.
+"""What the pictures show, as plain arrays: edges, limits of colours, chosen steps, smoothing.
 
 Everything about a picture that can be decided, and tested, without matplotlib.
 """
@@ -87,39 +87,50 @@ def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:
     return sorted({int(np.abs(record.steps - step).argmin()) for step in wanted})
 
 
-def smoothed(values: Floats, width: int | None = None) -> Floats:
-    """Running mean of the finite `values`, centred so that it does not lag; default: n/40 wide."""
+def smoothed(values: Floats, width: int) -> Floats:
+    """Running mean of the finite `values` over `width`; NaN stays NaN.
+
+    The window is centred, so that the mean does not lag, and narrower near the first value, where
+    the mean begins: half a window would begin below a falling series.
+    """
     if not len(values):
         return values
-    width = (width or max(5, len(values) // 40)) | 1
+    width = min(width, len(values)) | 1
     finite = np.isfinite(values)
-    kernel = np.ones(min(width, len(values)))
+    known, kernel = np.where(finite, values, 0.0), np.ones(width)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = np.convolve(np.where(finite, values, 0.0), kernel, "same")
-    count = np.convolve(finite.astype(np.float64), kernel, "same")
+        total = np.convolve(known, kernel, "full")[width // 2 :][: len(values)]
+        count = np.convolve(finite.astype(np.float64), kernel, "full")[width // 2 :][: len(values)]
+        for i in range(width // 2):
+            total[i], count[i] = known[: 2 * i + 1].sum(), finite[: 2 * i + 1].sum()
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
+
+
+def median_width(n: int) -> int:
+    """Over how many of `n` values to take a running median: a fortieth, from 5 to 1001."""
+    return int(np.clip(n // 40, 5, 1001)) | 1
+
+
+def running_median(values: Floats, width: int, most: int = 4000) -> tuple[Ints, Floats]:
+    """Indices of at most about `most` of the finite `values`, and the median around each.
+
+    Of a falling series it is the series itself, and one spike does not move it; a mean lies above
+    the one, and falls behind the other. As with `smoothed`, the window is centred, and narrower
+    near the first value. Near the last one it holds what is there, so that the median does not end
+    in the noise of the last step.
+    """
+    n, half = len(values), width // 2
+    at = np.unique(np.append(np.arange(0, n, -(-n // most)), n - 1))
+    reach = np.minimum(at, half)
+    windows = (values[i - k : i + k + 1] for i, k in zip(at, reach, strict=True))
+    with np.errstate(over="ignore"):
+        return at, np.array([np.median(window) for window in windows])
 
 
 def span(values: Floats) -> tuple[float, float]:
     """The least and greatest finite value; (0, 0) when there is none."""
     finite = values[np.isfinite(values)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-
-
-def spikes(values: Floats, window: int = 128, sigmas: float = 6.0, least: int = 32) -> Ints:
-    """Where `values` exceed the mean of the `window` before by `sigmas` standard deviations.
-
-    Source: OLMo-core's `StabilityMonitor` (6 sigma, 128 steps). The first `least` steps are never
-    called spikes: there is too little to compare them with.
-    """
-    found = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for i in range(least, len(values)):
-            past = values[max(0, i - window) : i]
-            past = past[np.isfinite(past)]
-            if len(past) >= least and values[i] > past.mean() + sigmas * past.std() + 1e-12:
-                found.append(i)
-    return np.array(found, dtype=np.int64)
 
 
 def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.checks import check_number
+from hookkit.health.jumps import jumps
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
     BROKEN,
@@ -29,7 +30,10 @@ def plot_loss(
 ) -> Any:
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
-    Triangles mark spikes (6 sigma above the 128 steps before), vermilion bars NaN or Inf.
+    Grey is each step, blue a running median, whose window is in the legend: about a fortieth of the
+    run. A spike does not move it. From 100 steps on triangles mark spikes, as the rule `spikes` of
+    `diagnose` finds them: 6 standard deviations (by the median) above the 128 steps before, and by
+    half of where the line begins. Vermilion bars mark NaN or Inf.
 
     Args:
         run: a Run, a recorder or a driver.
@@ -53,18 +57,16 @@ def plot_loss(
         count_steps(ax)
         return ax
     steps, norms = arrays.gradient_norms(run)
-    steps, norms = steps[steps >= skip_start], norms[steps >= skip_start]
-    has_norms = int(np.isfinite(norms).any())
+    has_norms = int(np.isfinite(norms[steps >= skip_start]).any())
     fig = new_figure(fig, 10, 5 if has_norms else 3.6)
     heights = (2, 1)[: 1 + has_norms]
     axes = fig.subplots(1 + has_norms, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     _losses(axes[0], run, skip_start, with_valid)
     if has_norms:
-        _series(axes[1], steps, norms, "gradient norm")
+        _series(axes[1], steps, norms, "gradient norm", skip_start)
         title(axes[1], "Global gradient norm")
-        log_y(axes[1], norms)
-        if spikes := [line for line in axes[1].lines if "spike" in str(line.get_label())]:
-            axes[1].legend(handles=spikes, fontsize=8, frameon=False)
+        log_y(axes[1], norms[steps >= skip_start])
+        axes[1].legend(fontsize=8, frameon=False)
         _mark_epochs(axes[1], run, label=False)
     count_steps(axes[-1])
     return fig
@@ -74,10 +76,10 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
     points = arrays.valid_losses(run, run.n_steps) if with_valid else []
     if len(losses) or points:
-        losses, steps = losses[skip_start:], np.arange(len(losses))[skip_start:]
-        _series(ax, steps, losses, "training loss")
+        _series(ax, np.arange(len(losses)), losses, "training loss", skip_start)
         valid = _valid_points(ax, points, skip_start)
         ax.legend(fontsize=8, frameon=False)
+        losses = losses[skip_start:]
         low, high = arrays.span(np.concatenate([losses, valid]))
         if high > 100 * low > 0:
             log_y(ax, np.concatenate([losses, valid]))
@@ -94,16 +96,22 @@ def _mark_epochs(ax: Any, run: Run, *, label: bool) -> None:
         mark_epochs(ax, run.records[0], label=label)
 
 
-def _series(ax: Any, steps: Any, values: Floats, name: str) -> None:
-    mark_broken(ax, steps, arrays.broken_series(values))
+def _series(ax: Any, steps: Any, values: Floats, name: str, skip_start: int) -> None:
+    """Each value from `skip_start` on; medians and spikes are those of the whole series."""
+    shown = steps >= skip_start
+    mark_broken(ax, steps[shown], arrays.broken_series(values)[shown])
     known = np.isfinite(values)
     steps, values = steps[known], values[known]
-    few = len(values) < 30
+    first, few = int(np.searchsorted(steps, skip_start)), len(values) < 30
     raw = {"color": FAINT, "lw": 0.7, "marker": "." if few else ""}
-    ax.plot(steps, values, **raw, label=name if few else f"{name}, each step")
+    ax.plot(steps[first:], values[first:], **raw, label=name if few else f"{name}, each step")
     if not few:
-        ax.plot(steps, arrays.smoothed(values), color=BLUE, lw=1.8, label=f"{name}, smoothed")
-    at = arrays.spikes(values)
+        width = arrays.median_width(len(values))
+        at, middle = arrays.running_median(values, width)
+        at, middle = at[at >= first], middle[at >= first]
+        ax.plot(steps[at], middle, color=BLUE, lw=1.8, label=f"running median of {width}")
+    at = jumps(values)
+    at = at[at >= first]
     if len(at):
         word = f"{len(at)} spike{'s' * (len(at) > 1)}"
         ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5 if len(at) < 30 else 3, label=word)

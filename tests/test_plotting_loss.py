@@ -1,0 +1,109 @@
+"""The picture of losses: the smooth line, its window, and spikes, as the diagnosis finds them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hookkit.health import diagnose
+from hookkit.health.jumps import jumps
+from hookkit.records import Run
+
+pytest.importorskip("matplotlib")
+plotting = pytest.importorskip("hookkit.plotting")
+arrays = pytest.importorskip("hookkit.plotting.arrays")
+
+
+@pytest.fixture(autouse=True)
+def _off_screen() -> Iterator[None]:
+    with plotting.offscreen():
+        yield
+
+
+def lines(losses: Any, **options: Any) -> dict[str, Any]:
+    """The lines of the picture of these losses, by their legends."""
+    ax = plotting.plot_loss(Run(losses=losses), **options).axes[0]
+    shown = [text.get_text() for text in ax.get_legend().get_texts()]
+    return {x.get_label(): x.get_xydata() for x in ax.lines if x.get_label() in shown}
+
+
+def falling(n: int) -> Any:
+    return 0.3 + 2 * np.exp(-np.arange(n) / (n / 20))
+
+
+@pytest.mark.parametrize("n", [30, 199, 2000, 9001])
+def test_the_smooth_line_of_a_falling_loss_begins_where_the_loss_does(n: int) -> None:
+    drawn = lines(falling(n))[f"running median of {arrays.median_width(n)}"]
+
+    assert tuple(drawn[0]) == (0, falling(n)[0])
+    inside = drawn[drawn[:, 0] < n - arrays.median_width(n)]
+    assert inside[:, 1] == pytest.approx(falling(n)[inside[:, 0].astype(int)])
+    assert drawn[-1, 0] == n - 1
+
+
+@pytest.mark.parametrize(("n", "width"), [(30, 5), (400, 11), (2000, 51), (100_000, 1001)])
+def test_the_legend_says_the_window(n: int, width: int) -> None:
+    assert f"running median of {width}" in lines(falling(n))
+
+
+def test_one_spike_leaves_the_smooth_line_where_it_is() -> None:
+    level = 0.5 + 0.01 * np.sin(np.arange(300))
+    spiky = level.copy()
+    spiky[150] = 2.33
+
+    smooth = lines(spiky)["running median of 7"][:, 1]
+
+    assert np.abs(smooth - lines(level)["running median of 7"][:, 1]).max() < 0.01
+
+
+def test_the_smooth_line_does_not_end_in_the_noise_of_the_last_step() -> None:
+    losses = 1 + 0.01 * np.sin(np.arange(400))
+    losses[-1] = 1.4
+
+    assert lines(losses)["running median of 11"][-1, 1] < 1.02
+
+
+def test_triangles_and_the_rule_agree_on_what_a_spike_is() -> None:
+    rng = np.random.default_rng(0)
+    losses = 2 + 0.05 * rng.normal(size=600)
+    losses[[5, 200, 430]] = 9.0
+    losses[300:320] = np.nan
+
+    marked = lines(losses)["2 spikes"][:, 0]
+
+    (found,) = [f for f in diagnose(Run(losses=losses)) if f.rule == "spikes"]
+    assert marked.tolist() == [200, 430]
+    assert found.steps == (200, 430)
+    assert found.evidence.startswith("2 loss spikes")
+
+
+def test_leaving_out_the_start_changes_neither_the_line_nor_the_spikes() -> None:
+    losses = falling(600)
+    losses[400] = 9.0
+
+    whole, part = lines(losses), lines(losses, skip_start=350)
+
+    name = "running median of 15"
+    assert np.array_equal(part[name], whole[name][350:])
+    assert part["1 spike"].tolist() == whole["1 spike"].tolist() == [[400, 9]]
+
+
+def test_jumps_are_found_by_six_sigma_and_never_in_the_first_values() -> None:
+    rng = np.random.default_rng(0)
+    values = 1 + 0.1 * rng.normal(size=500)
+    values[[5, 300]] = 10.0
+
+    assert jumps(values).tolist() == [300]
+    assert jumps(values[:99]).tolist() == []
+
+
+def test_a_running_mean_of_a_falling_series_does_not_begin_below_it() -> None:
+    values = np.linspace(2, 1, 100)
+    values[40] = np.nan
+
+    mean = arrays.smoothed(values, 9)
+
+    assert mean[0] == 2
+    assert mean[:36] == pytest.approx(values[:36])
+    assert np.isnan(mean[40])
