@@ -10,6 +10,7 @@ triton_kernels  The same on CUDA.
 histograms      Signed logarithmic bins, which need no range in advance, and bounded samples.
 unit_layouts    Units (channels) of one tensor, and how their values are read.
 units           Dead, dormant and saturated units, judged over a window of records.
+variation       How much of what layers give differs from sample to sample, now and then.
 buffers         Preallocated tables of the current batch, on one device.
 history         The past in bounded memory: its resolution halves when it is full.
 accumulator     `StatsAccumulator`: takes tensors from hooks, closes records at steps.

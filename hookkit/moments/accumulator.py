@@ -33,6 +33,7 @@ from hookkit.moments.history import Place, StepHistory
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout, layout_of
 from hookkit.moments.units import UnitTables
+from hookkit.moments.variation import Variation
 from hookkit.records import Record
 
 _CPU = torch.device("cpu")
@@ -99,6 +100,8 @@ class StatsAccumulator:
         consumers: by layer, the class of the one activation that reads it; None if not looked for.
         predecessors: by matrix, the matrix whose output it is given; "" where it is given data.
         unregistered: names of weights that PyTorch does not know of.
+        variation: how much of what layers give differs between samples; None if not looked at.
+        looks: whether it is looked at in this batch.
 
     >>> stats = StatsAccumulator("activation")
     >>> (row,) = stats.rows(["fc"], ["Linear"])
@@ -123,6 +126,8 @@ class StatsAccumulator:
         self.consumers: dict[str, str | None] | None = None
         self.predecessors: dict[str, str] = {}
         self.unregistered: list[str] = []
+        self.variation: Variation | None = None
+        self.looks = False
         self.thread: int | None = None
         self._cache: tuple[int, bool, Record, reading.RankUnits | None] | None = None
         self.id, self.token = enlist(self), new_token()
@@ -159,6 +164,8 @@ class StatsAccumulator:
             return
         if self._must_clear:
             self._clear()
+        if self.looks and self.variation is not None and not (leaf or is_transforming()):
+            self.variation.see(row, t)
         if self.unscale is None and not leaf and (array := floats_of(t)) is not None:
             self.dtypes[row] = t.dtype
             self._add(row, t, array)

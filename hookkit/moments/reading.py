@@ -61,6 +61,8 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
     """Everything recorded, as plain numbers; of all ranks unless `local`."""
     history, names, types, options = stats.history, stats.names, stats.types, stats.options
     tables, of_ranks = tables_of(history, len(names), options), None
+    if stats.variation is not None:
+        tables["variation"] = stats.variation.read(len(names))
     if not local and ranks.is_distributed():
         names, types, tables, of_ranks = _over_ranks(stats, tables)
     values = statistics(tables["moments"].transpose(0, 1).numpy())
@@ -72,6 +74,8 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
     steps, epochs, iters, spans = columns
     edges = options.bins.edges if options.bins else None
     meta = _meta(stats, names)
+    if (shares := tables.get("variation")) is not None:
+        meta |= zip(("first_variation", "last_variation"), shares.T.tolist(), strict=True)
     record = Record(
         stats.kind,
         tuple(names),
@@ -171,8 +175,12 @@ def _over_ranks(
     edges = None if o.bins is None else o.bins.edges.tolist()
     stats.history.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
     types: dict[str, str] = {}
-    for names, kinds in ranks.gather_object((stats.names, stats.types)):
+    shares: dict[str, list[Tensor]] = {}
+    seen = tables.get("variation", torch.full((len(stats.names), 2), torch.nan))
+    for names, kinds, of_rank in ranks.gather_object((stats.names, stats.types, seen)):
         types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
+        for name, share in zip(names, of_rank, strict=True):
+            shares.setdefault(name, []).append(share)
     order = [list(types).index(name) for name in stats.names]
     whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
     whole[:, order] = tables["moments"]
@@ -180,6 +188,8 @@ def _over_ranks(
     for part in rest:
         merged = merge(merged, part)
     found, of_ranks = {"moments": merged}, None
+    if "variation" in tables:
+        found["variation"] = torch.stack([torch.stack(x).nanmean(0) for x in shares.values()])
     if o.bins is not None:
         counts = tables["counts"].long()
         sums = counts.new_zeros(n, len(types), counts.shape[2])

@@ -22,6 +22,7 @@ from hookkit.hooks.entries import Placed
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
+from hookkit.moments.variation import EVERY, Variation
 from hookkit.recording import HookCallback
 from hookkit.records import Record
 from hookkit.stats.layer_hooks import gradient_entries, output_entries
@@ -51,6 +52,7 @@ class StatsCallback(HookCallback):
         self.valid_accumulator = StatsAccumulator(kind, options, like=self.accumulator)
         if self.is_forward:  # known from the graph of the first batches
             self.accumulator.consumers = self.valid_accumulator.consumers = {}
+            self.accumulator.variation = Variation()
         self._clear_fit()
 
     def _clear_fit(self) -> None:
@@ -88,6 +90,7 @@ class StatsCallback(HookCallback):
         self._switch.target = self.accumulator if training else self.valid_accumulator
         super().before_batch()
         self._begun = self.recording
+        self.accumulator.looks = training and self.accumulator.n_records % EVERY == 0
         if self._begun and training and isinstance(self.accumulator, ScaledAccumulator):
             self.accumulator.begin_batch(self._scaler)
 

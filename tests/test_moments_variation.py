@@ -1,0 +1,71 @@
+"""How much of what layers give differs from sample to sample, and who looks at it."""
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit import ActivationStats, GradientStats, watch
+from hookkit.moments.variation import EVERY, Variation
+
+
+def share(t):
+    seen = Variation()
+    seen.see(0, t)
+    return seen.read(1)[0, 0].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_share_is_the_variance_between_samples_over_the_mean_square(dtype):
+    x = torch.randn(50, 7, 3) + 2
+
+    expected = x.var(0, correction=0).mean() / x.square().mean()
+
+    assert share(x.to(dtype)) == pytest.approx(expected.item(), rel=0.02)
+
+
+def test_of_many_samples_and_values_some_are_enough():
+    x = torch.randn(500, 3, 64, 64) + 1
+
+    assert share(x) == pytest.approx(0.5, rel=0.05)
+
+
+def test_equal_samples_differ_in_nothing():
+    assert share(torch.randn(1, 9).expand(20, 9)) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "t", [torch.ones(3), torch.ones(1, 3), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 0)]
+)
+def test_what_has_no_samples_is_passed(t):
+    assert share(t) != share(t)
+
+
+def trained(n, forward=lambda net, x: net(x), cbs=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, *(cbs or [ActivationStats()])) as w:
+        for i in range(n):
+            forward(net, torch.randn(16, 4) * (i < 20)).mean().backward()
+            opt.step()
+    return w
+
+
+def test_it_is_looked_at_in_the_first_step_and_in_some_later_ones():
+    w = trained(4 * EVERY)
+
+    meta = w.run_record().activations.meta
+    assert all(0.05 < x < 1 for x in meta["first_variation"])
+    assert meta["last_variation"] == [0.0, 0.0]  # inputs are all 0 by then
+
+
+def test_gradients_are_not_looked_at():
+    w = trained(3, cbs=[GradientStats()])
+
+    assert "first_variation" not in w.run_record().gradients.meta
+
+
+def test_under_vmap_nothing_is_looked_at():
+    w = trained(3, lambda net, x: torch.func.vmap(net)(x))
+
+    assert w.run_record().activations.meta["first_variation"] != [0.0, 0.0]
