@@ -82,22 +82,29 @@ def test_the_page_has_every_part_in_order_and_its_tags_balance(broken_page: str)
 
 
 def test_every_picture_says_what_it_shows_and_its_size(broken_page: str) -> None:
-    pictures = Outline(broken_page).all("img")
+    pictures = Outline(broken_page).all("svg")
 
     assert len(pictures) >= 8
-    assert all(len(p["alt"] or "") > 60 and p["width"] and p["height"] for p in pictures)
-    assert "NaN or Inf in 2 rows" in str(pictures[0]["alt"])
+    assert all(len(p["aria-label"] or "") > 60 and p["width"] and p["height"] for p in pictures)
+    assert "NaN or Inf in 2 rows" in str(pictures[0]["aria-label"])
 
 
 def test_a_picture_fits_a_narrow_page_and_scrolls_by_itself_when_enlarged(broken_page: str) -> None:
     regions = [a for a in Outline(broken_page).all("div") if a.get("role") == "group"]
 
-    assert len(regions) == len(Outline(broken_page).all("img"))
+    assert len(regions) == len(Outline(broken_page).all("svg"))
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
     rules = broken_page.rpartition("</style>")[0].split("}")
     wider = [rule.partition("{")[0] for rule in rules if "max-width:none;width" in rule]
-    assert wider == ["figure .wide:focus img"]
-    assert any("figure img{max-width:100%;" in rule for rule in rules)
+    assert wider == ["figure .wide:focus svg"]
+    assert any("figure svg{max-width:100%;" in rule for rule in rules)
+
+
+def test_no_two_pictures_share_an_id(broken_page: str) -> None:
+    """One that is folded away would take its marks and clips away from the other."""
+    ids = [attrs["id"] for _, attrs in Outline(broken_page).tags if "id" in attrs]
+
+    assert len(ids) == len(set(ids)) > 50
 
 
 @pytest.mark.slow
@@ -207,7 +214,7 @@ def test_the_page_of_a_net_that_diverged_has_every_picture(
 
     assert "Could not be drawn" not in html
     assert "No picture" not in html
-    assert html.count("<img") == 11
+    assert html.count("<svg") == 11
 
 
 def test_without_a_picture_that_fails_there_is_still_a_page(
@@ -238,9 +245,9 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures_and_names_the_extr
 
     bare, whole = Outline(html), Outline(broken_page)
     why = 'No picture: hookkit needs matplotlib to draw: pip install "hookkit[plot]"'
-    assert bare.all("img") == []
-    assert bare.text.count(why) == len(whole.all("img"))
-    assert all((p["alt"] or "") in bare.text for p in whole.all("img"))
+    assert bare.all("svg") == []
+    assert bare.text.count(why) == len(whole.all("svg"))
+    assert all((p["aria-label"] or "") in bare.text for p in whole.all("svg"))
     for tag in ("section", "table", "article"):
         assert bare.all(tag) == whole.all(tag)
 

@@ -511,7 +511,7 @@ def test_in_a_dark_style_everything_is_seen() -> None:
 
     colours = [np.mean(mpl.colors.to_rgb(line.get_color())) for line in updates.lines]
     assert min(colours) > 0.25
-    assert whole.axes[0].texts[0].get_color() == "black"  # its circle is white
+    assert whole.axes[0].texts[0].get_color() == figures.BLACK  # its circle is white
     pixels = plt.imread(BytesIO(picture))
     assert pixels[0, 0, :3].max() == 0
 

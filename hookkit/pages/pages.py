@@ -26,7 +26,7 @@ from hookkit.records import Record, Run, as_run, in_order
 from hookkit.version import __version__
 
 DPI = 130
-"""Of the pictures: sharp on dense screens and on paper, about 100 KB each."""
+"""Of what is pixels in a picture: more than the 100 of a usual screen, for dense ones and paper."""
 
 UNFOLDED = 100
 """Rows up to which the table of layers is shown unfolded."""
@@ -237,9 +237,10 @@ def _picture(draw: Callable[[Any], Any], alt: str, caption: str) -> str:
     """A figure, or a line that says why there is none: without it there is still a page."""
     try:
         from hookkit import plotting
+        from hookkit.plotting.svg import svg
 
         with plotting.offscreen():
-            return figure(plotting.png(draw(plotting), DPI), alt, caption, DPI)
+            return figure(svg(draw(plotting), alt, DPI), caption)
     except HookkitError as why:
         return missing(f"{alt} No picture: {why}")
     except Exception as error:

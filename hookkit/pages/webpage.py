@@ -7,7 +7,6 @@ stay on white, dimmed: inverted colour maps would say something else. Printing i
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
 
@@ -18,8 +17,7 @@ GENERATOR = '<meta name="generator" content="hookkit">'
 
 LAYOUT = """
 :root{color-scheme:light dark;--ink:#1d2229;--paper:#fff;--card:#f6f7f9}
-@media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--paper:#16191d;--card:#1f2329}
-figure img{filter:brightness(.88)}}
+@media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--paper:#16191d;--card:#1f2329}}
 *{box-sizing:border-box}
 body.hk{margin:0 auto;max-width:68rem;padding:1rem 1.2rem 4rem;background:var(--paper);
 color:var(--ink);font-size:16px;overflow-wrap:break-word}
@@ -33,13 +31,14 @@ outline:3px solid var(--note);outline-offset:2px}
 nav ul{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;margin:.6rem 0}
 .verdict{font-size:1.1rem;font-weight:600;color:var(--tone)}footer,figcaption{color:var(--soft)}
 body.hk .finding{max-width:none;background:var(--card)}figure{margin:1rem 0;break-inside:avoid}
-figure img{max-width:100%;height:auto;background:#fff;display:block;border-radius:4px}
+figure svg{max-width:100%;height:auto;display:block;stroke-linejoin:round;
+font-family:"DejaVu Sans",Verdana,sans-serif}
 figcaption{font-size:.9rem;padding:.3rem 0}
 pre{overflow-x:auto;font-size:.85rem;line-height:1.35}
 .missing{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
 @media (max-width:34rem){body.hk{padding:.6rem .7rem 3rem}
 figure .wide{margin:0;cursor:zoom-in}figcaption::after{content:" (Tap to enlarge.)"}
-figure .wide:focus{cursor:auto}figure .wide:focus img{max-width:none;width:40rem}}
+figure .wide:focus{cursor:auto}figure .wide:focus svg{max-width:none;width:40rem}}
 @media print{nav,.skip{display:none}body.hk{max-width:none;font-size:11pt}h2{break-after:avoid}}
 """
 """What a whole page adds to the style sheet of `markup`."""
@@ -76,19 +75,15 @@ def page(title: str, top: str, sections: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
-def figure(png: bytes, alt: str, caption: str, dpi: int) -> str:
-    """A picture inside the page; `alt` describes it to those who do not see it.
+def figure(svg: str, caption: str) -> str:
+    """A picture inside the page: an SVG element, with its caption.
 
     Where the page is narrow it fits in, and while it has the focus it is large and scrolls by
     itself: a tap does it, for the page has no script.
     """
-    width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
-    size = f'width="{round(width * 100 / dpi)}" height="{round(height * 100 / dpi)}"'
-    source = f"data:image/png;base64,{b64encode(png).decode()}"
     return (
         f'<figure><div class="wide" tabindex="0" role="group" aria-label="{escape(caption)}">'
-        f'<img src="{source}" alt="{escape(alt)}" {size}></div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        f"{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 

@@ -15,6 +15,7 @@ Inf and nothing else.
     histograms  color_dim, plot_density
     lines       plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth
     loss        plot_loss
+    svg         a picture as SVG for a page, light or dark
 """
 
 from hookkit.plotting.figures import offscreen, png, save

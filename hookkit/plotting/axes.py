@@ -87,7 +87,7 @@ def mark_broken(ax: Any, steps: Any, broken: Any) -> None:
     ax.broken_barh(bars, (0.96, 0.04), transform=across, color=ALARM, lw=0.5, zorder=4)
     late = bars[0, 0] > (edges[0] + edges[-1]) / 2  # on the side that has room
     x, ha = (edges[-1], "right") if late else (bars[0, 0], "left")
-    ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7, color=ALARM)
+    ax.text(x, 0.95, BROKEN, transform=across, va="top", ha=ha, fontsize=7)
 
 
 def log_y(ax: Any, values: Any) -> None:

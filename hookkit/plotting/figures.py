@@ -23,7 +23,7 @@ try:
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize, to_rgb, to_rgba
+    from matplotlib.colors import ListedColormap, Normalize, to_rgba
     from matplotlib.figure import Figure, FigureBase
     from matplotlib.patches import Patch
 except ImportError:
@@ -34,6 +34,8 @@ FAINT = "#767676"
 ALARM = "#d55e00"
 """Vermilion of Okabe and Ito's palette, which colour-blind readers distinguish: NaN or Inf only."""
 NEVER = "#dcdcdc"
+BLACK, WHITE = "#010101", "#fefefe"
+"""Of what is black or white on every ground: on a page, the colour of text is that of its theme."""
 BLUE = "#0072b2"
 ORANGE = "#e69f00"
 
@@ -58,12 +60,7 @@ def png(picture: Any, dpi: int = 100) -> bytes:
     Raises:
         ArgumentError: `picture` is neither.
     """
-    figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
-    if not isinstance(figure, Figure):
-        raise ArgumentError(
-            f"expected a picture, found {type(picture).__name__}. "
-            f"Give the Figure or the Axes that a plot_… function returned."
-        )
+    figure = figure_of(picture)
     buffer = BytesIO()
     ground = to_rgba(figure.get_facecolor())
     ground = ground if ground[3] else to_rgba("white")  # text on nothing may not be seen
@@ -71,6 +68,21 @@ def png(picture: Any, dpi: int = 100) -> bytes:
     if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
         pyplot().close(figure)
     return buffer.getvalue()
+
+
+def figure_of(picture: Any) -> Any:
+    """The Figure that `picture` is, or that it is an Axes of.
+
+    Raises:
+        ArgumentError: `picture` is neither.
+    """
+    figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
+    if not isinstance(figure, Figure):
+        raise ArgumentError(
+            f"expected a picture, found {type(picture).__name__}. "
+            f"Give the Figure or the Axes that a plot_… function returned."
+        )
+    return figure
 
 
 def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
@@ -169,15 +181,14 @@ def colour_map(name: str, **extremes: Any) -> Any:
     return ListedColormap(mpl.colormaps[name](np.linspace(*ends, 256))).with_extremes(**extremes)
 
 
-def depth_colours(n: int, ax: Any) -> list[Any]:
-    """`n` colours from the first layer (dark) to the last (light), all visible on the ground."""
-    ends = (0.25, 1.0) if np.mean(to_rgb(ink(ax))) > 0.5 else (0.0, 0.9)
-    return list(mpl.colormaps["viridis"](np.linspace(*ends, n)))
+def depth_colours(n: int) -> list[Any]:
+    """`n` colours from the first layer (dark) to the last (light), all visible on both grounds."""
+    return list(mpl.colormaps["viridis"](np.linspace(0.25, 0.9, n)))
 
 
-def depth_scale(n: int, ax: Any) -> Any:
-    """What a colour bar needs to show `depth_colours(n, ax)`."""
-    return ScalarMappable(Normalize(0, max(1, n - 1)), ListedColormap(depth_colours(256, ax)))
+def depth_scale(n: int) -> Any:
+    """What a colour bar needs to show `depth_colours(n)`."""
+    return ScalarMappable(Normalize(0, max(1, n - 1)), ListedColormap(depth_colours(256)))
 
 
 def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:

@@ -20,7 +20,7 @@ from hookkit.plotting.axes import (
     nothing,
     title,
 )
-from hookkit.plotting.figures import ALARM, NEVER, colour_map, key, new_figure
+from hookkit.plotting.figures import ALARM, BLACK, NEVER, WHITE, colour_map, key, new_figure
 from hookkit.plotting.labels import listed, ordered_run
 from hookkit.records import Floats, Record
 
@@ -99,7 +99,7 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     ends, most = np.arange(len(record.names) + 1.0) - 0.5, int((height - MARGIN) * 100)
     cells, edges, columns = arrays.pool(cells, arrays.step_edges(record.steps), 800)
     cells, ends, merged = arrays.pool(cells.T, ends, most)
-    colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under="black", over=ALARM)
+    colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under=BLACK, over=ALARM)
     mesh = ax.pcolormesh(edges, ends, cells.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
     _bar(ax, mesh, param)
     ax.grid(False)
@@ -108,8 +108,8 @@ def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
     name_layers(ax.yaxis, record, int(8 * height))
     title(ax, _head(record, columns, merged))
     grey, black = GREY_AND_BLACK[record.kind]
-    there = {NEVER: np.isnan(table) & ~broken, "black": np.isneginf(table) & ~broken, ALARM: broken}
-    words = {NEVER: grey, "black": black, ALARM: BROKEN}
+    there = {NEVER: np.isnan(table) & ~broken, BLACK: np.isneginf(table) & ~broken, ALARM: broken}
+    words = {NEVER: grey, BLACK: black, ALARM: BROKEN}
     return {colour: words[colour] for colour, mask in there.items() if mask.any()}
 
 
@@ -184,7 +184,7 @@ def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[fl
     left, right = max(float(first), edges[0]), min(float(last), edges[-1])
     xs = [left, right, right, left, left]
     ys = [top - 0.5, top - 0.5, bottom + 0.5, bottom + 0.5, top - 0.5]
-    for colour, width in (("black", 2.4), ("white", 1.0)):  # seen on dark and on pale cells
+    for colour, width in ((BLACK, 2.4), (WHITE, 1.0)):  # seen on dark and on pale cells
         ax.plot(xs, ys, color=colour, lw=width, clip_on=False, zorder=5)
     return left, (top + bottom) / 2
 
@@ -210,7 +210,7 @@ def _number(
             return  # the box above has this number
         slot += 1
     taken.append((number, slot, y))
-    style = {"boxstyle": "circle,pad=0.2", "fc": "white", "ec": "black", "lw": 0.8}
+    style = {"boxstyle": "circle,pad=0.2", "fc": WHITE, "ec": BLACK, "lw": 0.8}
     shift = {"xytext": (9 + (slot - first) * NUMBER, 0), "textcoords": "offset points"}
-    where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6, "color": "black"}
+    where = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 6, "color": BLACK}
     ax.annotate(f"{number}", (x, y), bbox=style, **shift, **where)

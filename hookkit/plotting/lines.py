@@ -184,7 +184,7 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
 def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, **style: Any) -> None:
     """Lines coloured by depth, skipping layers without a value; `key` says which is which."""
     rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
-    colours = depth_colours(len(rows), ax)
+    colours = depth_colours(len(rows))
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
     lines = [line(ax, x, table[i], color=c, **style) for c, i in zip(colours, rows, strict=True)]
     if not key or not rows:
@@ -198,7 +198,7 @@ def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, **style
         for text, i in zip(legend.get_texts(), rows, strict=True):
             text.set_text(literal(row_label(record, i, 34)))
         return
-    bar = ax.figure.colorbar(depth_scale(len(rows), ax), ax=ax, pad=0.01, aspect=25)
+    bar = ax.figure.colorbar(depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()
     name_layers(bar.ax.yaxis, record, 16, rows=rows)
 
@@ -251,7 +251,7 @@ def _profile(ax: Any, record: Record, columns: list[int]) -> None:
     broken, at = arrays.nonfinite(record), np.arange(len(record.names))
     wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
     handles = []
-    for colour, j in zip(depth_colours(len(columns), ax), columns, strict=True):
+    for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
         rms, bad = table[:, j], broken[:, j]
         fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
         style = {"color": colour, "lw": 1.6, "label": f"{record.steps[j]}"}
