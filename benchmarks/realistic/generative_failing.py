@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from realistic.generative import (
@@ -9,6 +10,7 @@ from realistic.generative import (
     VQVAE,
     Quantizer,
     gan_dcgan,
+    generative_denoising_autoencoder,
     generative_vae,
     generative_vqvae,
 )
@@ -55,6 +57,41 @@ def generative_vqvae_detached(watch: Watch) -> float:
     model = VQVAE()
     model.quantizer = CutQuantizer(64, 8, 1.0)
     return generative_vqvae(watch, model=model)
+
+
+@failing("the codebook begins far outside the data", names=("bad_init",), trace=True)
+def generative_vqvae_codebook_far(watch: Watch) -> float:
+    """Between -100 and 100: nearly all vectors take the same code."""
+    return generative_vqvae(watch, model=VQVAE(bound=100.0))
+
+
+@failing("the targets go to 255, the inputs to 1", names=("target_scale",), trace=True)
+def generative_autoencoder_targets_255(watch: Watch) -> float:
+    """Only the noisy copy was normalised."""
+    return generative_denoising_autoencoder(watch, white=255.0)
+
+
+@failing("the discriminator's learning rate is 0.1", names=("lr_too_high",), trace=True)
+def gan_dcgan_lr_d_x100(watch: Watch) -> float:
+    """A hundred times too high."""
+    return gan_dcgan(watch, lr_d=0.1)
+
+
+@failing("fakes are detached for the generator too", names=("unmoved",), trace=True)
+def gan_dcgan_generator_detached(watch: Watch) -> float:
+    """The generator never gets a gradient."""
+    return gan_dcgan(watch, cut=True)
+
+
+def one_noise(n: int) -> Tensor:
+    """The same numbers for all images of a batch, nearly."""
+    return torch.randn(1, 16) + 0.01 * torch.randn(n, 16)
+
+
+@failing("the noise is the same in the whole batch", names=("mode_collapse",), trace=True)
+def gan_dcgan_same_noise(watch: Watch) -> float:
+    """randn(1, n) and a hope for broadcasting."""
+    return gan_dcgan(watch, noise_of=one_noise)
 
 
 @failing(

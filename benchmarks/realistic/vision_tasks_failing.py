@@ -9,6 +9,7 @@ from realistic.vision_data import shapes
 from realistic.vision_tasks import (
     UNet,
     vision_detector,
+    vision_size_regression,
     vision_transfer_frozen,
     vision_unet_dice,
 )
@@ -42,7 +43,19 @@ def vision_detector_boxes_in_pixels(watch: Watch) -> float:
     return vision_detector(watch, pixels=640.0)
 
 
+@failing("(64, 1) is compared with (64,)", names=("broadcast",), trace=True)
+def vision_size_broadcast(watch: Watch) -> float:
+    """Every prediction meets every target."""
+    return vision_size_regression(watch, column=False)
+
+
 @failing("the head is replaced after the optimizer is made", names=("unmoved",), trace=True)
 def vision_transfer_head_after_optimizer(watch: Watch) -> float:
     """The optimizer steps a head that nobody uses."""
     return vision_transfer_frozen(watch, head_last=True)
+
+
+@failing("the rate is that of fine-tuning a whole model", names=("lr_too_low",), trace=True)
+def vision_transfer_lr_1e5(watch: Watch) -> float:
+    """1e-5 for a head that begins at random."""
+    return vision_transfer_frozen(watch, lr=1e-5)
