@@ -1077,6 +1077,16 @@ def test_a_model_that_never_ran_is_warned_of_at_the_first_step():
     assert w.n_steps == 1
 
 
+def test_a_model_in_eval_mode_is_told_to_call_train():
+    model = net().eval()
+    opt = sgd(model)
+
+    with watch(model, opt):
+        model(batches()[0]).sum().backward()
+        with pytest.warns(NeverFiredWarning, match=r"eval mode .* Call model\.train\(\)"):
+            opt.step()
+
+
 def test_training_without_a_step_is_warned_of_at_the_end():
     model = net()
 

@@ -130,18 +130,25 @@ def warn_foreign(opt: Optimizer, model: nn.Module) -> None:
     )
 
 
-def warn_unseen(model: nn.Module, compiled: bool) -> None:
-    """Warns that the optimizer stepped, and no forward came before."""
+def warn_unseen(model: nn.Module, *, compiled: bool, in_eval: bool) -> None:
+    """Warns that the optimizer stepped, and no forward in training came before."""
     if compiled:
         warnings.warn(_COMPILED, CompiledWarning, stacklevel=2)
         return
-    warnings.warn(
-        f"watch saw the optimizer step, and no training forward of {type(model).__name__} before "
-        f"it: steps are recorded, activations are not. Give watch the object that you call (the "
-        f"compiled or wrapped model), in train() mode; or call w.batch() as a batch begins.",
-        NeverFiredWarning,
-        stacklevel=2,
+    name = type(model).__name__
+    why = (
+        f"and no training forward of {name} before it: steps are recorded, activations are not. "
+        f"Give watch the object that you call (the compiled or wrapped model), or call w.batch() "
+        f"as a batch begins."
     )
+    if in_eval:
+        why = (
+            f"but {name} was in eval mode in the forward before it: steps are recorded, "
+            f"activations are not, and dropout and batch norm work as in validation. Call "
+            f"model.train() before training and after each validation. To train in eval mode, call "
+            f"w.batch() as a batch begins."
+        )
+    warnings.warn(f"watch saw the optimizer step, {why}", NeverFiredWarning, stacklevel=2)
 
 
 _COMPILED = (

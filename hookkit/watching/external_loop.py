@@ -340,7 +340,7 @@ class ExternalLoop(CallbackRunner):
         """A step came, and the forward before it was not seen."""
         if not self.warned and (self.in_eval or not (self.root_ran or self.n_own_steps)):
             self.warned = True
-            warn_unseen(self.model, self.compiled)
+            warn_unseen(self.model, compiled=self.compiled, in_eval=self.in_eval)
         self._begin_batch()
 
     def _after_pred(self) -> None:
