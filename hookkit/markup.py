@@ -92,6 +92,16 @@ def terms(pairs: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in pairs)}</dl>"
 
 
+def prose(sentences: Iterable[str], *, small: str) -> str:
+    """A paragraph for each sentence, and the small print below them.
+
+    >>> prose(["Fix: lr < 0.1."], small="Source: a paper.")
+    '<p>Fix: lr &lt; 0.1.</p><p class="s"><small>Source: a paper.</small></p>'
+    """
+    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in sentences)
+    return f'{paragraphs}<p class="s"><small>{escape(small)}</small></p>'
+
+
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose first column names the rows; it scrolls by itself where the page is narrow.
 

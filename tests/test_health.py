@@ -100,12 +100,43 @@ def test_the_most_severe_findings_come_first_and_print_their_reasons():
         (f.severity for f in d), key=["error", "warning", "note"].index
     )
     assert d.headline == "3 layers, 300 steps: 1 error, 2 warnings"
-    assert re.search(
-        r"✗ error  dead: .*\n    where      1 ReLU · steps 50–99\n    threshold  over 50 %", str(d)
-    )
+    text = " ".join(str(d).split())
+    assert re.search(r"✗ error dead: Up to 100% of [^.]* \(1 ReLU · steps 50–99\)\. Likely", text)
+    assert re.search(r"\n    Likely cause: .*\.\n    Fix: .*\.\n    Line: over 90 % of ", str(d))
     assert d.rules == ("dead", "not_in_optimizer", "not_learning")
     assert d[0].rule == "dead"
     assert not d.healthy
+
+
+def test_a_finding_reads_as_three_sentences_above_its_line():
+    f = Finding("r", "note", ("fc1",), (0, 9), "a is 3", "over 2", "us", "an eps", "lower it.")
+
+    assert f.sentences == ("A is 3 (fc1 · steps 0–9).", "Likely cause: an eps.", "Fix: lower it.")
+    assert f.line == "Line: over 2. Source: us."
+    assert str(f).splitlines() == [
+        "· note  r: A is 3 (fc1 · steps 0–9).",
+        *("    Likely cause: an eps.", "    Fix: lower it.", "    Line: over 2. Source: us."),
+    ]
+
+
+def test_text_is_at_most_100_columns_wide():
+    run = Run(acts(("Linear",) * 5, std=[1, 12, 150, 1500, 1]), losses=np.full(300, 80.0),
+              params=weights(update_ratio=[2.0] * 4), info={"n_classes": 10})  # fmt: skip
+
+    lines = str(diagnose(run)).splitlines()
+
+    assert len(lines) > 20
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(("loss", "said"), [("CrossEntropyLoss", True), ("MSELoss", False)])
+def test_a_healthy_headline_says_that_chance_is_unknown(loss, said):
+    run = Run(acts(), params=weights(), losses=falling(), info={"loss_func": loss})
+    known = dataclasses.replace(run, info={**run.info, "n_classes": 10})
+
+    chance = "healthy (chance unknown: number of classes not known)"
+    assert diagnose(run).headline.endswith(chance if said else "healthy")
+    assert diagnose(known).headline.endswith("healthy")
 
 
 def test_every_finding_names_threshold_source_cause_and_fix():

@@ -10,10 +10,12 @@
     activations.py        scale of inputs and of initial weights; dropout, batch norm
     units.py              dead, dormant, saturated units
     unmoved.py            parameters that never move; constant initial weights
-    precision.py          NaN and Inf, the range of float16
+    non_finite.py         NaN and Inf, and where they come from
+    precision.py          the range of float16
     attention.py          attention's logits
-    loss.py               the loss: what it is given, its start, its fall, its end
     loss_graph.py         what its operations show: shapes and dimensions that are mistakes
+    loss_input.py         what the loss is given
+    loss.py               the loss: its start, its fall, its end
 
 One file for each subject, since rules are looked for by what they are about. To add a rule, write a
 check under `@rule(…)` in the file of its subject and put it in `RULES`.
@@ -38,6 +40,8 @@ from hookkit.health import (
     gradients,
     loss,
     loss_graph,
+    loss_input,
+    non_finite,
     precision,
     steps,
     units,
@@ -54,7 +58,7 @@ __all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 RULES: tuple[Rule, ...] = (
     loss_graph.broadcast,
     loss_graph.softmax_dim,
-    loss.probabilities,
+    loss_input.probabilities,
     steps.ascent,
     precision.fp16_underflow,
     unmoved.unmoved,
@@ -76,7 +80,7 @@ RULES: tuple[Rule, ...] = (
     unmoved.zero_gradient,
     gradients.vanishing,
     gradients.exploding,
-    precision.non_finite,
+    non_finite.non_finite,
     attention.attention_logits,
     precision.fp16_range,
     loss.below_zero,

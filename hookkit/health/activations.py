@@ -42,7 +42,8 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     threshold="above 20, where standardised inputs give about 1",
     source=f"{LECUN}; 20: hookkit, measured",
     cause="inputs that are not standardised (0-255 images), or a first layer that begins too large",
-    fix="scale the inputs to mean 0 and standard deviation 1",
+    fix="scale the inputs to mean 0 and standard deviation 1: (x - mean) / std, with mean and std "
+    "of the training set",
 )
 def input_scale(run: RunView) -> Iterator[Finding]:
     """A first layer that is given huge inputs, or almost none."""
@@ -65,7 +66,7 @@ def input_scale(run: RunView) -> Iterator[Finding]:
 
 _FAINT = input_scale.but(
     threshold="below 3e-3, where standardised inputs give about 1: |gradient of the weight| over "
-    "|gradient of the bias|, by input; a warning if the loss does not fall",
+    "|gradient of the bias|, by input",
     source=f"{LECUN}; 3e-3: hookkit, measured",
     cause="inputs that are almost 0: divided by 255 twice, say",
 )
@@ -85,12 +86,11 @@ def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
 
 @rule(
     needs=("activations",),
-    threshold="over 10 × the number of layers, along the depth; where it shrinks, a warning from "
-    "6-fold a layer: PyTorch's own weights before a ReLU do that",
-    source=f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured; 6: "
-    "variance 1 / (3 fan_in), of which a ReLU leaves half",
+    threshold="over 10 × the number of layers, along the depth",
+    source=f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured",
     cause="weights that begin too large or too small for this depth",
-    fix="use He or Xavier initialisation, or put norm layers between",
+    fix="initialise each weight for its fan-in, torch.nn.init.kaiming_normal_(layer.weight), or "
+    "put norm layers (nn.LayerNorm, nn.BatchNorm2d) between",
 )
 def bad_init(run: RunView) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
@@ -114,15 +114,31 @@ def _scaled_by_depth(run: RunView, record: Record, which: Ints) -> Iterator[Find
         return
     usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if trend < 0 else 0.0
     fails = run.fails and ratio > min(usual, BROKEN_RATIO)
-    severity = "note" if not fails else "error" if ratio > BROKEN_RATIO else "warning"
     grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
-    what = f"the variance of layer outputs {grows} {ratio:.2g}-fold over {len(which)} layers "
-    here = bad_init.but(
-        threshold=bad_init.threshold.replace("layers,", f"layers ({threshold:.0f}),", 1),
-        cause=f"weights that begin too {large} for this depth",
-    )
+    what = f"the variance of layer outputs {grows} {ratio:.3g}-fold over {len(which)} layers "
+    what += "before training" + ", and the loss does not fall" * fails
+    cause = f"weights that begin too {large} for this depth"
     where = read.where(record, which[:-1], read.FIRST)
-    yield here.found(severity, f"{what}before training", *where)
+    if fails and ratio > BROKEN_RATIO:
+        yield _BROKEN.but(cause=cause).found("error", what, *where)
+    elif fails and usual:
+        line = f"over {usual:.4g}-fold, 6-fold a layer, while the loss does not fall"
+        yield _SHRUNK.but(threshold=line, cause=cause).found("warning", what, *where)
+    else:
+        line = f"over {threshold:.0f}-fold, 10 × the number of layers, along the depth"
+        here = bad_init.but(threshold=line, cause=cause)
+        yield here.found("warning" if fails else "note", what, *where)
+
+
+_BROKEN = bad_init.but(
+    threshold="over 1e6-fold along the depth, while the loss does not fall",
+    source="hookkit, measured",
+)
+
+_SHRUNK = bad_init.but(
+    source="PyTorch's own weights have variance 1 / (3 fan_in), of which a ReLU leaves half: "
+    "6-fold a layer"
+)
 
 
 def _trend(sizes: Floats) -> float:
@@ -154,8 +170,8 @@ _RECURRENCE = bad_init.but(
     source=f"{_PASCANU}: a recurrence whose largest singular value is above 1 may explode; "
     "100: hookkit, measured",
     cause="recurrent weights that begin too large for the length of the sequence",
-    fix="begin with the identity or a smaller orthogonal matrix, use an LSTM or GRU, or clip "
-    "gradients",
+    fix="begin with a smaller orthogonal matrix, torch.nn.init.orthogonal_(rnn.weight_hh_l0, "
+    "gain=0.9), or use nn.LSTM or nn.GRU",
 )
 
 
@@ -174,26 +190,34 @@ def _huge_layer(run: RunView, record: Record, which: Ints) -> Iterator[Finding]:
         what = f"a layer's output has standard deviation {std.max():.3g} before training, the "
         what += f"first layer's {std[0]:.3g}"
         where = read.where(record, which[:-1][hit], read.FIRST)
-        yield _HUGE_LAYER.found(severity, what, *where)
+        if severity == "warning":
+            what += f", and in the later half still {late[1:].max():.3g}"
+            yield _STAYS_HUGE.found(severity, what, *where)
+        else:
+            yield _HUGE_LAYER.found(severity, what, *where)
 
 
 _HUGE_LAYER = bad_init.but(
-    threshold="above 100, and 100 times the first layer's; a warning or error where the loss does "
-    "not fall, or it stays so",
+    threshold="above 100, and 100 times the first layer's",
     source=f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; {_PASCANU}, of recurrences; "
     "100: hookkit, measured",
     cause="weights that begin too large, of a layer that is called again and again perhaps",
-    fix="begin with smaller (or orthogonal) weights, or put a norm between",
+    fix="begin with smaller weights, torch.nn.init.orthogonal_(layer.weight), or put a norm "
+    "between (nn.LayerNorm)",
+)
+
+_STAYS_HUGE = _HUGE_LAYER.but(
+    threshold="above 100, and 100 times the first layer's, before training and in the later half"
 )
 
 
 @rule(
     needs=("activations",),
-    threshold="less than 10 % is kept",
+    threshold="less than 10 % is kept, while the loss does not fall",
     source="Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; "
     "10 %: hookkit, measured",
     cause="a dropout rate that is too high (p is the share that is dropped, not kept)",
-    fix="lower p to 0.5 or less",
+    fix="lower p to 0.5 or less: nn.Dropout(p=0.5)",
 )
 def dropout(run: RunView) -> Iterator[Finding]:
     """Dropout that keeps less than a tenth, while the loss does not fall."""
@@ -205,9 +229,8 @@ def dropout(run: RunView) -> Iterator[Finding]:
     nonzero = 1 - read.table(record, "zero")  # what was 0 before it does not count as dropped
     kept = read.median(nonzero[rows] / nonzero[rows - 1], axis=1)
     if (hit := kept < LEAST_KEPT).any():
-        what = (
-            f"dropout keeps {np.nanmin(kept):.1%} of what it is given, and the loss does not fall"
-        )
+        least = read.percent(np.nanmin(kept))
+        what = f"dropout keeps {least} of what it is given, and the loss does not fall"
         yield dropout.found("error", what, *read.where(record, rows[hit]))
 
 
@@ -216,8 +239,8 @@ def dropout(run: RunView) -> Iterator[Finding]:
     threshold="4 or fewer",
     source="Wu & He 2018, Group Normalization (arXiv 1803.08494): batch norm's error grows "
     "rapidly as the batch shrinks; 4: hookkit, measured",
-    cause="batches of 1 or 2: such statistics are noise, and not those used in evaluation",
-    fix="use larger batches, or GroupNorm or LayerNorm",
+    cause="batches that are too small: such statistics are noise, and not those used in evaluation",
+    fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
 )
 def small_batch(run: RunView) -> Iterator[Finding]:
     """Batch norm whose mean and variance come from four values or fewer."""
@@ -232,5 +255,5 @@ def small_batch(run: RunView) -> Iterator[Finding]:
         if 0 < values <= FEW_VALUES:
             few[i] = values
     if few:
-        what = f"batch norm takes each mean and variance from {min(few.values()):.0f} values"
+        what = f"batch norm takes each mean and variance from {min(few.values()):.3g} values"
         yield small_batch.found("warning", what, *read.where(record, few))

@@ -48,7 +48,8 @@ _PROJECTIONS = frozenset({"Linear", "Conv1d", "Conv2d"})
     source=f"{_CLIP}; {_VIT}",
     cause="queries and keys that grow, at a learning rate too high for them, or began too large: a "
     "softmax that picks one key passes almost no gradient back to them",
-    fix="normalise queries and keys (QK-norm), or lower their learning rate",
+    fix="normalise queries and keys (QK-norm: nn.RMSNorm on each of them), or lower their learning "
+    "rate",
 )
 def attention_logits(run: RunView) -> Iterator[Finding]:
     """Attention logits that are huge, or weights that are all on one key."""
@@ -71,7 +72,7 @@ def attention_logits(run: RunView) -> Iterator[Finding]:
 _BY_RMS = attention_logits.but(threshold="above 100, which the largest of them then exceeds by far")
 
 _ON_ONE_KEY = attention_logits.but(
-    threshold=f"mean of Σp² over rows above {ONE_KEY}, a warning if the loss does not fall",
+    threshold=f"mean of Σp² over rows above {ONE_KEY}, which the heaviest key gets at least",
     source=f"{_VIT}; {ONE_KEY}: hookkit, measured",
 )
 
@@ -100,8 +101,9 @@ def _one_key(run: RunView, rows: list[int], severity: str) -> Iterator[Finding]:
     ends = {i: float(read.median(series[window])) for i, series in purity.items()}
     hit = [i for i, end in ends.items() if end > ONE_KEY]
     if hit:
-        what = f"on average the heaviest key gets {max(ends[i] for i in hit):.1%} of the weight or "
-        what += f"more, and got {purity[hit[0]][0]:.1%} at first"
+        worst = max(hit, key=lambda i: ends[i])
+        what = f"on average the heaviest key gets {ends[worst]:.1%} of the weight or more, and got "
+        what += f"{purity[worst][0]:.1%} at first"
         yield _ON_ONE_KEY.found(severity, what, *read.where(record, hit, window))
 
 

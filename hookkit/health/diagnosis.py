@@ -6,8 +6,9 @@
 
 The decorated name is then a `Rule`. Its function reads a `RunView` (see `run_view`) and yields a
 `Finding` for each problem that it sees: how severe, what was measured, where and when; the rest is
-the rule's own text. Where other words are needed, a variant of the rule finds it:
-`dormant.but(fix="…").found(…)`.
+the rule's own text. A branch with a line, a cause or a fix of its own is a variant of the rule:
+`dormant.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Likely
+cause: `cause`."
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from textwrap import fill
 from typing import TYPE_CHECKING, overload
 
-from hookkit.markup import details, fragment, terms
+from hookkit.markup import details, fragment, prose, terms
 from hookkit.records import label
 
 if TYPE_CHECKING:
@@ -36,12 +38,15 @@ TAYLOR = "first-order Taylor expansion and the Cauchy-Schwarz inequality"
 
 UNITS_UNSEEN = "dead units unseen without units=True"
 
-_UNSEEN = ("no losses", "no parameters", "no activations", UNITS_UNSEEN)
+CHANCE_UNKNOWN = "chance unknown: number of classes not known"
+
+_UNSEEN = ("no losses", "no parameters", "no activations", UNITS_UNSEEN, CHANCE_UNKNOWN)
+"""What a healthy run's headline says was not judged; the page lists the rest."""
 
 _MARKS = {"note": "·", "warning": "!", "error": "✗"}
 
-_FIELDS = ("where", "threshold", "source", "cause", "fix")
-"""Of a finding, as its text and its HTML list them."""
+_COLUMNS = 100
+"""How wide the text of a diagnosis is at most."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,18 @@ class Finding:
         layers: names of the layers or parameters concerned; empty for the whole run.
         steps: first and last optimizer step looked at (inclusive).
         evidence: what was measured, in words and numbers.
-        threshold: from which value on the rule reports it.
+        threshold: the line that the evidence has crossed, and no other one of the rule.
         source: who published the threshold, or how it was chosen.
         cause: the likely cause.
         fix: one thing to do.
         types: parallel to `layers`, the classes of their modules; empty where they are not known.
+
+    >>> why = "over 90 %", "SageMaker Debugger", "a high learning rate", "divide it by 10"
+    >>> print(Finding("dead", "error", ("fc1",), (50, 99), "95% of the units are 0", *why))
+    ✗ error  dead: 95% of the units are 0 (fc1 · steps 50–99).
+        Likely cause: a high learning rate.
+        Fix: divide it by 10.
+        Line: over 90 %. Source: SageMaker Debugger.
     """
 
     rule: str
@@ -87,9 +99,38 @@ class Finding:
         steps = f"step {first}" if first == last else f"steps {first}–{last}"
         return f"{names}{more} · {steps}" if names else steps
 
+    @property
+    def sentences(self) -> tuple[str, str, str]:
+        """What was seen and where, its likely cause, and what to do."""
+        seen = f"{self.evidence} ({self.where})"
+        cause, fix = f"Likely cause: {self.cause}", f"Fix: {self.fix}"
+        return _sentence(seen), _sentence(cause), _sentence(fix)
+
+    @property
+    def line(self) -> str:
+        """The line that was crossed, and where it comes from: the small print."""
+        return f"{_sentence(f'Line: {self.threshold}')} {_sentence(f'Source: {self.source}')}"
+
     def __str__(self) -> str:
-        head = f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}"
-        return "\n".join([head, *(f"    {name:<10} {getattr(self, name)}" for name in _FIELDS)])
+        seen, *rest = self.sentences
+        head = _wrapped(f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {seen}")
+        return "\n".join([head, *(_wrapped(text, "    ") for text in (*rest, self.line))])
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """`text` in lines of at most `_COLUMNS`, those after the first indented."""
+    return fill(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 Check = Callable[["RunView"], Iterable[Finding]]
@@ -101,7 +142,8 @@ class Rule:
 
     Args:
         name: the id that findings carry, such as `"dead"`.
-        threshold: from which value on it reports something.
+        threshold: from which value on it reports something. A rule with several such lines has a
+            variant for each (`but`), so that a finding shows the one that it crossed.
         source: who published the threshold, or how it was chosen.
         cause: the likely cause.
         fix: one thing to do.
@@ -218,9 +260,10 @@ class Diagnosis(Sequence[Finding]):
         return len(self.findings)
 
     def __str__(self) -> str:
-        parts = [self.headline, *map(str, self.findings)]
+        parts = [_wrapped(self.headline), *map(str, self.findings)]
         if self.unjudged and not self.healthy:
-            parts += [f"not judged: {', '.join(rules)} ({why})" for why, rules in self._whys()]
+            whys = (f"not judged: {', '.join(rules)} ({why})" for why, rules in self._whys())
+            parts += map(_wrapped, whys)
         return "\n".join(parts)
 
     __repr__ = __str__
@@ -245,6 +288,7 @@ def _n(n: int, noun: str) -> str:
 
 
 def _item(f: Finding) -> str:
-    fields = [(name, str(getattr(f, name))) for name in _FIELDS]
-    head = f'<span class="tone">{f.severity}</span> {escape(f.rule)}: {escape(f.evidence)}'
-    return details(head, terms(fields), kind=f"finding {f.severity}", is_open=f.severity == "error")
+    seen, *rest = f.sentences
+    head = f'<span class="tone">{f.severity}</span> {escape(f.rule)}: {escape(seen)}'
+    kind, is_open = f"finding {f.severity}", f.severity == "error"
+    return details(head, prose(rest, small=f.line), kind=kind, is_open=is_open)

@@ -27,7 +27,7 @@ ORDERED = 0.6
     threshold="first over last below 1e-3 with the first below 1e-4",
     source="Zhang et al., AUTOTRAINER, ICSE 2021",
     cause="many saturating layers, small weights, or depth without skip connections",
-    fix="use ReLU-like units with He initialisation, norm layers, or skip connections",
+    fix="use nn.ReLU with torch.nn.init.kaiming_normal_, norm layers, or skip connections",
 )
 def vanishing(run: RunView) -> Iterator[Finding]:
     """Gradients that fade towards the input."""
@@ -48,10 +48,11 @@ def vanishing(run: RunView) -> Iterator[Finding]:
 
 @rule(
     needs=("params",),
-    threshold="above 70",
+    threshold="first over last above 70",
     source="Zhang et al., AUTOTRAINER, ICSE 2021",
     cause="weights too large for the depth, or a recurrence that amplifies",
-    fix="use smaller initial weights, norm layers, or clip gradients",
+    fix="clip gradients before each step, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); "
+    "use smaller initial weights or norm layers",
 )
 def exploding(run: RunView) -> Iterator[Finding]:
     """Gradients that grow towards the input."""
@@ -102,13 +103,11 @@ SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
 
 
 @rule(
-    threshold="at first by √n in n steps or more; and 10-fold with a median change below 15 % a "
-    "step, while the loss does not fall (3 % where it is unknown); or 1.5-fold below 3 %, where "
-    "the loss changes five times as much (3-fold below 6 %, where some steps only are recorded)",
+    threshold="10-fold or more, with a median change of 0.15 or less, while the loss does not fall",
     source="a sum of n independent gradients is √n as long as one; the rest: hookkit, measured: "
     "fresh batches make the norm jitter, a running sum is smooth",
     cause="gradients are never zeroed: each step adds to the last one's",
-    fix="call optimizer.zero_grad() once per step",
+    fix="call optimizer.zero_grad() once per step, before loss.backward()",
 )
 def grads_pile_up(run: RunView) -> Iterator[Finding]:
     """A gradient norm that grows as a sum does, and smoothly."""
@@ -125,12 +124,30 @@ def grads_pile_up(run: RunView) -> Iterator[Finding]:
     lasts = norms[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
     stuck = grown and jitter <= STUCK_JITTER and run.fails and bool(lasts)
     unproved = grown and jitter < SURE_JITTER and run.learns is None
-    smooth = run.recorded.losses is not None and _quieter_than_the_loss(run, norms, steps)
-    if stuck or unproved or smooth:
-        what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n "
-        what += f"steps, and changes by only {jitter:.2g} of itself from record to record"
-        what += ", and the loss does not fall" * run.fails
-        yield grads_pile_up.found("error" if run.fails else "warning", what, (), run.all_steps)
+    severity = "error" if run.fails else "warning"
+    what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n steps, "
+    what += f"and changes by only {jitter:.2g} of itself from record to record"
+    if stuck:
+        what += ", and the loss does not fall"
+        yield grads_pile_up.found(severity, what, (), run.all_steps)
+    elif unproved:
+        yield _SUM_ALONE.found(severity, what, (), run.all_steps)
+    elif run.recorded.losses is not None and (quiet := _quieter_than_the_loss(run, norms, steps)):
+        says, what = quiet
+        yield says.found(severity, what, (), run.all_steps)
+
+
+_SUM_ALONE = grads_pile_up.but(
+    threshold="10-fold or more, with a median change below 0.03, where the loss proves nothing"
+)
+
+_QUIET_SUM = grads_pile_up.but(
+    threshold="1.5-fold or more, with a median change below 0.03, a fifth of the loss's"
+)
+
+_SPARSE_SUM = grads_pile_up.but(
+    threshold="3-fold or more, with a median change below 0.06, where some steps only are recorded"
+)
 
 
 def _grows_as_a_sum(norms: Floats, steps: Ints) -> bool:
@@ -140,15 +157,22 @@ def _grows_as_a_sum(norms: Floats, steps: Ints) -> bool:
     return bool(np.median(norms[early] / norms[0] / np.sqrt(since[early] + 1)) >= 1)
 
 
-def _quieter_than_the_loss(run: RunView, norms: Floats, steps: Ints) -> bool:
-    """Whether batches differ, as the losses show, but the gradient norm hides it, and grew."""
+def _quieter_than_the_loss(run: RunView, norms: Floats, steps: Ints) -> tuple[Rule, str] | None:
+    """If batches differ, as the losses show, but the gradient norm hides it, and grew: the finding.
+
+    As the rule that reports it, and what was seen.
+    """
     own, loss = _jitter(norms), _jitter(known(run.losses))
-    grew = np.median(norms[-10:]) / np.median(norms[:3])
+    what = "the gradient norm grew {:.3g}-fold, by √n or more in the first n steps, and changes by "
+    what += f"only {own:.2g} of itself from record to record"
     if steps[1] - steps[0] > 1:
-        high = np.median(norms[-10:]) > SPARSE_GROWTH * norms[0]
-        return bool(1e-5 < own < SPARSE_JITTER and high)
+        grew = np.median(norms[-10:]) / norms[0]
+        sums = 1e-5 < own < SPARSE_JITTER and grew > SPARSE_GROWTH
+        return (_SPARSE_SUM, what.format(grew)) if sums else None
+    grew = np.median(norms[-10:]) / np.median(norms[:3])
     # a jitter of 0 is that of gradients that are clipped
-    return bool(1e-5 < own < SURE_JITTER and loss > QUIETER * own and grew > SUM_GROWTH)
+    sums = 1e-5 < own < SURE_JITTER and loss > QUIETER * own and grew > SUM_GROWTH
+    return (_QUIET_SUM, f"{what.format(grew)}, the loss by {loss:.2g}") if sums else None
 
 
 def _jitter(series: Floats) -> float:

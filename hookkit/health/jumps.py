@@ -43,13 +43,23 @@ def jumps(values: Floats) -> Ints:
         )
 
 
+def usual(values: Floats, t: int, level: float) -> tuple[float, float]:
+    """The median of the 128 values before `t`, and how far above it a jump must be.
+
+    `level` is where the values begin.
+    """
+    before = values[max(0, t - WINDOW) : t]
+    middle = float(np.median(before))
+    sigma = SIGMA * np.median(np.abs(before - middle))  # by medians: other spikes do not count
+    return middle, max(float(SIGMAS * sigma), OF_START * abs(level))
+
+
 def _jumps(values: Floats, t: int, level: float) -> bool:
     """Whether value `t` stands out of those before, both by difference and by factor."""
-    before = values[max(0, t - WINDOW) : t]
-    middle = np.median(before)
-    sigma = SIGMA * np.median(np.abs(before - middle))  # by medians: other spikes do not count
-    if values[t] - middle <= max(SIGMAS * sigma, OF_START * abs(level)):
+    middle, least = usual(values, t, level)
+    if values[t] - middle <= least:
         return False
+    before = values[max(0, t - WINDOW) : t]
     before = before[before > 0]
     if middle <= 0 or len(before) < WINDOW // 2:
         return True  # no factors

@@ -1,7 +1,7 @@
-"""Rules on the loss: what it is given, where it starts, whether it falls, where it ends.
+"""Rules on the loss: where it starts, whether it falls, where it ends.
 
-A loss that the steps push up is in `steps`. Longer than other files, since whether a loss starts,
-falls and ends well is one subject.
+What it is given is in `loss_input`, a loss that the steps push up in `steps`.
+Longer than other files, since whether a loss starts, falls and ends well is one subject.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
-from hookkit.health.jumps import LEAST, jumps
+from hookkit.health.jumps import LEAST, jumps, usual
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.reading import end_level, known, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 
-# An RMS of scores that would make a binary cross entropy almost 0, or large (measured)
-SCORES_SIZE = 4
-# Scores below this mask something out, and do not change the loss
-MASK_SIZE = -1e3
-# How near its floor a loss must end to have settled there (hookkit, measured)
-NEAR_FLOOR = 0.1
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
 # measured. Several heads, whose losses are added up, begin above chance too.
 FIRST_LOSS, GUESSES = 2, 5
@@ -41,93 +35,12 @@ OVERFIT_GAP = 0.1
 
 
 @rule(
-    threshold="rows of non-negative numbers that sum to 1 (or a loss that cannot pass below "
-    "ln(e + C - 1) - 1)",
-    source="PyTorch, CrossEntropyLoss: the input is expected to contain unnormalised logits",
-    cause="a softmax (or sigmoid) before a loss that applies its own",
-    fix="return the scores from the model; apply softmax only to show probabilities",
-)
-def probabilities(run: RunView) -> Iterator[Finding]:
-    """Probabilities given to a loss that expects scores.
-
-    Proved by the last layer or the values themselves where they were seen; else by bounds that a
-    loss of inputs between 0 and 1 cannot leave.
-    """
-    name, record = run.loss_name, run.recorded.activations
-    nll, binary = name == "nll", name.endswith("withlogits")
-    if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
-        raise read.Missing("loss function unknown")
-    says = _BINARY if binary else _NLL if nll else probabilities
-    last = record.types[-1] if record is not None and record.names else ""
-    ends = ("Softmax", "Sigmoid")
-    if (given := run.info.get("loss_input")) in ends:
-        what = f"the loss is given what a {given.lower()} gives"
-        yield says.found("error", what, (), run.all_steps)
-    elif record is not None and last in ends:
-        yield says.found("error", f"the last layer is {last}", record.names[-1:], run.all_steps)
-    elif says is probabilities and run.info.get("output_is_probabilities"):
-        what = "the model's output rows are probabilities"
-        yield says.found("error", what, (), run.all_steps)
-    elif what := _by_narrow_range(run) if binary else _by_floor(run) if not nll else "":
-        yield says.found("warning", what, (), run.all_steps)
-
-
-_BINARY = probabilities.but(
-    threshold="a sigmoid at the end; or a loss between ln(1 + 1/e) and ln(1 + e), which inputs "
-    "between 0 and 1 cannot leave, where the last layer gives RMS 4 or more",
-    source="PyTorch, BCEWithLogitsLoss: combines a Sigmoid layer and the BCELoss; the bounds are "
-    "exact",
-)
-
-_NLL = probabilities.but(
-    source="PyTorch, NLLLoss: the input is expected to contain log probabilities",
-    cause="a softmax before a loss that expects its logarithm",
-    fix="use log_softmax, or return the scores and use CrossEntropyLoss",
-)
-
-
-def _by_narrow_range(run: RunView) -> str:
-    """With inputs in [0, 1] no batch of a binary cross entropy is below .313, or above 1.313.
-
-    Scores as large as 4 would make it almost 0 where they are right, and large where they are not.
-    """
-    record, series = run.recorded.activations, run.losses_of(50)
-    if record is None or len(record) < read.MIN_RECORDS:
-        return ""
-    if not set(record.types[-1:]) & set(read.PRE_ACTIVATION):
-        return ""
-    low, high = np.nanmin(series), np.nanmax(series)
-    inside = low >= np.log1p(1 / np.e) and high <= np.log1p(np.e)
-    late = read.last_half(record)
-    rms, least = (read.median(read.table(record, s)[-1, late]) for s in ("rms", "min"))
-    if not inside or not rms > SCORES_SIZE or least < MASK_SIZE:
-        return ""
-    what = f"the loss stays within {low:.3g} and {high:.3g} while {record.names[-1]} gives values "
-    return f"{what}of RMS {rms:.3g}"
-
-
-def _by_floor(run: RunView) -> str:
-    """With inputs in [0, 1] a cross entropy stays in [floor, floor + 1]; learning nears floor."""
-    losses, n = run.recorded.losses, int(run.info.get("n_classes") or 0)
-    if losses is None or len(losses) < 50 or n < 3 or not len(series := known(losses)):
-        return ""
-    floor = float(np.log(np.e + n - 1) - 1)
-    low, high, end = series.min(), series.max(), end_level(series)
-    if low < floor - 1e-4 or high > floor + 1 + 1e-4 or end > floor + NEAR_FLOOR:
-        return ""
-    before = float(np.median(series[-max(len(series) // 4, 10) :][:10]))
-    if before - end > end - floor:
-        return ""  # it is falling past the floor, and does not settle there
-    return f"the loss stays within {low:.4g} and {high:.4g} and settles on {end:.4g}"
-
-
-@rule(
     needs=("losses", "n_classes"),
-    threshold="more than twice ln C; a warning if the loss does not fall, or if it is over five "
-    "times ln C and stays above ln C",
+    threshold="more than twice ln C",
     source=f"{CS231N}: look for correct loss at chance performance; {CHECKER}",
     cause="a head that begins too large, inputs that are not standardised, or wrong labels",
-    fix="standardise the inputs, and begin the last layer with small weights",
+    fix="standardise the inputs, and begin the last layer with small weights: "
+    "torch.nn.init.normal_(head.weight, std=0.01)",
 )
 def initial_loss(run: RunView) -> Iterator[Finding]:
     """A first loss far above what guessing would give."""
@@ -137,19 +50,25 @@ def initial_loss(run: RunView) -> Iterator[Finding]:
         return
     guesses = excess > GUESSES - 1 and end_level(run.losses) > chance
     recovers = run.improved is True and not guesses
-    what = f"the first loss is {first:.3g}; guessing among {run.n_classes} classes gives "
+    what = f"the first loss is {first:.3g}, where guessing among {run.n_classes} classes gives "
     what += f"{chance:.3g}" + ", and the run does not end below that" * guesses
-    yield initial_loss.found("note" if recovers else "warning", what, (), (0, 0))
+    line = f"above {FIRST_LOSS * chance:.3g}, twice ln C"
+    if guesses:
+        line = f"above {GUESSES * chance:.3g}, five times ln C, and ln C or more at the end"
+    elif not recovers:
+        line += ", and no loss that falls"
+    here = initial_loss.but(threshold=line)
+    yield here.found("note" if recovers else "warning", what, (), (0, 0))
 
 
 @rule(
     needs=("losses",),
-    threshold="above 20, where standardised targets give about 1; a warning if the loss does not "
-    "fall, or if the sum of |gradient| × |update| is below 5 % of it and it does not fall steadily",
+    threshold="above 20, where standardised targets give about 1",
     source=f"{LECUN} (here of targets); 20: hookkit, measured",
     cause="targets that are not standardised, so that the output takes very many steps to reach "
     "them; or a loss that is summed over the batch",
-    fix="scale the targets to mean 0 and standard deviation 1; average the loss",
+    fix="scale the targets to mean 0 and standard deviation 1, (y - mean) / std; average the loss: "
+    'reduction="mean"',
 )
 def target_scale(run: RunView) -> Iterator[Finding]:
     """A regression whose first error is huge."""
@@ -164,7 +83,16 @@ def target_scale(run: RunView) -> Iterator[Finding]:
     fails = run.fails and not run.falls_slowly
     what = f"the first error is {error:.3g} ({name} {first:.3g})"
     what += f", of which all steps together can take {share:.2g}" if far else ""
-    yield target_scale.found("warning" if fails or far else "note", what, (), (0, 0))
+    what += ", and the loss does not fall" * fails
+    says = _OUT_OF_REACH if far else target_scale
+    yield says.found("warning" if fails or far else "note", what, (), (0, 0))
+
+
+_OUT_OF_REACH = target_scale.but(
+    threshold="above 20, where standardised targets give about 1, and all steps together can take "
+    "below 0.05 of it (the sum of |gradient| × |update|)",
+    source=f"{target_scale.source}; 0.05: hookkit, measured",
+)
 
 
 def _possible_fall(run: RunView) -> float | None:
@@ -183,11 +111,12 @@ def _possible_fall(run: RunView) -> float | None:
 
 @rule(
     needs=("losses",),
-    threshold="less than 5 % below its start, or at chance",
+    threshold="less than 5 % below its start",
     source=f"{CHECKER}: 5 %; cs231n: chance is ln C",
-    cause="see the other findings; if there are none: wrong labels, a model that is too small, or "
-    "a loss that need not fall (GAN, policy)",
-    fix="let it learn one batch by heart: a model and a loss that work can do that",
+    cause="what the other findings say; if there are none: wrong labels, a model that is too "
+    "small, or a loss that need not fall (GAN, policy)",
+    fix="call loss.backward() and opt.step() on one batch again and again: a model and a loss that "
+    "work bring its loss near 0",
 )
 def not_learning(run: RunView) -> Iterator[Finding]:
     """A loss that ends where it began, or higher."""
@@ -196,42 +125,55 @@ def not_learning(run: RunView) -> Iterator[Finding]:
         return
     start, end = start_level(series), end_level(series)
     steps, what = (0, len(series) - 1), f"the loss began at {start:.3g} and ends at {end:.3g}"
-    worse = bool(np.isinf(end)) or end > start + WORSE * abs(start)
+    ends, worst = np.isfinite(end), start + WORSE * abs(start)
+    worse, line = not ends or end > worst, run.falls(start, end)[1]
     if run.falls_slowly:
-        yield _SLOW.found("note", f"{what}: it falls slowly, and steadily", (), steps)
+        here = _SLOW.but(threshold=f"{line}; and 2 % or more below it, beyond its noise")
+        yield here.found("note", f"{what}: it falls slowly, and steadily", (), steps)
     elif not worse and _noise_may_hide_a_fall(run):
         what += ", and is so noisy that a fall of 5 % may hide in it"
-        yield _NOISY.found("note", what, (), steps)
-    elif np.isfinite(end) and (why := run.need_not_fall) is not None:
-        yield why[1].found("note", f"{what}; {why[0]}", (), steps)
+        here = _NOISY.but(threshold=f"{line}; and noise (two standard errors) with room for 5 %")
+        yield here.found("note", what, (), steps)
+    elif ends and (why := run.need_not_fall) is not None:
+        here = why[1].but(threshold=f"{line}, {why[1].threshold}")
+        yield here.found("note", f"{what}; {why[0]}", (), steps)
+    elif not ends:
+        what = f"the loss began at {start:.3g} and is not finite at the end"
+        yield _NO_NUMBER.found("error", what, (), steps)
     elif worse:
-        yield _DIVERGING.found("error", what, (), steps)
+        here = _DIVERGING.but(threshold=f"above {worst:.3g}, its start and half of that")
+        yield here.found("error", what, (), steps)
     else:
         cause = _mostly_frozen(run) or not_learning.cause
-        yield not_learning.but(cause=cause).found("warning", what, (), steps)
+        yield not_learning.but(threshold=line, cause=cause).found("warning", what, (), steps)
 
 
 _DIVERGING = not_learning.but(
     name="diverging",
+    threshold="above its start and half of that",
+    source="hookkit, measured",
     cause="the steps go too far: a learning rate that is too high, or gradients that are never "
     "zeroed",
-    fix="lower the learning rate; check that zero_grad() runs every step",
+    fix="divide the learning rate by 10, and check that optimizer.zero_grad() runs in every step",
 )
 
-_UNDECIDED = not_learning.but(
-    threshold="less than 5 % below its start; a warning if it does not fall by 2 % beyond its "
-    "noise, and its noise (two standard errors) leaves no room for 5 %",
-    source=f"{CHECKER}: 5 %; the rest: hookkit, measured",
+_NO_NUMBER = _DIVERGING.but(
+    threshold="any NaN or Inf that stays to the end",
+    source="IEEE 754: both spread through every later sum",
+    cause="NaN or Inf: the finding non_finite says where it began",
+    fix="do what non_finite says",
 )
 
-_SLOW = _UNDECIDED.but(
+_SLOW = not_learning.but(
+    source=f"{CHECKER}: 5 %; 2 %: hookkit, measured",
     cause="a learning rate that is low, or a run that has only begun",
     fix="train longer, or try a learning rate 3 to 10 times as high",
 )
 
-_NOISY = _UNDECIDED.but(
+_NOISY = not_learning.but(
+    source=f"{CHECKER}: 5 %; two standard errors: hookkit, measured",
     cause="small batches, or targets that are mostly noise",
-    fix="train longer, or judge by an average over more batches",
+    fix="train longer, or judge by an average over more batches (a larger batch_size)",
 )
 
 
@@ -271,11 +213,11 @@ def _mostly_frozen(run: RunView) -> str:
 
 @rule(
     needs=("losses",),
-    threshold="below 0 where the loss cannot be; else ten times below its start, the last quarter "
-    "of the run falling twice as far as the first",
-    source="exact for a loss whose name is known; the rest: hookkit, measured",
+    threshold="ten times its start below 0",
+    source="hookkit, measured",
     cause="a wrong sign, or a loss with no lower end (a critic that nothing bounds)",
-    fix="check the sign of the loss and what it expects",
+    fix="check the sign of what loss.backward() is called on; bound a critic (weight clipping, a "
+    "gradient penalty)",
 )
 def below_zero(run: RunView) -> Iterator[Finding]:
     """A loss that cannot be below 0 and is, or that falls faster and faster without end."""
@@ -289,24 +231,33 @@ def below_zero(run: RunView) -> Iterator[Finding]:
     if impossible:
         what = f"the loss falls to {low:.3g}, and {run.loss_name} cannot be below 0"
         yield _IMPOSSIBLE.found("error", what, (), (0, len(series) - 1))
-    elif end < -ENDLESS * max(abs(start), 1.0) and faster:
-        what = f"the loss falls to {low:.3g}, and faster the longer it falls"
-        yield below_zero.found("error", what, (), (0, len(series) - 1))
+    elif end < (line := -ENDLESS * max(abs(start), 1.0)) and faster:
+        what = f"the loss began at {start:.3g}, ends at {end:.3g}, and falls faster and faster"
+        here = below_zero.but(
+            threshold=f"below {line:.3g}, ten times its start (or 1) below 0, and a last quarter "
+            "that falls twice as far as the first"
+        )
+        yield here.found("error", what, (), (0, len(series) - 1))
 
 
 _IMPOSSIBLE = below_zero.but(
+    threshold="below 0, for a loss that cannot be",
+    source="exact, by the definition of the loss",
     cause="a wrong sign (a likelihood that should rise is lowered), or probabilities where log "
-    "probabilities are expected"
+    "probabilities are expected",
+    fix="give nn.NLLLoss what torch.log_softmax gives, and binary losses targets from 0 to 1; "
+    "check the sign of what loss.backward() is called on",
 )
 
 
 @rule(
     needs=("losses",),
-    threshold="6 standard deviations (by the median) above the last 128 steps, and by half the "
-    "first loss; a warning from 3 spikes that are 1 % of the steps",
+    threshold="6 standard deviations (by the median) above the last 128 steps, and half the first "
+    "loss",
     source="6 and 128: OLMo-core, SkipStepOptimizer; the rest: hookkit, measured",
     cause="broken batches, or a learning rate that is almost too high",
-    fix="look at the data of those steps; clip gradients",
+    fix="look at the data of those steps, and clip gradients: "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
 )
 def spikes(run: RunView) -> Iterator[Finding]:
     """Losses that jump out of the last 128 steps, after the warm-up."""
@@ -315,16 +266,23 @@ def spikes(run: RunView) -> Iterator[Finding]:
     if not len(at := jumps(values)):
         return
     often = len(at) >= OFTEN and len(at) > OFTEN_SHARE * len(values) and not run.need_not_fall
-    what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[at].max():.3g}"
-    steps = np.flatnonzero(np.isfinite(series))[at]
-    yield spikes.found("warning" if often else "note", what, (), (int(steps[0]), int(steps[-1])))
+    top = int(at[values[at].argmax()])
+    middle, least = usual(values, top, start_level(values))
+    what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[top]:.3g}"
+    what += f", {values[top] - middle:.3g} above the median of the steps before"
+    line = f"{least:.3g} above the last 128 steps: the larger of 6 standard deviations (by the "
+    line += "median) and half the first loss" + "; 3 spikes, and 1 % of the steps" * often
+    steps, here = np.flatnonzero(np.isfinite(series))[at], spikes.but(threshold=line)
+    where = (int(steps[0]), int(steps[-1]))
+    yield here.found("warning" if often else "note", what, (), where)
 
 
 @rule(
-    threshold="validation over training loss by more than 10 %, and rising",
+    threshold="validation loss above training loss by 10 %, and by 10 % above its best",
     source=f"{SAGEMAKER}, Overfit: 0.1",
     cause="the model learns the training set by heart",
-    fix="stop at the best epoch, or add data, augmentation or regularisation",
+    fix="stop at the best epoch, or add data, augmentation or regularisation (nn.Dropout, "
+    "weight_decay)",
 )
 def overfit(run: RunView) -> Iterator[Finding]:
     """A validation loss that rises while the training loss falls: a note."""
@@ -340,4 +298,5 @@ def overfit(run: RunView) -> Iterator[Finding]:
         return
     epoch = rows[best].get("epoch", best)
     what = f"the validation loss was best in epoch {epoch} ({valid[best]:.3g}) and is "
-    yield overfit.found("note", f"{what}{valid[-1]:.3g} now", (), run.all_steps)
+    what += f"{valid[-1]:.3g} now, the training loss {train[-1]:.3g}"
+    yield overfit.found("note", what, (), run.all_steps)

@@ -35,8 +35,10 @@ ALIKE = 0.95
 
 
 def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
-    """The rule `not_learning` with texts about a loss that need not fall."""
-    threshold = f"less than 5 % below its start, {threshold}"
+    """The rule `not_learning` with texts about a loss that need not fall.
+
+    `threshold` says when that is so; `not_learning` puts the line of the loss before it.
+    """
     return Rule("not_learning", threshold, f"{CHECKER}: 5 %; {source}", cause, fix)
 
 

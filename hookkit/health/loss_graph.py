@@ -28,11 +28,11 @@ def broadcast(run: RunView) -> Iterator[Finding]:
 
 
 @rule(
-    threshold="over any dimension but that of the classes",
+    threshold="any dimension but that of the classes",
     source=f"{_EXACT}; PyTorch, nll_loss: classes are dimension 1",
     cause="a softmax that shares its probabilities among the samples (or places) and not among the "
     "classes",
-    fix="use cross_entropy on the scores, or log_softmax(dim=-1)",
+    fix="use torch.nn.functional.cross_entropy on the scores, or torch.log_softmax(scores, dim=-1)",
 )
 def softmax_dim(run: RunView) -> Iterator[Finding]:
     """A log softmax over the batch, before a likelihood."""

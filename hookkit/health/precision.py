@@ -1,4 +1,4 @@
-"""Rules on what floating-point numbers cannot hold: NaN and Inf, and the two ends of float16.
+"""Rules on the two ends of float16: what overflows, and what becomes 0.
 
 float16 is judged by layer: under autocast the outputs of some are float16 and those of others not.
 """
@@ -24,100 +24,11 @@ _AMP = "PyTorch, torch.amp: in float16 gradients of small magnitude flush to zer
 
 
 @rule(
-    threshold="any NaN or Inf",
-    source="IEEE 754: both spread through every later sum",
-    cause="overflow, log or division by 0, or a learning rate that is too high",
-    fix="look at this layer's inputs in the steps before; lower the learning rate, add an eps, or "
-    "clip gradients",
-)
-def non_finite(run: RunView) -> Iterator[Finding]:
-    """NaN or Inf: the first step, and the first layer in execution order."""
-    if run.recorded.incidents:
-        i = run.recorded.incidents[0]
-        what = f"first non-finite {i.kind}{f' in {i.type}' if i.type else ''} at step {i.step}"
-        yield non_finite.found("error", what, filter(None, [i.name]), (i.step, i.step))
-        return
-    seen = [r for r in run.recorded.records if "nonfinite" in r.values]
-    losses = run.recorded.losses
-    if not seen and losses is None:
-        raise read.Missing("no activations")
-    firsts = [f for r in seen if (f := _first_non_finite(r)) is not None]
-    broken = None if losses is None else _loss_breaks_at(losses)
-    if firsts:
-        yield _first_of(run, min(firsts, key=lambda f: f[2]), broken)
-    elif broken is not None:
-        what = f"the loss stops being a number at step {broken}"
-        yield non_finite.found("error", what, (), (broken, broken))
-
-
-def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Finding:
-    """The finding for the first non-finite record: a note if nothing came of it."""
-    record, row, step = first
-    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
-    what = f"the {kind} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
-    harmless = ""
-    if broken is None and record.kind != "activation" and _did_no_harm(run, record):
-        harmless = ", and weights, activations and loss stay finite"
-    elif step == record.steps[0] and broken is None and run.learns:
-        harmless = ", from the first step on, while the loss stays finite and falls"
-    says = non_finite if not harmless else _MASK if record.kind == "activation" else _SKIPPED
-    severity = "note" if harmless else "error"
-    return says.found(severity, what + harmless, [record.names[row]], (step, step))
-
-
-_MASK = non_finite.but(
-    cause="a deliberate mask of -inf, most likely", fix="nothing, if it is a mask"
-)
-
-_SKIPPED = non_finite.but(
-    cause="steps that a GradScaler skips while it looks for its scale, most likely",
-    fix="nothing, if they are few",
-)
-
-
-def _did_no_harm(run: RunView, record: Record) -> bool:
-    """Whether weights and activations stay finite: a fused optimizer skipped those steps."""
-    activations, params = run.recorded.activations, run.recorded.params
-    own = np.nan_to_num(record.values["nonfinite"][:, -read.MIN_RECORDS :]) > 0
-    if (activations is None and params is None) or own.any(axis=0).all():
-        return False
-    if activations is not None and _first_non_finite(activations) is not None:
-        return False
-    weights = None if params is None else params.values.get("weight_norm")
-    if weights is None:
-        return True
-    ever, at_last = np.isfinite(weights).any(axis=1), np.isfinite(weights[:, -1])
-    return bool((at_last | ~ever).all())
-
-
-def _first_non_finite(record: Record) -> tuple[Record, int, int] | None:
-    """The earliest record with a non-finite value: the row where it began, and the step."""
-    if "nonfinite" not in record.values:
-        return None
-    bad = np.nan_to_num(record.values["nonfinite"]) > 0
-    if not bad.any():
-        return None
-    at = int(bad.any(0).argmax())
-    which = np.flatnonzero(bad[:, at])
-    row = which[-1] if record.kind == "gradient" else which[0]  # backward runs from the end
-    return record, int(row), int(record.steps[at])
-
-
-def _loss_breaks_at(losses: Floats) -> int | None:
-    """The step from which on a loss that was known is no number."""
-    if not np.isfinite(losses).any():
-        return None
-    if read.stops_being_a_number(losses):
-        return int(np.flatnonzero(np.isfinite(losses))[-1]) + 1
-    return int(np.isinf(losses).argmax()) if np.isinf(losses).any() else None
-
-
-@rule(
     needs=("activations",),
     threshold="above 6550, a tenth of float16's largest number 65504",
     source=_IEEE,
     cause="activations that grow towards overflow",
-    fix="use bfloat16, or a norm before this layer",
+    fix="use torch.autocast(device, dtype=torch.bfloat16), or a norm before this layer",
 )
 def fp16_range(run: RunView) -> Iterator[Finding]:
     """Values within a factor of ten of float16's largest number, where float16 is in use."""
@@ -207,15 +118,20 @@ def _zero_weights(run: RunView) -> Iterator[Finding]:
     which = which[np.isfinite(sizes[which])]
     tiny, zero = sizes[which] < NORMAL, sizes[which] == 0
     if len(which) >= 2 and tiny.all() and zero.any() and run.fails:
-        what = f"the gradients of all {len(which)} matrices are exactly 0, or below 6.1e-5 (RMS), "
-        yield _ALL_BELOW.found("error", f"{what}also of the last", *read.where(record, which))
+        what = f"the gradients of {zero.sum()} of {len(which)} matrices are exactly 0, and those "
+        what += f"of the others have RMS {sizes[which].max():.2g} or less, also of the last"
+        yield _SUBNORMAL.found("error", what, *read.where(record, which))
 
 
 _ALL_BELOW = fp16_underflow.but(
-    threshold="exactly 0 in every record, or some so and all below 6.1e-5, the smallest normal "
-    "number",
-    source=f"{_IEEE}: 2^-24 and 2^-14; {_AMP}",
+    threshold="exactly 0 in all layers and records, while the loss does not fall",
     cause="half precision without loss scaling: all gradients are below float16's smallest number",
+)
+
+_SUBNORMAL = _ALL_BELOW.but(
+    threshold="some matrices' exactly 0 and all below 6.1e-5, the smallest normal number, while "
+    "the loss does not fall",
+    source=f"{_IEEE}: 2^-24 and 2^-14; {_AMP}",
 )
 
 

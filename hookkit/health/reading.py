@@ -117,6 +117,11 @@ def median(values: Floats, axis: int | None = None) -> Any:
     return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
 
 
+def percent(share: float) -> str:
+    """A share in three digits, so that it does not round to the line that it has crossed."""
+    return f"{100 * share:.3g}%"
+
+
 # Records of parameters: (n_params,):
 
 

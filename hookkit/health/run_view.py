@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import Rule
+from hookkit.health.diagnosis import CHANCE_UNKNOWN, Rule
 from hookkit.health.loss_expectations import why_it_need_not_fall
 from hookkit.records import Floats, Record, Run
 
@@ -76,7 +76,8 @@ class RunView:
         """The number of classes, 2 or more."""
         n = self.info.get("n_classes")
         if not n or int(n) < 2:
-            raise read.Missing("number of classes unknown")
+            by_class = self.loss_name in ("nll", "crossentropy")
+            raise read.Missing(CHANCE_UNKNOWN if by_class else "number of classes unknown")
         return int(n)
 
     @property
@@ -115,13 +116,15 @@ class RunView:
         except read.Missing:
             return None
         start, end = read.start_level(series), read.end_level(series)
-        fell = self._has_fallen(start, end)
+        fell, _ = self.falls(start, end)
         if len(series) < ENOUGH_LOSSES and not fell:
             return None if end <= 1.5 * abs(start) else False
         return fell
 
-    def _has_fallen(self, start: float, end: float) -> bool:
+    def falls(self, start: float, end: float) -> tuple[bool, str]:
         """Whether a loss ends well below its start, and not merely where guessing would be.
+
+        And the line that it has crossed if it does not, in words.
 
         Coming down from a wild first loss to chance (ln of the number of classes) is no progress. A
         loss that begins far below chance is a model that had learnt before, and need not fall; so
@@ -129,17 +132,26 @@ class RunView:
         the loss is a likelihood, which should rise.
         """
         if self.info.get("maximize") and start < 0:
-            return end > start + FALL * abs(start)
-        if (n := self.info.get("n_classes")) and n > 1:
+            line = start + FALL * abs(start)
+            return end > line, f"below {line:.3g}, 5 % above its start, of a loss that is maximised"
+        line, n = start - FALL * abs(start), self.info.get("n_classes")
+        missed = f"above {line:.3g}, 5 % below its start"
+        if n and n > 1:
             chance = float(np.log(n))
+            at_chance = f"chance is ln {n} = {chance:.3g}"
             if start < LEARNT_BEFORE * chance:
-                return end < STILL_LEARNT * chance
-            if start > chance and (abs(end - chance) < FALL * chance or end > 10 * chance):
-                return False
-        if end < start - FALL * abs(start):
-            return True
+                most = STILL_LEARNT * chance
+                return end < most, f"above {most:.3g}, three quarters of chance ({at_chance})"
+            near, far = abs(end - chance) < FALL * chance, end > 10 * chance
+            if start > chance and end < line and (near or far):
+                far_off = f"above {10 * chance:.3g}, ten times chance ({at_chance})"
+                return False, f"within 5 % of chance ({at_chance})" if near else far_off
+            if start > chance and (near or far):
+                return False, missed
+        if end < line:
+            return True, ""
         first, last = slice(read.MIN_RECORDS), slice(-10, None)
-        return self._explains_targets(start, first) and self._explains_targets(end, last)
+        return self._explains_targets(start, first) and self._explains_targets(end, last), missed
 
     def _explains_targets(self, loss: float, window: slice) -> bool:
         """Whether a regression with one output errs by far less than its output varies.

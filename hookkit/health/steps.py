@@ -13,6 +13,7 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, TAYLOR, Finding, rule
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO, trained_in_turns
+from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
 
@@ -36,11 +37,10 @@ UPHILL = 0.12
 
 @rule(
     needs=("params",),
-    threshold="above 1e-1 in most matrices (where the loss falls or is unknown: 1 in one step, "
-    "which replaces the weights)",
+    threshold="above 0.1 in most matrices",
     source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
     cause="the learning rate is too high",
-    fix="divide the learning rate by 10, or warm it up",
+    fix="divide the learning rate by 10, or warm it up: torch.optim.lr_scheduler.LinearLR(opt)",
 )
 def lr_too_high(run: RunView) -> Iterator[Finding]:
     """Most matrices are rewritten faster than they can learn.
@@ -48,21 +48,43 @@ def lr_too_high(run: RunView) -> Iterator[Finding]:
     What counts as fast depends on the loss: while it falls, large steps are often meant.
     """
     record, which, ratio = _update_ratios(run)
-    early = _early(record, ratio)
-    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
-    erased = (peak > ERASES) & (len(which) > 1)
-    if run.fails:
-        fast = (early > FAST) | (peak > LEAP)
-    elif run.learns:  # a single matrix, such as a new head on a frozen body, may move that far
-        fast = erased | ((early > FAST / 2) & (peak > LEAP) & (len(which) > 1))
-    else:
-        fast = erased | (read.median(ratio, axis=1) > FAST)
+    lines = [line for line in _too_fast(run, record, ratio) if line[0].any()]
+    fast = np.any([hit for hit, *_ in lines] or [np.zeros(len(which), bool)], axis=0)
     if fast.mean() <= 0.5:
         return
-    what = f"update:weight of {fast.sum()} of {len(which)} matrices is {read.median(early):.2g} "
-    what += f"early and up to {peak.max():.2g}" + " while the loss does not fall" * run.fails
+    seen = " and ".join(f"{size} (in {hit.sum()})" for hit, size, _ in lines)
+    what = f"update:weight of {fast.sum()} of {len(which)} matrices is {seen}"
+    what += ", while the loss does not fall" * run.fails
     says, severity = (_TOO_HIGH_OR_UPHILL, "error") if run.fails else (lr_too_high, "warning")
-    yield says.found(severity, what, *read.where(record, which[fast]))
+    least = ", or ".join(line for *_, line in lines)
+    published = [says.source] if f"above {FAST:g} " in least else []
+    measured = ["sizes of one step: hookkit, measured"] if "one step" in least else []
+    source = "; ".join(published + measured)
+    here = says.but(threshold=f"{least}, in most matrices", source=source)
+    yield here.found(severity, what, *read.where(record, which[fast]))
+
+
+def _too_fast(run: RunView, record: Record, ratio: Floats) -> list[tuple[Bools, str, str]]:
+    """Each line that matrices may have crossed: which did, how large it was there, and the line."""
+    early, whole = _early(record, ratio), read.median(ratio, axis=1)
+    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
+    soon, once = "in the first 20 steps", "in one step"
+
+    def crossed(size: Floats, least: float, when: str) -> tuple[Bools, str, str]:
+        hit = size > least
+        return hit, f"{read.median(size[hit]):.3g} {when}", f"above {least:g} {when}"
+
+    if run.fails:
+        return [crossed(early, FAST, soon), crossed(peak, LEAP, once)]
+    # a single matrix, such as a new head on a frozen body, may move that far
+    erased = [crossed(peak, ERASES, once)] if len(ratio) > 1 else []
+    if not run.learns:
+        return [*erased, crossed(whole, FAST, "a step, by the median")]
+    leaps = (early > FAST / 2) & (peak > LEAP) & (peak <= ERASES)
+    sizes = [f"{read.median(size[leaps]):.3g}" for size in (early, peak)]
+    what = f"{sizes[0]} {soon} and {sizes[1]} {once}"
+    line = f"above {FAST / 2:g} {soon} and above {LEAP:g} {once}"
+    return [*erased, (leaps, what, line)] if len(ratio) > 1 else []
 
 
 _TOO_HIGH_OR_UPHILL = lr_too_high.but(
@@ -72,8 +94,7 @@ _TOO_HIGH_OR_UPHILL = lr_too_high.but(
 
 @rule(
     needs=("params",),
-    threshold="below 1e-4 in most matrices; where the loss proves nothing, a warning if it is "
-    "below 1e-5 in every record: 1 % of the weight in 1000 steps",
+    threshold="below 1e-4 in most matrices",
     source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
     cause="the learning rate is too low",
     fix="multiply the learning rate by 10 (or nothing, if this is fine-tuning and it is meant)",
@@ -94,15 +115,28 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         return
     if slow.mean() <= 0.5:
         return
-    never = (np.nan_to_num(ratio).max(axis=1) < NEVER_MOVES).mean() > 0.5
-    unproved = run.learns is None and not never
-    severity = "note" if unproved or run.falls_slowly else "warning"
-    what = f"update:weight of {slow.sum()} of {len(which)} matrices is {read.median(whole):.2g}"
-    what += "" if run.learns is None else " and the loss hardly falls"
+    most = np.nan_to_num(ratio).max(axis=1)
+    never = (most < NEVER_MOVES).mean() > 0.5
     cause = lr_too_low.cause
     cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
     cause += ", or gradients are clipped to almost nothing" * _clipped(record)
-    yield lr_too_low.but(cause=cause).found(severity, what, *read.where(record, which[slow]))
+    what = f"update:weight of {slow.sum()} of {len(which)} matrices is "
+    where = read.where(record, which[slow])
+    if run.learns is None and never:
+        severity = "note" if run.falls_slowly else "warning"
+        what += f"at most {read.median(most[most < NEVER_MOVES]):.2g}"
+        yield _NEVER_MOVES.but(cause=cause).found(severity, what, *where)
+    else:
+        severity = "note" if run.learns is None or run.falls_slowly else "warning"
+        what += f"{read.median(whole[slow]):.2g}"
+        what += "" if run.learns is None else ", and the loss hardly falls"
+        yield lr_too_low.but(cause=cause).found(severity, what, *where)
+
+
+_NEVER_MOVES = lr_too_low.but(
+    threshold="below 1e-5 in every record of most matrices: 1 % of the weight in 1000 steps",
+    source="hookkit, measured",
+)
 
 
 def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
@@ -121,7 +155,7 @@ _EPS = lr_too_low.but(
     "3e-2: hookkit, measured",
     cause="an eps that is large against the gradients (eps itself, gradients clipped to almost "
     "nothing, or a loss that is scaled down)",
-    fix="use Adam's default eps of 1e-8, or scale the loss up",
+    fix="use Adam's default, torch.optim.Adam(model.parameters(), eps=1e-8), or scale the loss up",
 )
 
 
@@ -160,7 +194,8 @@ def _update_ratios(run: RunView) -> tuple[Record, Ints, Floats]:
     source="the geometric series: steps that agree add up to 1 / (1 - momentum) times the learning "
     "rate; Sutskever et al. 2013: up to 0.999, on a schedule that begins at 0.5",
     cause="a momentum that is too high for this learning rate, or for so short a run",
-    fix="use momentum 0.9, or divide the learning rate by as much as the series adds",
+    fix="use momentum=0.9 (as in torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)), or "
+    "divide the learning rate by as much as the series adds",
 )
 def momentum(run: RunView) -> Iterator[Finding]:
     """A momentum so close to 1 that steps go on for hundreds more, while the loss does not fall."""
@@ -174,11 +209,10 @@ def momentum(run: RunView) -> Iterator[Finding]:
 
 
 @rule(
-    threshold="1 % of the weight a step; or most matrices below 10 % of their first norm while the "
-    "loss does not fall",
+    threshold="over 1 % of the weight a step",
     source="hookkit, measured; usual settings decay 0.05 % a step or less",
     cause="weight decay outweighs the gradient",
-    fix="divide weight decay by 10 or more",
+    fix="divide the optimizer's weight_decay by 10 or more",
 )
 def weight_decay(run: RunView) -> Iterator[Finding]:
     """Weights that decay faster than the gradient can hold them."""
@@ -188,7 +222,7 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
     pairs = zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)
     share = max((lr * decay for lr, decay in pairs), default=0.0)
     if share > DECAY_PER_STEP:
-        what = f"learning rate × weight decay takes {share:.1%} a step"
+        what = f"learning rate × weight decay takes {read.percent(share)} of each weight a step"
         severity = "warning" if run.learns else "error"
         yield weight_decay.found(severity, what, (), run.all_steps)
     elif params is not None and len(params) >= read.MIN_RECORDS:
@@ -198,12 +232,16 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
         left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
         hit = left < SHRUNK
         if len(which) and hit.mean() > 0.5 and not run.learns:
-            what = (
-                f"{hit.sum()} of {len(which)} matrices shrank to {read.median(left[hit]):.1%} of "
-            )
-            what += "their first norm"
+            what = f"{hit.sum()} of {len(which)} matrices shrank to "
+            what += f"{read.percent(read.median(left[hit]))} of their first norm"
             layers, _ = read.where(params, which[hit])
-            yield weight_decay.found("error", what, layers, run.all_steps)
+            yield _SHRANK.found("error", what, layers, run.all_steps)
+
+
+_SHRANK = weight_decay.but(
+    threshold="most matrices below 10 % of their first norm, and no loss that falls",
+    source="hookkit, measured",
+)
 
 
 @rule(
@@ -211,7 +249,7 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
     "large and go to and fro",
     source=f"{TAYLOR}; 12 %: hookkit, measured",
     cause="the steps go uphill: maximize=True, or a wrong sign",
-    fix="minimise: remove maximize=True, or turn the sign of what backward() is called on",
+    fix="minimise: remove maximize=True, or turn the sign of what loss.backward() is called on",
 )
 def ascent(run: RunView) -> Iterator[Finding]:
     """A loss that the steps push up, as far as their size and the gradients' explains.
@@ -223,13 +261,19 @@ def ascent(run: RunView) -> Iterator[Finding]:
     series = run.losses_of(20)
     if run.improved or run.need_not_fall:
         return
-    if record is not None:
-        share = read.rise_over_bound(record, series)
-        what = (
-            f"the loss rises steadily, by {share or 0:.0%} of all that steps and gradients can do"
-        )
-    else:
-        share = 1.0 if read.end_level(series) > read.start_level(series) else None
-        what = "the loss rises, and the optimizer was made with maximize=True"
+    start, end = read.start_level(series), read.end_level(series)
+    if record is None and end > start:
+        what = f"the loss rises from {start:.3g} to {end:.3g}, and the optimizer was made with "
+        yield _MAXIMIZED.found("error", f"{what}maximize=True", (), run.all_steps)
+    share = None if record is None else read.rise_over_bound(record, series)
     if share is not None and UPHILL < share < 2:
+        what = f"the loss rises steadily, by {share:.0%} of all that steps and gradients can do"
         yield ascent.found("error", what, (), run.all_steps)
+
+
+_MAXIMIZED = ascent.but(
+    threshold="any rise, under maximize=True and with a loss that is to fall",
+    source="PyTorch's documentation of optimizers: maximize turns the direction of the steps",
+    cause="the optimizer maximises the loss",
+    fix="make the optimizer without maximize=True",
+)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, rule
+from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, Rule, rule
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
@@ -40,11 +40,10 @@ _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "
 
 @rule(
     needs=("activations",),
-    threshold="over 50 % of a layer's units (a note from 20 %, and up to 90 % where they died "
-    "while the loss fell: capacity that is lost, or was not needed)",
+    threshold="over 50 % of a layer's units",
     source=f"{SAGEMAKER}, DeadRelu: 50 % of a layer",
     cause="a learning rate that is too high",
-    fix="lower the learning rate, or use LeakyReLU or GELU",
+    fix="divide the learning rate by 10, or use nn.LeakyReLU or nn.GELU",
 )
 def dead(run: RunView) -> Iterator[Finding]:
     """Units behind a ReLU that give nothing throughout the later half of the run.
@@ -76,12 +75,13 @@ def dead(run: RunView) -> Iterator[Finding]:
 
 _BORN = dead.but(
     cause="biases (or weights) that began so that no input reaches these units",
-    fix="check the initial biases and weights, or use LeakyReLU or GELU",
+    fix="begin with biases of 0, torch.nn.init.zeros_(layer.bias), or use nn.LeakyReLU or nn.GELU",
 )
 
+_LOST = dead.but(cause="capacity that died while the loss fell, or that was not needed")
+
 _UNPROVED = dead.but(
-    threshold="over 50 % of a layer's units; a warning from 90 % if the loss does not fall",
-    source=f"{SAGEMAKER}, DeadRelu: 50 % of a layer, where there is a ReLU",
+    source=f"{dead.source}; a ReLU is not proved",
     cause="dead units, if a ReLU reads this layer: biases that began so, or a learning rate that "
     "is too high",
     fix="record what proves it: GradientStats(), or the ReLU itself (include_paramless=True)",
@@ -94,21 +94,33 @@ def _dead_layers(
     """Findings about layers that a ReLU reads, the worst first."""
     for severity, low, hit in _graded(which, share):
         at_first = (born[hit] > low).all()
-        what = f"up to {share[hit].max():.0%} of {units} are never above 0"
+        what = f"up to {read.percent(share[hit].max())} of {units} are never above 0"
         what += ", from the first step on" if at_first else ", and more than at first"
         lost = severity == "warning" and run.learns and not at_first
         where = read.where(run.activations, hit, read.last_half(run.activations))
-        yield (_BORN if at_first else dead).found("note" if lost else severity, what, *where)
+        says = _BORN if at_first else _LOST if lost else dead
+        line = f"over {100 * low:.0f} % of a layer's units" + ", while the loss falls" * bool(lost)
+        here = says.but(threshold=line, source=_source(says, low))
+        yield here.found("note" if lost else severity, what, *where)
+
+
+def _source(says: Rule, low: float) -> str:
+    return says.source if low == MANY else f"hookkit, measured; {says.source}"
 
 
 def _maybe_dead(run: RunView, rows: Ints, share: Floats) -> Iterator[Finding]:
     """One finding about layers of which it is not known whether a ReLU reads them."""
     if len(rows):
         most = share[rows].max()
-        what = f"up to {most:.0%} of a layer's units never give anything above 0: a ReLU behind "
-        severity = "warning" if most > MOST and run.fails else "note"
+        what = f"up to {read.percent(most)} of a layer's units never give anything above 0: a ReLU "
+        what += "behind them lets nothing through"
         where = read.where(run.activations, rows, read.last_half(run.activations))
-        yield _UNPROVED.found(severity, f"{what}them lets nothing through", *where)
+        if most > MOST and run.fails:
+            line = "over 90 % of a layer's units, while the loss does not fall"
+            here = _UNPROVED.but(threshold=line, source=_source(_UNPROVED, MOST))
+            yield here.found("warning", what, *where)
+        else:
+            yield _UNPROVED.found("note", what, *where)
 
 
 def _graded(which: Bools, share: Floats) -> Iterator[tuple[str, float, Ints]]:
@@ -188,10 +200,11 @@ def _largest_possible_share(run: RunView, record: Record, relu: Bools) -> Floats
 
 @rule(
     needs=("activations",),
-    threshold="over half of a layer's units at tau = 0.025",
+    threshold="over 50 % of a layer's units at tau = 0.025",
     source="Sokar et al. 2023 (ReDo, arXiv 2302.12902), for reinforcement learning",
     cause="capacity that this task does not use, or that was lost when the task changed",
-    fix="nothing, if the loss is good; else lower the learning rate or re-initialise them",
+    fix="nothing, if the loss is good; else lower the learning rate, or begin these layers again: "
+    "layer.reset_parameters()",
 )
 def dormant(run: RunView) -> Iterator[Finding]:
     """Units that give little, compared with their layer: a note, since the source is about RL."""
@@ -200,16 +213,18 @@ def dormant(run: RunView) -> Iterator[Finding]:
     if which.any():
         share = np.where(which, _smallest(read.table(record, "dormant")[:, window]), np.nan)
         if len(hit := np.flatnonzero(share > MANY)):
-            what = f"up to {share[hit].max():.0%} of a layer's units are below 1/40 of the layer's "
+            most = read.percent(share[hit].max())
+            what = f"up to {most} of a layer's units are below 1/40 of the layer's "
             yield dormant.found("note", f"{what}mean size", *read.where(record, hit, window))
 
 
 @rule(
     needs=("activations",),
-    threshold="over 50 % beyond |tanh| 0.97, or sigmoid below 0.03 or above 0.97",
+    threshold="over 50 % at its ends: |tanh| above 0.97, a sigmoid below 0.03 or above 0.97",
     source=f"0.97: Karpathy, makemore part 3; 50 % of a layer: {SAGEMAKER}",
     cause="weights or inputs that are too large: the slope there is almost 0",
-    fix="standardise the inputs, start with smaller weights, or put a norm before it",
+    fix="standardise the inputs, start with smaller weights (torch.nn.init.xavier_normal_), or put "
+    "a norm before it (nn.LayerNorm)",
 )
 def saturated(run: RunView) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
@@ -222,16 +237,19 @@ def saturated(run: RunView) -> Iterator[Finding]:
         raise read.Missing(why)
     window = read.last_half(record)
     share = _smallest(_saturated_shares(record)[:, window])
-    for severity, _, hit in _graded(which & (share > MANY), share):
+    for severity, low, hit in _graded(which & (share > MANY), share):
         gates = not run.fails and _are_gates(record)[hit].all()
-        what = f"at least {share[hit].max():.0%} of a layer is at the ends of its range"
+        what = f"at least {read.percent(share[hit].max())} of a layer is at the ends of its range"
         says, severity = (_GATES, "note") if gates else (saturated, severity)
-        yield says.found(severity, what, *read.where(record, hit, window))
+        line = saturated.threshold.replace("50", f"{100 * low:.0f}", 1)
+        here = says.but(threshold=line, source=_source(says, low))
+        yield here.found(severity, what, *read.where(record, hit, window))
 
 
 _GATES = saturated.but(
     cause="gates that their biases begin shut or open, which is often meant",
-    fix="nothing, if it is meant; else begin with biases nearer to 0",
+    fix="nothing, if it is meant; else begin with biases nearer to 0: "
+    "torch.nn.init.zeros_(layer.bias)",
 )
 
 

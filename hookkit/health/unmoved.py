@@ -31,7 +31,8 @@ _NO_CHANGE = "exactly no change over all records"
     threshold=_NO_CHANGE,
     source=_EXACT,
     cause="a learning rate of 0 for its group, or steps below the precision of its dtype",
-    fix="check the learning rate of its group; keep a float32 copy of half-precision weights",
+    fix='print(opt.param_groups) and check its "lr"; keep weights in float32, and compute in half '
+    "precision under torch.autocast",
 )
 def unmoved(run: RunView) -> Iterator[Finding]:
     """Trainable parameters that are in no optimizer, get no gradient, or never move."""
@@ -39,9 +40,9 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     still, held = _never_moves(record), _in_optimizer(record)
     grads, asleep = read.table(record, "grad_norm"), _never_ran(run, record)
     cut = still & held & ~np.isfinite(grads).any(axis=1)
-    what = "trainable, but in no optimizer that steps: never moves"
+    what = "can be trained, but no optimizer that steps has it, and it never moves"
     yield from _report(record, still & ~held, _NOT_IN_OPTIMIZER, what)
-    what = "trainable, but no gradient ever reaches it"
+    what = "can be trained, but no gradient ever reaches it"
     asleep_too = f"{what}, for its layer never runs in training"
     yield from _report(record, cut & asleep, _NEVER_RAN, asleep_too)
     yield from _report(record, cut & ~asleep, _NO_GRADIENT, what)
@@ -49,8 +50,8 @@ def unmoved(run: RunView) -> Iterator[Finding]:
         pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
         size = read.median(read.table(record, "grad_rms"), axis=1)
         faint = (size < FAINT_GRADIENT) & any(run.info.get("lr", ()))
-        yield from _report(record, pushed & ~faint, unmoved, "gets a gradient but never moves")
-        what = "its gradient is below 1e-7, and it never moves"
+        yield from _report(record, pushed & ~faint, unmoved, "gets a gradient, but never moves")
+        what = f"gets a gradient of RMS {size[pushed & faint].max(initial=0):.2g}, and never moves"
         yield from _report(record, pushed & faint, _FAINT, what)
     yield from _stops_midway(run, record)
 
@@ -67,10 +68,11 @@ _NOT_IN_OPTIMIZER = Rule(
 
 _NO_GRADIENT = Rule(
     "no_gradient",
-    threshold=_NO_CHANGE,
+    threshold="no gradient in any record",
     source=_EXACT,
     cause="the loss does not depend on it: a detach(), a no_grad block, an unused branch",
-    fix="find where the graph is cut, or freeze it with requires_grad_(False)",
+    fix="find the detach(), .data or torch.no_grad() between it and the loss, or freeze it: "
+    "requires_grad_(False)",
 )
 
 _NEVER_RAN = _NO_GRADIENT.but(
@@ -84,7 +86,8 @@ _FAINT = Rule(
     source=f"{_EXACT}, VanishingGradient: 1e-7",
     cause="the gradient vanishes before it gets there: gates or units that are shut, or a long way "
     "through small slopes; or a loss that is scaled down",
-    fix="look at the biases of gates and at the size of what the layers give",
+    fix="look at the biases of gates, and at the size of what the layers give: "
+    'run.activations.values["rms"]',
 )
 
 
@@ -93,8 +96,8 @@ def _report(
 ) -> Iterator[Finding]:
     """One finding for all parameters in `which`, if there are any."""
     if n := int(which.sum()):
-        evidence = f"{n} parameter{'s' * (n != 1)}: {what}"
-        yield says.found(severity, evidence, *read.where(record, np.flatnonzero(which)))
+        subject = "one parameter" if n == 1 else f"each of {n} parameters"
+        yield says.found(severity, f"{subject} {what}", *read.where(record, np.flatnonzero(which)))
 
 
 def _stops_midway(run: RunView, record: Record) -> Iterator[Finding]:
@@ -117,12 +120,12 @@ _MIDWAY = unmoved.but(
     threshold="exactly no change for half of the records or more",
     cause="a schedule that takes the learning rate to 0 too soon (stepped every batch, where it "
     "counts epochs)",
-    fix="print the learning rate of each step; check the schedule's unit and length",
+    fix="print scheduler.get_last_lr() at each step, and check the schedule's unit and length",
 )
 
 
 @rule(
-    threshold="exact: seen in the autograd graph of one batch",
+    threshold="any weight in a batch's autograd graph that model.parameters() does not list",
     source="exact; PyTorch's documentation of nn.ModuleList: what a plain list holds is not "
     "registered",
     cause="layers (or parameters) in a plain list, tuple or dict: they are never trained, moved "
@@ -146,7 +149,8 @@ def unregistered(run: RunView) -> Iterator[Finding]:
     threshold="a gradient of exactly 0 in all records",
     source=_EXACT,
     cause="its inputs are always 0, or all behind it is: dead units, zeros as initial weights",
-    fix="look at its inputs; initialise at random (zeros only in the last layer of a branch)",
+    fix="look at its inputs, and initialise what is behind it at random: "
+    "torch.nn.init.kaiming_normal_(layer.weight)",
 )
 def zero_gradient(run: RunView) -> Iterator[Finding]:
     """Matrices whose gradient is exactly 0 at every step."""
@@ -155,7 +159,7 @@ def zero_gradient(run: RunView) -> Iterator[Finding]:
     zero = still & _in_optimizer(record) & read.has_no_gradient(record) & read.is_matrix(record)
     recurrent = read.are(record.types, ("RNN", "LSTM", "GRU"))
     shut = _never_above_zero(run, record)
-    what = "its gradient is exactly 0 at every step"
+    what = "learns nothing: its gradient is exactly 0 at every step"
     dead = f"{what}, and what its layer gives is never above 0"
     yield from _report(record, zero & shut & ~recurrent, _DEAD, dead, "error")
     yield from _report(record, zero & recurrent, _RECURRENT_ZERO, what, "error")
@@ -166,24 +170,25 @@ _DEAD = zero_gradient.but(
     name="dead",
     cause="a ReLU behind it lets nothing through: biases (or weights) that began so, or a learning "
     "rate that is too high",
-    fix="check the initial biases, lower the learning rate, or use LeakyReLU or GELU",
+    fix="begin with biases of 0, torch.nn.init.zeros_(layer.bias), lower the learning rate, or use "
+    "nn.LeakyReLU or nn.GELU",
 )
 
 _RECURRENT_ZERO = zero_gradient.but(
     name="vanishing",
     cause="its inputs are 0 but for early time steps, and the gradient vanishes before it gets "
     "there",
-    fix="use an LSTM or GRU, a shorter sequence, or attention",
+    fix="use nn.LSTM or nn.GRU, a shorter sequence, or attention",
 )
 
 
 @rule(
     needs=("params",),
-    threshold="all matrices, of which some never move; or at least half of all, with frozen ones, "
-    "while the loss does not fall",
+    threshold="all matrices begin at 0, and some never move",
     source=SYMMETRY,
     cause="weights all begin at 0: the units of a layer get the same gradient, or none",
-    fix="initialise at random (zeros only in the last layer of a branch)",
+    fix="initialise at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for the last "
+    "layer of a branch only",
 )
 def zero_init(run: RunView) -> Iterator[Finding]:
     """Weights that all begin at 0, so that no unit differs from its neighbours."""
@@ -193,10 +198,19 @@ def zero_init(run: RunView) -> Iterator[Finding]:
     stuck = len(which) > 1 and len(zero) == len(which) and _never_moves(record)[which].any()
     # frozen ones count too: they make the units differ
     n_all = (read.is_matrix(record) & ~read.are(record.types, read.EMBEDDINGS)).sum()
-    if len(zero) and (stuck or (run.fails and len(zero) >= n_all / 2)):
-        what = f"{len(zero)} of {len(which)} matrices begin at exactly 0"
-        what += " and the loss does not fall" if run.fails else ", and not all of them ever move"
-        yield zero_init.found("error", what, *read.where(record, zero, read.FIRST))
+    where = read.where(record, zero, read.FIRST)
+    if stuck:
+        what = f"{len(zero)} of {len(which)} matrices begin at exactly 0, and not all ever move"
+        yield zero_init.found("error", what, *where)
+    elif len(zero) and run.fails and len(zero) >= n_all / 2:
+        what = f"{len(zero)} of {n_all} matrices begin at exactly 0, and the loss does not fall"
+        yield _HALF_ZERO.found("error", what, *where)
+
+
+_HALF_ZERO = zero_init.but(
+    threshold="half of all matrices or more (frozen ones count), while the loss does not fall",
+    source=f"{SYMMETRY}; half: hookkit, measured",
+)
 
 
 @rule(
@@ -205,7 +219,8 @@ def zero_init(run: RunView) -> Iterator[Finding]:
     source=SYMMETRY,
     cause="the units between such layers compute the same and get the same gradient, so that a "
     "whole layer is worth one unit (but for what random biases change)",
-    fix="initialise weights at random: nn.init.kaiming_normal_, or PyTorch's default",
+    fix="initialise weights at random: torch.nn.init.kaiming_normal_(layer.weight), or PyTorch's "
+    "default, layer.reset_parameters()",
 )
 def constant_init(run: RunView) -> Iterator[Finding]:
     """Two layers in a row whose weights all begin at one value: the units between are the same."""

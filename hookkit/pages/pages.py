@@ -20,7 +20,7 @@ from hookkit import health
 from hookkit.checks import kind_of, shown
 from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.files import atomic_write
-from hookkit.markup import details, table, terms
+from hookkit.markup import details, prose, table, terms
 from hookkit.pages.webpage import GENERATOR, figure, missing, page
 from hookkit.records import Record, Run, as_run, in_order
 from hookkit.version import __version__
@@ -111,14 +111,12 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
 
 
 def _finding(number: int, f: health.Finding) -> str:
-    facts = [("Where", f.where), ("Likely cause", f.cause), ("What to do", f.fix)]
-    facts += [("Threshold", f.threshold), ("Source", f.source)]
     head = f'<span class="tone">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
     names = f"<p>{escape(', '.join(f.labels))}</p>"
     layers = details(f"All {len(f.layers)} layers", names) if len(f.layers) > 3 else ""
     return (
-        f'<article class="finding {escape(f.severity)}"><h3>{head}</h3><p>{escape(f.evidence)}</p>'
-        f"{terms(facts)}{layers}</article>"
+        f'<article class="finding {escape(f.severity)}"><h3>{head}</h3>'
+        f"{prose(f.sentences, small=f.line)}{layers}</article>"
     )
 
 

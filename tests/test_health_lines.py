@@ -1,0 +1,782 @@
+"""A finding shows the line that it crossed: each branch of each rule, by a run that reaches it.
+
+A rule with several lines has a variant for each. `CASES` holds a run for every call of `found`, and
+the number in its evidence must be beyond the number in its threshold. So a new branch without a
+line of its own, or without a case here, fails.
+"""
+
+import ast
+import operator
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from health_runs import (
+    CE,
+    EVEN,
+    FLAT,
+    MSE,
+    N,
+    acts,
+    falling,
+    first_layer,
+    found,
+    slow,
+    weights,
+)
+from test_health_attention import QK, attention, with_row
+from test_health_gradients import sampled, summed
+from test_health_loss_expectations import episodes, players, signed
+from test_health_precision import HALF, TINY, grads, overflow, with_dtypes
+from test_health_units import gradients, layers
+from test_health_unmoved import begun
+from torch import nn
+
+from hookkit import FlightRecorder, health, watch
+from hookkit.health import RULES, diagnose
+from hookkit.health.diagnosis import Rule
+from hookkit.records import Incident, Run
+
+LATER, FIRST_30 = np.arange(N) >= 20, np.arange(N) < 30
+SPOILED = "Its own weights were not finite: the step before has spoiled them."
+NLL, BCE = {"loss_func": "NLLLoss"}, {"loss_func": "BCEWithLogitsLoss"}
+NO_GRADIENT = {"update_norm": [1, 0, 1, 1], "grad_norm": [1, 0, 1, 1]}
+BEGAN = np.where(np.arange(N) > 0, 5.0, 0.0)  # the norm of a matrix that began at 0
+GONE = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5])
+SOFTMAX = acts(("Linear", "ReLU", "Linear", "Softmax"))
+FLOOR = np.log(np.e + 9) - 1
+RISES = 2.0 + np.linspace(0, 1, N) + np.random.default_rng(0).normal(0, 0.01, N)
+PLAYERS = weights(update_norm=[EVEN, EVEN, ~EVEN, ~EVEN])
+TEACHER = weights(
+    requires_grad=[True, True, False, False],
+    in_optimizer=[True, True, False, False],
+    update_norm=[1, 1, 0, 0],
+    weight_norm=np.tile(5.0 + 0.01 * np.arange(N), (4, 1)),
+)
+VALID = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": 0.5 + 0.1 * i} for i in range(6)]
+
+
+def at(step, value, rest=1e-3, k=4):
+    """(k, N) a series that has `value` in one step."""
+    table = np.full((k, N), float(rest))
+    table[:, step] = value
+    return table
+
+
+def spiked(*at):
+    losses = falling()
+    losses[list(at)] += 5
+    return losses
+
+
+def broken(step=120, value=np.nan, losses=falling):
+    series = losses()
+    series[step:] = value
+    return series
+
+
+def nan_in(row, step, **values):
+    bad = np.zeros((3, N))
+    bad[row:, step:] = 7
+    return acts(nonfinite=bad, **values)
+
+
+def incident(kind, note="", history=(), name="body.log"):
+    past = {name: np.array(history)}
+    return Run(incidents=(Incident(kind, name, "Log", 12, history=past, note=note),))
+
+
+# a run, the rule, what its threshold says, and what its evidence says
+CASES = [
+    # learning rate, momentum, weight decay
+    (
+        Run(params=weights(update_ratio=[0.3] * 4), losses=FLAT),
+        "lr_too_high",
+        "above 0.1 in the first 20 steps, in most",
+        "0.3 in the first 20 steps",
+    ),
+    (
+        Run(params=weights(update_ratio=at(50, 0.7)), losses=FLAT),
+        "lr_too_high",
+        "above 0.5 in one step",
+        "is 0.7 in one step (in 4), while",
+    ),
+    (
+        Run(params=weights(update_ratio=at(50, 4.0)), losses=falling()),
+        "lr_too_high",
+        "above 1 in one step, in most",
+        "is 4 in one step",
+    ),
+    (
+        Run(params=weights(update_ratio=np.where(FIRST_30, 0.6, 1e-3)[None].repeat(4, 0)),
+            losses=falling()),
+        "lr_too_high",
+        "above 0.05 in the first 20 steps and above 0.5 in one step",
+        "0.6 in the first 20 steps and 0.6 in one step",
+    ),
+    (
+        Run(params=weights(update_ratio=[0.3] * 4)),
+        "lr_too_high",
+        "above 0.1 a step, by the median",
+        "is 0.3 a step, by the median",
+    ),
+    (
+        Run(params=weights(update_ratio=[1e-6] * 4), losses=FLAT),
+        "lr_too_low",
+        "below 1e-4 in most matrices",
+        "is 1e-06, and the loss hardly falls",
+    ),
+    (
+        Run(params=weights(update_ratio=[3e-7] * 4)),
+        "lr_too_low",
+        "below 1e-5 in every record",
+        "at most 3e-07",
+    ),
+    (
+        Run(params=weights(update_norm=[8e-5] * 4), losses=slow(0.09),
+            info={"optimizer": "Adam", "lr": [1e-3]}),
+        "lr_too_low",
+        "below 3e-2 in the last records",
+        "by 0.01 of its learning rate",
+    ),
+    (
+        Run(losses=FLAT, info={"momentum": [0.999]}),
+        "momentum",
+        "above 0.99, where the loss does not fall",
+        "momentum 0.999",
+    ),
+    (
+        Run(params=weights(), losses=falling(), info={"lr": [0.01], "weight_decay": [1.04]}),
+        "weight_decay",
+        "over 1 % of the weight a step",
+        "takes 1.04% of each weight",
+    ),
+    (
+        Run(params=weights(weight_norm=np.geomspace(5, 1e-3, N)[None].repeat(4, 0)), losses=FLAT),
+        "weight_decay",
+        "below 10 % of their first norm",
+        "to 0.0238% of their first norm",
+    ),
+    (
+        Run(params=weights(grad_norm=[0.1] * 4, update_norm=[0.05] * 4), losses=RISES),
+        "ascent",
+        "over 12 % of the sum",
+        "by 47% of all",
+    ),
+    (
+        Run(losses=np.linspace(2, 5, N), info={**CE, "maximize": True}),
+        "ascent",
+        "any rise, under maximize=True",
+        "made with maximize=True",
+    ),
+    # inputs and initial weights
+    (
+        Run(acts(rms=[80, 40, 1], std=[80, 40, 1])),
+        "input_scale",
+        "above 20, where",
+        "standard deviation 80 before",
+    ),
+    (
+        Run(acts(), params=first_layer(1e-4), losses=FLAT),
+        "input_scale",
+        "below 3e-3, where",
+        "inputs of size 0.00013",
+    ),
+    (
+        Run(acts(("Linear",) * 8, std=[10.0**-i for i in range(8)]), losses=FLAT),
+        "bad_init",
+        "over 1e6-fold",
+        "1e+12-fold",
+    ),
+    (
+        Run(acts(("Linear",) * 5, std=[1, 0.2, 0.05, 0.01, 1]), losses=FLAT),
+        "bad_init",
+        "over 1296-fold, 6-fold a layer, while the loss does not fall",
+        "1e+04-fold",
+    ),
+    (
+        Run(acts(("Linear",) * 5, std=[1, 2, 5, 12.5, 1]), losses=FLAT),
+        "bad_init",
+        "over 50-fold, 10 × the number of layers",
+        "grows 156-fold",
+    ),
+    (
+        Run(acts(("RNN", "Linear", "Linear"), rms=[1e4] * 3), losses=FLAT),
+        "bad_init",
+        "above 100, where a tanh",
+        "RMS 1e+04 before",
+    ),
+    (
+        Run(acts(("Linear",) * 3, std=[0.8, 5e3, 4e3]), losses=FLAT),
+        "bad_init",
+        "above 100, and 100 times the first layer's",
+        "standard deviation 5e+03 before",
+    ),
+    (
+        Run(acts(("Linear",) * 3, std=[0.8, 5e3, 4e3]), losses=falling()),
+        "bad_init",
+        "above 100, and 100 times the first layer's, before training and in the later half",
+        "still 5e+03",
+    ),
+    (
+        Run(acts(("Linear", "ReLU", "Dropout", "Linear"), zero=[0, 0.5, 0.951, 0]), losses=FLAT),
+        "dropout",
+        "less than 10 % is kept",
+        "keeps 9.8%",
+    ),
+    (
+        Run(acts(("Linear", "BatchNorm1d", "Linear"), count=[64, 192, 64]), params=weights(3)),
+        "small_batch",
+        "4 or fewer",
+        "from 3 values",
+    ),
+    # dead, dormant, saturated units
+    (Run(acts(dead=[0, 0.904, 0])), "dead", "over 90 % of a layer's units", "up to 90.4%"),
+    (Run(acts(dead=[0, 0.6, 0])), "dead", "over 50 % of a layer's units", "up to 60%"),
+    (Run(acts(dead=[0, 0.3, 0])), "dead", "over 20 % of a layer's units", "up to 30%"),
+    (Run(acts(dead=[np.zeros(N), 0.95 * LATER, np.zeros(N)])), "dead", "over 90 %", "up to 95%"),
+    (
+        Run(layers(["ReLU", "ReLU", ""], dead=[np.zeros(N), 0.7 * LATER, np.zeros(N)]),
+            losses=falling()),
+        "dead",
+        "over 50 % of a layer's units, while the loss falls",
+        "up to 70%",
+    ),
+    (
+        Run(layers(dead=[0, 0.6, 0]), gradients=gradients([0.5, 0.8, 0])),
+        "dead",
+        "over 50 % of a layer's units",
+        "up to 60%",
+    ),
+    (
+        Run(layers(dead=[0, 0.95, 0.9]), losses=falling()),
+        "dead",
+        "over 50 % of a layer's units",
+        "up to 95%",
+    ),
+    (
+        Run(layers(dead=[0, 0.95, 0.9]), losses=FLAT),
+        "dead",
+        "over 90 % of a layer's units, while the loss does not fall",
+        "up to 95%",
+    ),
+    (
+        Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])),
+        "dormant",
+        "over 50 % of a layer's units",
+        "up to 80%",
+    ),
+    (
+        Run(acts(("Linear", "Tanh", "Linear"), saturated=[np.nan, 0.7, np.nan])),
+        "saturated",
+        "over 50 % at its ends",
+        "at least 70%",
+    ),
+    (
+        Run(acts(("Linear", "Tanh", "Linear"), saturated=[np.nan, 0.95, np.nan])),
+        "saturated",
+        "over 90 % at its ends",
+        "at least 95%",
+    ),
+    (
+        Run(acts(("Linear", "Sigmoid", "Linear"), saturated=[0, 0.95, 0], mean=[0, 0.02, 0],
+                 std=[1, 0.01, 1]), losses=falling()),
+        "saturated",
+        "over 90 % at its ends",
+        "at least 95%",
+    ),
+    # parameters that do not move
+    (Run(params=weights(update_norm=[1, 0, 1, 1])), "unmoved", "exactly no change", "never moves"),
+    (
+        Run(params=weights(update_norm=[1, 0, 1, 1], in_optimizer=[True, False, True, True])),
+        "not_in_optimizer",
+        "exactly no change",
+        "no optimizer that steps has it",
+    ),
+    (
+        Run(params=weights(update_norm=[1, 0, 1, 1], grad_norm=[1, np.nan, 1, 1])),
+        "no_gradient",
+        "no gradient in any record",
+        "no gradient ever reaches it",
+    ),
+    (
+        Run(acts(rms=[1, 1, np.nan]),
+            params=weights(3, update_norm=[1, 1, 0], grad_norm=[1, 1, np.nan])),
+        "no_gradient",
+        "no gradient in any record",
+        "its layer never runs in training",
+    ),
+    (
+        Run(params=weights(grad_rms=[1e-3, 1e-15, 1e-3, 1e-3], update_norm=[1, 0, 1, 1],
+                           grad_norm=[1, 1e-14, 1, 1]), losses=falling(), info={"lr": [1e-3]}),
+        "vanishing",
+        "a median RMS below 1e-7",
+        "RMS 1e-15, and never moves",
+    ),
+    (
+        Run(params=weights(update_norm=[np.arange(N) < 3] * 4), losses=FLAT),
+        "unmoved",
+        "for half of the records or more",
+        "after step 2",
+    ),
+    (
+        Run(with_dtypes(acts(), ["", "", ""], unregistered=["w"])),
+        "not_in_optimizer",
+        "any weight in a batch's autograd graph",
+        "1 weight",
+    ),
+    (
+        Run(params=weights(**NO_GRADIENT)),
+        "zero_gradient",
+        "a gradient of exactly 0",
+        "exactly 0 at every step",
+    ),
+    (
+        Run(acts(("Linear",) * 3, max=[3, -1, 3]),
+            params=weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])),
+        "dead",
+        "a gradient of exactly 0",
+        "never above 0",
+    ),
+    (
+        Run(params=begun([False] * 4, kind="RNN", **NO_GRADIENT)),
+        "vanishing",
+        "a gradient of exactly 0",
+        "exactly 0 at every step",
+    ),
+    (
+        Run(params=weights(weight_norm=[0, 0, BEGAN, BEGAN], update_norm=[0, 0, 1, 1])),
+        "zero_init",
+        "all matrices begin at 0, and some never move",
+        "4 of 4 matrices begin at exactly 0, and not all ever move",
+    ),
+    (
+        Run(params=weights(weight_norm=[BEGAN, BEGAN, 5, 5]), losses=FLAT),
+        "zero_init",
+        "half of all matrices or more",
+        "2 of 4 matrices begin at exactly 0, and the loss does not fall",
+    ),
+    (
+        Run(params=begun([False, True, True, False])),
+        "constant_init",
+        "two layers in a row or more",
+        "2 layers in a row",
+    ),
+    # gradients
+    (
+        Run(params=weights(grad_rms=[1e-7, 1e-6, 1e-5, 1e-3])),
+        "vanishing",
+        "first over last below 1e-3",
+        "first over last 0.0001",
+    ),
+    (
+        Run(params=weights(grad_rms=[9, 3, 1, 0.1])),
+        "exploding",
+        "first over last above 70",
+        "first over last 90",
+    ),
+    (
+        Run(losses=FLAT, grad_norms=summed(300)[1]),
+        "grads_pile_up",
+        "10-fold or more",
+        "grew 42.6-fold",
+    ),
+    (
+        Run(losses=FLAT, grad_norms=summed(300)[1]),
+        "grads_pile_up",
+        "change of 0.15 or less",
+        "by only 0.005",
+    ),
+    (Run(grad_norms=summed(200)[1]), "grads_pile_up", "change below 0.03, where", "by only 0.0074"),
+    (
+        Run(losses=falling(), grad_norms=np.linspace(0.1, 30, 300)),
+        "grads_pile_up",
+        "change below 0.03, a fifth of the loss's",
+        "by only 0.0044",
+    ),
+    (
+        Run(losses=falling(), params=sampled(summed(300, 10)[1], summed(300, 10)[0])),
+        "grads_pile_up",
+        "change below 0.06, where some steps only are recorded",
+        "by only 0.033",
+    ),
+    # NaN, Inf, float16
+    (Run(nan_in(1, 40), params=weights()), "non_finite", "any NaN or Inf", "its own weights are"),
+    (Run(nan_in(0, 40), params=weights()), "non_finite", "any NaN or Inf", "the first layer"),
+    (
+        Run(nan_in(1, 40, rms=[np.geomspace(1, 1e9, N)] * 3), params=weights()),
+        "non_finite",
+        "any NaN or Inf",
+        "grew more than 100-fold",
+    ),
+    (Run(acts(nonfinite=[0, 5, 0]), losses=falling()), "non_finite", "any NaN", "stays finite"),
+    (Run(acts(), gradients=overflow(until=N)), "non_finite", "any NaN or Inf", "still finite"),
+    (
+        Run(acts(), gradients=overflow(), losses=falling()),
+        "non_finite",
+        "any NaN or Inf",
+        "weights, activations and loss stay finite",
+    ),
+    (Run(losses=broken()), "non_finite", "any NaN or Inf", "stops being a number at step 120"),
+    (Run(acts(n=300), losses=broken()), "non_finite", "any NaN", "the layers give stays finite"),
+    (
+        incident("activation", SPOILED),
+        "non_finite",
+        "any NaN or Inf",
+        "at step 12. Its own weights were not finite",
+    ),
+    (
+        Run(with_dtypes(acts(max=[1e4, 1e4, 1]), [HALF] * 3)),
+        "fp16_range",
+        "above 6550, a tenth",
+        "up to 1e+04",
+    ),
+    (Run(gradients=grads(**TINY)), "fp16_underflow", "below 2.4e-7 in most layers", "RMS 1.1e-07"),
+    (
+        Run(gradients=grads(rms=[0.0] * 3, zero=[1.0] * 3), losses=FLAT),
+        "fp16_underflow",
+        "exactly 0 in all layers",
+        "exactly 0, also of the last",
+    ),
+    (
+        Run(with_dtypes(acts(), [HALF] * 3), params=GONE, losses=FLAT),
+        "fp16_underflow",
+        "all below 6.1e-5",
+        "have RMS 5e-07 or less",
+    ),
+    # attention
+    (
+        Run(attention(min=with_row(2, -90.0), max=with_row(2, 240.0))),
+        "attention_logits",
+        "above 100",
+        "the largest logit is 240",
+    ),
+    (
+        Run(attention(**QK)),
+        "attention_logits",
+        "above 100, which the largest",
+        "by queries and keys, is 144",
+    ),
+    (
+        Run(attention(rms=with_row(2, np.sqrt(0.125 * 0.99)))),
+        "attention_logits",
+        "above 0.95, which",
+        "the heaviest key gets 99.0% of the weight",
+    ),
+    # what the loss is given
+    (
+        Run(losses=FLAT, info={**CE, "loss_input": "Softmax"}),
+        "probabilities",
+        "any softmax or sigmoid just before",
+        "what a softmax gives",
+    ),
+    (Run(SOFTMAX, info=CE), "probabilities", "any softmax or sigmoid", "the last layer is Softmax"),
+    (Run(SOFTMAX, info=NLL), "probabilities", "any softmax or sigmoid", "last layer is Softmax"),
+    (
+        Run(acts(("Linear", "Sigmoid")), info=BCE),
+        "probabilities",
+        "any softmax or sigmoid",
+        "the last layer is Sigmoid",
+    ),
+    (
+        Run(losses=FLAT, info={**CE, "output_is_probabilities": True}),
+        "probabilities",
+        "rows of non-negative numbers that sum to 1",
+        "rows are probabilities",
+    ),
+    (
+        Run(losses=FLOOR + 0.01 + 0.8 * np.exp(-np.arange(300) / 50), info=CE),
+        "probabilities",
+        "at the end below 1.561",
+        "settles on 1.474",
+    ),
+    (
+        Run(acts(("Linear", "ReLU", "Conv2d"), rms=[1, 1, 12], min=[-3, -3, -20]),
+            losses=0.46 + 0.2 * np.exp(-np.arange(300) / 60), info=BCE),
+        "probabilities",
+        "RMS above 4",
+        "RMS 12",
+    ),
+    (Run(info={"broadcast": "(8, 1) meets (8,)"}), "broadcast", "makes n × n", "(8, 1) meets (8,)"),
+    (
+        Run(info={"softmax_dim": "over the batch"}),
+        "softmax_dim",
+        "any dimension but that of the classes",
+        "is taken over the batch",
+    ),
+    # where the loss begins and ends
+    (
+        Run(losses=falling(start=8), info=CE),
+        "initial_loss",
+        "above 4.61, twice ln C",
+        "the first loss is 8",
+    ),
+    (
+        Run(losses=np.r_[8.0, FLAT], info=CE),
+        "initial_loss",
+        "above 4.61, twice ln C, and no loss that falls",
+        "the first loss is 8, where",
+    ),
+    (
+        Run(losses=falling(start=16.0, end=3.3), info=CE),
+        "initial_loss",
+        "above 11.5, five times ln C",
+        "the first loss is 16",
+    ),
+    (
+        Run(losses=falling(start=2.7e4, end=3e3), info=MSE),
+        "target_scale",
+        "above 20, where standardised targets give about 1",
+        "the first error is 164 (mse",
+    ),
+    (
+        Run(params=weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4),
+            losses=np.r_[np.full(5, 1.1e5), np.full(95, 1e5)], info=MSE),
+        "target_scale",
+        "below 0.05 of it",
+        "can take 0.018",
+    ),
+    (Run(losses=FLAT), "not_learning", "above 2.19, 5 % below its start", "ends at 2.3"),
+    (
+        Run(losses=np.r_[np.full(20, 30.0), FLAT], info=CE),
+        "not_learning",
+        "within 5 % of chance (chance is ln 10 = 2.3)",
+        "ends at 2.3",
+    ),
+    (
+        Run(losses=np.r_[np.full(20, 80.0), np.full(280, 40.0)], info=CE),
+        "not_learning",
+        "above 23, ten times chance",
+        "ends at 40",
+    ),
+    (
+        Run(losses=np.full(300, -2.3), info={"maximize": True}),
+        "not_learning",
+        "below -2.18, 5 % above its start",
+        "ends at -2.3",
+    ),
+    (
+        Run(losses=slow(0.09)),
+        "not_learning",
+        "above 2.19, 5 % below its start; and 2 % or more",
+        "ends at 2.2",
+    ),
+    (
+        Run(losses=1 + 0.4 * np.random.default_rng(2).normal(size=300)),
+        "not_learning",
+        "5 % below its start; and noise (two standard errors) with room",
+        "so noisy that a fall of 5 %",
+    ),
+    (Run(losses=np.linspace(2.3, 50, 300)), "diverging", "above 5.1", "ends at 47.7"),
+    (Run(losses=broken()), "diverging", "any NaN or Inf", "is not finite at the end"),
+    (Run(params=PLAYERS, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
+    (Run(players(), losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
+    (Run(params=TEACHER, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
+    (Run(losses=signed(0, 0.2)), "not_learning", "stays within ten times", "above 0 and below"),
+    (
+        Run(episodes(8), losses=np.linspace(3, 9, 300)),
+        "not_learning",
+        "sees more than twice as much",
+        "saw 3.2 times",
+    ),
+    (
+        Run(params=weights(grad_norm=[0.1] * 4, update_norm=[0.05] * 4),
+            losses=3 + np.linspace(0, 8, N)),
+        "not_learning",
+        "above twice the sum of |gradient| × |update|",
+        "times as far as gradients and steps explain",
+    ),
+    (
+        Run(losses=falling(end=-0.9), info=NLL),
+        "below_zero",
+        "below 0, for a loss that cannot be",
+        "falls to -0.871",
+    ),
+    (
+        Run(losses=-2.3 - 300 * np.linspace(0, 1, 300) ** 3),
+        "below_zero",
+        "below -23, ten times its start",
+        "ends at -261",
+    ),
+    (Run(losses=spiked(200)), "spikes", "above the last 128 steps", "1 loss spike"),
+    (
+        Run(losses=spiked(*range(100, 300, 13))),
+        "spikes",
+        "3 spikes, and 1 % of the steps",
+        "16 loss spikes",
+    ),
+    (
+        Run(losses=falling(), valid=VALID),
+        "overfit",
+        "by 10 % above its best",
+        "best in epoch 0 (0.5) and is 1 now",
+    ),
+]  # fmt: skip
+
+NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)( ?%)?"
+WORDS = {
+    "above": operator.gt,
+    "over": operator.gt,
+    "below": operator.lt,
+    "less than": operator.lt,
+    "or more": operator.ge,
+    "or less": operator.le,
+    "or fewer": operator.le,
+}
+
+
+def line_of(text):
+    """How a line in words compares, and with which number ("above 0.1"); None if it has none."""
+    before = re.search(rf"\b(above|over|below|less than) {NUMBER}", text)
+    after = re.search(rf"{NUMBER}[-\w]* (or more|or less|or fewer)\b", text)
+    if before:
+        return WORDS[before[1]], float(before[2]) / (100 if before[3] else 1)
+    return (WORDS[after[3]], float(after[1]) / (100 if after[2] else 1)) if after else None
+
+
+def is_beyond(line, seen):
+    """Whether the first number that was seen is beyond the number of a line in words."""
+    compares, least = line_of(line)
+    size, percent = re.search(NUMBER, seen).groups()
+    return compares(float(size) / (100 if percent else 1), least)
+
+
+@pytest.mark.parametrize(
+    ("run", "rule", "line", "seen"), CASES, ids=[f"{rule}: {line}" for _, rule, line, _ in CASES]
+)
+def test_the_number_in_the_evidence_is_beyond_the_line_that_is_shown(run, rule, line, seen):
+    fits = [f for f in diagnose(run) if f.rule == rule and line in f.threshold]
+
+    assert fits, diagnose(run)
+    assert any(seen in f.evidence for f in fits), fits
+    if line_of(line):
+        assert is_beyond(line, seen)
+
+
+@pytest.mark.parametrize(
+    ("line", "seen", "beyond"),
+    [
+        ("above 0.1 early", "is 0.3", True),
+        ("above 0.1 early", "is 0.057", False),
+        ("below 1e-4", "is 3e-05", True),
+        ("below 10 % of", "9.8%", True),
+        ("over 50 %", "50%", False),
+        ("10-fold or more", "grew 10-fold", True),
+    ],
+)
+def test_a_number_on_the_wrong_side_of_a_line_is_seen(line, seen, beyond):
+    assert is_beyond(line, seen) is beyond
+
+
+FOLDER = Path(health.__file__).parent
+
+
+def calls_of_found():
+    """(file, first line, last line) of each call of `found` in the rules."""
+    for file in sorted(FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "found":
+                yield file.name, node.lineno, node.end_lineno
+
+
+def test_every_branch_that_finds_something_has_a_case(monkeypatch):
+    reached, told, plain = set(), [], Rule.found
+
+    def seen(self, *args):
+        frame = sys._getframe(1)
+        reached.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+        told.append(plain(self, *args))
+        return told[-1]
+
+    monkeypatch.setattr(Rule, "found", seen)
+    for run, *_ in CASES:
+        diagnose(run)
+    calls = list(calls_of_found())
+    modules = [import_module(f"hookkit.health.{file.stem}") for file in FOLDER.glob("*.py")]
+    rules = {id(r): r for m in modules for r in vars(m).values() if isinstance(r, Rule)}
+
+    missed = [(f, a) for f, a, b in calls if not any((f, n) in reached for n in range(a, b + 1))]
+    assert len(calls) > 40
+    assert missed == []
+    shown = [{f.threshold, f.source, f.cause, f.fix} for f in told]
+    texts = [{r.threshold, r.source, r.cause, r.fix} for r in rules.values()]
+    silent = [own for own in texts if not any(len(own & parts) > 1 for parts in shown)]
+    assert silent == []
+
+
+def test_no_line_holds_the_line_of_another_severity():
+    told = [f for run, *_ in CASES for f in diagnose(run)]
+
+    assert [
+        f.threshold for f in told if re.search(r"a (warning|note|error) (if|from)", f.threshold)
+    ] == []
+    assert {r.name for r in RULES} - {f.rule for f in told} == {"unregistered"}
+
+
+@pytest.mark.parametrize(
+    ("note", "cause"),
+    [
+        ("The model's input was not finite: look at the data.", "the data"),
+        (SPOILED, "a step that made"),
+        (
+            "Its weights are finite: if its input was not, look at what runs between 1 and it.",
+            "log",
+        ),
+        ("", "overflow, log"),
+    ],
+)
+def test_the_cause_of_nan_is_what_the_flight_recorder_saw(note, cause):
+    assert found(incident("activation", note), "non_finite").cause.startswith(("a function", cause))
+
+
+def test_a_layer_that_grew_before_it_overflowed_has_its_growth_as_cause():
+    note = "Its weights are finite: if its input was not, look at what runs between 1 and it."
+
+    grew = incident("activation", note, history=[1.0, 30.0, 4e3])
+
+    assert "values that grew" in found(grew, "non_finite").cause
+    assert "the loss itself" in found(incident("loss", name=""), "non_finite").cause
+    assert "a derivative" in found(incident("gradient"), "non_finite").cause
+
+
+class Log(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+def flown(model, x, lr=0.01, spoil=None):
+    """A run of six steps in which something is not finite from the fourth one on."""
+    torch.manual_seed(0)
+    opt = torch.optim.SGD(model.parameters(), lr)
+    with watch(model, opt, FlightRecorder("report")) as w:
+        for i in range(6):
+            opt.zero_grad()
+            if i == 3 and spoil is not None:
+                spoil(model)
+            model(x if i < 3 or spoil is not None else x * np.nan).sum().backward()
+            opt.step()
+    return w.run_record()
+
+
+def test_the_recorders_own_incidents_have_the_cause_that_it_names():
+    x = torch.rand(4, 2) + 1
+    plain, logs = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), Log())
+
+    def spoil(model):
+        model[0].weight.data.fill_(np.inf)
+
+    def negate(model):
+        model[0].bias.data.fill_(-50.0)
+
+    data = found(flown(plain, x), "non_finite")
+    weight = found(flown(nn.Sequential(nn.Linear(2, 2)), x, spoil=spoil), "non_finite")
+    function = found(flown(logs, x, 0.0, spoil=negate), "non_finite")
+
+    assert "data" in data.cause
+    assert "learning rate that is too high" not in data.cause
+    assert "a step that made the weights NaN" in weight.cause
+    assert (function.layers, "log, sqrt" in function.cause) == (("1",), True)
