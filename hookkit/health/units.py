@@ -54,8 +54,7 @@ def dead(run: RunView) -> Iterator[Finding]:
     """
     record = run.activations
     relu, feeds = read.are(record.types, read.RELU_LIKE), read.meta(record, "feeds", None)
-    # rows whose output goes into a ReLU, and nowhere else, where that ReLU is no row itself
-    sure = relu | (read.are(feeds, read.RELU_LIKE) & ~np.append(relu[1:], False))
+    sure = can_die(record)
     maybe = ~relu.any() & _may_feed_a_relu(record, feeds)
     share, born = _dead_shares(run, record, relu, sure | maybe)
     proved = maybe & (share > NOTED) & (_zero_gradients(run, record) >= share)
@@ -71,6 +70,21 @@ def dead(run: RunView) -> Iterator[Finding]:
     unseen = not found and known and "dead" not in record.values
     if unseen and (sure & (_largest_possible_share(run, record, relu) > MANY)).any():
         raise read.Missing(UNITS_UNSEEN)
+
+
+def can_die(record: Record) -> Bools:
+    """(n_layers,) where a unit that is never above 0 is dead for sure, each ReLU counted once.
+
+    A ReLU's own row; of one that is no row itself that of the layer that it alone reads.
+    """
+    relu = read.are(record.types, read.RELU_LIKE)
+    feeds = read.are(read.meta(record, "feeds", None), read.RELU_LIKE)
+    return np.asarray(relu | (feeds & ~np.append(relu[1:], False)), bool)
+
+
+def can_be_dormant(record: Record) -> Bools:
+    """(n_layers,) which rows are outputs of activations, whose dormant units are judged."""
+    return read.are(record.types, _DORMANT_TYPES)
 
 
 _BORN = dead.but(
@@ -209,7 +223,7 @@ def _largest_possible_share(run: RunView, record: Record, relu: Bools) -> Floats
 def dormant(run: RunView) -> Iterator[Finding]:
     """Units that give little, compared with their layer: a note, since the source is about RL."""
     record = run.activations
-    which, window = read.are(record.types, _DORMANT_TYPES), read.last_half(record)
+    which, window = can_be_dormant(record), read.last_half(record)
     if which.any():
         share = np.where(which, _smallest(read.table(record, "dormant")[:, window]), np.nan)
         if len(hit := np.flatnonzero(share > MANY)):

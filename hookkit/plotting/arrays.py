@@ -152,6 +152,28 @@ def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:
     ]
 
 
+def judged_windows(record: Record, rows: Any) -> tuple[Ints, Ints]:
+    """First and last column of the windows over which dead units of `rows` were judged.
+
+    What a record says of dead units is about the window that ends there: a unit that died is
+    counted only once all of the window lies behind its death. Of the windows that begin at one
+    record, the longest is taken; they begin half a window apart. Windows with NaN or Inf in `rows`
+    are left out. Where the window is not known, each record is one by itself.
+    """
+    last = np.cumsum(record.spans) - 1  # numbers of records, of which a column may have several
+    first = last - record.spans + 1
+    start = last
+    if "window" in record.meta:
+        half = max(int(record.meta["window"]) // 2, 1)
+        start = np.maximum((last // half - 1) * half, 0)
+    begin = np.searchsorted(first, start, side="right") - 1
+    bad = np.append(0, np.cumsum(nonfinite(record)[rows].any(axis=0)))
+    fine = np.flatnonzero(bad[1:] == bad[begin])
+    longest = np.append(np.diff(begin[fine]) > 0, True) if len(fine) else np.zeros(0, bool)
+    end = fine[longest]
+    return begin[end], end
+
+
 def nonfinite(record: Record) -> Any:
     """(n_layers, n) bool: where a NaN or an Inf was counted."""
     shape = (len(record.names), len(record))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.health.units import can_be_dormant, can_die
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
     KINDS,
@@ -90,23 +91,58 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
 def plot_dead(record: Any, *, ax: Any = None) -> Any:
     """The share of each layer's units that are dead (solid) or dormant (dashed), over steps.
 
-    Where units were not recorded, the share of values near zero instead, and the title says so.
+    Dead units are those of ReLUs, and of layers that a ReLU alone reads: from the step on at which
+    they are drawn, they never gave anything above 0 for as long as they were watched (`window`
+    records of `ActivationStats`, or half of that). There is a point for each half window, so units
+    died between the point where they are drawn and the one before. Dormant units are those of
+    activations, drawn in the middle of the window over which their mean size was judged.
+
+    Where no such units were recorded, the share of values near zero instead; the title says so.
     """
     record = ordered_record(record, "activation", "gradient")
-    ax = new_axes(ax, 10, 4.5)
-    if np.isfinite(record.values.get("dead", np.nan)).any():
-        head = "Units that are dead (solid) or dormant (dashed)"
-        _lines(ax, record, 100 * record.value("dead"), head, key=True, ylabel="% of units")
-        if "dormant" in record.values:
-            dormant = 100 * record.value("dormant")
-            curves(ax, record, record.steps, dormant, key=False, ls="--")
-        if not np.nan_to_num(record.value("dead")).any():
-            ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
+    ax, shape = new_axes(ax, 10, 4.5), (len(record.names), len(record))
+    none = np.full(shape, np.nan)
+    dead = np.where(can_die(record)[:, None], record.values.get("dead", none), np.nan)
+    dormant = np.where(can_be_dormant(record)[:, None], record.values.get("dormant", none), np.nan)
+    if np.isfinite(dead).any() or np.isfinite(dormant).any():
+        _units(ax, record, dead, dormant)
     else:
-        head = f"Values near zero{_eps(record)}"
+        seen = np.isfinite(record.values.get("dead", none)).any()
+        why = "; no layer is known to end in a ReLU, so none has dead units" if seen else ""
+        head = f"Values near zero{_eps(record)}{why}"
         _lines(ax, record, 100 * record.value("near_zero"), head, key=True, ylabel="% of values")
     ax.set_ylim(-2, 102)
     return ax
+
+
+def _units(ax: Any, record: Record, dead: Floats, dormant: Floats) -> None:
+    """Dead units where their windows begin, up to the last one's end; dormant ones in the middle.
+
+    Both (n_layers, n) shares, NaN where they mean nothing.
+    """
+    known = np.isfinite(dead) | np.isfinite(dormant)
+    rows = np.flatnonzero(known.any(axis=1)).tolist()
+    begin, end = arrays.judged_windows(record, rows)
+    steps = record.steps
+    since, dead = np.append(steps[begin], steps[end[-1:]]), dead[:, np.append(end, end[-1:])]
+    curves(ax, record, since, 100 * dead, rows=rows, key=True)
+    middle = (steps[begin] + steps[end]) / 2
+    curves(ax, record, middle, 100 * dormant[:, end], rows=rows, key=False, ls="--")
+    has_dead, has_dormant = bool(np.isfinite(dead).any()), bool(np.isfinite(dormant).any())
+    words = [f"dead{_how_long(record)} (solid)"] * has_dead + ["dormant (dashed)"] * has_dormant
+    title(ax, f"Units that are {' or '.join(words or ['dead'])}")
+    ax.set_ylabel("% of units", fontsize=9)
+    _step_axis(ax, record, rows)
+    if not words:
+        _empty(ax, record)
+    if has_dead and not np.nan_to_num(dead).any():
+        ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
+
+
+def _how_long(record: Record) -> str:
+    window = int(record.meta.get("window", 1))
+    half = min(max(window // 2, 1), len(record))
+    return f" for the next {half} to {min(window, len(record))} records" if window > 1 else ""
 
 
 def _eps(record: Record) -> str:
@@ -181,9 +217,11 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
     plain(ax)
 
 
-def curves(ax: Any, record: Record, x: Any, table: Floats, *, key: bool, **style: Any) -> None:
-    """Lines coloured by depth, skipping layers without a value; `key` says which is which."""
-    rows = [i for i, row in enumerate(table) if np.isfinite(row).any()]
+def curves(
+    ax: Any, record: Record, x: Any, table: Floats, *, rows: Any = None, key: bool, **style: Any
+) -> None:
+    """Lines of `rows` coloured by depth, or of those with a value; `key` says which is which."""
+    rows = [i for i, y in enumerate(table) if np.isfinite(y).any()] if rows is None else rows
     colours = depth_colours(len(rows))
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
     lines = [line(ax, x, table[i], color=c, **style) for c, i in zip(colours, rows, strict=True)]
