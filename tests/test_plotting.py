@@ -540,17 +540,6 @@ def test_a_depth_profile_of_a_deep_net_that_diverged_marks_every_layer() -> None
     assert "NaN or Inf" in forward.get_xlabel()
 
 
-def test_a_deep_depth_profile_shows_every_layer_and_a_smooth_line() -> None:
-    layers = made.transformer_names()
-
-    ax = plotting.plot_depth(made.run(layers, n=30), [0]).axes[0]
-
-    points, line = ax.lines[0], ax.lines[1]
-    assert len(points.get_xdata()) == len(line.get_xdata()) == len(layers)
-    assert np.ptp(np.log(line.get_ydata())) < np.ptp(np.log(points.get_ydata()))
-    assert "lines: mean over" in ax.get_xlabel()
-
-
 @pytest.mark.parametrize("values", [(1e300,), (1e-300,), (1e-310,), (1e-300, 1.0, 1e300)])
 def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values: tuple[float, ...]) -> None:
     run = made.run(n=30)

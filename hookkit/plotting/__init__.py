@@ -13,15 +13,17 @@ Inf and nothing else.
     bins        axes of histograms: where bins lie, how wide they are, densities, ticks
     heatmaps    plot_run
     histograms  color_dim, plot_density
-    lines       plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth
+    lines       plot_stats, plot_updates, plot_dead, plot_layer_stats
+    depth       plot_depth
     loss        plot_loss
     svg         a picture as SVG for a page, light or dark
 """
 
+from hookkit.plotting.depth import plot_depth
 from hookkit.plotting.figures import offscreen, png, save
 from hookkit.plotting.heatmaps import plot_run
 from hookkit.plotting.histograms import color_dim, plot_density
-from hookkit.plotting.lines import plot_dead, plot_depth, plot_layer_stats, plot_stats, plot_updates
+from hookkit.plotting.lines import plot_dead, plot_layer_stats, plot_stats, plot_updates
 from hookkit.plotting.loss import plot_loss
 
 __all__ = [

@@ -87,6 +87,36 @@ def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:
     return sorted({int(np.abs(record.steps - step).argmin()) for step in wanted})
 
 
+MIN_BLOCKS = 6
+"""Of fewer blocks (the stages of a net, say) the next finer ones are taken."""
+
+
+def blocks(names: Sequence[str]) -> Ints | None:
+    """(n,) for each layer the number of the block that it is in; None if there are no blocks.
+
+    A block is what a parent whose name ends in a number holds (`h.3`, `layer1.0`): by the first
+    such number in a name, the second one, …, whichever gives six blocks of two layers or more.
+
+    >>> names = [f"h.{i}.{part}" for i in range(6) for part in ("attn", "mlp")]
+    >>> blocks(["wte", *names]).tolist()
+    [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    """
+    depth = max((name.count(".") for name in names), default=0)
+    for level in range(depth):
+        heads = [_block(name.split("."), level) for name in names]
+        begins = [i == 0 or heads[i] != heads[i - 1] for i in range(len(heads))]
+        found = np.cumsum(begins) - 1
+        if (np.bincount(found) > 1).sum() >= MIN_BLOCKS:
+            return np.asarray(found, np.int64)
+    return None
+
+
+def _block(path: list[str], level: int) -> list[str]:
+    """The parents in `path` up to the one numbered `level`, or to the last that has a number."""
+    numbered = [i for i, part in enumerate(path[:-1]) if part[-1:].isdigit()]
+    return path[: numbered[: level + 1][-1] + 1] if numbered else path
+
+
 def smoothed(values: Floats, width: int) -> Floats:
     """Running mean of the finite `values` over `width`; NaN stays NaN.
 

@@ -1,12 +1,7 @@
-"""Pictures of lines: one for each layer over steps, or one for each step over the layers.
-
-`plot_stats`, `plot_updates`, `plot_dead` and `plot_layer_stats` have steps along x and colours by
-depth; `plot_depth` has the layers along x and colours by step.
-"""
+"""Pictures with a line for each layer over steps, coloured by depth."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +21,6 @@ from hookkit.plotting.axes import (
     title,
 )
 from hookkit.plotting.figures import (
-    ALARM,
     BLUE,
     FAINT,
     depth_colours,
@@ -36,14 +30,11 @@ from hookkit.plotting.figures import (
     new_axes,
     new_figure,
 )
-from hookkit.plotting.labels import listed, ordered_record, ordered_run, row_label
+from hookkit.plotting.labels import listed, ordered_record, row_label
 from hookkit.records import Floats, Record, as_record
 
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
-
-MOST_POINTS = 60
-"""Layers up to which a depth profile joins each with the next."""
 
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
@@ -253,69 +244,3 @@ def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
     elif len(alone):
         style = {"marker": ".", "markevery": alone.tolist()} | style
     return ax.plot(x, y, **style)[0]
-
-
-def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Any:
-    """RMS through the depth of the net, forward (outputs) and backward (their gradients).
-
-    Args:
-        run: a Run, a Record, a recorder or a driver.
-        steps: optimizer steps to draw (the nearest records); default 0, 1, 10, 100, … and the last.
-        fig: an empty Figure or SubFigure.
-
-    Returns:
-        The Figure; a level line is healthy, a slope is a signal that vanishes or explodes.
-
-    Raises:
-        OptionError: `steps` has one that was not recorded, or none.
-    """
-    run = ordered_run(run)
-    panels = {"activation": run.activations, "gradient": run.gradients}
-    there = {kind: r for kind, r in panels.items() if r is not None and len(r) and len(r.names)}
-    columns = {kind: arrays.columns_of(r, steps) for kind, r in there.items()}
-    fig = new_figure(fig, 10, 4.6)
-    for ax, (kind, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
-        if kind in there:
-            _profile(ax, there[kind], columns[kind])
-            title(ax, f"{'Forward' if kind == 'activation' else 'Backward'}: RMS of {KINDS[kind]}")
-        else:
-            why = f"no {kind}s recorded: add {kind.capitalize()}Stats()"
-            nothing(ax, why if record is None else "nothing was recorded")
-    return fig
-
-
-def _profile(ax: Any, record: Record, columns: list[int]) -> None:
-    table = record.value("rms")
-    broken, at = arrays.nonfinite(record), np.arange(len(record.names))
-    wide = len(at) > MOST_POINTS  # blocks of unlike layers make a comb: draw its middle
-    handles = []
-    for colour, j in zip(depth_colours(len(columns)), columns, strict=True):
-        rms, bad = table[:, j], broken[:, j]
-        fine = np.isfinite(rms) & (rms > 0) & ~bad  # joined: a gap would hide the slope
-        style = {"color": colour, "lw": 1.6, "label": f"{record.steps[j]}"}
-        if wide:
-            ax.plot(at[fine], rms[fine], ".", ms=2, color=colour, alpha=0.5)
-            middle = 10 ** arrays.smoothed(np.log10(rms[fine]), len(at) // 12)
-            handles += ax.plot(at[fine], middle, **style)
-        else:
-            handles += ax.plot(at[fine], rms[fine], marker="o", ms=3, **style)
-        edge = {"transform": ax.get_xaxis_transform(), "ls": "", "marker": "x", "ms": 5}
-        ax.plot(at[rms == 0], np.full((rms == 0).sum(), 0.02), color=colour, **edge)
-        ax.plot(at[bad], np.full(bad.sum(), 0.98), color=ALARM, **edge)
-    log_y(ax, table[:, columns][~broken[:, columns]])
-    notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
-    words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
-    words += [f"lines: mean over {len(at) // 12 | 1} layers"] if wide else []
-    ax.set_xlabel("; ".join(words), fontsize=9)
-    name_layers(ax.xaxis, record, 24, rotation=90)
-    ax.set_xlim(-0.5, len(record.names) - 0.5)
-    plain(ax)
-    _steps_key(ax, handles)
-
-
-def _steps_key(ax: Any, handles: list[Any]) -> None:
-    """Which colour is which step, above the panel: inside it would lie on the lines."""
-    style = {"fontsize": 7, "frameon": False, "handlelength": 1, "columnspacing": 0.8}
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "borderpad": 0, "ncols": 9}
-    head = ax.plot([], [], lw=0, label="step")
-    ax.legend(handles=[*head, *handles], handletextpad=0.4, **style, **place)
