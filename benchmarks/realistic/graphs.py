@@ -1,4 +1,4 @@
-"""Networks on graphs: communities (GCN, GAT)."""
+"""Networks on graphs: communities (GCN, GAT, GraphSAGE with sampled neighbours), molecules."""
 
 import torch
 import torch.nn.functional as F
@@ -129,3 +129,104 @@ def gat_communities(watch: Watch, *, dim: int = 1, lr: float = 0.01) -> float:
             loss.backward()
             opt.step()
     return test_error(net, x, a, kind, ~train)
+
+
+class Sage(nn.Module):
+    """Mean of sampled neighbours beside the node's own features, twice, each of length 1."""
+
+    def __init__(self, softmax: bool) -> None:
+        super().__init__()
+        self.out = nn.Softmax(1) if softmax else nn.Identity()
+        self.one, self.two = nn.Linear(64, 48), nn.Linear(96, 48)
+        self.head = nn.Linear(48, N_KINDS)
+
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:
+        for layer in (self.one, self.two):
+            x = F.normalize(F.relu(layer(torch.cat([x, a @ x], 1))), dim=1)
+        return self.out(self.head(x))
+
+
+def sampled(a: Tensor, n: int) -> Tensor:
+    """Each row the mean over `n` neighbours, drawn anew."""
+    i = torch.multinomial(a + 1e-9, n)
+    return torch.zeros_like(a).scatter_(1, i, 1 / n)
+
+
+@healthy
+def sage_communities(
+    watch: Watch, *, lr: float = 0.1, shuffled: bool = False, softmax: bool = False
+) -> float:
+    """GraphSAGE with sampled neighbours, batches of nodes, SGD with Nesterov momentum."""
+    x, a, kind = communities(signal=1.5)
+    train, test = torch.randperm(N_NODES).split([200, 200])
+    net = Sage(softmax)
+    opt = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3, nesterov=True)
+    with watch(net, opt) as w:
+        for _ in range(40):
+            for i in train[torch.randperm(200)[:198]].split(33):
+                y = kind[i][torch.randperm(len(i))] if shuffled else kind[i]
+                loss = F.cross_entropy(net(x, sampled(a, 6))[i], y)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                w.loss(loss)
+    return test_error(net, x, a / a.sum(1, keepdim=True), kind, test)
+
+
+class MessagePassing(nn.Module):
+    """Messages along bonds, a GRU for each atom, the sum over a molecule's atoms."""
+
+    def __init__(self, rounds: int, width: int = 48):
+        super().__init__()
+        self.rounds, self.atom = rounds, nn.Embedding(5, width)
+        self.message = nn.Sequential(nn.Linear(width + 3, width), nn.ReLU())
+        self.update = nn.GRUCell(width, width)
+        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, atoms: Tensor, bonds: Tensor) -> Tensor:
+        h = self.atom(atoms)
+        for _ in range(self.rounds):
+            pairs = torch.cat([h[:, None].expand(-1, 9, -1, -1), bonds], 3)
+            got = (self.message(pairs) * bonds.sum(3, keepdim=True)).sum(2)
+            h = self.update(got.flatten(0, 1), h.flatten(0, 1)).view_as(h)
+        return self.head(h).sum(1)
+
+
+def molecules(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random trees of 9 atoms with three kinds of bonds, and an energy that adds up over bonds."""
+    atoms = torch.randint(0, 5, (n, 9))
+    parent = (torch.rand(n, 8) * torch.arange(1, 9)).long()
+    order, bonds = torch.randint(0, 3, (n, 8)), torch.zeros(n, 9, 9, 3)
+    rows, child = torch.arange(n)[:, None].expand(-1, 8), torch.arange(1, 9).expand(n, -1)
+    bonds[rows, child, parent, order] = bonds[rows, parent, child, order] = 1.0
+    mass = torch.tensor([0.5, -1.0, 1.5, 0.2, -0.7])[atoms]
+    ends = mass.gather(1, parent) * mass[:, 1:] * torch.tensor([1.0, 1.7, 0.6])[order]
+    return atoms, bonds, -4000 + 25 * (mass + 0.3 * mass**2).sum(1) + 30 * ends.sum(1)
+
+
+@healthy
+def molecule_energy(
+    watch: Watch, *, raw: bool = False, flat: bool = True, lr: float = 3e-3
+) -> float:
+    """Energies by message passing, standardised; AdamW with warm-up and clipping."""
+    atoms, bonds, energy = molecules(700)
+    mean, std = energy[:600].mean(), energy[:600].std()
+    y = energy if raw else (energy - mean) / std
+    net = MessagePassing(2)
+    opt = torch.optim.AdamW(net.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: min(1, (t + 1) / 30))
+    with watch(net, opt) as w:
+        for _ in range(12):
+            for i in torch.randperm(600).split(32):
+                out = net(atoms[i], bonds[i])
+                loss = (((out.squeeze(1) if flat else out) - y[i]) ** 2).mean()
+                opt.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 5.0)
+                opt.step()
+                schedule.step()
+                w.loss(loss)
+    with torch.no_grad():
+        out = net(atoms[600:], bonds[600:]).squeeze(1)
+    out = out if raw else out * std + mean
+    return float((out - energy[600:]).abs().mean() / std)

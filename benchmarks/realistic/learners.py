@@ -1,11 +1,20 @@
-"""Other ways to learn: recommendation, two towers, experts, sets."""
+"""Other ways to learn: recommendation, two towers, experts, sets, digits by Muon."""
+
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from .tables import mlp
 from .trials import Watch, healthy
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    x, y = load_digits(return_X_y=True)
+    i = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(x).float()[i] / 8 - 1, torch.from_numpy(y)[i]
 
 
 class Factors(nn.Module):
@@ -149,3 +158,32 @@ def deep_sets(watch: Watch, *, mean: bool = True, lr: float = 0.02) -> float:
             opt.step()
     with torch.no_grad():
         return float((net(x[400:]).argmax(1) != kind[400:]).float().mean())
+
+
+@healthy
+def digits_muon(
+    watch: Watch, *, lr: float = 0.02, smooth: float = 0.1, scale: float = 1.0
+) -> float:
+    """Digits with Muon for hidden matrices, AdamW for the rest, label smoothing, EMA weights."""
+    x, y = digits()
+    x = (x + 1) * scale - 1
+    net = nn.Sequential(
+        nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)
+    )
+    muon = torch.optim.Muon([net[0].weight, net[2].weight], lr=lr, weight_decay=0.01)
+    rest = [net[0].bias, net[2].bias, *net[4].parameters()]
+    adamw, mean = torch.optim.AdamW(rest, lr=2e-3), deepcopy(net)
+    with watch(net, [muon, adamw]) as w:
+        for _ in range(250):
+            i = torch.randint(0, 1300, (64,))
+            loss = F.cross_entropy(net(x[i]), y[i], label_smoothing=smooth)
+            for opt in (muon, adamw):
+                opt.zero_grad()
+            loss.backward()
+            for opt in (muon, adamw):
+                opt.step()
+            w.loss(loss)
+            for p, q in zip(mean.parameters(), net.parameters(), strict=True):
+                p.data.lerp_(q.detach(), 0.05)
+    with torch.no_grad():
+        return float((mean(x[1300:]).argmax(1) != y[1300:]).float().mean())
