@@ -136,6 +136,21 @@ def test_saved_bytes_are_what_autograd_keeps() -> None:
     assert summary(net.requires_grad_(False), torch.ones(5, 4)).saved_bytes == 0
 
 
+def test_what_several_modules_save_counts_for_the_first() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.b(self.a(x))  # a saves x, b saves what a returned
+            return self.a(h) + self.b(h)  # a saves h first
+
+    s = summary(Net(), torch.ones(2, 4))
+
+    assert (s["a"].saved_bytes, s["b"].saved_bytes) == (2 * 32, 32)
+
+
 def test_saved_bytes_do_not_hold_what_was_detached() -> None:
     class Detached(nn.Module):
         def __init__(self) -> None:

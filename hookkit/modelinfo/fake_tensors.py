@@ -1,12 +1,8 @@
-"""A model on fake tensors, which have shapes and no values: its copy, checks, and the cleaning up.
+"""A model on fake tensors, which have shapes and no values: its copy, and the cleaning up.
 
-Builds on `sandbox` for copies and on `flops` for the names of operations. Three things a fake run
-needs that PyTorch does not give:
+Builds on `sandbox` for copies. Two things a fake run needs that PyTorch does not give:
 
 - Copies that are cheap and keep ties (`fake_copy`, `fake_inputs`).
-- Kernels without values do not compare dtypes and cannot see an index, so that a model which fails
-  in truth would pass. `check` raises where a real run might; the run is then repeated for real, and
-  fails with the model's own error or passes.
 - A mask behind `lru_cache`, a global dict, an attribute of a class: a forward may keep tensors
   there, and the next real forward would meet fake ones. `remember` and `purge` take them out.
 """
@@ -16,7 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -24,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo.flops import SPARSE, SPARSE_PRODUCTS, name_of
+from hookkit.modelinfo.flops import SPARSE
 from hookkit.modelinfo.hook_copies import HookCopies, content_of, tables_of
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
 from hookkit.modelinfo.tree import Tree
@@ -34,15 +30,15 @@ from hookkit.nested import Inputs, leaves
 # the middle of a fake run only with the modes off; a kernel takes fake tensors for tensors on meta
 # inside `in_kernel_invocation_manager`. Without them every run is real.
 try:
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import (
-        FakeCopyMode,
-        FakeTensor,
-        FakeTensorMode,
-        in_kernel_invocation_manager,
+        in_kernel_invocation_manager as in_kernel_invocation_manager,
     )
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
 except ImportError:  # pragma: no cover
     FakeCopyMode = FakeTensor = FakeTensorMode = None  # type: ignore[assignment, misc, unused-ignore]
+    in_kernel_invocation_manager = _disable_current_modes = None  # type: ignore[assignment, unused-ignore]
 
 
 # --- copies
@@ -101,101 +97,6 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
         fake._is_param = True
         fake.requires_grad_(t.requires_grad)
     return fake
-
-
-# --- operations on fake tensors
-
-# Products whose operands must be of one dtype. Autocast has made them so before they come here.
-_ONE_DTYPE = frozenset(
-    f"aten::{name}"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
-                 "convolution", "_convolution", "mkldnn_rnn_layer")
-)  # fmt: skip
-
-
-def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
-    """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
-    name = name_of(func)
-    if name in SPARSE_PRODUCTS and any(_entries_unknown(a) for a in args):
-        raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
-    if name in _ONE_DTYPE:
-        kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}
-        if len(kinds) > 1:
-            raise TypeError(f"{name} of mixed types {', '.join(sorted(kinds))}")
-    elif name == "aten::embedding" and (ids := real.get(id(args[1]))) is not None:
-        _check_ids(ids, len(args[0]))
-
-
-def _entries_unknown(a: Any) -> bool:
-    """True for what `to_sparse` or `coalesce` makes of a fake tensor: it has none to count."""
-    # `_nnz` is private, in torch 2.11 to 2.13; `values()` refuses tensors that are not coalesced.
-    return isinstance(a, Tensor) and a.layout in SPARSE and not a._nnz()
-
-
-def _check_ids(ids: Tensor, n: int) -> None:
-    if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
-        return  # a real run with a wrong index would end a whole process on CUDA
-    with _disable_current_modes():  # type: ignore[no-untyped-call, unused-ignore]
-        low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= n:
-        raise IndexError(f"indices {low}..{high} into {n} embeddings")
-
-
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of `func` on fake tensors, also where only its fake kernel refuses."""
-    if name_of(func) == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
-        return _grouped_mm(*args, **kwargs)
-    is_short = getattr(func, "is_view", False) or name_of(func) in _BY_KERNEL
-    if is_short and not kwargs and (device := _common_device(args)) is not None:
-        return _by_kernel(func, args, device)
-    return func(*args, **kwargs)
-
-
-# Beside views: operations with short kernels on meta. Those of most others are in Python, slower
-# than the cache (add: 174 against 102 µs, sigmoid_: 293 against 32).
-_BY_KERNEL = frozenset(
-    f"aten::{name}"
-    for name in ("mm", "bmm", "_unsafe_view", "copy_", "add_", "sub_", "mul_", "div_", "relu_")
-)
-
-
-def _common_device(args: tuple[Any, ...]) -> torch.device | None:
-    """The device of all tensors among `args`; None if they need the mode's own rules.
-
-    It has some for tensors that are not fake, or on several devices, and for those that carry their
-    value (`constant`), where it computes the value too.
-    """
-    tensors: list[Any] = [a for a in args if isinstance(a, Tensor)]
-    if any(type(t) is not FakeTensor or t.constant is not None for t in tensors):
-        return None
-    devices = {t.fake_device for t in tensors}
-    return devices.pop() if len(devices) == 1 else None
-
-
-def _by_kernel(func: Any, args: tuple[Any, ...], device: torch.device) -> Any:
-    """What an operation on `device` returns: a fake tensor, or several.
-
-    By the kernel alone, as the mode calls it. The mode would first look for an equal call in its
-    cache, which costs 100 µs, this 16; most operations of a model are views.
-    """
-    mode = args[0].fake_mode
-    with in_kernel_invocation_manager(mode):
-        out = func(*args)
-    if isinstance(out, FakeTensor):
-        return out  # written in place
-    if isinstance(out, Tensor):
-        return FakeTensor(mode, out, device)
-    return [FakeTensor(mode, t, device) for t in out]
-
-
-def _grouped_mm(
-    a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Tensor:
-    """The experts of a mixture in float32 or float16; the fake kernel knows bfloat16 only."""
-    if a.dtype is not b.dtype or a.shape[-1] != b.shape[-2]:
-        raise RuntimeError("aten::_grouped_mm of types or sizes that differ")
-    groups = [len(offs) if a.dim() == 2 else a.shape[0]] if a.dim() == b.dim() else []
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
 # --- fake tensors that a forward stored outside of the copy

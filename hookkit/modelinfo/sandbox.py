@@ -8,6 +8,7 @@ and the random states are restored.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import random
@@ -149,6 +150,20 @@ def preserve_global_state() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))  # a copy made inside could not be trained
         stack.callback(_LOG.removeFilter, is_of_other)
         _LOG.addFilter(is_of_other)
+        yield
+
+
+@block
+def without_collections() -> Iterator[None]:
+    """Python's garbage collector waits for the end, if it is on.
+
+    For what frees its memory by itself: a run on fake tensors makes so many small objects at once
+    that the collector looks through the whole process for cycles, once in each long run (0.2 s).
+    """
+    with Undo() as stack:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
         yield
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
 from hookkit.interrupts import Undo, interruptible
-from hookkit.modelinfo import fake_tensors
+from hookkit.modelinfo.fake_kernels import FakeKernels
 from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
 from hookkit.modelinfo.progress import Progress
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
@@ -93,10 +93,10 @@ class Trace:
 class _Saved:
     """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "name", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor, self.name = tensor, name
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -104,24 +104,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         tree: the model.
-        real: for a run on fake tensors the given inputs by the id of their fakes; else None.
-        made: where weak references to the tensors are put that a run on fake tensors makes.
+        kernels: how operations run on fake tensors; None for a real run.
         macs: whether multiply-accumulates are counted.
     """
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 
-    def __init__(
-        self,
-        tree: Tree,
-        real: Mapping[int, Tensor] | None,
-        made: list[weakref.ref[Tensor]],
-        *,
-        macs: bool,
-    ) -> None:
+    def __init__(self, tree: Tree, kernels: FakeKernels | None, *, macs: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(tree, "real" if real is None else "fake", counted=macs)
-        self.real, self.made = real, made
+        self.trace = Trace(tree, "fake" if kernels else "real", counted=macs)
+        self.kernels = kernels
         self.names = {
             place.module: place.name
             for place in tree.firsts
@@ -130,7 +122,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Names of the modules that run, with the exception that was being handled at each call: a
         # model may call modules in an `except` block.
         self.stack: list[tuple[str, BaseException | None]] = []
-        self.saved: list[tuple[str, weakref.ref[_Saved]]] = []
+        self.saved: list[weakref.ref[_Saved]] = []
         self.clock = 0
         self.progress = Progress(len(self.names))
 
@@ -150,15 +142,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if self.real is None:
+        if self.kernels is None:
             self.trace.drew |= _may_draw(func)
             out = func(*args, **kwargs)
+            macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         else:
-            fake_tensors.check(func, args, self.real)
-            out = fake_tensors.call(func, args, kwargs)
-            found = out if isinstance(out, tuple | list) else (out,)
-            self.made += [weakref.ref(t) for t in found if isinstance(t, Tensor)]
-        macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
+            out, macs = self.kernels.run(func, args, kwargs)
         if macs is None:
             self.trace.uncounted[name_of(func)] += 1
         elif macs:
@@ -222,8 +211,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         A node that saves its own output makes a reference cycle through it, which nothing frees; so
         what may be such an output is detached.
         """
-        saved = _Saved(t.detach() if _is_newest(t) else t)
-        self.saved.append((self.here(), weakref.ref(saved)))
+        saved = _Saved(t.detach() if _is_newest(t) else t, self.here())
+        self.saved.append(weakref.ref(saved))
         return saved
 
     def ended(self, out: Any) -> None:
@@ -238,13 +227,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_saved(self) -> None:
         """Counts the distinct storages that autograd still holds; no parameters, no buffers."""
         seen = {storage_of(t)[0] for t in self.trace.tree.tensors}
-        for name, ref in self.saved:
+        for ref in self.saved:
             if (saved := ref()) is None:
                 continue  # its graph was dropped within the forward
             key, size = storage_of(saved.tensor)
             if key not in seen:
                 seen.add(key)
-                self.trace.saved[name] += size
+                self.trace.saved[saved.name] += size
 
 
 def _may_draw(func: Any) -> bool:

@@ -22,6 +22,7 @@ from hookkit.errors import ArgumentError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.interrupts import Undo, uninterrupted
 from hookkit.modelinfo import fake_tensors, sandbox
+from hookkit.modelinfo.fake_kernels import FakeKernels
 from hookkit.modelinfo.hook_copies import HookCopies
 from hookkit.modelinfo.tracer import Trace, Tracer
 from hookkit.modelinfo.tree import Tree
@@ -89,10 +90,11 @@ def _run_fake(
     before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     made = [weakref.ref(t) for t in leaves(fakes)]
+    kernels = FakeKernels(mode, real, made, macs=macs)
     done: Trace | None = None
     try:
-        with mode:
-            done = _run(copied, fakes, training, partial(Tracer, real=real, made=made, macs=macs))
+        with sandbox.without_collections(), mode:
+            done = _run(copied, fakes, training, partial(Tracer, kernels=kernels, macs=macs))
         if done.error is not None:
             done.error = done.error.with_traceback(None)  # its frames hold what the run made
     finally:
@@ -104,7 +106,7 @@ def _run_fake(
 def _run_real(
     tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
 ) -> Trace:
-    new = partial(Tracer, real=None, made=[], macs=macs)
+    new = partial(Tracer, kernels=None, macs=macs)
     done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
