@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError
-from hookkit.stats import ActivationStats, GradientStats
+from hookkit.stats import ActivationStats, GradientStats, ParamStats, parameters
 from hookkit.watching import watch
 
 THREE = ("mean", "std", "near_zero")
@@ -169,3 +169,69 @@ def test_units_of_a_layer_that_never_ran_are_warned_about() -> None:
     assert isinstance(stats.dead_units("used"), list)
     with pytest.warns(HookkitWarning, match='dead units of "idle" cannot .*It did not run'):
         assert stats.dead_units("idle") == []
+
+
+# --- reading changes nothing
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"with_hist": True, "window": 6}], ids=str)
+def test_what_is_recorded_does_not_depend_on_who_reads(options: dict[str, Any]) -> None:
+    read, unread = (read_each(n, options) for n in (1, 0))
+
+    for a, b in zip(read, unread, strict=True):
+        assert a.record() == b.record()
+    ours, others = (stats[0].accumulator for stats in (read, unread))
+    for name in ("older", "newer"):  # sums in float32, whose last digits depend on their order
+        assert all(
+            torch.equal(getattr(x, name), getattr(y, name))
+            for x, y in zip(ours.units, others.units, strict=True)
+        )
+
+
+def read_each(n: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Recorders of 70 steps of two batches, which were read `n` times after each batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    every = {k: v for k, v in options.items() if k == "every"}
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    acts = ActivationStats(units=True, **options)
+    stats = acts, GradientStats(**every), ParamStats(**every)
+    with watch(model, opt, *stats):
+        for i in range(140):
+            model(torch.randn(5, 8).exp()).square().mean().backward()
+            if i % 2:
+                opt.step()
+                opt.zero_grad()
+            for each in stats * n:
+                each.record()
+    return stats
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_a_parameter_that_comes_back_has_not_moved_because_somebody_looked(look: bool) -> None:
+    net, stats = nn.Linear(1, 1, bias=False), ParamStats(every=3)
+    nn.init.ones_(net.weight)
+    with watch(net, torch.optim.SGD(net.parameters(), lr=1.0), stats) as w:
+        for step, grad in enumerate((0.0, 1.0, -1.0, 0.0)):  # moves where it is not recorded
+            net(torch.ones(1, 1)).sum().backward()
+            net.weight.grad = torch.full((1, 1), grad)
+            w.opt.step()  # type: ignore[union-attr]
+            if look and step == 1:
+                stats.record()
+
+    assert stats.record().meta["moved"] == [False]
+
+
+def test_what_has_moved_in_a_recorded_step_is_not_read_again(monkeypatch: Any) -> None:
+    read: list[int] = []
+    found = parameters.checksum
+    monkeypatch.setattr(parameters, "checksum", lambda t: read.append(1) or found(t))
+    net, stats = nn.Linear(3, 2), ParamStats()
+    net.bias.requires_grad_(False)
+    with watch(net, torch.optim.SGD(net.parameters(), lr=1.0), stats) as w:
+        net(torch.ones(1, 3)).sum().backward()
+        w.opt.step()  # type: ignore[union-attr]
+        read.clear()
+        assert stats.record().meta["moved"] == [True, False]
+
+        assert len(read) == 1

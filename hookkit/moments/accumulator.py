@@ -339,7 +339,11 @@ class StatsAccumulator:
             HookError: on every rank, if they recorded different steps, or with other options.
         """
         if self._cache is None or self._cache[:2] != (self.n_records, local):
+            now = self._state
             self._cache = self.n_records, local, *reading.record_of(self, local)
+            # What waits is read as part of the history, and goes on waiting: the last digits of
+            # units' sums depend on which records are judged together, and must not on who reads.
+            self._state = now
         return self._cache[2]
 
     def units_now(self, name: str, which: str) -> Tensor | None:

@@ -174,7 +174,6 @@ class ParamStats(Exports, Callback):
         return self._cache[2]
 
     def _read(self, local: bool) -> Record:
-        self._bits.again(self._present())
         past = self.history
         n, rows = len(past), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
@@ -182,11 +181,10 @@ class ParamStats(Exports, Callback):
         for key in past.tables:
             part = past.read(key)
             (rates if key == _RATES else table)[:, : part.shape[1]] += part
-        moved = torch.tensor([float(self._bits.moved.get(n, False)) for n in self.names], **_HOST)
-        moved[(table[..., 2] > 0).any(0)] = 1.0
+        moved = self._moved((table[..., 2] > 0).any(0).tolist())
         if not local and ranks.is_distributed():
             table = self._over_ranks(table)
-            moved = ranks.stacked(moved).amax(0)
+            moved = ranks.stacked(torch.tensor(moved, **_HOST)).amax(0).bool().tolist()
         facts = {key: [known[key] for known in self._facts.values()] for key in _FACTS}
         held, never = facts["in_optimizer"], self._never or ()
         facts["in_optimizer"] = [
@@ -194,13 +192,20 @@ class ParamStats(Exports, Callback):
         ]
         same = self._constant
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
-        facts["moved"] = moved.numpy().astype(bool).tolist()
+        facts["moved"] = moved
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
         rate, n_rates = rates.transpose(0, 1).unbind(-1)
         values["lr"] = (rate / n_rates.where(n_rates > 0, math.nan)).numpy()
         steps, epochs, iters, spans = (np.array(past.column(i), dtype=np.int64) for i in range(4))
         names, types = tuple(self.names), tuple(self.types)
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=facts)
+
+    def _moved(self, by_norm: list[bool]) -> list[bool]:
+        """Which parameters have moved: in a recorded step, or by their bits between those."""
+        unsure = {name for name, known in zip(self.names, by_norm, strict=True) if not known}
+        bits = self._bits.compared((name, p) for name, p in self._present() if name in unsure)
+        pairs = zip(self.names, by_norm, strict=True)
+        return [known or bool(bits.get(name, False)) for name, known in pairs]
 
     def _present(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of the model that is trained just now."""

@@ -161,13 +161,17 @@ class Bits:
 
     def again(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Compares their values now with those; the answers stay on the device."""
+        self.moved = self.compared(named)
+
+    def compared(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+        """What `moved` would be after `again`."""
         found = {}
         with torch.no_grad():
             for name, p in named:
                 if (first := self._first.get(name)) is not None:
                     now = checksum(local_values(p)).to(first.device)
                     found[name] = (now != first) | self.moved.get(name, False)
-        self.moved = {**self.moved, **found}
+        return {**self.moved, **found}
 
     def forget(self) -> None:
         """Another fit begins, which may start from other values."""
