@@ -23,6 +23,11 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def rank() -> int:
+    """The number of this process, 0 when alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 def world_size() -> int:
     """The number of processes, 1 when alone."""
     return dist.get_world_size() if is_distributed() else 1

@@ -21,7 +21,7 @@ def test_alone_everything_is_the_identity() -> None:
 
     assert ranks.gather(x) is x
     assert ranks.gather_object(3) == [3]
-    assert (ranks.world_size(), ranks.is_distributed()) == (1, False)
+    assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
     assert ranks.stacked(torch.ones(2)).shape == (1, 2)
     assert torch.equal(ranks.total(x["a"]), x["a"])
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.readout import run_of
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning
 from hookkit.events import (
     EVENTS,
@@ -970,6 +971,17 @@ def test_a_run_has_what_was_reported_of_its_epochs():
     assert run.info["n_classes"] == 2
     assert run.info["optimizer"] == "SGD"
     assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_facts_of_a_run_are_known_to_its_loop_and_copied_with_it():
+    w = watch(net(), None)
+    w.info = {"n_classes": 2}
+    other = copy.copy(w)
+    other.info["n_classes"] = 3
+
+    assert run_of(w.loop, local=True).info["n_classes"] == 2
+    assert [each.run_record().info["n_classes"] for each in (w, other)] == [2, 3]
+    assert pickle.loads(pickle.dumps(w)).info == {"n_classes": 2}
 
 
 def test_what_watch_counts_of_an_epoch_cannot_be_reported():

@@ -11,21 +11,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.loss_facts import loss_name
 from hookkit.errors import HookkitWarning
 from hookkit.records import Exports, Record, Run
 
 
-def run_of(runner: Any) -> Run:
+def run_of(runner: Any, *, local: bool = False) -> Run:
     """Everything that the callbacks of a Learner or an `ExternalLoop` recorded.
 
     A record goes where its kind belongs, whatever the recorder's class is called. Of several
     recorders of a kind a Run holds the latest; a warning names the others.
 
     Reads from the device: one synchronisation for each recorder.
+
+    Args:
+        runner: the Learner or the `ExternalLoop`.
+        local: what this rank recorded, to be shown as it trains: without warnings. Otherwise ranks
+            are merged, and each has to call this.
     """
-    found = _recorded(runner)
+    # a recorder of the user's own need not know `local`
+    mine: dict[str, Any] = {"local": True} if local and ranks.is_distributed() else {}
+    found = _recorded(runner, mine, quiet=local)
     norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None
     records = {kind: record for kind, (_, record) in found.items()}
     return Run(
@@ -34,10 +42,15 @@ def run_of(runner: Any) -> Run:
         params=records.get("param"),
         losses=runner._step_losses(),
         valid=runner._epochs(),
-        grad_norms=None if norms is None else norms(runner.n_steps),
+        grad_norms=None if norms is None else norms(runner.n_steps, **mine),
         incidents=tuple(i for cb in _all(runner) for i in vars(cb).get("incidents", ())),
-        info=info_of(runner),
+        info={**info_of(runner), **vars(runner).get("info", {})},
     )
+
+
+def is_recorder(kind: type) -> bool:
+    """Whether callbacks of this class hold a record."""
+    return issubclass(kind, Exports) and hasattr(kind, "record")
 
 
 def _all(runner: Any) -> list[Callback]:
@@ -45,16 +58,17 @@ def _all(runner: Any) -> list[Callback]:
     return [*runner._past, *runner.cbs]
 
 
-def _recorded(runner: Any) -> dict[str, tuple[Any, Record]]:
+def _recorded(runner: Any, mine: dict[str, Any], quiet: bool) -> dict[str, tuple[Any, Record]]:
     """By kind the latest recorder that has something, else the latest, and its record."""
     found: dict[str, list[tuple[Any, Record]]] = {}
     for cb in _all(runner):
-        if isinstance(cb, Exports) and hasattr(type(cb), "record"):
-            record = cb.record()
+        if is_recorder(type(cb)):
+            record = cb.record(**mine)
             found.setdefault(record.kind, []).append((cb, record))
     for kind, several in found.items():
         several[:] = [pair for pair in several if len(pair[1])] or several[-1:]
-        if others := [cb for cb, _ in several[:-1] if any(cb is c for c in runner.cbs)]:
+        others = [cb for cb, _ in several[:-1] if any(cb is c for c in runner.cbs)]
+        if others and not quiet:
             _warn_not_in_run(kind, others, several[-1][0])
     return {kind: several[-1] for kind, several in found.items()}
 

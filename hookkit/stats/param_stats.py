@@ -225,9 +225,9 @@ class ParamStats(Exports, Callback):
         whole[..., 3] = torch.where(sharded, ratio, table[..., 3])
         return whole
 
-    def grad_norms(self, n_steps: int | None = None) -> Any:
+    def grad_norms(self, n_steps: int | None = None, *, local: bool = False) -> Any:
         """(n_steps,) float64: norm of all gradients together by optimizer step, NaN elsewhere."""
-        record = self.record()
+        record = self.record(local=local)
         squares = np.nansum(record.value("grad_norm") ** 2, axis=0)
         seen = np.isfinite(record.value("grad_norm")).any(axis=0) if record.names else squares > 0
         last = int(record.steps[-1]) + 1 if len(record) else 0

@@ -53,6 +53,7 @@ class ExternalLoop(CallbackRunner):
         groups: which of the optimizers make a step together.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
+        info: facts that the user adds to the run.
         compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
             made of something around it: Python hooks do not run there.
         root_ran: a training forward of the model itself was seen.
@@ -86,6 +87,7 @@ class ExternalLoop(CallbackRunner):
         self.finds_opts = finds_opts
         self.elsewhere: list[tuple[int, int]] = []
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
+        self.info: dict[str, Any] = {}
         self.groups = OptimizerGroups()
         self._reset()
 
@@ -140,7 +142,8 @@ class ExternalLoop(CallbackRunner):
             "spans",
             "n_cancelled_steps",
         )
-        return {**{name: getattr(self, name) for name in names}, "kept_info": info_of(self)}
+        facts = {"info": dict(self.info), "kept_info": info_of(self)}
+        return {**{name: getattr(self, name) for name in names}, **facts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None)  # type: ignore[misc]

@@ -15,7 +15,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -116,7 +115,6 @@ class Watcher(Exports, Views):
     Attributes:
         model: as given.
         loop: the `ExternalLoop` that callbacks have as `self.learn`: epoch, train_iter, n_steps, …
-        info: facts to add to the run, such as `w.info["n_classes"] = 10`.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class Watcher(Exports, Views):
         self.loop.loss_func = loss_func
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
-        self.info: dict[str, Any] = {}
         self._warned_of_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
@@ -290,8 +287,16 @@ class Watcher(Exports, Views):
 
         Sync: one per recorder.
         """
-        run = run_of(self.loop)
-        return replace(run, info={**run.info, **self.info})
+        return run_of(self.loop)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Facts to add to the run, such as `w.info["n_classes"] = 10`."""
+        return self.loop.info
+
+    @info.setter
+    def info(self, facts: dict[str, Any]) -> None:
+        self.loop.info = facts
 
     @property
     def opt(self) -> Optimizer | None:
@@ -329,7 +334,7 @@ class Watcher(Exports, Views):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what was recorded, not what runs."""
-        return {"loop": copy.copy(self.loop), "info": dict(self.info)}
+        return {"loop": copy.copy(self.loop)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=None, loss_func=None, hooks=None)
