@@ -84,8 +84,8 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
 
 def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
     """The operations between the model's last layers and the loss."""
-    todo: list[Any] = [loss.grad_fn]
-    seen = {loss.grad_fn}
+    todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []  # a number has no graph
+    seen = {*todo}
     while todo:
         node = todo.pop()
         if op_name(node) not in _LAYERS:
