@@ -66,7 +66,7 @@ def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, An
     """
     rows = []
     ends = [span["step"] for span in spans[1:]] + [len(losses)]
-    for span, end in zip(spans, ends, strict=True):
+    for span, end in zip(spans, ends, strict=False):  # before the first epoch there is an end
         reported = dict(span)
         first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
         if end > first:
