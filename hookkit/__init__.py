@@ -23,7 +23,7 @@ alone.
         modelinfo · health                      sizes, shapes, compute; diagnosis of a run
      5  features · summaries · plotting         extract; a model at a glance; pictures
      6  pages · callbacks                       report: one page of a run; Callback
-     7  recording                               HookCallback: where hooks meet a loop
+     7  recording · live                        HookCallback, where hooks meet a loop; ShowHealth
      8  stats                                   ActivationStats and other recorders
      9  learner · watching                      hookkit's training loop; yours
     10  bridges · testing · demo                other libraries' loops; small models; a real run
@@ -90,6 +90,7 @@ from .hooks import (
     print_sizes,
 )
 from .learner import Learner
+from .live import ShowHealth
 from .modelinfo import (
     dummy_eval,
     flatten_model,
@@ -152,6 +153,7 @@ __all__ = [
     "SchedulerCallback",
     "Selection",
     "SelectionError",
+    "ShowHealth",
     "StopForward",
     "Summary",
     "TrainEvalCallback",

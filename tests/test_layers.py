@@ -22,7 +22,7 @@ ROWS = [
     {"moments", "editing", "swapping", "modelinfo", "health"},
     {"features", "summaries", "plotting"},
     {"pages", "callbacks"},
-    {"recording"},
+    {"recording", "live"},
     {"stats"},
     {"learner", "watching"},
     {"bridges", "testing", "demo", "__main__"},

@@ -24,13 +24,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.readout import run_of
+from hookkit.callbacks.readout import is_recorder, run_of
+from hookkit.checks import check_flag
 from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, nearest
 from hookkit.events import CancelFitException
 from hookkit.hooks.compiling import forget_graphs
 from hookkit.interrupts import Guard, interruptible, uninterrupted
+from hookkit.live import ShowHealth
 from hookkit.modules import unwrap
 from hookkit.records import Exports, Floats, Run, Views
+from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching.checks import (
     check_reported,
     check_rest,
@@ -51,6 +54,7 @@ def watch(
     *callbacks: Any,
     loss_func: Callable[..., Any] | None = None,
     each_forward: bool = False,
+    show: bool = False,
 ) -> Watcher:
     """Runs `callbacks` around any training loop, inside the `with`.
 
@@ -72,6 +76,9 @@ def watch(
             function cannot be hooked: it only says what kind of loss it is.
         each_forward: each training forward is a step: for loops without a torch optimizer.
             Gradients are then read when the next forward begins.
+        show: redraws the run every few seconds and prints findings as they become clear: adds
+            `ShowHealth()`, and where no callback records,
+            `ActivationStats(every=10, units=True)` and `ParamStats(every=10)`.
 
     Raises:
         ArgumentError: an argument is of a kind that cannot work.
@@ -97,7 +104,19 @@ def watch(
         opt, callbacks = None, (opt, *callbacks)  # watch(model, ActivationStats())
     found, opts = one_model(model), optimizers(opt)
     check_rest(callbacks, loss_func, each_forward)
+    if check_flag("watch", "show", show):
+        callbacks = _shown(callbacks)
     return Watcher(found, opts, callbacks, loss_func, each_forward)
+
+
+def _shown(callbacks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`callbacks`, with a ShowHealth, and with recorders if there are none that it can show."""
+    kinds = [cb if isinstance(cb, type) else type(cb) for cb in callbacks]
+    if not any(is_recorder(kind) for kind in kinds):
+        callbacks = (*callbacks, ActivationStats(every=10, units=True), ParamStats(every=10))
+    return (
+        callbacks if any(issubclass(k, ShowHealth) for k in kinds) else (*callbacks, ShowHealth())
+    )
 
 
 class Watcher(Exports, Views):

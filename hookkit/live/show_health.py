@@ -1,0 +1,198 @@
+"""`ShowHealth`: a run at a glance while it trains, and its findings as they become clear.
+
+Builds on `readout`, which reads what the recorders have, on `health`, which judges it, and on
+`screens`. Everything happens between two steps, as a batch begins: then no batch is half recorded,
+and all losses of the steps before are known.
+
+Its cost has a bound by construction: it measures how long each of its jobs takes (to read, judge
+and write; in a notebook to draw the picture), and does it again only when 2 % of the time that has
+passed since, shared among the jobs, is as long. So all of them together take less than 2 %.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from hookkit import ranks
+from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.readout import is_recorder, run_of
+from hookkit.callbacks.recorder import Recorder, format_time
+from hookkit.checks import check_number
+from hookkit.errors import HookkitWarning, OptionError
+from hookkit.health import Diagnosis, Finding, diagnose
+from hookkit.live.glance import glance
+from hookkit.live.screens import Lines, screen
+from hookkit.records import Run
+
+_MOST = 0.02  # of the time
+
+
+class ShowHealth(Callback):
+    """Redraws the run every few seconds while it trains, and prints findings as they become clear.
+
+    In a notebook one output shows how far the run is, its picture (`plot_run`, if matplotlib is
+    installed) and its findings. In a terminal it is a block of a few lines below everything that
+    is printed; beside a progress bar, and in files and pipes, only findings are printed. What is
+    shown last stays.
+
+    A finding is clear if the same rule reports it, as a warning or an error, in two looks in a row
+    or at the end of the training. It is printed once, as one line; notes are not.
+
+    It shows what the recorders among the callbacks have, and adds none: without ActivationStats
+    or ParamStats a Learner's losses are all that is judged. `watch(…, show=True)` adds recorders.
+    Of several processes the first one shows what it has recorded itself.
+
+    Args:
+        every_s: seconds between two looks, at least. There are fewer where they would take more
+            than 2 % of the time (in a notebook, looks and pictures 1 % each), beyond the first
+            and the last.
+
+    Raises:
+        OptionError: `every_s` is not above 0; as a watched loop begins: there is no recorder.
+
+    Attributes:
+        findings: rule → the finding that was printed.
+
+    A look waits for the device. What is recorded does not depend on it. If it fails, a warning says
+    why, nothing more is shown, and the training goes on.
+
+    >>> from hookkit.stats import ActivationStats, ParamStats
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=[ActivationStats, ParamStats])
+    >>> with learn.no_logging(): learn.fit(2, cbs=ShowHealth(every_s=2.0))
+    >>> learn.show_health
+    ShowHealth(every_s=2, healthy)
+    """
+
+    order = -40  # before recorders begin to record the batch
+    run_valid = False
+    _screen: Lines | None = None
+    _now: tuple[Run, Diagnosis] | None = None
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        what = "how many seconds there are between two looks, at least"
+        self.every_s = check_number("ShowHealth", "every_s", every_s, above=0, what=what)
+        self.findings: dict[str, Finding] = {}
+        self._clear_fit()
+
+    def _clear_fit(self) -> None:
+        self._next: dict[str, float] = {}  # when a job is done again, by the clock
+        self._before: set[str] = set()  # rules of the last look
+        self._began, self._n_steps = time.perf_counter(), 0
+
+    def before_fit(self) -> None:
+        """Finds out where to show it."""
+        learn = self.learn
+        if not learn.fitting:
+            return
+        if not any(is_recorder(type(cb)) or isinstance(cb, Recorder) for cb in learn.cbs):
+            raise OptionError(_NO_RECORDER)
+        self._clear_fit()
+        self._n_steps = learn.n_steps
+        if ranks.rank() == 0:
+            self._screen = screen()
+            jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
+            self._next = dict.fromkeys(jobs, self._began + self.every_s)
+
+    def before_batch(self) -> None:
+        """Does the job that is due the longest, if a step was made since the last batch."""
+        n, self._n_steps = self._n_steps, self.learn.n_steps
+        if n == self._n_steps or not self._next:
+            return
+        job = min(self._next, key=self._next.__getitem__)
+        if time.perf_counter() >= self._next[job]:
+            self._do(job)
+
+    def after_fit(self) -> None:
+        """Shows how the training has ended."""
+        if self.learn.fitting:
+            for job in [*self._next]:
+                self._do(job, last=True)
+
+    def cleanup_fit(self) -> None:
+        """What was shown last stays."""
+        shown, self._screen, self._now = self._screen, None, None
+        self._next = {}
+        if shown is not None:
+            shown.close()
+
+    # --- jobs
+
+    def _do(self, job: str, last: bool = False) -> None:
+        """Does a job, measures it, and sets when it is done again."""
+        if self._screen is None:
+            return
+        began = time.perf_counter()
+        try:
+            getattr(self, job)(self._screen, last)
+        except Exception as error:
+            self._give_up(error)
+            return
+        now = time.perf_counter()
+        rest = (now - began) / _MOST * len(self._next)
+        self._next[job] = now + max(self.every_s, rest)
+
+    def _look(self, screen: Lines, last: bool) -> None:
+        run = run_of(self.learn, local=True)  # sync: by the clock, not by batch
+        found = diagnose(run)
+        for new in self._judge(found, last):
+            screen.tell(f"step {self.learn.n_steps:,}: {_line(new)}")
+        clear = [f for f in found if f.severity != "note" and f.rule in self.findings]
+        shown = replace(found, findings=tuple(clear))
+        so_far = shown.headline.replace(": healthy", ": no findings so far")
+        verdict = found.headline if last else so_far
+        self._now = run, shown
+        screen.show([*glance(self._head(), run, screen.blocks), verdict], shown)
+
+    def _judge(self, found: Diagnosis, last: bool) -> list[Finding]:
+        """The findings that have become clear now, one for each rule."""
+        bad: dict[str, Finding] = {}
+        for f in found:
+            if f.severity != "note":
+                bad.setdefault(f.rule, f)
+        before, self._before = self._before, set(bad)
+        new = [f for rule, f in bad.items() if last or rule in before]
+        new = [f for f in new if f.rule not in self.findings]
+        self.findings |= {f.rule: f for f in new}
+        return new
+
+    def _draw(self, screen: Lines, last: bool) -> None:
+        if self._now is not None:
+            screen.draw(*self._now)
+
+    def _head(self) -> str:
+        """How far the run is."""
+        learn = self.learn
+        epoch = f"epoch {learn.epoch + 1}/{learn.n_epoch} · " if learn.n_epoch else ""
+        elapsed = format_time(time.perf_counter() - self._began)
+        return f"{epoch}step {learn.n_steps:,} · {elapsed}"
+
+    def _give_up(self, error: Exception) -> None:
+        self.cleanup_fit()
+        warnings.warn(
+            f"ShowHealth shows nothing more: {type(error).__name__}: {error}. The training goes "
+            f"on and is recorded; run_record() and diagnose() read it.",
+            HookkitWarning,
+            stacklevel=3,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_screen": None, "_now": None, "_next": {}}
+
+    def __repr__(self) -> str:
+        rules = ", ".join(self.findings) or "healthy"
+        return f"ShowHealth(every_s={self.every_s:g}, {rules})"
+
+
+def _line(f: Finding) -> str:
+    return f"{f.severity}: {f.rule}: {f.sentences[0]}"
+
+
+_NO_RECORDER = (
+    "ShowHealth() shows what recorders have, and there is none among the callbacks. Add some: "
+    "watch(model, opt, ActivationStats(every=10), ParamStats(every=10), ShowHealth()); or use "
+    "watch(model, opt, show=True), which adds these."
+)

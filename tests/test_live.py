@@ -1,0 +1,576 @@
+"""`ShowHealth`: what it shows where, what it costs, and that a run is the same with it."""
+
+import copy
+import io
+import pickle
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interrupting import interrupted_everywhere, left_behind
+from processes import two_ranks
+from torch import nn
+
+from hookkit import (
+    ActivationStats,
+    GradientStats,
+    ParamStats,
+    ProgressCallback,
+    Run,
+    ShowHealth,
+    watch,
+)
+from hookkit.errors import HookkitWarning, OptionError
+from hookkit.live import screens, show_health
+from hookkit.live.glance import ASCII_BLOCKS, bars, glance
+from hookkit.testing import synth_learner
+
+FIND = re.compile("error: dead|warning: dead")
+
+
+class Tty(io.StringIO):
+    """A terminal: keeps what it shows in the end."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def shown(self) -> list[str]:
+        rows, y, x = [""], 0, 0
+        for part in re.findall(r"\x1b\[\d*[AKJ]|[\r\n]|[^\x1b\r\n]+", self.getvalue()):
+            if part == "\n":
+                y, x = y + 1, 0
+                rows += [""] * (y == len(rows))
+            elif part == "\r":
+                x = 0
+            elif part.endswith("A") and part[0] == "\x1b":
+                y -= int(part[2:-1])
+                assert y >= 0, "above the screen"
+            elif part == "\x1b[2K":
+                rows[y] = ""
+            elif part == "\x1b[J":
+                rows[y:] = [rows[y][:x]]
+            else:
+                rows[y] = rows[y][:x].ljust(x) + part + rows[y][x + len(part) :]
+                x += len(part)
+        return [row.rstrip() for row in rows if row.rstrip()]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks before each step."""
+    monkeypatch.setattr(show_health, "_MOST", 1e12)
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """stdout and stderr as one terminal; no fixture, since pytest sets them before the test."""
+    made = Tty()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(sys, "stdout", made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+def net(dead: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    if dead:
+        nn.init.constant_(model[0].bias, -60.0)
+    return model
+
+
+def train(w: Any, model: nn.Module, n: int, say: Callable[[int], None] = lambda i: None) -> None:
+    """Each step of two batches; the loss is reported after the step."""
+    torch.manual_seed(1)
+    for i in range(2 * n):
+        loss = model(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        if i % 2:
+            w.opt.step()
+            w.opt.zero_grad()
+        w.loss(loss)
+        say(i)
+
+
+def watched(*cbs: Any, n: int = 30, dead: bool = False, **options: Any) -> Any:
+    model = net(dead)
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    with watch(model, opt, *cbs) as w:
+        train(w, model, n, **options)
+    return w
+
+
+def stats(**options: Any) -> list[Any]:
+    return [ActivationStats(units=True, **options), GradientStats(**options), ParamStats(**options)]
+
+
+# --- the run is the same
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("options", [{}, {"every": 3}], ids=str)
+def test_what_is_recorded_is_the_same_with_it(options: Any) -> None:
+    without = watched(*stats(**options))
+    looked = watched(*stats(**options), ShowHealth(every_s=1e-9))
+
+    assert looked.run_record() == without.run_record()
+    same = zip(looked.model.parameters(), without.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_learner_records_the_same_with_it() -> None:
+    runs = []
+    for more in ([], [ShowHealth(every_s=1e-9)]):
+        torch.manual_seed(0)
+        learn = synth_learner(cbs=[*stats(every=2), *more])
+        with learn.no_logging():
+            learn.fit(3)
+        runs.append(learn.run_record())
+
+    assert runs[0] == runs[1]
+
+
+def test_it_looks_between_steps_and_not_within_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show_health, "_MOST", 1e12)
+    at: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        ShowHealth, "_look", lambda self, *_: at.append((self.learn.n_steps, self.learn.train_iter))
+    )
+
+    watched(ActivationStats, ShowHealth(every_s=1e-9), n=3)
+
+    assert at == [(1, 2), (2, 4), (3, 6)]
+
+
+# --- what it costs
+
+
+def test_it_rests_fifty_times_as_long_as_a_look_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def look(self: Any, *_: Any) -> None:
+        looks.append(clock[0])
+        clock[0] += 0.3
+
+    monkeypatch.setattr(ShowHealth, "_look", look)
+
+    def step(i: int) -> None:
+        clock[0] += 0.1
+
+    watched(ActivationStats, ShowHealth(every_s=5.0), n=200, say=step)
+
+    *regular, _ = looks  # the last is at the end
+    assert regular[0] == pytest.approx(5.0, abs=0.3)
+    assert np.diff(regular).min() >= 0.3 + 50 * 0.3
+    assert 0.3 * (len(regular) - 1) <= 0.02 * regular[-1]
+
+
+def test_looks_and_pictures_share_what_it_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, done = [0.0], {"_look": [0.0], "_draw": [0.0]}
+    costs = {"_look": 0.05, "_draw": 0.4}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        show_health, "screen", lambda: type("", (screens.Lines,), {"draws": True})()
+    )
+    for job, cost in costs.items():
+
+        def run(self: Any, *_: Any, job: str = job, cost: float = cost) -> None:
+            done[job].append(clock[0])
+            clock[0] += cost
+
+        monkeypatch.setattr(ShowHealth, job, run)
+
+    def step(i: int) -> None:
+        clock[0] += 0.25
+
+    watched(ActivationStats, ShowHealth(every_s=1.0), n=500, say=step)
+
+    spent = sum(cost * (len(done[job]) - 2) for job, cost in costs.items())
+    assert np.diff(done["_look"][1:-1]).min() >= 5.0
+    assert np.diff(done["_draw"][1:-1]).min() >= 40.0
+    assert len(done["_look"]) > 40
+    assert spent < 0.02 * clock[0] + sum(costs.values())
+
+
+# --- findings
+
+
+@pytest.mark.usefixtures("always")
+def test_a_finding_is_printed_once_when_two_looks_agree(capsys: Any) -> None:
+    w = watched(*stats(), ShowHealth(every_s=1e-9), dead=True, n=40)
+
+    lines = capsys.readouterr().err.splitlines()
+    dead = [line for line in lines if FIND.search(line)]
+    assert len(dead) == 1
+    assert re.fullmatch(
+        r"step \d+: (error|warning): dead: .+ \(0\.weight Linear.* · steps \d+–\d+\)\.", dead[0]
+    )
+    assert 10 < int(dead[0].split()[1][:-1]) < 40
+    assert not [line for line in lines if ": note:" in line]
+    assert w.show_health.findings["dead"].severity in dead[0]
+
+
+def test_what_one_look_alone_has_seen_is_not_clear() -> None:
+    show = ShowHealth()
+    dead = watched(*stats(), dead=True, n=20).diagnose()
+    healthy = watched(*stats(), n=20).diagnose()
+
+    seen = [[f.rule for f in show._judge(d, last=False)] for d in (dead, healthy, dead, dead, dead)]
+
+    assert seen[:3] == [[], [], []]
+    assert "dead" in seen[3]
+    assert seen[4] == []
+
+
+def test_at_the_end_what_is_found_is_clear(capsys: Any) -> None:
+    watched(*stats(), ShowHealth(every_s=1e9), dead=True, n=20)
+
+    assert len(FIND.findall(capsys.readouterr().err)) == 1
+
+
+def test_a_healthy_run_prints_nothing_where_it_is_not_shown(capsys: Any) -> None:
+    watched(*stats(), ShowHealth(every_s=1e-9), n=20)
+
+    assert capsys.readouterr() == ("", "")
+
+
+# --- in a terminal
+
+
+@pytest.mark.usefixtures("always")
+def test_a_terminal_shows_one_block_below_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    watched(
+        *stats(),
+        ShowHealth(every_s=1e-9),
+        n=20,
+        say=lambda i: print("batch", i) if i % 6 == 0 else 0,
+    )
+
+    *printed, first, acts, grads, params, verdict = tty.shown
+    assert printed == [f"batch {i}" for i in range(0, 40, 6)]
+    assert re.match(r"step 20 · 00:0\d · loss 0\.\d+ +[▁-█]+$", first)
+    assert [line.split(",")[0] for line in (acts, grads)] == ["activations", "gradients"]
+    assert params.startswith("update:weight")
+    assert verdict == "2 layers, 20 steps: healthy"
+    assert "write" not in vars(tty)
+
+
+@pytest.mark.usefixtures("always")
+def test_findings_stay_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=40, dead=True)
+
+    assert sum(bool(FIND.search(line)) for line in tty.shown) == 1
+    assert sum("40 steps" in line for line in tty.shown) == 1
+    assert "no findings so far" in tty.getvalue()
+    assert "no findings so far" not in "".join(tty.shown)
+
+
+@pytest.mark.usefixtures("always")
+def test_no_block_is_drawn_into_an_open_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=20, dead=True, say=lambda i: print(end="."))
+
+    assert "".join(line for line in tty.shown if line[0] == ".") == "." * 40
+    assert not [line for line in tty.shown if "update:weight" in line]
+    assert len(FIND.findall("\n".join(tty.shown))) == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_an_error_in_the_loop_leaves_the_last_block_and_the_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tty = terminal(monkeypatch)
+
+    def fail(i: int) -> None:
+        if i == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched(*stats(), ShowHealth(every_s=1e-9), say=fail)
+    print("afterwards")
+
+    assert tty.shown[-2:] == ["2 layers, 4 steps: no findings so far", "afterwards"]
+    assert "write" not in vars(tty)
+
+
+def test_a_stream_that_others_have_wrapped_is_given_back_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tty = terminal(monkeypatch)
+    before = vars(tty)["write"] = tty.write
+    first, second = screens.Terminal(tty), screens.Terminal(tty)
+
+    first.close()
+    second.close()
+    second.close()
+
+    assert vars(tty)["write"] is not before  # the first was wrapped by then, and does nothing
+    tty.write("text\n")
+    assert tty.shown == ["text"]
+
+
+@pytest.mark.usefixtures("always")
+def test_beside_a_bar_only_findings_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    tty = terminal(monkeypatch)
+    bar = tqdm(total=80, file=tty, mininterval=0, ncols=60)
+
+    with bar:
+        watched(*stats(), n=40, dead=True, say=lambda i: bar.update())
+        watched(*stats(), ShowHealth(every_s=1e-9), n=40, dead=True, say=lambda i: bar.update())
+        during = tty.shown
+
+    assert sum(bool(FIND.search(line)) for line in during) == 1
+    assert not [line for line in during if "update:weight" in line]
+    assert during[-1].endswith("it/s]")
+    assert sum("it/s]" in line for line in during) == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_it_lives_beside_the_bar_of_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    tty = terminal(monkeypatch)
+
+    synth_learner(cbs=[*stats(), ProgressCallback()]).fit(2, cbs=ShowHealth(every_s=1e-9))
+
+    head, *rows = (line.split() for line in tty.shown)
+    assert head[:2] == ["epoch", "train_loss"]
+    assert [row[0] for row in rows[:2]] == ["0", "1"]
+    assert tty.shown[3].startswith("epoch 2/2 · step 20 · ")
+    assert not [line for line in tty.shown if "it/s" in line]
+
+
+def test_a_terminal_without_these_characters_gets_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tty = terminal(monkeypatch)
+    monkeypatch.setattr(Tty, "encoding", "ascii")
+
+    watched(*stats(), ShowHealth(every_s=1e9), n=20)
+
+    assert tty.getvalue().isascii()
+    assert tty.shown[0].startswith("step 20 ? 00:0")
+
+
+# --- in a notebook
+
+
+class Cell:
+    """What a notebook shows: one output, and all that it was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        display = pytest.importorskip("IPython.display")
+        self.drawn: list[Any] = []
+        self.n = 0
+        monkeypatch.setattr(display, "display", self.first)
+        monkeypatch.setattr(screens, "in_notebook", lambda: True)
+
+    def first(self, data: Any, raw: bool, display_id: bool) -> Any:
+        self.n += 1
+        self.drawn.append(data)
+        return self
+
+    def update(self, data: Any, raw: bool) -> None:
+        self.drawn.append(data)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_notebook_shows_one_output_with_picture_and_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pytest.importorskip("matplotlib")
+    cell = Cell(monkeypatch)
+    drawn: list[int] = []
+    monkeypatch.setattr("hookkit.plotting.png", lambda figure: drawn.append(1) or b"picture")
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=12, dead=True)
+
+    html, text = cell.drawn[-1]["text/html"], cell.drawn[-1]["text/plain"]
+    assert cell.n == 1
+    assert len(cell.drawn) > len(drawn) > 1
+    assert 'src="data:image/png;base64,cGljdHVyZQ=="' in html
+    assert re.search('class="finding (error|warning)".*dead', html)
+    assert "12 steps: " in html
+    assert text.startswith("step 12 · ")
+    assert "<img" not in cell.drawn[0]["text/html"]
+    assert "no findings so far" in cell.drawn[0]["text/html"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_without_matplotlib_shows_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell(monkeypatch)
+    monkeypatch.setitem(sys.modules, "hookkit.plotting", None)
+
+    watched(*stats(), ShowHealth(), n=12)
+
+    html = cell.drawn[-1]["text/html"]
+    assert "<pre>activations, RMS" in html
+    assert "2 layers, 12 steps: healthy" in html
+
+
+# --- the training is not disturbed
+
+
+@pytest.mark.usefixtures("always")
+def test_if_drawing_fails_it_warns_once_and_the_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tty = terminal(monkeypatch)
+    monkeypatch.setattr(screens.Terminal, "show", lambda *_: 1 / 0)
+
+    with pytest.warns(
+        HookkitWarning, match="shows nothing more: ZeroDivisionError: .* goes on"
+    ) as found:
+        w = watched(*stats(), ShowHealth(every_s=1e-9))
+
+    assert len(found) == 1
+    assert w.n_steps == 30
+    assert "write" not in vars(tty)
+
+
+@pytest.mark.usefixtures("always")
+def test_it_works_twice_and_in_copies(capsys: Any) -> None:
+    copies: list[Any] = []
+    model = net(dead=True)
+    w = watch(model, torch.optim.SGD(model.parameters(), lr=0.05), *stats(), ShowHealth(1e-9))
+
+    for _ in range(2):
+        with w:
+            train(w, model, 15, lambda i: copies.append(copy.deepcopy(w.show_health)))
+    again = pickle.loads(pickle.dumps(w))
+
+    assert len(FIND.findall(capsys.readouterr().err)) == 1
+    assert again.show_health.findings == w.show_health.findings
+    assert copies[-1].findings == w.show_health.findings
+    assert again.run_record() == w.run_record()
+    assert (again.show_health._screen, copies[0]._screen, copies[0]._next) == (None, None, {})
+
+
+def test_a_validation_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+    learn = synth_learner(cbs=[*stats(), ShowHealth(every_s=1e-9)])
+
+    learn.validate()
+
+    assert tty.getvalue() == ""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_wherever_ctrl_c_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show_health, "_MOST", 1e12)
+    tty, model = terminal(monkeypatch), net()
+
+    def scenario() -> None:
+        opt = torch.optim.SGD(model.parameters(), lr=0.0)
+        with watch(model, opt, ActivationStats, ShowHealth(every_s=1e-9)):
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+                opt.step()
+
+    def left() -> str:
+        found = left_behind(model)
+        if vars(tty).pop("write", None) is not None:
+            found += " the terminal"
+        return found
+
+    assert interrupted_everywhere(scenario, left, most=60) == []
+
+
+# --- what it needs
+
+
+def test_a_watched_loop_without_recorders_is_an_error() -> None:
+    with pytest.raises(OptionError, match=r"there is none among the callbacks.*show=True"):
+        watched(ShowHealth())
+
+
+def test_a_learner_shows_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    with synth_learner().no_logging() as learn:
+        learn.fit(2, cbs=ShowHealth())
+
+    assert tty.shown[0].startswith("epoch 2/2 · step 20 · 00:00 · loss ")
+    assert tty.shown[1] == "0 layers, 20 steps: healthy (no parameters, no activations)"
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, "5", None])
+def test_the_seconds_between_looks_are_a_number_above_0(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"ShowHealth\(every_s=.*Give a number above 0"):
+        ShowHealth(every_s=wrong)
+
+
+def names(w: Any) -> list[str]:
+    return [cb.name for cb in w.cbs]
+
+
+def test_show_adds_recorders_where_there_are_none() -> None:
+    model = net()
+    mine = ShowHealth(every_s=9.0)
+
+    assert names(watch(model, show=True)) == ["activation_stats", "param_stats", "show_health"]
+    assert names(watch(model, None, ParamStats, show=True)) == ["param_stats", "show_health"]
+    assert watch(model, None, ParamStats, mine, show=True).cbs[1] is mine
+    assert watch(model, show=True).activation_stats.every == 10
+    assert names(watch(model)) == []
+    with pytest.raises(TypeError, match=r"watch\(show='yes'\): give True or False"):
+        watch(model, show="yes")  # type: ignore[arg-type]
+
+
+# --- several processes
+
+
+def shows(rank: int, folder: Path) -> None:
+    show_health._MOST = 1e12
+    err, sys.stderr = sys.stderr, io.StringIO()
+    cbs = [*stats(), ShowHealth(every_s=1e-9)][: 4 if rank == 0 else 3]  # reads without the other
+    w = watched(*cbs, n=20, dead=True)
+    (folder / f"told{rank}").write_text(sys.stderr.getvalue())
+    sys.stderr = err
+    w.run_record().save(folder / f"run{rank}.npz")
+    second = watched(*stats(), ShowHealth(every_s=1e-9), n=20, dead=True)
+    assert bool(second.show_health.findings) == (rank == 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_first_rank_shows_its_own_without_the_others(tmp_path: Path) -> None:
+    two_ranks(shows, tmp_path)
+
+    runs = [Run.load(tmp_path / f"run{rank}.npz") for rank in (0, 1)]
+    assert runs[0] == runs[1]
+    assert FIND.search((tmp_path / "told0").read_text())
+    assert (tmp_path / "told1").read_text() == ""
+
+
+# --- at a glance
+
+
+def test_bars_reach_from_the_smallest_to_the_greatest() -> None:
+    assert bars(np.arange(8.0)) == "▁▂▃▄▅▆▇█"
+    assert bars(np.arange(8.0), ASCII_BLOCKS) == "_.-=+*%#"
+    assert bars(np.array([1.0, np.nan, np.inf, 2.0])) == "▁  █"
+    assert bars(np.ones(3)) == "▁▁▁"
+    assert bars(np.array([np.nan])) == bars(np.array([])) == ""
+    assert len(bars(np.random.default_rng(0).normal(size=1000))) == 24
+
+
+def test_a_run_of_nothing_is_its_head() -> None:
+    assert glance("step 0", Run()) == ["step 0"]
+    assert glance("step 2", Run(losses=np.array([np.nan, np.nan]))) == ["step 2"]
