@@ -107,6 +107,16 @@ def test_no_two_pictures_share_an_id(broken_page: str) -> None:
     assert len(ids) == len(set(ids)) > 50
 
 
+def test_layers_of_a_deep_net_are_on_folded_pages_that_say_which_they_are(tmp_path: Path) -> None:
+    record = made.record([(f"{i}", "Linear") for i in range(50)], 3)
+
+    page = Outline(html_of(Run(record), tmp_path))
+
+    assert "step by step, a panel a layer: layers 1 to 24 of 50." in page.text
+    assert "Layers 25 to 48 of 50: 24 Linear to 47 Linear" in page.text
+    assert "Layers 49 to 50 of 50: 48 Linear to 49 Linear" in page.text
+
+
 @pytest.mark.slow
 def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) -> None:
     many = made.with_values(made.record(made.small_names(), 30), "nonfinite", 0, 32768.0)
@@ -197,9 +207,11 @@ def test_without_histograms_the_page_says_how_to_have_them(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_layers", "broken"), [(1, slice(None)), (64, slice(12, None))])
+@pytest.mark.parametrize(
+    ("n_layers", "broken", "n_pictures"), [(1, slice(None), 11), (64, slice(12, None), 15)]
+)
 def test_the_page_of_a_net_that_diverged_has_every_picture(
-    n_layers: int, broken: slice, tmp_path: Path
+    n_layers: int, broken: slice, n_pictures: int, tmp_path: Path
 ) -> None:
     run = made.run([(f"{i}", "Linear") for i in range(n_layers)], n=24)
     for kind in ("activations", "gradients"):
@@ -214,7 +226,7 @@ def test_the_page_of_a_net_that_diverged_has_every_picture(
 
     assert "Could not be drawn" not in html
     assert "No picture" not in html
-    assert html.count("<svg") == 11
+    assert html.count("<svg") == n_pictures
 
 
 def test_without_a_picture_that_fails_there_is_still_a_page(

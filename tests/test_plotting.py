@@ -251,14 +251,30 @@ def test_a_missing_kind_names_its_recorder() -> None:
         plotting.plot_updates(made.record(made.small_names(), 5))
 
 
-@pytest.mark.parametrize("n_layers", [1, 5, 7, 13, 25, 73, 292])
-def test_color_dim_drops_no_layer(n_layers: int) -> None:
-    layers = [(f"block.{i}", "Linear") for i in range(n_layers)]
+@pytest.mark.parametrize(("n_layers", "n_pages"), [(5, 1), (13, 1), (24, 1), (25, 2), (148, 7)])
+def test_the_pages_of_color_dim_drop_no_layer(n_layers: int, n_pages: int) -> None:
+    record = made.record([(f"block.{i}", "Linear") for i in range(n_layers)], 3)
 
-    figure = plotting.color_dim(made.record(layers, 3))
+    pages = [plotting.color_dim(record, page=page + 1) for page in range(n_pages)]
 
-    names = {text.get_text().split(" ")[0] for text in figure.axes[0].texts}
-    assert n_layers == 1 or names == {name for name, _ in layers}
+    names = [name.split(" ")[0] for page in pages for name in names_of_tiles(page)]
+    assert names == list(record.names)
+    with pytest.raises(OptionError, match=rf"page={n_pages + 1}.*of {n_layers} layers"):
+        plotting.color_dim(record, page=n_pages + 1)
+
+
+def names_of_tiles(figure: Any) -> list[str]:
+    """Of a page of `color_dim`; a page of one layer has its name in the title."""
+    ax = figure.axes[0]
+    return [t.get_text() for t in ax.texts] or [ax.get_title(loc="left").partition(": ")[2]]
+
+
+def test_a_page_of_color_dim_says_which_layers_it_shows() -> None:
+    record = made.record([(f"block.{i}", "Linear") for i in range(148)], 3)
+
+    title = plotting.color_dim(record, page=2).axes[0].get_title(loc="left")
+
+    assert title.startswith("Spread of activations, layers 25–48 of 148, in order")
 
 
 def test_plot_run_has_a_panel_and_a_bar_for_each_record_and_steps_in_optimizer_steps() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hookkit.checks import check_number
 from hookkit.errors import OptionError
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
@@ -30,8 +31,17 @@ DECADES = 4
 """Of densities that have a colour of their own, from what one narrowest bin can hold down."""
 
 
+PAGE = 24
+"""Layers in one picture, each with its name in full or nearly so."""
+
+
 def color_dim(
-    record: Any, layer: int | str | None = None, *, ax: Any = None, fig: Any = None
+    record: Any,
+    layer: int | str | None = None,
+    *,
+    page: int = 1,
+    ax: Any = None,
+    fig: Any = None,
 ) -> Any:
     """The colorful dimension: how the values of a layer are spread, step by step.
 
@@ -45,7 +55,8 @@ def color_dim(
 
     Args:
         record: a Record with histograms, a Run, a recorder or a driver.
-        layer: name or index; None draws every layer in a grid that drops none.
+        layer: name or index; None draws the layers in a grid, in the order of the model.
+        page: of the grid, which 24 layers: 1 draws the first ones. The title says which they are.
         ax: where to draw the one layer.
         fig: where to draw the grid.
 
@@ -53,7 +64,8 @@ def color_dim(
         The Axes of one layer, or the Figure of all.
 
     Raises:
-        OptionError: no histograms were recorded, or `ax` was given for many layers.
+        OptionError: no histograms were recorded, there is no such page, or `ax` was given for many
+            layers.
         SelectionError: there is no such layer.
     """
     record = as_record(record, "activation", "gradient")
@@ -63,16 +75,15 @@ def color_dim(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."
         )
     _check_hist(record)
-    rows = list(range(len(record.names))) if layer is None else [record.layer(layer)]
+    rows = _rows_of_page(record, page) if layer is None else [record.layer(layer)]
     grid = _grid(len(rows))
     merged = _merged(record, grid)
     note = f"; {merged} records a column" if merged > 1 else ""
     if layer is None:
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
-        note += f"; {BROKEN} in vermilion" if arrays.nonfinite(record).any() else ""
-        of = f", {len(rows)} layers in order" if len(rows) != 1 else f": {row_label(record, 0)}"
-        title(ax, f"Spread of {KINDS[record.kind]}{of}{note}", pad=18)
+        note += f"; {BROKEN} in vermilion" if arrays.nonfinite(record)[rows].any() else ""
+        title(ax, f"Spread of {KINDS[record.kind]}{_which(record, rows)}{note}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
         title(ax, f"Spread of {KINDS[record.kind]}: {row_label(record, rows[0])}{note}")
@@ -81,6 +92,23 @@ def color_dim(
     else:
         nothing(ax, "nothing was recorded")
     return fig if layer is None else ax
+
+
+def _rows_of_page(record: Record, page: int) -> list[int]:
+    """Of `page`, the rows: the first page has the first ones."""
+    n = len(record.names)
+    what = f"the page of {PAGE} layers to draw, of {n} layers"
+    page = check_number("color_dim", "page", page, 1, max(1, -(-n // PAGE)), whole=True, what=what)
+    return list(range(n))[(page - 1) * PAGE : page * PAGE]
+
+
+def _which(record: Record, rows: list[int]) -> str:
+    """Which layers a grid shows, as the end of its title."""
+    n = len(record.names)
+    if len(rows) == n > 1 or not n:
+        return f", {n} layers in order"
+    part = f"layers {rows[0] + 1}–{rows[-1] + 1} of {n}"
+    return f", {part}, in order" if len(rows) > 1 else f": {row_label(record, rows[0])}"
 
 
 class Grid(NamedTuple):
@@ -94,13 +122,11 @@ class Grid(NamedTuple):
 
 
 def _grid(n: int) -> Grid:
-    """For `n` tiles, none dropped."""
+    """For `n` tiles, at most a page of them."""
     sizes = (
         (1, 1, 4.0, 8, 80),
         (4, 4, 2.4, 8, 31),
-        (24, 4, 1.5, 8, 31),
-        (72, 6, 1.1, 6, 26),
-        (n, 8, 0.8, 6, 19),
+        (PAGE, 4, 1.5, 8, 31),
     )
     _, columns, height, size, room = next(s for s in sizes if n <= s[0])
     return Grid(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
