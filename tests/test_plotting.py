@@ -846,6 +846,37 @@ def test_labels_of_layers_are_few_short_and_apart(names: Any, most: int) -> None
     assert len(layers) <= most or min(np.diff(places)) >= len(layers) / most
 
 
+def test_blocks_of_a_deep_net_are_labelled_at_regular_numbers_and_their_prefix_once() -> None:
+    names, types = zip(*made.transformer_names(), strict=True)
+
+    ticks = labels.layer_ticks(names, types, 20)
+
+    blocks = [f"…h.{i}" for i in range(2, 23, 2)]
+    expected = ["transformer.wte Embedding", *blocks, "lm_head Linear"]
+    assert [text for _, text in ticks] == expected
+    assert [names[row].split(".")[2] for row, _ in ticks[1:-1]] == [b[3:] for b in blocks]
+
+
+@pytest.mark.parametrize("most", [16, 20, 24])
+def test_stages_of_few_blocks_are_labelled_by_block(most: int) -> None:
+    names, types = zip(*made.resnet_names(), strict=True)
+
+    ticks = [text for _, text in labels.layer_ticks(names, types, most)]
+
+    assert len(ticks) >= 8
+    assert {"layer2.0", "layer3.0", "layer4.0"} <= {*ticks}
+
+
+def test_what_blocks_have_in_common_is_said_once() -> None:
+    names = [name for name, _ in made.transformer_names()]
+
+    text = labels.blocks(names)
+
+    assert text.startswith("each of transformer.h.0 to transformer.h.23: ln_1, attn.q_proj, ")
+    assert text.count("attn.q_proj") == 1
+    assert labels.blocks([name for name, _ in made.small_names()]) == ""
+
+
 @pytest.mark.parametrize(
     ("edges", "expected"),
     [

@@ -6,6 +6,7 @@ Nothing here imports matplotlib.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 from hookkit import records
@@ -76,36 +77,78 @@ def layer_ticks(
     """Row and label of the layers to name on an axis, at most about `most`, evenly readable.
 
     All of them where they fit; else the first layer of each block (`h.0`, `h.1`, …), at the
-    finest level that still fits, and of those as many as keep their distance.
+    finest level that still fits, or of every second, fourth, fifth, tenth block. The first label is
+    whole; what it shares with the other blocks stands there only.
 
     >>> layer_ticks(["0", "1"], ["Conv2d", "ReLU"])
     [(0, '0 Conv2d'), (1, '1 ReLU')]
-    >>> names = [f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")]
-    >>> layer_ticks(names, ["Linear"] * 8, most=4)
-    [(0, 'h.0'), (2, 'h.1'), (4, 'h.2'), (6, 'h.3')]
+    >>> names = [f"net.h.{i}.{part}" for i in range(8) for part in ("attn", "mlp")]
+    >>> layer_ticks(names, ["Linear"] * 16, most=4)
+    [(0, 'net.h.0'), (4, '…h.2'), (8, '…h.4'), (14, '…h.7')]
     """
     if len(names) <= most:
         return [(i, label(names[i], types[i], width)) for i in range(len(names))]
     paths = [name.split(".") for name in names]
-    starts: list[int] = []
-    depth = 1
+    shown: list[int] = []
+    heads = paths
     for depth in range(1, max(map(len, paths)) + 1):
         heads = [path[:depth] for path in paths]
-        starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
-        if len(starts) * 2 > most:
+        shown = _apart(heads, len(names) / most)
+        if len(shown) * 3 >= most:
             break
-    apart = len(names) / most
-    kept: list[int] = []
-    for i in starts:
-        if not kept or i - kept[-1] >= apart:
-            kept.append(i)
-    if len(kept) > 2:
-        kept[-1] = starts[-1]  # the end of the net, as its beginning, has a name
-    shown = {i: ".".join(paths[i][:depth]) for i in kept}
+    blocks = [heads[i] for i in shown if i == 0 or heads[i][-1].isdecimal()]
+    shared = [a for a, *b in zip(*blocks, strict=False) if all(a == each for each in b)]
     return [
-        (i, label(head, types[i] if head == names[i] else "", width))  # a block has no type
-        for i, head in shown.items()
+        # a block has no type
+        (i, label(_end(heads[i], shared * (i > 0)), types[i] * (heads[i] == paths[i]), width))
+        for i in shown
     ]
+
+
+def _apart(heads: list[list[str]], apart: float) -> list[int]:
+    """Where blocks start, those that are `apart`: both ends, regular numbers, then the others."""
+    starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
+    numbers = {i: int(heads[i][-1]) for i in starts if heads[i][-1].isdecimal()}
+    regular: list[int] = []
+    for every in (each * 10**power for power in range(9) for each in (1, 2, 4, 5)):
+        regular = [i for i, number in numbers.items() if number % every == 0]
+        if all(later - i >= apart for i, later in pairwise(regular)):
+            break
+    kept: list[int] = []
+    for i in (starts[0], starts[-1], *regular, *(i for i in starts if i not in numbers)):
+        if all(abs(i - other) >= apart for other in kept):
+            kept.append(i)
+    return sorted(kept)
+
+
+def _end(path: list[str], shared: list[str]) -> str:
+    """`path` without the parts that are `shared`, but for the name of a number: `…h.2`."""
+    if path[: len(shared)] != shared:
+        return ".".join(path)
+    cut = min(len(shared), len(path) - (2 if path[-1].isdecimal() else 1))
+    return ("…" if cut > 0 else "") + ".".join(path[max(0, cut) :])
+
+
+def blocks(names: Sequence[str], width: int = 400) -> str:
+    """What the blocks of a deep net have in common: their parts, named once.
+
+    Only of three or more blocks that are alike; "" without any.
+
+    >>> blocks([f"net.h.{i}.{part}" for i in range(8) for part in ("ln", "attn", "mlp")])
+    'each of net.h.0 to net.h.7: ln, attn, mlp'
+    """
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        path = name.split(".")
+        k = next((k for k, part in enumerate(path) if part.isdecimal()), len(path))
+        if k + 1 < len(path):
+            parts.setdefault(".".join(path[: k + 1]), []).append(".".join(path[k + 1 :]))
+    alike = [list(group) for _, group in groupby(parts, lambda b: (b.rpartition(".")[0], parts[b]))]
+    return "; ".join(
+        f"each of {group[0]} to {group[-1]}: {listed(parts[group[0]], width)}"
+        for group in alike
+        if len(group) > 2
+    )
 
 
 def label(name: str, kind: str, width: int = 34) -> str:
