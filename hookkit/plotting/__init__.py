@@ -19,6 +19,7 @@ Inf and nothing else.
     svg         a picture as SVG for a page, light or dark
 """
 
+from hookkit.plotting import figures as figures  # first: it says how to install matplotlib
 from hookkit.plotting.depth import plot_depth
 from hookkit.plotting.figures import offscreen, png, save
 from hookkit.plotting.heatmaps import plot_run
