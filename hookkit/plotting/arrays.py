@@ -40,11 +40,16 @@ def step_edges(steps: Ints) -> Floats:
     return np.append(steps.astype(np.float64), steps[-1] + width)
 
 
-def pool(table: Floats, edges: Floats, most: int) -> tuple[Floats, Floats, int]:
+def pool(
+    table: Floats, edges: Floats, most: int, *, signed: bool = False
+) -> tuple[Floats, Floats, int]:
     """`table` (rows, n) with its columns merged to at most `most`; its edges; how many were merged.
 
     Each cell keeps the largest of its group, so that one spike in 2,000 steps stays visible; the
     renderer would drop columns at random.
+
+    Args:
+        signed: keeps of finite values the one farthest from 0, above or below.
     """
     n = table.shape[1]
     k = max(1, -(-n // most))
@@ -52,6 +57,12 @@ def pool(table: Floats, edges: Floats, most: int) -> tuple[Floats, Floats, int]:
         return table, edges, 1
     low = np.where(np.isnan(table), -np.inf, table)
     pooled = np.maximum.reduceat(low, np.arange(0, n, k), axis=1)
+    if signed:
+        least = np.minimum.reduceat(
+            np.where(np.isfinite(table), table, np.inf), np.arange(0, n, k), axis=1
+        )
+        falls = np.isfinite(pooled) & (-least > np.abs(pooled))
+        pooled = np.where(falls, least, pooled)
     ran = np.logical_or.reduceat(~np.isnan(table), np.arange(0, n, k), axis=1)
     return np.where(ran, pooled, np.nan), np.append(edges[:-1:k], edges[-1]), k
 
@@ -60,6 +71,45 @@ def log10(values: Floats) -> Floats:
     """log10 without warnings: −inf for 0, NaN for NaN and for negatives."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.log10(values), dtype=np.float64)
+
+
+def since_start(values: Floats) -> Floats:
+    """log10 of how many times as large each row of `values` (rows, n) is as at first.
+
+    At first: the median of its values above 0 in the first tenth of the columns, or where there
+    are none, of as many later ones. NaN, and −inf for 0, stay.
+    """
+    logs = log10(values)
+    n, starts = max(1, logs.shape[1] // 10), np.full((len(logs), 1), np.nan)
+    for row, start in zip(logs, starts, strict=True):
+        head = row[:n][np.isfinite(row[:n])]
+        later = row[np.isfinite(row)][:n]
+        if len(later):
+            start[0] = np.median(head if len(head) else later)
+    return np.where(np.isneginf(logs), logs, logs - starts)
+
+
+SETTLED = 0.01
+"""Relative update from which on a parameter that begins at 0 has one. After t steps of the same
+size in one direction it is 1/t whatever the learning rate; by then it has come from 100 steps."""
+
+
+def update_ratios(record: Record) -> tuple[Floats, Any]:
+    """update:weight, NaN where a parameter has no value yet; and (rows, n) bool where that is.
+
+    A parameter that begins at 0 has none until a step first changes it by 1 % or less: a relative
+    update of 0 is infinite, and stays large as long as all that there is comes from a few steps.
+    """
+    ratio = record.value("update_ratio").copy()
+    weight = record.values.get("weight_norm", np.ones_like(ratio))
+    if not len(record):
+        return ratio, np.zeros(ratio.shape, bool)
+    first = np.argmax(~np.isnan(ratio), axis=1)[:, None]
+    began = [np.take_along_axis(table, first, axis=1) for table in (ratio, weight)]
+    settled = np.maximum.accumulate((ratio <= SETTLED) & (weight > 0), axis=1)
+    young = (np.isposinf(began[0]) | (began[1] == 0)) & ~settled & (ratio > 0)
+    ratio[young] = np.nan
+    return ratio, young
 
 
 def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:

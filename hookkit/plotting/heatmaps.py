@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hookkit import health
-from hookkit.checks import shown
+from hookkit.checks import check_flag, shown
 from hookkit.errors import ArgumentError
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
@@ -22,7 +22,7 @@ from hookkit.plotting.axes import (
 )
 from hookkit.plotting.figures import ALARM, BLACK, NEVER, WHITE, colour_map, key, new_figure
 from hookkit.plotting.labels import listed, ordered_run
-from hookkit.records import Floats, Record
+from hookkit.records import Floats, Record, Run
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -31,6 +31,9 @@ GREY_AND_BLACK = {
 }
 """What a cell without a number means, and one of zero, for each kind of record."""
 
+YOUNG = "no value yet: begins at 0, until a step changes it by 1 % or less"
+"""What a grey cell of a parameter means whose relative update is not known."""
+
 MOST_BOXES = 12
 """Of one finding: more would hide what they mark."""
 
@@ -38,26 +41,44 @@ LEAST_GAP = 0.15
 """Inches between two boxes; rows that are closer share one box."""
 
 
-def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Any:
+def plot_run(
+    run: Any,
+    *,
+    findings: Sequence[Any] | None = None,
+    relative: bool | None = None,
+    fig: Any = None,
+) -> Any:
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
     Colour is log10 RMS (of outputs and of their gradients) and log10 of update:weight, whose map is
     pale at the healthy −3, green below and purple above. Grey: the layer did not run, or no
     gradient reached it; black: all zero, or not moved; vermilion: NaN or Inf. In a deep net, or a
-    long run, a cell shows the largest of its neighbours, and the title says of how many.
+    long run, a cell shows the largest of its neighbours, and the title says of how many. The
+    least and the largest 0.5 % of values share the colours at the ends.
+
+    A parameter that begins at 0 is grey until a step first changes it by 1 % or less: its relative
+    update is infinite at first, and large then, whatever the learning rate.
 
     Args:
         run: a Run, a Record, a recorder or a driver.
         findings: what to mark, each with `severity, rule, layers, steps`; default `diagnose(run)`.
+        relative: draws activations and gradients relative to what each layer had at first (the
+            median over the first tenth of the records): pale where nothing has changed, purple
+            where it is larger now, green where it is smaller. False draws levels. Default: True
+            where a LayerNorm or RMSNorm was recorded. There a layer's level follows from where it
+            stands: a norm's output has RMS 1, others may have 0.01, so that levels are stripes.
         fig: an empty Figure or SubFigure to draw on.
 
     Returns:
         The Figure: a panel and a colour bar for each record that is there.
 
     Raises:
-        ArgumentError: `findings` has something else in it.
+        ArgumentError: `findings` has something else in it, or `relative` is no flag.
     """
+    if relative is not None:
+        relative = check_flag("plot_run", "relative", relative)
     run = ordered_run(run)
+    relative = _has_layer_norms(run) if relative is None else relative
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]
     found = health.diagnose(run) if findings is None else _checked(findings)
@@ -68,13 +89,18 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     meanings: dict[str, list[str]] = {}
     for ax, record, height in zip(axes, panels, heights, strict=True):
-        for colour, word in _heat(ax, record, height).items():
-            meanings[colour] = [*dict.fromkeys([*meanings.get(colour, []), word])]
+        for colour, words in _heat(ax, record, height, relative).items():
+            meanings[colour] = [*dict.fromkeys([*meanings.get(colour, []), *words])]
         mark_epochs(ax, record, label=ax is axes[0])
     count_steps(axes[-1])
     lines = _mark_findings(axes, panels, found)
     key(fig, {" / ".join(words): colour for colour, words in meanings.items()}, lines)
     return fig
+
+
+def _has_layer_norms(run: Run) -> bool:
+    """Whether a layer was recorded that gives each of its outputs the same size."""
+    return any("LayerNorm" in kind or "RMSNorm" in kind for r in run.records for kind in r.types)
 
 
 def _height(record: Record) -> float:
@@ -87,30 +113,62 @@ SHARPNESS, MARGIN = 90, 0.4
 """Rows to an inch that a screen of 100 dots to an inch can show; inches of a panel beside them."""
 
 
-def _heat(ax: Any, record: Record, height: float) -> dict[str, str]:
+def _heat(ax: Any, record: Record, height: float, relative: bool) -> dict[str, list[str]]:
     """One heat-map with its colour bar; its special colours, and what they mean."""
-    param = record.kind == "param"
-    table = arrays.log10(record.value("update_ratio" if param else "rms"))
-    broken = arrays.nonfinite(record)
-    low, high = (-5.0, -1.0) if param else _limits(table)
-    cells = np.clip(table, low, high)
-    cells[np.isneginf(table)] = low - 9  # so that these take the colours for under and over
-    cells[broken] = high + 9
+    shown, param = _shown(record, relative), record.kind == "param"
+    low, high = shown.limits
+    cells = np.where(np.isneginf(shown.table), -np.inf, np.clip(shown.table, low, high))
+    cells[broken := arrays.nonfinite(record)] = np.inf
     ends, most = np.arange(len(record.names) + 1.0) - 0.5, int((height - MARGIN) * 100)
-    cells, edges, columns = arrays.pool(cells, arrays.step_edges(record.steps), 800)
-    cells, ends, merged = arrays.pool(cells.T, ends, most)
-    colours = colour_map("PRGn_r" if param else "viridis", bad=NEVER, under=BLACK, over=ALARM)
+    edges, signed = arrays.step_edges(record.steps), relative and not param
+    cells, edges, columns = arrays.pool(cells, edges, 800, signed=signed)
+    cells, ends, merged = arrays.pool(cells.T, ends, most, signed=signed)
+    cells = np.clip(cells, low - 9, high + 9)  # zero and NaN take the colours for under and over
+    name = "PRGn_r" if param or relative else "viridis"
+    colours = colour_map(name, bad=NEVER, under=BLACK, over=ALARM)
     mesh = ax.pcolormesh(edges, ends, cells.T, cmap=colours, vmin=low, vmax=high, rasterized=True)
-    _bar(ax, mesh, param)
+    _bar(ax, mesh, shown.unit, param)
     ax.grid(False)
     ax.tick_params(labelsize=8)
     ax.set_ylim(len(record.names) - 0.5, -0.5)  # input on top, as in a summary
     name_layers(ax.yaxis, record, int(8 * height))
-    title(ax, _head(record, columns, merged))
+    title(ax, shown.head + _of_how_many(columns, merged, signed))
     grey, black = GREY_AND_BLACK[record.kind]
-    there = {NEVER: np.isnan(table) & ~broken, BLACK: np.isneginf(table) & ~broken, ALARM: broken}
-    words = {NEVER: grey, BLACK: black, ALARM: BROKEN}
-    return {colour: words[colour] for colour, mask in there.items() if mask.any()}
+    unknown, zero = np.isnan(shown.table) & ~broken, np.isneginf(shown.table) & ~broken
+    there = {grey: unknown & ~shown.young, YOUNG: unknown & shown.young}
+    words = {NEVER: [word for word, mask in there.items() if mask.any()]}
+    words |= {BLACK: [black] * bool(zero.any()), ALARM: [BROKEN] * bool(broken.any())}
+    return {colour: said for colour, said in words.items() if said}
+
+
+class Shown(NamedTuple):
+    """What a heat-map shows: (rows, n) logarithms, their limits, unit and title.
+
+    `young` is where parameters have no value yet.
+    """
+
+    table: Floats
+    limits: tuple[float, float]
+    unit: str
+    head: str
+    young: Any
+
+
+def _shown(record: Record, relative: bool) -> Shown:
+    if record.kind == "param":
+        ratio, young = arrays.update_ratios(record)
+        head = "Update : weight of parameters"
+        return Shown(arrays.log10(ratio), (-5.0, -1.0), "log10\nupdate:weight", head, young)
+    rms, none = record.value("rms"), np.zeros((len(record.names), len(record)), bool)
+    if not relative:
+        table, head = arrays.log10(rms), f"RMS of {KINDS[record.kind]}"
+        return Shown(table, _limits(table), "log10 RMS", head, none)
+    table = arrays.since_start(rms)
+    most = max(1.0, *np.abs(_limits(table)))
+    last = int(record.steps[max(1, len(record) // 10) - 1])
+    when = f"steps {record.steps[0]}–{last}" if last > record.steps[0] else f"step {last}"
+    head = f"Change of each layer's RMS of {KINDS[record.kind]} since {when}"
+    return Shown(table, (-most, most), "log10 of RMS\nnow : at first", head, none)
 
 
 def _limits(values: Floats) -> tuple[float, float]:
@@ -123,19 +181,18 @@ def _limits(values: Floats) -> tuple[float, float]:
     return float(low - short), float(high + short)
 
 
-def _bar(ax: Any, mesh: Any, param: bool) -> None:
+def _bar(ax: Any, mesh: Any, unit: str, param: bool) -> None:
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=12)
-    bar.set_label("log10\nupdate:weight" if param else "log10 RMS", fontsize=8)
+    bar.set_label(unit, fontsize=8)
     if param:
         bar.set_ticks([-5, -4, -3, -2, -1], labels=["≤ −5", "−4", "−3", "−2", "≥ −1"])
     bar.ax.tick_params(labelsize=7)
 
 
-def _head(record: Record, columns: int, rows: int) -> str:
-    param = record.kind == "param"
-    head = "Update : weight of parameters" if param else f"RMS of {KINDS[record.kind]}"
+def _of_how_many(columns: int, rows: int, signed: bool) -> str:
     merged = [f"{columns} records"] * (columns > 1) + [f"{rows} layers"] * (rows > 1)
-    return head + (f", each cell the largest of {' × '.join(merged)}" if merged else "")
+    largest = "largest change" if signed else "largest"
+    return f", each cell the {largest} of {' × '.join(merged)}" if merged else ""
 
 
 def _checked(findings: Any) -> Sequence[Any]:

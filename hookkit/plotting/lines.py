@@ -53,16 +53,20 @@ def plot_stats(record: Any, *, fig: Any = None) -> Any:
 def plot_updates(record: Any, *, ax: Any = None) -> Any:
     """log10 of update:weight of every matrix over steps, with the −3 that is a healthy pace.
 
-    Vectors (biases, norms) are not drawn: their updates say little about the learning rate.
+    Vectors (biases, norms) are not drawn: their updates say little about the learning rate. A
+    matrix that begins at 0 is drawn from the first step on that changes it by 1 % or less: until
+    then its relative update is large whatever the learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
     """
     record = ordered_record(record, "param")
     ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
     ax = new_axes(ax, 10, 4.5)
-    ratio = arrays.log10(record.value("update_ratio"))
+    ratio, young = arrays.update_ratios(record)
+    ratio = arrays.log10(ratio)
     never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
+    head += "; those that begin at 0: once below −2" if young[ndim >= 2].any() else ""
     _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
         low, high = arrays.span(ratio)
