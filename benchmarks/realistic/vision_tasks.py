@@ -152,7 +152,7 @@ def vision_transfer_frozen(watch: Watch, *, head_last: bool = False, lr: float =
     """The body of a net for 0 to 4 is frozen, a new head learns 5 to 9."""
     x, y, x_test, y_test = standard_digits()
     x, y, x_test, y_test = x[y > 4], y[y > 4] - 5, x_test[y_test > 4], y_test[y_test > 4] - 5
-    model = pretrained().requires_grad_(False).eval()
+    model = pretrained().requires_grad_(False)
     head = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 5))
     model[-1] = head
     opt = torch.optim.Adam(head.parameters(), lr=lr)
@@ -160,7 +160,8 @@ def vision_transfer_frozen(watch: Watch, *, head_last: bool = False, lr: float =
         model[-1] = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 5))
     with watch(model, opt) as w:
         for idx in batches(len(x), 64, 150):
-            model[-1].train()
+            model.train()
+            model[:-1].eval()
             loss = F.cross_entropy(model(x[idx]), y[idx])
             opt.zero_grad()
             loss.backward()
