@@ -111,3 +111,18 @@ def bert_lora(
 @failing("both matrices of LoRA begin at 0", names=("zero_init", "zero_gradient"), trace=True)
 def bert_lora_zero_zero(watch: Watch) -> float:
     return bert_lora(watch, zero_both=True)
+
+
+@failing("the learning rate is 100 times too high", names=("lr_too_high",), trace=True)
+def bert_lora_lr_x100(watch: Watch) -> float:
+    return bert_lora(watch, lr=0.3)
+
+
+@failing("labels do not belong to their texts", names=("not_learning",), trace=False)
+def bert_lora_shuffled_labels(watch: Watch) -> float:
+    return bert_lora(watch, shuffled=True)
+
+
+@failing("LoRA's matrices are not in the optimizer", names=("unmoved",), trace=True)
+def bert_lora_not_in_optimizer(watch: Watch) -> float:
+    return bert_lora(watch, train_lora=False)

@@ -187,3 +187,13 @@ def mamba_selective_copy(watch: Watch, *, lr: float = 3e-3, steps: int = 200, **
             w.loss(loss)
     ids, target = selective_copies(300)
     return float((model(ids).argmax(-1) != target).float().mean())
+
+
+@failing("the recurrence grows: a sign of A is lost", names=("exploding", "non_finite"), trace=True)
+def mamba_growing_state(watch: Watch) -> float:
+    return mamba_selective_copy(watch, sign=1.0)
+
+
+@failing("the learning rate is 100 times too high", names=("lr_too_high",), trace=True)
+def mamba_lr_x100(watch: Watch) -> float:
+    return mamba_selective_copy(watch, lr=0.3)
