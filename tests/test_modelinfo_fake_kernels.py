@@ -121,9 +121,9 @@ def is_general(name: str) -> bool:
     return any(torch.Tag.pointwise in func.tags or func.is_view for func in found)
 
 
-# Torch's fake kernel of the first takes no values on fake tensors; its cache loses the stride 0 of
-# the second, of an empty tensor.
-ODD = ("lift_fresh", "_reshape_alias")
+# Torch's fake kernel of the first takes no fake tensors. Of the others its cache returns something
+# else than its kernel: a stride of 1 for 0 where a tensor is empty, less memory than at first.
+ODD = ("lift_fresh", "_reshape_alias", "copy")
 
 NAMES = (
     "add add_ sub mul mul_ div div_ pow maximum eq lt where sigmoid sigmoid_ tanh exp neg relu "
