@@ -1,9 +1,10 @@
-"""Every picture of two small trainings as PNG files, and whether they still look as they did.
+"""Every picture of three small trainings as PNG files, and whether they still look as they did.
 
     python benchmarks/pictures.py --write FOLDER      # draw them into a folder
     python benchmarks/pictures.py --against FOLDER    # draw them and name those that differ
 
-One training is healthy; the other breaks with NaN. The baseline that is committed is
+One training is healthy, one breaks with NaN; the third is of a transformer of 45 layers, whose
+learning rate becomes far too high half-way. The baseline that is committed is
 `benchmarks/baselines/pictures`. Two pictures are the same if their sizes are equal and the mean
 absolute difference of their pixels (0 to 255) is below 0.5, so that another version of a font or
 of anti-aliasing passes. A picture that differs is written beside the baseline as `NAME.new.png`,
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,48 @@ def trained(lr: float, n_steps: int, break_at: int | None) -> tuple[Watcher, Act
     return w, stats
 
 
+class Block(nn.Module):
+    """A block of a transformer, initialised as GPT-2's are: biases begin at 0."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.ln_1, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.proj, self.ln_2 = nn.Linear(width, width), nn.LayerNorm(width)
+        self.fc, self.act, self.out = nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)
+        for layer in (self.qkv, self.proj, self.fc, self.out):
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.ln_1(x)).chunk(3, -1)
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.out(self.act(self.fc(self.ln_2(x))))
+
+
+def deep(n_steps: int = 120) -> Watcher:
+    """A transformer that learns to count in threes, until its learning rate rises 300-fold."""
+    torch.manual_seed(0)
+    ends = nn.LayerNorm(32), nn.Linear(32, 16)
+    model = nn.Sequential(nn.Embedding(16, 32), *(Block() for _ in range(6)), *ends)
+    start = torch.randint(0, 16, (256, 1))
+    xs = (start + 3 * torch.arange(25)) % 16
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    stats = ActivationStats(include_paramless=True, with_hist=True)
+    with watch(model, opt, stats, GradientStats(), ParamStats()) as w:
+        for i in range(n_steps):
+            at = (i * 32) % 256
+            opt.param_groups[0]["lr"] = 1e-3 if i < n_steps // 2 else 0.3
+            scores = model(xs[at : at + 32, :-1])
+            loss = nn.functional.cross_entropy(scores.flatten(0, 1), xs[at : at + 32, 1:].flatten())
+            w.loss(loss)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if at == 224:
+                w.epoch()
+    return w
+
+
 def pictures() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The name of each picture, and a function that draws it."""
     for name, (w, stats) in {
@@ -81,6 +125,9 @@ def pictures() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name}_density", lambda record=record: plotting.plot_density(record)
         yield f"{name}_dead", lambda record=record: plotting.plot_dead(record)
         yield f"{name}_updates", lambda run=run: plotting.plot_updates(run)
+    run = deep().run_record()
+    for name in ("plot_run", "plot_loss", "plot_depth", "plot_density"):
+        yield f"deep_{name.removeprefix('plot_')}", partial(getattr(plotting, name), run)
 
 
 def difference(a: Path, b: Path) -> float:

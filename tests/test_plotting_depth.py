@@ -37,7 +37,7 @@ def test_a_net_of_equal_blocks_has_a_level_line(n: int) -> None:
     inside = line.get_ydata()[1:-2]  # between the embedding and the last norm and layer
     assert inside == pytest.approx(np.full(n, np.sqrt(0.02)))
     assert np.diff(line.get_xdata()[1:-2]) == pytest.approx(4)
-    assert "lines: mean of each block" in ax.get_xlabel()
+    assert "lines: geometric mean of each block" in ax.get_xlabel()
 
 
 def test_a_signal_that_grows_from_block_to_block_rises_in_each() -> None:

@@ -21,8 +21,9 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     """RMS through the depth of the net, forward (outputs) and backward (their gradients).
 
     Up to 30 layers, and where layers have no blocks, the lines join each layer with the next. Else
-    points are layers, and lines join the (geometric) means of blocks, such as `h.0`, `h.1`, …:
-    layers within a block are unlike each other, and joining them would draw a comb.
+    points are layers, and lines join the geometric means of blocks, such as `h.0`, `h.1`, …:
+    layers within a block are unlike each other, and joining them would draw a comb. Lines pass over
+    layers that did not run, gave zeros only, or NaN or Inf; crosses mark the latter two.
 
     Args:
         run: a Run, a Record, a recorder or a driver.
@@ -71,7 +72,9 @@ def _profile(ax: Any, record: Record, columns: list[int]) -> None:
     log_y(ax, table[:, columns][~broken[:, columns]])
     notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
     words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
-    words += ["lines: mean of each block"] if blocks is not None else []
+    words += ["lines: geometric mean of each block"] if blocks is not None else []
+    if (merged := int(record.spans[columns].max())) > 1:
+        words.append(f"each step over {merged} records")
     ax.set_xlabel("; ".join(words), fontsize=9)
     name_layers(ax.xaxis, record, 24, rotation=90)
     ax.set_xlim(-0.5, len(record.names) - 0.5)

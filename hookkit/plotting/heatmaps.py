@@ -54,7 +54,9 @@ def plot_run(
     pale at the healthy −3, green below and purple above. Grey: the layer did not run, or no
     gradient reached it; black: all zero, or not moved; vermilion: NaN or Inf. In a deep net, or a
     long run, a cell shows the largest of its neighbours, and the title says of how many. The
-    least and the largest 0.5 % of values share the colours at the ends.
+    least and the largest 0.5 % of values share the colours at the ends. Numbered boxes mark what
+    the first six findings name: one box may hold layers that lie close together, and each finding
+    has twelve boxes at most.
 
     A parameter that begins at 0 is grey until a step first changes it by 1 % or less: its relative
     update is infinite at first, and large then, whatever the learning rate.

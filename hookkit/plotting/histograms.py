@@ -79,10 +79,10 @@ def color_dim(
     grid = _grid(len(rows))
     merged = _merged(record, grid)
     note = f"; {merged} records a column" if merged > 1 else ""
+    note += f"; {BROKEN} in vermilion" if arrays.nonfinite(record)[rows].any() else ""
     if layer is None:
         fig = new_figure(fig, 10, max(2.0, grid.rows * grid.height) + 0.7)
         ax = fig.subplots()
-        note += f"; {BROKEN} in vermilion" if arrays.nonfinite(record)[rows].any() else ""
         title(ax, f"Spread of {KINDS[record.kind]}{_which(record, rows)}{note}", pad=18)
     else:
         ax = new_axes(ax, 10, 4)
@@ -278,6 +278,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     ax.set_ylabel(f"share of values per {unit(record.edges)}", fontsize=9)
     empty = int(np.isnan(tables).all(axis=1).sum())
     note = f"; {empty} of {len(tables)} layers have no finite values there" if empty else ""
+    note = (f", {n} records together" if (n := record.spans[column]) > 1 else "") + note
     title(ax, f"Spread of {KINDS[record.kind]} at step {record.steps[column]}{note}")
     plain(ax)
     return ax

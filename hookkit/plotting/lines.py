@@ -63,16 +63,18 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     ax = new_axes(ax, 10, 4.5)
     ratio, young = arrays.update_ratios(record)
     ratio = arrays.log10(ratio)
-    never = np.isneginf(ratio).any(axis=1) & ~np.isfinite(ratio).any(axis=1) & (ndim >= 2)
+    moved = np.isfinite(ratio).any(axis=1) | young.any(axis=1)
+    never = np.isneginf(ratio).any(axis=1) & ~moved & (ndim >= 2)
     ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
     head += "; those that begin at 0: once below −2" if young[ndim >= 2].any() else ""
+    low, high = arrays.span(ratio)
+    if np.isfinite(ratio).any():  # or a frozen matrix would flatten all others
+        low = max(low, float(np.nanmedian(ratio)) - 6)
+    below = int((np.isfinite(ratio).any(axis=1) & ~(ratio >= low).any(axis=1)).sum())
+    head += f"; {below} below this range" if below else ""
     _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
-        low, high = arrays.span(ratio)
-        low = max(
-            low, float(np.nanmedian(ratio)) - 6
-        )  # or a frozen matrix would flatten all others
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # the dashed line stays in view
     if never.any():
@@ -151,7 +153,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     """
     record = as_record(record, "activation", "gradient")
     row = record.layer(layer)
-    fig = new_figure(fig, 10, 3)
+    fig, smooth = new_figure(fig, 10, 3), _smooth(record)
     panels = {
         "mean": ("Mean", 1),
         "std": ("Standard deviation", 1),
@@ -161,14 +163,14 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         values = scale * record.value(statistic, row)
         if not np.isfinite(values).any():
             _empty(ax, record)
-        smooth = _smooth(record)
         line(ax, record.steps, values, color=BLUE, alpha=0.35 if smooth else 1.0)
         if smooth:
             line(ax, record.steps, arrays.smoothed(values, smooth), color=BLUE)
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
-    fig.suptitle(literal(f"{row_label(record, row)}: {KINDS[record.kind]}"), fontsize=10)
+    words = f"; dark: smoothed over {smooth} records" if smooth else ""
+    fig.suptitle(literal(f"{row_label(record, row)}: {KINDS[record.kind]}{words}"), fontsize=10)
     return fig
 
 
