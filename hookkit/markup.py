@@ -1,9 +1,10 @@
 """HTML for notebooks and pages: one style sheet, and the few elements that are used everywhere.
 
 All HTML of hookkit is inside an element of class `hk`, and every rule of the style sheet begins
-with `.hk`, so it changes nothing else in a notebook. Grey tones are mixed from the text
-colour of the page around it, so that light and dark need no switch; the four colours of severities
-have one value for each. No script, no outside file. Text is escaped here; `html` arguments are not.
+with `.hk`, so it changes nothing else in a notebook. Grey tones and the four colours of severities
+are mixed with the text colour of the page around it, so that light and dark need no switch: a
+notebook's theme is often not that of the reader's system. No script, no outside file. Text is
+escaped here; `html` arguments are not.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ STYLE = """<style>
 .hk{--soft:color-mix(in srgb,currentColor 70%,transparent);
 --line:color-mix(in srgb,currentColor 14%,transparent);
 --bar:color-mix(in srgb,#3b82f6 75%,transparent);
---error:#b3261e;--warning:#8a5a00;--note:#0b57a4;--healthy:#1b6e3c;
+--error:color-mix(in srgb,#f4554a 55%,currentColor);
+--warning:color-mix(in srgb,#e08a00 55%,currentColor);
+--note:color-mix(in srgb,#2f80ff 55%,currentColor);
+--healthy:color-mix(in srgb,#1fa854 55%,currentColor);
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-@media screen and (prefers-color-scheme:dark){
-.hk{--error:#ff8a80;--warning:#ffca6b;--note:#8ab8ff;--healthy:#7fd6a0}}
 div.hk{max-width:100%;overflow-x:auto}
 .hk .error{--tone:var(--error)} .hk .warning{--tone:var(--warning)}
 .hk .note{--tone:var(--note)} .hk .healthy{--tone:var(--healthy)}

@@ -154,7 +154,7 @@ def test_html_folds_escapes_and_needs_no_script():
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
     assert "<details" in html
-    assert "prefers-color-scheme:dark" in html
+    assert "color-mix(in srgb,#f4554a 55%,currentColor)" in html  # suits light and dark
     assert "<script" not in html
 
 
