@@ -867,16 +867,6 @@ def test_stages_of_few_blocks_are_labelled_by_block(most: int) -> None:
     assert {"layer2.0", "layer3.0", "layer4.0"} <= {*ticks}
 
 
-def test_what_blocks_have_in_common_is_said_once() -> None:
-    names = [name for name, _ in made.transformer_names()]
-
-    text = labels.blocks(names)
-
-    assert text.startswith("each of transformer.h.0 to transformer.h.23: ln_1, attn.q_proj, ")
-    assert text.count("attn.q_proj") == 1
-    assert labels.blocks([name for name, _ in made.small_names()]) == ""
-
-
 @pytest.mark.parametrize(
     ("edges", "expected"),
     [

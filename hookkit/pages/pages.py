@@ -21,6 +21,7 @@ from hookkit.checks import kind_of, shown
 from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.files import atomic_write
 from hookkit.markup import details, prose, table, terms
+from hookkit.pages import captions
 from hookkit.pages.webpage import GENERATOR, figure, missing, page
 from hookkit.records import Record, Run, as_run, in_order
 from hookkit.version import __version__
@@ -124,30 +125,12 @@ def _whole(run: Run, findings: Any) -> Iterator[str]:
     names = {"activations": "ActivationStats", "gradients": "GradientStats", "params": "ParamStats"}
     absent = [f"{k} ({r}())" for k, r in names.items() if getattr(run, k) is None]
     if run.records:
-        text = "; ".join(_in_words(record) for record in run.records)
+        text = "; ".join(captions.in_words(record) for record in run.records)
         alt = f"Layer by step heat-maps. {text}."
-        caption = "Layers from top to bottom, steps from left to right; numbers mark the findings."
+        caption = captions.of_run(run, findings)
         yield _picture(lambda p: p.plot_run(run, findings=findings), alt, caption)
     if absent:
         yield missing(f"Not recorded: {', '.join(absent)}.")
-
-
-def _in_words(record: Record) -> str:
-    """What a heat-map of `record` shows, in words and numbers."""
-    param = record.kind == "param"
-    name = "update:weight" if param else f"RMS of {record.kind}s"
-    table = record.values.get("update_ratio" if param else "rms", np.zeros(0))
-    fine = np.isfinite(table)
-    if not fine.any():
-        return f"{name}: no finite value"
-    row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
-    where = f"{record.labels[row]} at step {record.steps[column]}"
-    bad = (record.values.get("nonfinite", np.zeros((1, 1))) > 0).any(axis=1).sum()
-    return (
-        f"{name} of {len(record.names)} rows over {len(record)} records: median "
-        f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {where}"
-        + (f", NaN or Inf in {bad} rows" if bad else "")
-    )
 
 
 def _loss(run: Run) -> Iterator[str]:
@@ -157,7 +140,7 @@ def _loss(run: Run) -> Iterator[str]:
         text = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
         least = min(fine, default=float("nan"))
         alt = f"Training loss over {len(losses)} steps, {text}, least {least:.3g}."
-        yield _picture(lambda p: p.plot_loss(run), alt, "Loss; triangles mark spikes.")
+        yield _picture(lambda p: p.plot_loss(run), alt, captions.of_loss(run))
     else:
         yield missing("No loss was recorded.")
     if rows := list(run.valid):
@@ -179,21 +162,22 @@ def _layers(run: Run) -> Iterator[str]:
         caption = "Through the depth of the net: a slope is a signal that vanishes or explodes."
         yield _picture(lambda p: p.plot_depth(run), alt, caption)
     if run.params is not None and len(run.params):
-        alt = f"log10 of update:weight of matrices over steps. {_in_words(run.params)}."
-        caption = "How far each matrix moves in a step, relative to its size."
-        yield _picture(lambda p: p.plot_updates(run), alt, caption)
+        alt = f"log10 of update:weight of matrices over steps. {captions.in_words(run.params)}."
+        yield _picture(lambda p: p.plot_updates(run), alt, captions.of_updates(run.params))
     yield from map(_layer_table, run.records)
     if not run.records:
         yield missing("No layer was recorded: train with ActivationStats().")
 
 
 def _pictures_of(record: Record) -> Iterator[str]:
-    kind, text = f"{record.kind}s", _in_words(record)
-    pictures = [("plot_stats", f"Means and standard deviations of {kind}, a line a layer.")]
+    kind, text = f"{record.kind}s", captions.in_words(record)
+    pictures = [("plot_stats", captions.of_lines(record))]
     if record.kind == "activation":
-        pictures += [("plot_dead", "Dead units, or values near zero, a line a layer.")]
+        what = "The share of dead or dormant units, or of values near zero: the title says which."
+        pictures += [("plot_dead", what)]
     if record.hist is not None:
-        pictures += [("plot_density", f"How {kind} are spread at the end, a line a layer.")]
+        when = "at the last step at which most layers had finite values"
+        pictures += [("plot_density", f"How {kind} were spread {when}, a line a layer.")]
     yield f"<h3>{kind.capitalize()}</h3>"
     for name, what in pictures:
         yield _picture(methodcaller(name, record), f"{what} {text}.", what)
@@ -211,7 +195,7 @@ def _spreads(record: Record) -> Iterator[str]:
         which = f"layers {first + 1} to {last + 1} of {len(record.names)}"
         ends = f"{record.labels[first]} to {record.labels[last]}"
         caption = f"{what}: {which}." if len(pages) > 1 else f"{what}."
-        alt = f"{caption} From {ends}. {_in_words(record)}."
+        alt = f"{caption} From {ends}. {captions.in_words(record)}."
         picture = _picture(methodcaller("color_dim", record, page=number), alt, caption)
         head = f"{which.capitalize()}: {ends}"
         yield details(escape(head), picture) if number > 1 else picture
@@ -230,7 +214,7 @@ def _layer_table(record: Record) -> str:
     wanted = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
     keys = [key for key in wanted if key in record.values]
     head = ["layer", "type", *(key.replace("_", " ") for key in keys)]
-    last = {key: [_last(row) for row in record.values[key]] for key in keys}
+    last = {key: [captions.last(row) for row in record.values[key]] for key in keys}
     rows = [
         [name or "(model)", kind, *(_cell(last[key][i], key) for key in keys)]
         for i, (name, kind) in enumerate(zip(record.names, record.types, strict=True))
@@ -239,11 +223,6 @@ def _layer_table(record: Record) -> str:
     html = table(f"{what} at the last step that each was seen", head, rows)
     folded = details(f"{what}: the numbers of {len(rows)} rows", html)
     return folded if len(rows) > UNFOLDED else html
-
-
-def _last(row: Any) -> float:
-    seen = row[~np.isnan(row)]
-    return float(seen[-1]) if len(seen) else float("nan")
 
 
 def _cell(value: Any, key: str = "") -> str:

@@ -36,9 +36,10 @@ font-family:"DejaVu Sans",Verdana,sans-serif}
 figcaption{font-size:.9rem;padding:.3rem 0}
 pre{overflow-x:auto;font-size:.85rem;line-height:1.35}
 .missing{border-left:3px solid var(--line);padding-left:.8rem;color:var(--soft)}
-@media (max-width:34rem){body.hk{padding:.6rem .7rem 3rem}
-figure .wide{margin:0;cursor:zoom-in}figcaption::after{content:" (Tap to enlarge.)"}
-figure .wide:focus{cursor:auto}figure .wide:focus svg{max-width:none;width:40rem}}
+@media (max-width:34rem){body.hk{padding:.6rem .7rem 3rem}}
+@media (max-width:64rem){figure .wide{margin:0;cursor:zoom-in}
+figcaption::after{content:" (Tap or click on the picture to enlarge it.)"}
+figure .wide:focus{cursor:auto}figure .wide:focus svg{max-width:none}}
 @media print{nav,.skip{display:none}body.hk{max-width:none;font-size:11pt}h2{break-after:avoid}}
 """
 """What a whole page adds to the style sheet of `markup`."""
@@ -78,8 +79,8 @@ def page(title: str, top: str, sections: Iterable[tuple[str, str, str]]) -> str:
 def figure(svg: str, caption: str) -> str:
     """A picture inside the page: an SVG element, with its caption.
 
-    Where the page is narrow it fits in, and while it has the focus it is large and scrolls by
-    itself: a tap does it, for the page has no script.
+    Where the page is narrow it fits in, and while it has the focus it has its full size and scrolls
+    by itself: a tap or a click does it, for the page has no script.
     """
     return (
         f'<figure><div class="wide" tabindex="0" role="group" aria-label="{escape(caption)}">'

@@ -6,7 +6,7 @@ Nothing here imports matplotlib.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from hookkit import records
@@ -127,28 +127,6 @@ def _end(path: list[str], shared: list[str]) -> str:
         return ".".join(path)
     cut = min(len(shared), len(path) - (2 if path[-1].isdecimal() else 1))
     return ("…" if cut > 0 else "") + ".".join(path[max(0, cut) :])
-
-
-def blocks(names: Sequence[str], width: int = 400) -> str:
-    """What the blocks of a deep net have in common: their parts, named once.
-
-    Only of three or more blocks that are alike; "" without any.
-
-    >>> blocks([f"net.h.{i}.{part}" for i in range(8) for part in ("ln", "attn", "mlp")])
-    'each of net.h.0 to net.h.7: ln, attn, mlp'
-    """
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        path = name.split(".")
-        k = next((k for k, part in enumerate(path) if part.isdecimal()), len(path))
-        if k + 1 < len(path):
-            parts.setdefault(".".join(path[: k + 1]), []).append(".".join(path[k + 1 :]))
-    alike = [list(group) for _, group in groupby(parts, lambda b: (b.rpartition(".")[0], parts[b]))]
-    return "; ".join(
-        f"each of {group[0]} to {group[-1]}: {listed(parts[group[0]], width)}"
-        for group in alike
-        if len(group) > 2
-    )
 
 
 def label(name: str, kind: str, width: int = 34) -> str:

@@ -1,0 +1,113 @@
+"""What the pictures of a page show, in words and numbers: their captions and descriptions.
+
+A caption is true of its picture whatever was recorded. Where there are too many layers to name each
+on an axis, it says what the parts of a block are, and which layers have the largest and the
+smallest values. Nothing here needs matplotlib: without it, the words are still on the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from hookkit.records import Record, Run
+
+NAMED = 12
+"""Layers up to which the pictures name each of them."""
+
+
+def in_words(record: Record) -> str:
+    """What a heat-map of `record` shows, in words and numbers."""
+    param = record.kind == "param"
+    name = "update:weight" if param else f"RMS of {record.kind}s"
+    table = record.values.get("update_ratio" if param else "rms", np.zeros(0))
+    fine = np.isfinite(table)
+    if not fine.any():
+        return f"{name}: no finite value"
+    row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
+    where = f"{record.labels[row]} at step {record.steps[column]}"
+    bad = (record.values.get("nonfinite", np.zeros((1, 1))) > 0).any(axis=1).sum()
+    return (
+        f"{name} of {len(record.names)} rows over {len(record)} records: median "
+        f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {where}"
+        + (f", NaN or Inf in {bad} rows" if bad else "")
+    )
+
+
+def of_run(run: Run, findings: Any) -> str:
+    """Of the heat-maps: what their rows and numbers are."""
+    text = "Layers from top to bottom, steps from left to right."
+    if any(finding.layers for finding in findings):
+        text += " Numbers in the picture are those of the findings."
+    for record in run.records[:2]:
+        if record.kind != "param" and len(record.names) > NAMED and (parts := blocks(record.names)):
+            text += f" Rows of {record.kind}s: {parts}."
+    return text
+
+
+def of_loss(run: Run) -> str:
+    """Of the loss: which losses there are, and what is drawn beside them."""
+    known = run.losses is not None and np.isfinite(run.losses).any()
+    kinds = ["training"] * bool(known)
+    kinds += ["validation"] * any("valid_loss" in row for row in run.valid)
+    text = f"{' and '.join(kinds)} loss by step".strip().capitalize()
+    return f"{text}, and the global gradient norm where it is known. Triangles mark spikes, if any."
+
+
+def of_lines(record: Record) -> str:
+    """Of means and standard deviations."""
+    text = f"Means and standard deviations of {record.kind}s, a line a layer."
+    return text + extremes(record, "std", "the standard deviation")
+
+
+def of_updates(record: Record) -> str:
+    """Of update:weight, which is drawn of matrices only."""
+    text = "How far each matrix moves in a step, relative to its size."
+    ndim = record.meta.get("ndim", [2] * len(record.names))
+    rows = [i for i, n in enumerate(ndim) if n >= 2]
+    return text + extremes(record, "update_ratio", "update:weight", rows)
+
+
+def extremes(record: Record, statistic: str, name: str, rows: Sequence[int] | None = None) -> str:
+    """Which of many layers end with the largest and the smallest value; else ""."""
+    rows = range(len(record.names)) if rows is None else rows
+    found = {i: last(record.values[statistic][i]) for i in rows if statistic in record.values}
+    found = {i: value for i, value in found.items() if np.isfinite(value)}
+    if len(found) <= NAMED:
+        return ""
+    low, high = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    return (
+        f" At the last step with a value, {name} is largest in {record.labels[high]} "
+        f"({found[high]:.2g}) and smallest in {record.labels[low]} ({found[low]:.2g})."
+    )
+
+
+def last(row: Any) -> float:
+    """The last value that was seen, NaN if none was."""
+    seen = row[~np.isnan(row)]
+    return float(seen[-1]) if len(seen) else float("nan")
+
+
+def blocks(names: Sequence[str]) -> str:
+    """What the blocks of a deep net have in common: their parts, named once.
+
+    Only of three or more blocks that are alike; "" without any.
+
+    >>> blocks([f"net.h.{i}.{part}" for i in range(8) for part in ("ln", "attn", "mlp")])
+    'each of net.h.0 to net.h.7 has ln, attn, mlp'
+    """
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        path = name.split(".")
+        k = next((k for k, part in enumerate(path) if part.isdecimal()), len(path))
+        if k + 1 < len(path):
+            parts.setdefault(".".join(path[: k + 1]), []).append(".".join(path[k + 1 :]))
+    alike = [list(group) for _, group in groupby(parts, lambda b: (b.rpartition(".")[0], parts[b]))]
+    return "; ".join(
+        f"each of {group[0]} to {group[-1]} has {', '.join(parts[group[0]])}"
+        for group in alike
+        if len(group) > 2
+    )

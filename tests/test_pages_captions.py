@@ -1,0 +1,84 @@
+"""Captions are true of their pictures, and say of many layers what no axis can."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import made
+import numpy as np
+import pytest
+
+from hookkit.records import Run
+
+captions = pytest.importorskip("hookkit.pages.captions")
+
+
+def test_parts_of_blocks_that_are_alike_are_named_once() -> None:
+    names = [name for name, _ in made.transformer_names()]
+
+    text = captions.blocks(names)
+
+    assert text.startswith("each of transformer.h.0 to transformer.h.23 has ln_1, attn.q_proj, ")
+    assert text.count("attn.q_proj") == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["conv1", "relu", "fc"],
+        ["0", "1", "2", "3"],
+        ["h.0.a", "h.1.a"],
+        ["h.0.a", "h.0.b", "h.1.a", "h.2.a", "h.2.c"],
+    ],
+)
+def test_without_three_blocks_that_are_alike_nothing_is_said(names: list[str]) -> None:
+    assert captions.blocks(names) == ""
+
+
+def test_numbers_in_the_heat_maps_are_spoken_of_only_where_a_finding_names_layers() -> None:
+    run = made.run(n=20)
+
+    whole = SimpleNamespace(layers=())
+    of_a_layer = SimpleNamespace(layers=("act",))
+
+    assert "Numbers" not in captions.of_run(run, [])
+    assert "Numbers" not in captions.of_run(run, [whole])
+    assert "Numbers in the picture" in captions.of_run(run, [whole, of_a_layer])
+
+
+@pytest.mark.parametrize(
+    ("losses", "valid", "expected"),
+    [
+        (np.ones(3), (), "Training loss"),
+        (np.ones(3), ({"valid_loss": 1.0},), "Training and validation loss"),
+        (None, ({"valid_loss": 1.0},), "Validation loss"),
+        (np.full(3, np.nan), ({"valid_loss": 1.0},), "Validation loss"),
+        (np.ones(3), ({"train_loss": 1.0},), "Training loss"),
+    ],
+)
+def test_the_losses_that_are_there_are_named(losses: object, valid: tuple, expected: str) -> None:
+    assert captions.of_loss(Run(losses=losses, valid=valid)).startswith(f"{expected} by step")
+
+
+def test_of_many_layers_the_largest_and_the_smallest_are_named() -> None:
+    record = made.record([(f"{i}", "Linear") for i in range(20)], 9)
+    table = np.ones_like(record.values["std"])
+    table[7], table[3] = 25.0, 0.5
+    table[3, -2:] = np.nan  # did not run
+
+    text = captions.of_lines(replace(record, values={**record.values, "std": table}))
+
+    assert text.endswith("is largest in 7 Linear (25) and smallest in 3 Linear (0.5).")
+
+
+def test_of_few_layers_which_have_names_in_the_picture_none_is() -> None:
+    assert "largest" not in captions.of_lines(made.record(made.small_names(), 9))
+
+
+def test_vectors_which_are_not_drawn_are_not_named_among_updates() -> None:
+    record = made.params(made.transformer_names(), 9)
+    vector = record.meta["ndim"].index(1)
+
+    text = captions.of_updates(made.with_values(record, "update_ratio", vector, 100.0))
+
+    assert "largest in" in text
+    assert record.names[vector] not in text
