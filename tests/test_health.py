@@ -298,3 +298,15 @@ def test_records_of_nothing_and_of_few_statistics_do_not_stop_a_diagnosis():
 
     for parts in (nothing, no_rows, (unregistered, *nothing[1:]), few):
         assert diagnose(Run(*parts, info=MSE)).n_steps == len(FLAT)
+
+
+def test_a_diagnosis_does_not_make_python_repeat_warnings_that_were_shown():
+    run = Run(losses=np.full(300, 2.3))
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("of the user's own loop", stacklevel=1)
+            diagnose(run)
+
+    assert len(shown) == 1

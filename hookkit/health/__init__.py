@@ -28,7 +28,6 @@ right is measured by `benchmarks/diagnosis.py`.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -135,8 +134,9 @@ def _judge(run: Run) -> tuple[list[Finding], list[tuple[str, str]]]:
     findings: list[Finding] = []
     unjudged: list[tuple[str, str]] = []
     view = RunView(run)
-    with np.errstate(all="ignore"), warnings.catch_warnings():  # overflows are what rules judge
-        warnings.simplefilter("ignore", RuntimeWarning)  # of medians of nothing
+    # Overflows are what rules judge. Warnings of medians of nothing are avoided, not caught: after
+    # `catch_warnings` Python repeats the user's own warnings that were shown once.
+    with np.errstate(all="ignore"):
         for rule in RULES:
             try:
                 for need in rule.needs:

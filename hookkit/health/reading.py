@@ -1,8 +1,8 @@
 """How rules read records and losses: rows by type, windows, robust averages, levels, bounds.
 
 Builds on `records`. Medians and windows of many records stand for "lasting": no rule reports
-anything that was seen in one batch alone. Warnings of numpy (of overflows, of rows without any
-value) are off while rules run: such rows are what they judge.
+anything that was seen in one batch alone. Overflows are not warned of while rules run: they are
+what rules judge. Rows without any value are left out here, since numpy would warn of those.
 """
 
 from __future__ import annotations
@@ -113,8 +113,13 @@ def known(series: Floats) -> Floats:
 
 
 def median(values: Floats, axis: int | None = None) -> Any:
-    """The median of the finite values; NaN where there are none."""
-    return np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=axis)
+    """The median of the finite values; NaN where there are none, without numpy's warning."""
+    values = np.reshape(values, -1) if axis is None else np.moveaxis(values, axis, -1)
+    values = np.where(np.isfinite(values), values, np.nan)
+    seen = np.isfinite(values).any(axis=-1)
+    found = np.full(seen.shape, np.nan)
+    found[seen] = np.nanmedian(values[seen], axis=-1)
+    return found[()]
 
 
 def percent(share: float) -> str:

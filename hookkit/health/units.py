@@ -148,7 +148,8 @@ def _graded(which: Bools, share: Floats) -> Iterator[tuple[str, float, Ints]]:
 
 def _smallest(table: Floats) -> Floats:
     """(n_layers,) the smallest known value of each row, NaN where none is known."""
-    return np.asarray(np.nanmin(np.where(np.isfinite(table), table, np.nan), axis=1))
+    least = np.where(np.isfinite(table), table, np.inf).min(axis=1, initial=np.inf)
+    return np.where(np.isfinite(least), least, np.nan)
 
 
 def _may_feed_a_relu(record: Record, feeds: npt.NDArray[Any]) -> Bools:
