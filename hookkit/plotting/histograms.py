@@ -240,18 +240,17 @@ def _density_bar(ax: Any, mesh: Any, edges: Floats, top: int) -> None:
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any:
     """How the values of every layer are spread at one step, a line a layer.
 
-    The lines are densities: the area under each is 1. They are shares of values per decade, for the
-    default bins, whose axis is signed logarithmic (and linear within the least bins, around 0).
-    Up to 12 layers are drawn bin by bin; more would hide each other, so their lines join the
-    middles of the bins.
-    On such an axis a normal distribution around 0 has a hump on either side, at its standard
-    deviation. Bins that are equally wide have a linear axis and the share per bin.
+    Lines are densities: shares of values per decade, for the default bins, whose axis is signed
+    logarithmic (and linear within the least bins, around 0). On it a normal distribution around 0
+    has two humps, at plus and minus its standard deviation; a box that begins at 0 holds the zeros
+    of a ReLU. Equal bins have a linear axis, and the share per bin. Up to 12 layers are drawn bin
+    by bin, so that the area under each is 1; lines of more join the middles of the bins.
 
     The nearest record is taken, and the title says which; without `step` it is the last one in
     which most layers have finite values.
 
     Raises:
-        OptionError: no histograms were recorded, or none at all near `step`.
+        OptionError: no histograms were recorded, or `step` was not.
     """
     record = ordered_record(record, "activation", "gradient")
     _check_hist(record)

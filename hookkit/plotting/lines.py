@@ -182,7 +182,7 @@ def _lines(
         if len(table) <= FEW:
             curves(ax, record, record.steps, table, key=False, alpha=0.25)
         table = np.stack([arrays.smoothed(row, smooth) for row in table])
-        head += f", smoothed over {smooth} records"
+        head += f"; smoothed over {smooth} records"
     curves(ax, record, record.steps, table, key=key)
     title(ax, head)
     ax.set_ylabel(ylabel, fontsize=9)
