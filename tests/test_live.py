@@ -315,6 +315,8 @@ def test_a_stream_that_others_have_wrapped_is_given_back_as_it_was(
     tty = terminal(monkeypatch)
     before = vars(tty)["write"] = tty.write
     first, second = screens.Terminal(tty), screens.Terminal(tty)
+    first.open()
+    second.open()
 
     first.close()
     second.close()
@@ -442,6 +444,13 @@ def test_if_drawing_fails_it_warns_once_and_the_training_goes_on(
     assert len(found) == 1
     assert w.n_steps == 30
     assert "write" not in vars(tty)
+
+
+def test_a_stream_that_is_closed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch).close()
+
+    with pytest.warns(HookkitWarning, match="shows nothing more: ValueError: I/O operation"):
+        assert watched(*stats(), ShowHealth()).n_steps == 30
 
 
 @pytest.mark.usefixtures("always")

@@ -36,6 +36,9 @@ class Lines:
     draws = False
     blocks = BLOCKS
 
+    def open(self) -> None:
+        """The training begins. `close` undoes it, also if it is interrupted."""
+
     def tell(self, line: str) -> None:
         """Prints a line that stays, above the bars of tqdm if there are any."""
         _print(line, sys.stderr)
@@ -121,10 +124,13 @@ class Terminal(Lines):
         self._stream, self._process = stream, os.getpid()
         self._n, self._open = 0, False  # lines of the block; whether others left a line open
         self._wrapped: list[tuple[Any, Any, Any]] = []  # stream, our `write`, the one before
-        self._wrap(sys.stdout)
-        self._wrap(sys.stderr)
         coding = str(getattr(stream, "encoding", None) or "").lower()
         self.blocks = BLOCKS if coding.startswith("utf") else ASCII_BLOCKS
+
+    def open(self) -> None:
+        """Begins to notice what others print."""
+        self._wrap(sys.stdout)
+        self._wrap(sys.stderr)
 
     def _wrap(self, stream: Any) -> None:
         if any(stream is known for known, _, _ in self._wrapped) or not hasattr(stream, "__dict__"):

@@ -93,9 +93,16 @@ class ShowHealth(Callback):
         self._clear_fit()
         self._n_steps = learn.n_steps
         if ranks.rank() == 0:
-            self._screen = screen()
-            jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
-            self._next = dict.fromkeys(jobs, self._began + self.every_s)
+            try:
+                self._open()
+            except Exception as error:
+                self._give_up(error)
+
+    def _open(self) -> None:
+        self._screen = screen()
+        self._screen.open()
+        jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
+        self._next = dict.fromkeys(jobs, self._began + self.every_s)
 
     def before_batch(self) -> None:
         """Does the job that is due the longest, if a step was made since the last batch."""
