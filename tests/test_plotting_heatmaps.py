@@ -54,7 +54,8 @@ def test_a_row_is_drawn_relative_to_its_own_beginning() -> None:
     assert table == pytest.approx(np.tile(np.log10(growth), (3, 1)).clip(*limits))
     assert limits == pytest.approx((-limits[1], limits[1]))
     assert limits[1] == pytest.approx(2, abs=0.1)
-    assert title == "Change of each layer's RMS of activations since steps 0–9"
+    when = "RMS of activations, change of each layer since steps 0–9"
+    assert title == f"{when} (0.001 to 50 then)"
 
 
 def test_without_it_a_row_is_drawn_by_its_level() -> None:
@@ -81,7 +82,7 @@ def test_changes_are_the_default_where_a_norm_sets_the_levels(kind: str, relativ
 
     titles = [cells(run, panel)[2] for panel in range(3)]
 
-    assert [title.startswith("Change") for title in titles] == [relative, relative, False]
+    assert ["change of each layer" in title for title in titles] == [relative, relative, False]
     assert titles[2] == "Update : weight of parameters"
 
 
@@ -91,7 +92,7 @@ def test_a_row_that_begins_at_zero_is_relative_to_its_first_values() -> None:
     rms[1, :20] = np.nan
     rms[2] = 0.0
 
-    change = arrays.since_start(rms)
+    change, starts = arrays.since_start(rms)
 
     assert np.isneginf(change[0, :40]).all()
     assert change[0, 40:90] == pytest.approx(np.zeros(50))
@@ -99,6 +100,8 @@ def test_a_row_that_begins_at_zero_is_relative_to_its_first_values() -> None:
     assert np.isnan(change[1, :20]).all()
     assert change[1, 20:] == pytest.approx(np.zeros(80))
     assert np.isneginf(change[2]).all()
+    assert starts[:2] == pytest.approx([0, 0])
+    assert np.isnan(starts[2])
 
 
 def test_of_merged_cells_the_largest_change_is_kept_up_or_down() -> None:

@@ -34,7 +34,7 @@ def falling(n: int) -> Any:
 
 @pytest.mark.parametrize("n", [30, 199, 2000, 9001])
 def test_the_smooth_line_of_a_falling_loss_begins_where_the_loss_does(n: int) -> None:
-    drawn = lines(falling(n))[f"running median of {arrays.median_width(n)}"]
+    drawn = lines(falling(n))[f"running median of {arrays.median_width(n)} values"]
 
     assert tuple(drawn[0]) == (0, falling(n)[0])
     inside = drawn[drawn[:, 0] < n - arrays.median_width(n)]
@@ -44,7 +44,7 @@ def test_the_smooth_line_of_a_falling_loss_begins_where_the_loss_does(n: int) ->
 
 @pytest.mark.parametrize(("n", "width"), [(30, 5), (400, 11), (2000, 51), (100_000, 1001)])
 def test_the_legend_says_the_window(n: int, width: int) -> None:
-    assert f"running median of {width}" in lines(falling(n))
+    assert f"running median of {width} values" in lines(falling(n))
 
 
 def test_one_spike_leaves_the_smooth_line_where_it_is() -> None:
@@ -52,16 +52,16 @@ def test_one_spike_leaves_the_smooth_line_where_it_is() -> None:
     spiky = level.copy()
     spiky[150] = 2.33
 
-    smooth = lines(spiky)["running median of 7"][:, 1]
+    smooth = lines(spiky)["running median of 7 values"][:, 1]
 
-    assert np.abs(smooth - lines(level)["running median of 7"][:, 1]).max() < 0.01
+    assert np.abs(smooth - lines(level)["running median of 7 values"][:, 1]).max() < 0.01
 
 
 def test_the_smooth_line_does_not_end_in_the_noise_of_the_last_step() -> None:
     losses = 1 + 0.01 * np.sin(np.arange(400))
     losses[-1] = 1.4
 
-    assert lines(losses)["running median of 11"][-1, 1] < 1.02
+    assert lines(losses)["running median of 11 values"][-1, 1] < 1.02
 
 
 def test_triangles_and_the_rule_agree_on_what_a_spike_is() -> None:
@@ -84,7 +84,7 @@ def test_leaving_out_the_start_changes_neither_the_line_nor_the_spikes() -> None
 
     whole, part = lines(losses), lines(losses, skip_start=350)
 
-    name = "running median of 15"
+    name = "running median of 15 values"
     assert np.array_equal(part[name], whole[name][350:])
     assert part["1 spike"].tolist() == whole["1 spike"].tolist() == [[400, 9]]
 

@@ -73,8 +73,8 @@ def log10(values: Floats) -> Floats:
         return np.asarray(np.log10(values), dtype=np.float64)
 
 
-def since_start(values: Floats) -> Floats:
-    """log10 of how many times as large each row of `values` (rows, n) is as at first.
+def since_start(values: Floats) -> tuple[Floats, Floats]:
+    """log10 of how many times as large each row of `values` (rows, n) is as at first; and of that.
 
     At first: the median of its values above 0 in the first tenth of the columns, or where there
     are none, of as many later ones. NaN, and −inf for 0, stay.
@@ -86,7 +86,7 @@ def since_start(values: Floats) -> Floats:
         later = row[np.isfinite(row)][:n]
         if len(later):
             start[0] = np.median(head if len(head) else later)
-    return np.where(np.isneginf(logs), logs, logs - starts)
+    return np.where(np.isneginf(logs), logs, logs - starts), starts[:, 0]
 
 
 SETTLED = 0.01

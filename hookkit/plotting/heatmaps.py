@@ -66,9 +66,10 @@ def plot_run(
         findings: what to mark, each with `severity, rule, layers, steps`; default `diagnose(run)`.
         relative: draws activations and gradients relative to what each layer had at first (the
             median over the first tenth of the records): pale where nothing has changed, purple
-            where it is larger now, green where it is smaller. False draws levels. Default: True
-            where a LayerNorm or RMSNorm was recorded. There a layer's level follows from where it
-            stands: a norm's output has RMS 1, others may have 0.01, so that levels are stripes.
+            where it is larger now, green where it is smaller. The title has the range of levels
+            that they had then. False draws levels. Default: True where a LayerNorm or RMSNorm was
+            recorded. There a layer's level follows from where it stands: a norm's output has RMS 1,
+            others may have 0.01, so that levels are stripes.
         fig: an empty Figure or SubFigure to draw on.
 
     Returns:
@@ -165,11 +166,13 @@ def _shown(record: Record, relative: bool) -> Shown:
     if not relative:
         table, head = arrays.log10(rms), f"RMS of {KINDS[record.kind]}"
         return Shown(table, _limits(table), "log10 RMS", head, none)
-    table = arrays.since_start(rms)
+    table, starts = arrays.since_start(rms)
     most = max(1.0, *np.abs(_limits(table)))
     last = int(record.steps[max(1, len(record) // 10) - 1])
     when = f"steps {record.steps[0]}–{last}" if last > record.steps[0] else f"step {last}"
-    head = f"Change of each layer's RMS of {KINDS[record.kind]} since {when}"
+    least, largest = (f"{10**end:.2g}" for end in arrays.span(starts))
+    then = f" ({least} to {largest} then)" if np.isfinite(starts).any() else ""
+    head = f"RMS of {KINDS[record.kind]}, change of each layer since {when}{then}"
     return Shown(table, (-most, most), "log10 of RMS\nnow : at first", head, none)
 
 

@@ -109,7 +109,7 @@ def _series(ax: Any, steps: Any, values: Floats, name: str, skip_start: int) -> 
         width = arrays.median_width(len(values))
         at, middle = arrays.running_median(values, width)
         at, middle = at[at >= first], middle[at >= first]
-        ax.plot(steps[at], middle, color=BLUE, lw=1.8, label=f"running median of {width}")
+        ax.plot(steps[at], middle, color=BLUE, lw=1.8, label=f"running median of {width} values")
     at = jumps(values)
     at = at[at >= first]
     if len(at):
