@@ -118,6 +118,22 @@ def test_layers_of_a_deep_net_are_on_folded_pages_that_say_which_they_are(tmp_pa
 
 
 @pytest.mark.slow
+def test_the_page_of_148_layers_and_2000_steps_is_below_2_megabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hookkit.pages.pages.DPI", 100)
+    parts = [("ln_1", "LayerNorm"), ("attn.c_attn", "Linear"), ("attn.c_proj", "Linear")]
+    parts += [("ln_2", "LayerNorm"), ("mlp.c_fc", "Linear"), ("mlp.c_proj", "Linear")]
+    names = [(f"transformer.h.{i}.{name}", kind) for i in range(24) for name, kind in parts]
+    names = [("wte", "Embedding"), ("wpe", "Embedding"), *names, ("ln_f", "LayerNorm")]
+
+    html = html_of(made.run([*names, ("lm_head", "Linear")], 250, every=8, epoch=500), tmp_path)
+
+    assert len(html) < 2_000_000
+    assert "each of transformer.h.0 to transformer.h.23 has ln_1, attn.c_attn" in html
+
+
+@pytest.mark.slow
 def test_counts_of_values_that_are_not_finite_are_whole_numbers(tmp_path: Path) -> None:
     many = made.with_values(made.record(made.small_names(), 30), "nonfinite", 0, 32768.0)
 

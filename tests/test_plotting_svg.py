@@ -75,6 +75,12 @@ def test_few_lines_are_paths_and_many_are_pixels(layers: int, n_images: int) -> 
     assert len(images(element)) == n_images  # of two panels and of the key
 
 
+def test_many_markers_are_pixels_too() -> None:
+    run = made.run([(f"{i}", "Linear") for i in range(148)], n=100)
+
+    assert len(images(drawn("plot_depth", run))) == 2
+
+
 def test_a_large_image_has_a_palette_and_a_small_one_all_its_colours() -> None:
     modes = {image.size[0] * image.size[1] > 50_000: image.mode for image in images(drawn(dpi=100))}
 

@@ -30,6 +30,9 @@ from hookkit.plotting.figures import FAINT, figure_of
 MOST_POINTS = 1000
 """Of the lines of an Axes that are drawn as paths; of more, pixels are fewer bytes."""
 
+NO_MARKER = (None, "None", "none", " ", "")
+"""What matplotlib takes for a line without markers."""
+
 SMALL = 50_000
 """Pixels up to which an image keeps all its colours: a colour bar has half of them at most."""
 
@@ -70,9 +73,14 @@ def _clear_and_rasterize(figure: Any) -> None:
     for ax in figure.axes:
         ax.patch.set_visible(False)
         lines = [line for line in ax.lines if not _is_text(line.get_color())]
-        many = sum(len(line.get_xdata(orig=False)) for line in lines) > MOST_POINTS
+        many = sum(map(_n_points, lines)) > MOST_POINTS
         for artist in [*ax.collections, *(lines if many else ())]:
             artist.set_rasterized(True)
+
+
+def _n_points(line: Any) -> int:
+    """Of a line; a marker takes as many bytes as eight points of a path."""
+    return len(line.get_xdata(orig=False)) * (1 if line.get_marker() in NO_MARKER else 8)
 
 
 def _is_text(colour: Any) -> bool:
