@@ -763,6 +763,18 @@ def test_the_global_gradient_norm_comes_from_the_parameters_where_it_was_not_rec
     assert norms == pytest.approx(np.full(10, 0.1 * 2))  # four parameters of norm 0.1
 
 
+def test_small_values_have_their_power_in_each_number_and_not_above_the_epochs() -> None:
+    record = made.record(made.small_names(), 300, "gradient")
+    small = made.with_values(record, "mean", slice(None), 1e-5 * record.value("mean"))
+
+    figure = plotting.plot_stats(small)
+
+    figure.draw_without_rendering()
+    assert figure.axes[0].yaxis.get_offset_text().get_text() == ""
+    labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+    assert any(text.endswith("e−09") for text in labels)
+
+
 def test_no_global_state_of_matplotlib_changes() -> None:
     before = dict(mpl.rcParams)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
 
 from hookkit.plotting.arrays import epoch_starts, step_edges
 from hookkit.plotting.figures import ALARM, FAINT, ink, literal
@@ -39,6 +39,11 @@ def plain(ax: Any) -> None:
     ax.grid(True, color=ink(ax), alpha=0.1, lw=0.6)
     ax.set_axisbelow(True)
     ax.tick_params(labelsize=8)
+    low, high = ax.dataLim.intervaly  # not `get_ylim`: that would settle the limits now
+    scalar = isinstance(ax.yaxis.get_major_formatter(), ScalarFormatter)
+    if scalar and high - low > 1e-3 * max(abs(low), abs(high)):  # or the digits would be the same
+        # ScalarFormatter's "1e−5" above the axis would lie on the numbers of epochs.
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
 
 
 def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:

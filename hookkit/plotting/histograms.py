@@ -185,7 +185,7 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
         if grid.columns > 1:
             at, text = (c * right + xs[0], r * up + ys[-1]), {"textcoords": "offset points"}
             name = row_label(record, row, grid.room)  # of long names the end: there they differ
-            ax.annotate(literal(name), at, (0, 2), fontsize=grid.size, **text)
+            ax.annotate(literal(name), at, (0, 3.5), fontsize=grid.size, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
     y = np.concatenate([ys + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
