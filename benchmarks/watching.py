@@ -1,12 +1,17 @@
 """What `watch` costs a plain PyTorch loop, by itself: no statistics, only seeing the steps.
 
     python benchmarks/watching.py [--rounds 25] [--steps 400]
+    python benchmarks/watching.py --live [--rounds 5]
 
 Blocks of each kind are run in turn, in shuffled order, in one process on one thread; times are
 CPU time per step (median over the rounds) and its ratio to the bare loop of the same round.
+With `--live`: what `ShowHealth(every_s=0.5)` adds to a loop with recorders, over ten seconds of it,
+in a terminal and in a notebook: how many looks and pictures there were, and their share of the CPU
+time, which is exact where ratios of whole loops are not.
 """
 
 import argparse
+import io
 import platform
 import random
 import statistics
@@ -16,6 +21,8 @@ import torch
 from torch import nn
 
 from hookkit.callbacks import Callback
+from hookkit.live import ShowHealth, screens, show_health
+from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch
 
 
@@ -86,14 +93,73 @@ def reported(w, model: nn.Module, x: torch.Tensor, opt: torch.optim.Optimizer, n
     return (time.process_time() - start) / n
 
 
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(16, 32, 64)
+
+
+class Cell(screens.Notebook):
+    """A notebook that nobody looks at."""
+
+    def _update(self) -> None:
+        self._html()
+
+
+class Counted(ShowHealth):
+    """Shows into a stream or a cell, and counts how often."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(every_s=0.5)
+        self.kind, self.done, self.spent = kind, {"_look": 0, "_draw": 0}, 0.0
+
+    def before_fit(self) -> None:
+        made = screens.Terminal(io.StringIO()) if self.kind == "terminal" else Cell()
+        show_health.screen = lambda: made
+        super().before_fit()
+
+    def _do(self, job: str, last: bool = False) -> None:
+        if not last:  # what is shown at the end is not timed
+            self.done[job] += 1
+            start = time.process_time()
+            super()._do(job)
+            self.spent += time.process_time() - start
+
+
+def live(make, n_rounds: int, seconds: float = 10.0) -> None:
+    model, x = make()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+    n = max(int(seconds / steps(model, x, opt, 50)), 50)
+    times: dict[str, list[float]] = {"recorders": [], "terminal": [], "notebook": []}
+    done: dict[str, list[str]] = {kind: [] for kind in times}
+    for _ in range(n_rounds):
+        for kind in random.sample(list(times), len(times)):
+            shown = [] if kind == "recorders" else [Counted(kind)]
+            stats = ActivationStats(every=10, units=True), ParamStats(every=10)
+            with watch(model, opt, *stats, *shown) as w:
+                times[kind].append(reported(w, model, x, opt, n))
+            for cb in shown:
+                share = cb.spent / (times[kind][-1] * n)
+                done[kind].append(f"{cb.done['_look']}+{cb.done['_draw']} {share:.1%}")
+    for kind, mine in times.items():
+        ratio = statistics.median(a / b for a, b in zip(mine, times["recorders"], strict=True))
+        print(f"{kind:12} {statistics.median(mine) * 1e6:8.1f} µs/step   × {ratio:.4f}   ", end="")
+        print(", ".join(done[kind]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--live", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     random.seed(0)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread")
+    for name, make in (("toy MLP 8-16-3", toy), ("transformer", transformer)) if args.live else ():
+        print(f"\n{name}, {args.rounds} rounds; looks + pictures of each")
+        live(make, args.rounds)
+    if args.live:
+        return
     for name, make, share in ("toy MLP 8-16-3", toy, 1), ("conv net 28×28, batch 64", conv, 20):
         times = measured(make, args.rounds, max(args.steps // share, 1))
         bare = times["bare loop"]

@@ -199,6 +199,7 @@ def test_looks_and_pictures_share_what_it_may_cost(monkeypatch: pytest.MonkeyPat
     spent = sum(cost * (len(done[job]) - 2) for job, cost in costs.items())
     assert np.diff(done["_look"][1:-1]).min() >= 5.0
     assert np.diff(done["_draw"][1:-1]).min() >= 40.0
+    assert done["_draw"][1] >= 20.0
     assert len(done["_look"]) > 40
     assert spent < 0.02 * clock[0] + sum(costs.values())
 

@@ -28,15 +28,16 @@ from hookkit.live.screens import Lines, screen
 from hookkit.records import Run
 
 _MOST = 0.02  # of the time
+_PICTURE_S = 0.2  # what the first picture is taken to cost; 0.2 to 0.4 in a notebook, measured
 
 
 class ShowHealth(Callback):
     """Redraws the run every few seconds while it trains, and prints findings as they become clear.
 
     In a notebook one output shows how far the run is, its picture (`plot_run`, if matplotlib is
-    installed) and its findings. In a terminal it is a block of a few lines below everything that
-    is printed; beside a progress bar, and in files and pipes, only findings are printed. What is
-    shown last stays.
+    installed; from the 20th second on, and at the end) and its findings. In a terminal it is a
+    block of a few lines below everything that is printed; beside a progress bar, and in files and
+    pipes, only findings are printed. What is shown last stays.
 
     A finding is clear if the same rule reports it, as a warning or an error, in two looks in a row
     or at the end of the training. It is printed once, as one line; notes are not.
@@ -103,6 +104,8 @@ class ShowHealth(Callback):
         self._screen.open()
         jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
         self._next = dict.fromkeys(jobs, self._began + self.every_s)
+        if "_draw" in jobs:
+            self._next["_draw"] += _PICTURE_S / _MOST * len(jobs)
 
     def before_batch(self) -> None:
         """Does the job that is due the longest, if a step was made since the last batch."""
