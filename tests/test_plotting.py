@@ -869,6 +869,15 @@ def test_blocks_of_a_deep_net_are_labelled_at_regular_numbers_and_their_prefix_o
     assert [names[row].split(".")[2] for row, _ in ticks[1:-1]] == [b[3:] for b in blocks]
 
 
+def test_layers_of_odd_numbers_are_labelled_at_regular_numbers_too() -> None:
+    names = [f"{i}" for i in range(1, 150, 2)]
+
+    ticks = labels.layer_ticks(names, ["ReLU"] * 75, 16)
+
+    assert [text for _, text in ticks][:4] == ["1 ReLU", "11 ReLU", "21 ReLU", "31 ReLU"]
+    assert len(ticks) == 15
+
+
 @pytest.mark.parametrize("most", [16, 20, 24])
 def test_stages_of_few_blocks_are_labelled_by_block(most: int) -> None:
     names, types = zip(*made.resnet_names(), strict=True)

@@ -109,9 +109,9 @@ def _apart(heads: list[list[str]], apart: float) -> list[int]:
     """Where blocks start, those that are `apart`: both ends, regular numbers, then the others."""
     starts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1]]
     numbers = {i: int(heads[i][-1]) for i in starts if heads[i][-1].isdecimal()}
-    regular: list[int] = []
+    first, regular = min(numbers.values(), default=0), list[int]()
     for every in (each * 10**power for power in range(9) for each in (1, 2, 4, 5)):
-        regular = [i for i, number in numbers.items() if number % every == 0]
+        regular = [i for i, number in numbers.items() if (number - first) % every == 0]
         if all(later - i >= apart for i, later in pairwise(regular)):
             break
     kept: list[int] = []
