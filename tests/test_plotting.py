@@ -307,6 +307,23 @@ def numbers(figure: Any) -> list[tuple[str, float, float]]:
     return [(text, (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2) for text, box in boxes]
 
 
+def test_what_colours_mean_and_what_was_found_stand_apart() -> None:
+    layers = tuple(name for name, _ in made.resnet_names())
+    finding = SimpleNamespace(rule="dead", severity="error", layers=layers, steps=(10, 19))
+    run = made.dead(made.run(made.resnet_names(), 40))
+    broken = made.with_values(run.gradients, "nonfinite", (slice(3), slice(9)), 1.0)
+
+    figure = plotting.plot_run(replace(run, gradients=broken), findings=[finding])
+
+    figure.draw_without_rendering()
+    words, colours = (legend.get_window_extent() for legend in figure.legends)
+    panels = [ax.get_tightbbox() for ax in figure.axes]
+    assert words.y1 <= min(panel.y0 for panel in panels)
+    assert colours.y0 >= max(panel.y1 for panel in panels)
+    assert min(words.x0, colours.x0) >= 0
+    assert max(words.x1, colours.x1) <= figure.bbox.x1
+
+
 def test_numbers_of_findings_stand_side_by_side_inside_their_panel() -> None:
     both = [
         SimpleNamespace(rule=r, severity="error", layers=("act",), steps=(10, 19)) for r in "ab"

@@ -192,7 +192,10 @@ def depth_scale(n: int) -> Any:
 
 
 def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
-    """Below a figure: lines of text at the left, what its special colours mean at the right."""
+    """What special colours of a figure mean, above it; lines of text, below it.
+
+    Side by side, a long line would lie on the colours.
+    """
     words = [Patch(fc="none", ec="none", label=literal(line)) for line in lines]
     edge = mpl.rcParams["text.color"]
     patches = [Patch(fc=c, ec=edge, lw=0.5, label=meaning) for meaning, c in colours.items()]
@@ -200,4 +203,6 @@ def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
         text = {"handlelength": 0, "handletextpad": 0, "loc": "outside lower left"}
         fig.legend(handles=words, fontsize=8, frameon=False, **text)
     if patches:
-        fig.legend(handles=patches, fontsize=8, frameon=False, loc="outside lower right")
+        wide = sum(len(meaning) + 8 for meaning in colours) > 130  # more than fit in a row
+        row = {"ncols": 2 if wide else len(patches), "loc": "outside upper right"}
+        fig.legend(handles=patches, fontsize=8, frameon=False, borderaxespad=0, **row)
