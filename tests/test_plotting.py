@@ -263,6 +263,11 @@ def test_the_pages_of_color_dim_drop_no_layer(n_layers: int, n_pages: int) -> No
         plotting.color_dim(record, page=n_pages + 1)
 
 
+def test_a_page_of_one_layer_is_refused() -> None:
+    with pytest.raises(OptionError, match="page=2 of one layer: leave out `layer`, or `page`"):
+        plotting.color_dim(made.run(n=20), 0, page=2)
+
+
 def names_of_tiles(figure: Any) -> list[str]:
     """Of a page of `color_dim`; a page of one layer has its name in the title."""
     ax = figure.axes[0]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hookkit.checks import check_number
+from hookkit.checks import check_number, shown
 from hookkit.errors import OptionError
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import (
@@ -36,12 +36,7 @@ PAGE = 24
 
 
 def color_dim(
-    record: Any,
-    layer: int | str | None = None,
-    *,
-    page: int = 1,
-    ax: Any = None,
-    fig: Any = None,
+    record: Any, layer: int | str | None = None, *, page: int = 1, ax: Any = None, fig: Any = None
 ) -> Any:
     """The colorful dimension: how the values of a layer are spread, step by step.
 
@@ -64,8 +59,8 @@ def color_dim(
         The Axes of one layer, or the Figure of all.
 
     Raises:
-        OptionError: no histograms were recorded, there is no such page, or `ax` was given for many
-            layers.
+        OptionError: no histograms were recorded, there is no such page (or one `layer` was named),
+            or `ax` was given for many layers.
         SelectionError: there is no such layer.
     """
     record = as_record(record, "activation", "gradient")
@@ -74,6 +69,8 @@ def color_dim(
         raise OptionError(
             f"one Axes was given for {len(record.names)} layers. Name a layer, or give fig=."
         )
+    if layer is not None and page != 1:
+        raise OptionError(f"page={shown(page)} of one layer: leave out `layer`, or `page`.")
     _check_hist(record)
     rows = _rows_of_page(record, page) if layer is None else [record.layer(layer)]
     grid = _grid(len(rows))
