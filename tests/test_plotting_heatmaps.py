@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -213,3 +214,15 @@ def test_a_run_without_parameters_of_known_norm_is_drawn_as_before() -> None:
     table, _, _ = cells(Run(params=bare))
 
     assert table == pytest.approx(np.log10(record.value("update_ratio")).clip(-5, -1))
+
+
+def test_what_is_not_finite_is_marked_in_the_panel_that_shows_it() -> None:
+    run = made.run(n=20)
+    gradients = made.with_values(run.gradients, "nonfinite", np.s_[:, 10:], 1.0)
+    activations = made.with_values(run.activations, "nonfinite", np.s_[:, 11:], 1.0)
+    found = SimpleNamespace(severity="error", rule="non_finite", layers=["fc2"], steps=(10, 10))
+
+    of_run = replace(run, activations=activations, gradients=gradients)
+    axes = plotting.plot_run(of_run, findings=[found]).axes
+
+    assert [sum(text.get_text() == "1" for text in ax.texts) for ax in axes[:3]] == [0, 1, 0]

@@ -235,7 +235,16 @@ def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any,
     able = [(ax, r) for ax, r in zip(axes, panels, strict=True) if named & set(r.names)]
     if any(word in str(finding.rule).lower() for word in ("grad", "vanish", "explod")):
         able = [(ax, r) for ax, r in able if r.kind == "gradient"] or able
+    if finding.rule == "non_finite":  # the same layer may be finite in the panel above
+        able = [(ax, r) for ax, r in able if _is_broken(r, named, finding.steps)] or able
     return able[:1]
+
+
+def _is_broken(record: Record, named: set[str], steps: Any) -> bool:
+    """Whether a layer of those `named` has NaN or Inf in `steps` (first and last one)."""
+    broken = arrays.nonfinite(record)[[name in named for name in record.names]]
+    spanned = (record.steps >= steps[0]) & (record.steps <= steps[-1])
+    return bool(broken[:, spanned].any())
 
 
 def _box(ax: Any, record: Record, top: int, bottom: int, steps: Any) -> tuple[float, float]:
