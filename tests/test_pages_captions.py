@@ -82,3 +82,21 @@ def test_vectors_which_are_not_drawn_are_not_named_among_updates() -> None:
 
     assert "largest in" in text
     assert record.names[vector] not in text
+
+
+def test_the_gradient_norm_is_spoken_of_where_it_is_drawn() -> None:
+    with_norms = Run(losses=np.ones(3), grad_norms=np.ones(3))
+
+    assert "gradient norm" not in captions.of_loss(Run(losses=np.ones(3)))
+    assert "gradient norm" in captions.of_loss(with_norms)
+    assert "No loss was recorded" in captions.of_loss(Run(grad_norms=np.ones(3)))
+    assert captions.of_loss(Run(valid=({"epoch": 0, "step": 9},))) == ""
+
+
+def test_stages_with_the_same_parts_are_named_together() -> None:
+    run = made.run(made.resnet_names(), n=5)
+
+    text = captions.of_run(run, [])
+
+    assert text.count("conv1, bn1, conv2, bn2, relu") == 1
+    assert "Rows of activations and gradients: each of layer1.0 to layer1.2, layer2.0 to" in text

@@ -107,3 +107,30 @@ def test_a_running_mean_of_a_falling_series_does_not_begin_below_it() -> None:
     assert mean[0] == 2
     assert mean[:36] == pytest.approx(values[:36])
     assert np.isnan(mean[40])
+
+
+def test_values_of_merged_records_are_not_called_steps() -> None:
+    norms = np.where(np.arange(400) % 8 == 0, 1.0, np.nan)
+
+    axes = plotting.plot_loss(Run(losses=falling(400), grad_norms=norms)).axes
+
+    said = [ax.get_legend().get_texts()[0].get_text() for ax in axes[:2]]
+    assert said == ["training loss, each step", "gradient norm, each value"]
+
+
+def test_the_legend_of_gradient_norms_lies_on_no_data() -> None:
+    figure = plotting.plot_loss(Run(losses=falling(400), grad_norms=falling(400)))
+    figure.draw_without_rendering()
+
+    norm = figure.axes[1]
+
+    assert norm.get_legend().get_window_extent().y0 >= norm.get_window_extent().y1
+
+
+def test_where_no_loss_was_recorded_the_gradient_norm_has_the_room() -> None:
+    figure = plotting.plot_loss(Run(grad_norms=falling(400)))
+    figure.draw_without_rendering()
+
+    loss, norm = (ax.get_window_extent().height for ax in figure.axes[:2])
+
+    assert norm > 2 * loss

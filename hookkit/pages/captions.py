@@ -42,19 +42,28 @@ def of_run(run: Run, findings: Any) -> str:
     text = "Layers from top to bottom, steps from left to right."
     if any(finding.layers for finding in findings):
         text += " Numbers in the picture are those of the findings."
+    alike: dict[str, list[str]] = {}
     for record in run.records[:2]:
         if record.kind != "param" and len(record.names) > NAMED and (parts := blocks(record.names)):
-            text += f" Rows of {record.kind}s: {parts}."
-    return text
+            alike.setdefault(parts, []).append(f"{record.kind}s")
+    return text + "".join(f" Rows of {' and '.join(k)}: {parts}." for parts, k in alike.items())
 
 
 def of_loss(run: Run) -> str:
-    """Of the loss: which losses there are, and what is drawn beside them."""
-    known = run.losses is not None and np.isfinite(run.losses).any()
-    kinds = ["training"] * bool(known)
+    """Of the loss: which losses and norms there are; "" where there are none to draw."""
+    norms = [run.grad_norms, run.params.values.get("grad_norm") if run.params else None]
+    kinds = ["training"] * _is_known(run.losses)
     kinds += ["validation"] * any("valid_loss" in row for row in run.valid)
-    text = f"{' and '.join(kinds)} loss by step".strip().capitalize()
-    return f"{text}, and the global gradient norm where it is known. Triangles mark spikes, if any."
+    spikes = " Triangles mark spikes, if any."
+    if not kinds:
+        none = "The global gradient norm. No loss was recorded."
+        return none + spikes if any(map(_is_known, norms)) else ""
+    text = f"{' and '.join(kinds)} loss by step".capitalize()
+    return text + ", and the global gradient norm" * any(map(_is_known, norms)) + "." + spikes
+
+
+def _is_known(values: Any) -> bool:
+    return values is not None and bool(np.isfinite(values).any())
 
 
 def of_lines(record: Record) -> str:
@@ -106,8 +115,7 @@ def blocks(names: Sequence[str]) -> str:
         if k + 1 < len(path):
             parts.setdefault(".".join(path[: k + 1]), []).append(".".join(path[k + 1 :]))
     alike = [list(group) for _, group in groupby(parts, lambda b: (b.rpartition(".")[0], parts[b]))]
-    return "; ".join(
-        f"each of {group[0]} to {group[-1]} has {', '.join(parts[group[0]])}"
-        for group in alike
-        if len(group) > 2
-    )
+    having: dict[str, list[str]] = {}
+    for first, *_, last in (group for group in alike if len(group) > 2):
+        having.setdefault(", ".join(parts[first]), []).append(f"{first} to {last}")
+    return "; ".join(f"each of {', '.join(which)} has {what}" for what, which in having.items())

@@ -136,11 +136,12 @@ def _whole(run: Run, findings: Any) -> Iterator[str]:
 def _loss(run: Run) -> Iterator[str]:
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
     fine = losses[np.isfinite(losses)]
-    if len(fine) or run.valid:
-        text = f"from {fine[0]:.3g} to {fine[-1]:.3g}" if len(fine) else "not known by step"
-        least = min(fine, default=float("nan"))
-        alt = f"Training loss over {len(losses)} steps, {text}, least {least:.3g}."
-        yield _picture(lambda p: p.plot_loss(run), alt, captions.of_loss(run))
+    if caption := captions.of_loss(run):
+        alt = caption
+        if len(fine):
+            ends = f"from {fine[0]:.3g} to {fine[-1]:.3g}, least {min(fine):.3g}"
+            alt = f"Training loss over {len(losses)} steps, {ends}."
+        yield _picture(lambda p: p.plot_loss(run), alt, caption)
     else:
         yield missing("No loss was recorded.")
     if rows := list(run.valid):

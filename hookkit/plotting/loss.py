@@ -30,10 +30,10 @@ def plot_loss(
 ) -> Any:
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
-    Grey is each step, blue a running median, whose window is in the legend: about a fortieth of the
-    run. A spike does not move it. From 100 steps on triangles mark spikes, as the rule `spikes` of
-    `diagnose` finds them: 6 standard deviations (by the median) above the 128 steps before, and by
-    half of where the line begins. Vermilion bars mark NaN or Inf.
+    Grey is each value, blue a running median, whose window is in the legend: about a fortieth of
+    the run. A spike does not move it. From 100 steps on triangles mark spikes, as the rule `spikes`
+    of `diagnose` finds them: 6 standard deviations (by the median) above the 128 steps before, and
+    by half of where the line begins. Vermilion bars mark NaN or Inf.
 
     Args:
         run: a Run, a recorder or a driver.
@@ -58,15 +58,17 @@ def plot_loss(
         return ax
     steps, norms = arrays.gradient_norms(run)
     has_norms = int(np.isfinite(norms[steps >= skip_start]).any())
-    fig = new_figure(fig, 10, 5 if has_norms else 3.6)
-    heights = (2, 1)[: 1 + has_norms]
+    has_loss = bool(n or (with_valid and arrays.valid_losses(run, run.n_steps)))
+    fig = new_figure(fig, 10, 5 if has_norms and has_loss else 3.6)
+    heights = (2 if has_loss else 0.3, 1)[: 1 + has_norms]
     axes = fig.subplots(1 + has_norms, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     _losses(axes[0], run, skip_start, with_valid)
     if has_norms:
         _series(axes[1], steps, norms, "gradient norm", skip_start)
         title(axes[1], "Global gradient norm")
         log_y(axes[1], norms[steps >= skip_start])
-        axes[1].legend(fontsize=8, frameon=False)
+        above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "ncols": 3}
+        axes[1].legend(fontsize=8, frameon=False, **above)  # inside it would lie on the lines
         _mark_epochs(axes[1], run, label=False)
     count_steps(axes[-1])
     return fig
@@ -104,7 +106,8 @@ def _series(ax: Any, steps: Any, values: Floats, name: str, skip_start: int) -> 
     steps, values = steps[known], values[known]
     first, few = int(np.searchsorted(steps, skip_start)), len(values) < 30
     raw = {"color": FAINT, "lw": 0.7, "marker": "." if few else ""}
-    ax.plot(steps[first:], values[first:], **raw, label=name if few else f"{name}, each step")
+    each = "step" if (np.diff(steps) == 1).all() else "value"  # those of merged records have gaps
+    ax.plot(steps[first:], values[first:], **raw, label=name if few else f"{name}, each {each}")
     if not few:
         width = arrays.median_width(len(values))
         at, middle = arrays.running_median(values, width)
