@@ -233,3 +233,39 @@ def test_a_collector_that_the_user_has_switched_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_depends_on_more_than_shapes_is_not_repeated() -> None:
+    mode = fake_tensors.new_mode()
+    kernels = FakeKernels(mode, {}, [], macs=False)
+    x, part = mode.from_tensor(torch.ones(2, 3)), mode.from_tensor(torch.ones(4, 3))[:2]
+    func = torch.ops.aten._has_same_storage_numel.default
+
+    with mode, torch.no_grad():
+        found = [kernels.run(func, (x, other), {})[0] for other in (x, part, x)]
+
+    assert found == [True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_zero_tangents_stay_zero_tensors() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+                return (dual.exp() * 2).view(-1)[:3] * 1 + (dual * 2).view(-1)[:3] * 1
+
+    assert summary(Twice(), torch.ones(4, 8)).run == "fake"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", ["values", "indices", "_nnz"])
+def test_entries_that_a_fake_sparse_tensor_does_not_know_are_counted_for_real(name: str) -> None:
+    class Entries(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            entries = getattr(x.to_sparse().coalesce(), name)()
+            return entries if isinstance(entries, Tensor) else torch.ones(entries)
+
+    found = summary(Entries(), torch.eye(3))
+
+    assert (found.run, found[0].shape) == ("real", [2, 3] if name == "indices" else [3])

@@ -48,7 +48,7 @@ class _Result(NamedTuple):
     """What an operation returns for operands of certain shapes, and its multiply-accumulates."""
 
     kind: Any  # tuple or list; None for one value
-    parts: tuple[Any, ...]  # each `_New`, `_WRITTEN`, None or a number
+    parts: tuple[Any, ...]  # each `_New`, `_WRITTEN` or None
     macs: int | None
 
 
@@ -186,7 +186,9 @@ _VIEWS = frozenset(("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
 
 def _is_view(func: Any) -> bool:
     """True if `func` returns its first argument seen differently, and takes no other tensor."""
-    if not (getattr(func, "is_view", False) or name_of(func) in _VIEWS):
+    if name_of(func) in _ENTRIES or not (
+        getattr(func, "is_view", False) or name_of(func) in _VIEWS
+    ):
         return False
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return kinds[0] == "Tensor" and not any("Tensor" in kind for kind in kinds[1:])
@@ -216,13 +218,17 @@ def _result(
         elif type(part) is FakeTensor and part.constant is None and _is_whole(part, taken):
             part = _New(part.shape, part.stride(), part.dtype, part.fake_device)
         parts.append(part)
-    known = all(type(p) in PLAIN or type(p) is _New or p is _WRITTEN for p in parts)
+    # Numbers are about more than shapes: `_has_same_storage_numel`, `_nnz`.
+    known = all(type(p) is _New or p is _WRITTEN or p is None for p in parts)
     return _Result(kind, tuple(parts), macs) if known else None
 
 
 def _is_whole(t: Tensor, taken: set[Any]) -> bool:
     """True if `t` has all of a memory of its own, which is not in `taken` and is put there."""
-    if t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.storage_offset():
+    if t.layout is not torch.strided or t.storage_offset():
+        return False
+    # The last is private, in torch 2.11 to 2.13: a zero tangent of forward-mode AD.
+    if t.is_conj() or t.is_neg() or t._is_zerotensor():
         return False
     (storage, size), last = storage_of(t), 0
     if t.numel():
@@ -242,10 +248,16 @@ _ONE_DTYPE = frozenset(
 )  # fmt: skip
 
 
+# What a sparse tensor is made of.
+_ENTRIES = frozenset(
+    f"aten::{name}" for name in ("_nnz", "values", "_values", "indices", "_indices")
+)
+
+
 def check(func: Any, args: tuple[Any, ...], real: Mapping[int, Tensor]) -> None:
     """Raises where a real run might; `real` gives the inputs by the id of their fakes."""
     name = name_of(func)
-    if name in SPARSE_PRODUCTS and any(_entries_unknown(a) for a in args):
+    if (name in SPARSE_PRODUCTS or name in _ENTRIES) and any(_entries_unknown(a) for a in args):
         raise RuntimeError(f"{name} of a sparse tensor whose entries are not known")
     if name in _ONE_DTYPE:
         kinds = {str(a.dtype) for a in args if isinstance(a, Tensor) and a.dim()}
