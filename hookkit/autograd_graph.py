@@ -57,6 +57,20 @@ def first_input(node: Any) -> Any:
     return node.next_functions[0][0] if node.next_functions else None
 
 
+def takes_one(node: Any) -> bool:
+    """Whether only one of the inputs of an operation needs a gradient."""
+    return sum(before is not None for before, _ in node.next_functions) == 1
+
+
+def softmax_dim(node: Any) -> int | None:
+    """The dimension of a softmax, or log softmax, as it was given; None if it is not known."""
+    # Private: `_saved_dim`, since 1.9, an unsigned number; other operations keep lists in it.
+    dim = getattr(node, "_saved_dim", None)
+    if not isinstance(dim, int) or "Softmax" not in op_name(node):
+        return None
+    return dim - (1 << 64) if dim >> 63 else dim
+
+
 def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a node's first result; () where it is a number, or not known.
 

@@ -1,5 +1,7 @@
 """What the autograd graph of a loss shows, and that it claims nothing else."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,7 +53,7 @@ def test_the_number_of_classes_is_known(loss):
     loss = loss()
     loss.backward()
 
-    assert loss_by_graph(loss) == expected
+    assert loss_by_graph(loss) == {**expected, "chance": pytest.approx(math.log(C))}
 
 
 @pytest.mark.parametrize(
@@ -122,3 +124,28 @@ def test_what_is_inside_the_model_is_no_part_of_the_loss():
     attention = F.log_softmax(scores().softmax(1), 1) @ torch.randn(C, 1)
 
     assert loss_by_graph(attention.mean()) == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "chance"),
+    [
+        (lambda: F.cross_entropy(scores(), labels()), math.log(C)),
+        (lambda: sum(F.binary_cross_entropy_with_logits(column(), torch.full((N, 1), y))
+                     for y in (0.0, 1.0)), 2 * math.log(2)),
+        (lambda: F.cross_entropy(scores(), labels()) + column().square().mean(), None),
+        (lambda: F.cross_entropy(scores(), labels()) / 4, None),
+        (lambda: F.cross_entropy(scores(), labels(), reduction="sum"), None),
+    ],
+)  # fmt: skip
+def test_chance_is_known_of_cross_entropies_and_of_their_sums(loss, chance):
+    found = loss_by_graph(loss()).get("chance")
+
+    assert found == (chance and pytest.approx(chance))
+
+
+@pytest.mark.parametrize("difference", [squared, F.l1_loss, lambda a, b: (a - b).abs().mean()])
+def test_a_mean_of_differences_has_the_name_of_the_loss_that_it_is(difference):
+    name = "mse_loss" if difference is squared else "l1_loss"
+
+    assert loss_by_graph(difference(scores(), torch.ones(N, C)))["loss_func"] == name
+    assert "loss_func" not in loss_by_graph(scores().abs().mean())

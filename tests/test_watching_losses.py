@@ -19,7 +19,7 @@ LOSSES = {
     "nll": (lambda y: F.nll_loss(y.softmax(1), CLASSES), "nll_loss", "Softmax"),
     "bce": (lambda y: F.binary_cross_entropy(y.sigmoid(), SHARES), "binary_cross_entropy", ""),
     "one in a row": (lambda y: F.mse_loss(y, SHARES)[None], "mse_loss", ""),
-    "of one's own": (lambda y: (y - SHARES).square().mean(), None, None),
+    "of one's own": (lambda y: (y - SHARES).square().mean(), "mse_loss", ""),
     "a sum": (lambda y: F.cross_entropy(y, CLASSES, reduction="sum"), None, None),
     "two together": (lambda y: F.cross_entropy(y, CLASSES) + y.square().mean(), None, None),
 }

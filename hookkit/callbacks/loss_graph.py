@@ -6,12 +6,13 @@ shapes of their results, never from values. Nothing is kept of the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from hookkit.autograd_graph import VIEWS, first_input, op_name, shape_of
+from hookkit.autograd_graph import VIEWS, first_input, op_name, shape_of, softmax_dim, takes_one
 
 _LOSSES = {
     "NllLoss": "nll_loss",
@@ -49,6 +50,7 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         Of these, what applies:
 
         loss_func: the function, if the loss is the mean of one of PyTorch's own.
+        chance: the loss of guessing, ln C, where that is known; of a sum, that of its terms.
         n_classes: the size of the classes' dimension, of such a cross entropy.
         loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
             of them gives; `"scores"` where one that expects logarithms of probabilities is given
@@ -59,7 +61,7 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
     >>> import torch
     >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
     >>> loss_by_graph(torch.nn.functional.cross_entropy(scores.softmax(1), y))
-    {'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
+    {'chance': 1.0986..., 'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
     >>> loss_by_graph(torch.nn.functional.mse_loss(scores, torch.ones(2, 3)))
     {'loss_func': 'mse_loss', 'loss_input': ''}
     >>> loss_by_graph(scores.mean())
@@ -69,6 +71,10 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
     top = loss.grad_fn
     if op_name(top) in _SHAPES_ONLY:
         top = _before(top)
+    if own := _by_hand(top):
+        found |= {"loss_func": own, "loss_input": ""}
+    if chance := _chance(loss.grad_fn):
+        found["chance"] = chance
     for node in _nodes_of_loss(loss):
         name = op_name(node)
         if node is top and _is_mean(node):
@@ -93,6 +99,34 @@ def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
             inputs = {before for before, _ in node.next_functions if before is not None} - seen
             seen |= inputs
             todo += inputs
+
+
+def _chance(node: Any) -> float:
+    """What guessing gives: the sum of ln C of a loss's terms; 0 if one of them is none of those.
+
+    The terms are means of PyTorch's cross entropies, binary (C = 2) or not, and are only added.
+    """
+    name = op_name(node)
+    if name == "Add":
+        parts = [_chance(before) for before, _ in node.next_functions if before is not None]
+        return sum(parts) if all(parts) else 0.0  # `sum(losses)` adds a 0, which is no part
+    if not _is_mean(node):
+        return 0.0
+    if name.startswith("BinaryCrossEntropy"):
+        return math.log(2)
+    classes = _of_one(node).get("n_classes", 0)
+    return math.log(classes) if classes > 1 else 0.0
+
+
+def _by_hand(top: Any) -> str:
+    """The name of the loss that a mean of squared or absolute differences is."""
+    if op_name(top) != "Mean":
+        return ""
+    inner = first_input(top)
+    # Private: `_saved_exponent` of a power, since 1.9. Without it such a loss has no name.
+    squared = op_name(inner) == "Pow" and getattr(inner, "_saved_exponent", 0) == 2
+    name = "mse_loss" if squared else "l1_loss" if op_name(inner) == "Abs" else ""
+    return name if op_name(first_input(inner)) == "Sub" else ""
 
 
 def _is_mean(node: Any) -> bool:
@@ -128,15 +162,10 @@ def _given_wrongly(node: Any, name: str) -> str:
 def _before(node: Any, scaled: bool = False) -> Any:
     """The node whose output is the first input of `node`, behind views and factors."""
     for before in _behind(node):
-        by_factor = scaled and op_name(before) in ("Mul", "Div") and _is_single(before)
+        by_factor = scaled and op_name(before) in ("Mul", "Div") and takes_one(before)
         if op_name(before) not in _SHAPES_ONLY and not by_factor:
             return before
     return None
-
-
-def _is_single(node: Any) -> bool:
-    """Whether only one of the inputs needs a gradient."""
-    return sum(before is not None for before, _ in node.next_functions) == 1
 
 
 def _behind(node: Any) -> Iterator[Any]:
@@ -152,7 +181,7 @@ def _wrong_dim(loss: Any, name: str) -> str:
     """In words, if the softmax before a likelihood is not over the dimension of its classes."""
     for node in _behind(loss):
         if op_name(node) == "LogSoftmax":
-            shape, dim = shape_of(node), _dim_of(node)
+            shape, dim = shape_of(node), softmax_dim(node)
             if not shape or dim is None:
                 return ""
             right = 1 if name == "NllLoss2D" else len(shape) - 1
@@ -161,12 +190,6 @@ def _wrong_dim(loss: Any, name: str) -> str:
         if op_name(node) not in _SAME_PLACES:
             return ""  # dimensions may have changed places
     return ""
-
-
-def _dim_of(softmax: Any) -> int | None:
-    # Private: `_saved_dim` of a softmax, since 1.9, an unsigned number. Without it: not judged.
-    dim = getattr(softmax, "_saved_dim", None)
-    return None if dim is None else dim - (1 << 64) if dim >> 63 else dim
 
 
 def _broadcast(node: Any) -> str:
@@ -179,7 +202,7 @@ def _broadcast(node: Any) -> str:
         whole, before = shape_of(before), first_input(before)
     else:
         whole = shape_of(node)
-    if len(whole) != 2 or whole[0] != whole[1] or whole[0] < 2 or not _is_single(node):
+    if len(whole) != 2 or whole[0] != whole[1] or whole[0] < 2 or not takes_one(node):
         return ""
     n, given = whole[0], shape_of(before)
     other = {(n, 1): (n,), (n,): (n, 1)}.get(given)

@@ -99,7 +99,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "optimizer": None if opt is None else type(opt).__name__,
         "lr": [float(g["lr"]) for g in groups],
         "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
-        "momentum": [float(g.get("momentum", 0.0)) for g in groups],
+        "momentum": [float(g.get("momentum") or g.get("betas", (0.0,))[0]) for g in groups],
         "maximize": any(g.get("maximize", False) for g in groups),
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": runner.n_epoch,

@@ -99,6 +99,7 @@ class StatsAccumulator:
         unscale: a 0-d tensor that values are multiplied by, or None.
         consumers: by layer, the class of the one activation that reads it; None if not looked for.
         predecessors: by matrix, the matrix whose output it is given; "" where it is given data.
+        softmaxes: in words, those over another dimension than their products expect.
         unregistered: names of weights that PyTorch does not know of.
         variation: how much of what layers give differs between samples; None if not looked at.
         looks: whether it is looked at in this batch.
@@ -125,6 +126,7 @@ class StatsAccumulator:
         self.dtypes: dict[int, torch.dtype] = {}
         self.consumers: dict[str, str | None] | None = None
         self.predecessors: dict[str, str] = {}
+        self.softmaxes: list[str] = []
         self.unregistered: list[str] = []
         self.variation: Variation | None = None
         self.looks = False

@@ -156,6 +156,8 @@ def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
         meta["feeds"] = [consumers.get(name) for name in names]
     if stats.predecessors:
         meta["predecessors"] = dict(stats.predecessors)
+    if stats.softmaxes:
+        meta["softmax_dim"] = list(stats.softmaxes)
     if stats.unregistered:
         meta["unregistered"] = list(stats.unregistered)
     if o.window:

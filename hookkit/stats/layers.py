@@ -24,7 +24,7 @@ from hookkit.hooks.entries import graph_task
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import Bins, edge_bins, log_bins, range_bins
 from hookkit.records import Record
-from hookkit.stats.graph import consumers, predecessors, unregistered
+from hookkit.stats.graph import consumers, predecessors, unregistered, wrong_softmaxes
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
 
@@ -139,6 +139,7 @@ class ActivationStats(LayerStats):
             found = self.accumulator.consumers = consumers(learn.model, learn.pred)
             self.valid_accumulator.consumers = found
             self.accumulator.predecessors = predecessors(learn.model, learn.pred)
+            self.accumulator.softmaxes = wrong_softmaxes(learn.pred)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
