@@ -35,6 +35,9 @@ from hookkit.health import Finding, diagnose
 from hookkit.health.diagnosis import SEVERITIES
 from hookkit.records import Run
 
+VARIANTS = dict.fromkeys(("no_gradient", "not_in_optimizer", "never_ran"), "unmoved")
+"""Names that one rule gives to its findings, where an author knew the rule's own name only."""
+
 for _found in iter_modules(realistic.__path__):
     import_module(f"realistic.{_found.name}")
 
@@ -62,7 +65,7 @@ class Verdict:
     @property
     def alarms(self) -> list[str]:
         """Rules of warnings and errors, in the order in which a user reads them."""
-        return [f.rule for f in self.findings if f.severity != "note"]
+        return [VARIANTS.get(f.rule, f.rule) for f in self.findings if f.severity != "note"]
 
     @property
     def is_right(self) -> bool:
@@ -115,7 +118,9 @@ def table(verdicts: list[Verdict]) -> Iterable[str]:
     for half in (False, True):
         own = [v for v in verdicts if v.trial.is_held is half]
         well = [v for v in own if not v.trial.wrong]
-        traced, other = ([v for v in own if v.trial.wrong and v.trial.trace is t] for t in (1, 0))
+        traced, other = (
+            [v for v in own if v.trial.wrong and v.trial.trace is t] for t in (True, False)
+        )
         later = [v for v in traced if not v.is_right and set(v.alarms) & v.trial.names]
         yield (
             f"| {'held' if half else 'tune'} | {sum(not v.is_right for v in well)} of {len(well)} "

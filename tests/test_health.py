@@ -32,7 +32,7 @@ def test_a_healthy_run_is_one_line():
 def test_what_could_not_be_judged_is_named():
     d = diagnose(Run(acts()))
 
-    assert str(d) == "3 layers, 100 steps: healthy (no parameters, no losses)"
+    assert str(d) == "3 layers, 100 steps: healthy (no losses, no parameters)"
     assert dict(d.unjudged)["lr_too_high"] == "no parameters"
 
 

@@ -56,13 +56,21 @@ def test_a_recurrence_with_huge_outputs_began_too_large():
     assert alarms(Run(loud, losses=falling())) == set()
 
 
-def test_dropout_that_keeps_nothing_is_named_if_the_loss_does_not_fall():
-    types = ("Linear", "ReLU", "Dropout", "Linear")
-    run = acts(types, zero=[0, 0.5, 0.995, 0])
+def test_dropout_that_keeps_nothing_is_named_whatever_the_loss_does():
+    types, count = ("Linear", "ReLU", "Dropout", "Linear"), [64.0, 64.0, 64.0, 10.0]
+    run = acts(types, zero=[0, 0.5, 0.995, 0], count=count)
 
     assert first(Run(run, losses=FLAT)) == "dropout"
-    assert alarms(Run(run, losses=falling())) == set()
-    assert "dropout" not in alarms(Run(acts(types, zero=[0, 0.8, 0.9, 0]), losses=FLAT))
+    assert alarms(Run(run, losses=falling())) == {"dropout"}
+    half = acts(types, zero=[0, 0.8, 0.9, 0], count=count)
+    assert "dropout" not in alarms(Run(half, losses=FLAT))
+
+
+def test_zeros_before_a_dropout_that_another_layer_gives_do_not_count_as_dropped():
+    types = ("Linear", "Linear", "Dropout", "Linear")
+    shared = acts(types, zero=[0, 0, 0.9, 0], count=[64.0, 64.0, 192.0, 10.0])
+
+    assert "dropout" not in alarms(Run(shared, losses=falling()))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ line of its own, or without a case here, fails.
 """
 
 import ast
+import dataclasses
 import operator
 import re
 import sys
@@ -60,6 +61,35 @@ TEACHER = weights(
 VALID = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": 0.5 + 0.1 * i} for i in range(6)]
 
 
+GROWN = np.tile(np.geomspace(5.0, 50.0, N), (4, 1))
+
+
+def decaying():
+    made = weights(weight_norm=np.tile(np.geomspace(5.0, 1.0, N), (4, 1)))
+    return dataclasses.replace(made, meta={**made.meta, "weight_decay": [1.0] * 4})
+
+
+def clipped():
+    return weights(grad_norm=[5e-7] * 4, update_ratio=[2e-4] * 4)
+
+
+def with_fact(key, value, made=None):
+    made = made or acts()
+    return dataclasses.replace(made, meta={**made.meta, key: value})
+
+
+def seen(first, last):
+    """Activations of three linear layers, whose samples differ by these shares."""
+    made = acts(("Linear",) * 3)
+    return with_fact("first_variation", first, with_fact("last_variation", last, made))
+
+
+def repeating(n, size=1.0):
+    """Losses of `n` batches that come back in the same order."""
+    swing = np.linspace(-size, size, n)[np.random.default_rng(0).permutation(n)]
+    return falling(end=1.2) + np.tile(swing, 300 // n)
+
+
 def at(step, value, rest=1e-3, k=4):
     """(k, N) a series that has `value` in one step."""
     table = np.full((k, N), float(rest))
@@ -106,17 +136,102 @@ CASES = [
         "is 0.7 in one step (in 4), while",
     ),
     (
-        Run(params=weights(update_ratio=at(50, 4.0)), losses=falling()),
+        Run(params=weights(update_ratio=at(50, 4.0))),
         "lr_too_high",
         "above 1 in one step, in most",
         "is 4 in one step",
     ),
     (
-        Run(params=weights(update_ratio=np.where(FIRST_30, 0.6, 1e-3)[None].repeat(4, 0)),
-            losses=falling()),
+        Run(params=weights(update_ratio=at(50, 0.6), weight_norm=GROWN), losses=falling()),
         "lr_too_high",
-        "above 0.05 in the first 20 steps and above 0.5 in one step",
-        "0.6 in the first 20 steps and 0.6 in one step",
+        "above 0.5 in one step, with weights that grow 4-fold or more",
+        "0.6 in one step, and the weights grew 9.55-fold",
+    ),
+    (
+        Run(params=weights(lr=[np.where(FIRST_30, 0.1, 1e-5)] * 4), losses=falling()),
+        "lr_too_low",
+        "below a thousandth of its largest, in half of the records or more",
+        "in 70% of the records",
+    ),
+    (
+        Run(params=weights(update_ratio=[1e-6] * 4), losses=falling(end=2.0)),
+        "lr_too_low",
+        "below 1 % of the weight in all steps together",
+        "by 0.01% of their weight",
+    ),
+    (
+        Run(params=decaying(), losses=falling()),
+        "weight_decay",
+        "most matrices below half of their first norm, where decay × weight is larger than",
+        "shrank to 20.7% of their first norm",
+    ),
+    (
+        Run(losses=falling(), info={"momentum": [0.999]}),
+        "momentum",
+        "above 0.99, and above 1 - 1/n for n steps",
+        "momentum 0.999",
+    ),
+    (
+        Run(params=clipped(), losses=falling(end=2.0)),
+        "clipping",
+        "the same norm of all gradients in 9 of 10 records",
+        "the norm of all gradients is 1e-06 in 100% of the records",
+    ),
+    # data and collapse
+    (
+        Run(seen([0.3, 0.3, 0.3], [0.3, 1e-6, 0.3]), losses=falling()),
+        "representation_collapse",
+        "below 0.001 of a layer's mean square",
+        "only 1e-06 of the mean square of 1 layer",
+    ),
+    (
+        Run(seen([0.0, 0.3, 0.3], [0.0, 0.3, 0.3]), losses=falling()),
+        "constant_input",
+        "no difference between samples, in every look",
+        "the same for every sample",
+    ),
+    (
+        Run(losses=repeating(10)),
+        "unshuffled",
+        "correlation above 0.85 with the losses of a period before, while part",
+        "(correlation 1.00)",
+    ),
+    (
+        Run(losses=repeating(10, 0.3)),
+        "unshuffled",
+        "correlation above 0.85 with the losses of a period before",
+        "(correlation 0.9",
+    ),
+    (
+        Run(losses=repeating(3)),
+        "repeated_data",
+        "correlation above 0.85 with the losses of 2 to 4 steps before",
+        "(correlation 1.00)",
+    ),
+    # what the loss's operations show
+    (
+        Run(losses=falling(), info={"broadcast": "(4, 1) is compared with (4,)"}),
+        "broadcast",
+        "a column of n predictions and a row of n targets",
+        "in the loss (4, 1)",
+    ),
+    (
+        Run(losses=falling(), info={"softmax_dim": "over dimension 0 of (4, 7)"}),
+        "softmax_dim",
+        "any dimension but that of the classes",
+        "over dimension 0",
+    ),
+    (
+        Run(with_fact("softmax_dim", ["over dimension 2 of (4, 2, 5, 5)"]), losses=falling()),
+        "softmax_dim",
+        "over the rows of a matrix",
+        "1 softmax inside the model",
+    ),
+    (
+        Run(losses=falling(), info={"loss_input": "scores"}),
+        "probabilities",
+        "anything but logarithms of probabilities",
+        "given what a layer gives",
     ),
     (
         Run(params=weights(update_ratio=[0.3] * 4)),
@@ -223,9 +338,10 @@ CASES = [
         "still 5e+03",
     ),
     (
-        Run(acts(("Linear", "ReLU", "Dropout", "Linear"), zero=[0, 0.5, 0.951, 0]), losses=FLAT),
+        Run(acts(("Linear", "ReLU", "Dropout", "Linear"), zero=[0, 0.5, 0.951, 0],
+                 count=[64.0, 64.0, 64.0, 10.0]), losses=FLAT),
         "dropout",
-        "less than 10 % is kept",
+        "less than 25 % is kept",
         "keeps 9.8%",
     ),
     (
@@ -528,10 +644,16 @@ CASES = [
         "the first loss is 16",
     ),
     (
-        Run(losses=falling(start=2.7e4, end=3e3), info=MSE),
+        Run(losses=falling(start=2.7e4, end=1e2), info=MSE),
         "target_scale",
         "above 20, where standardised targets give about 1",
         "the first error is 164 (mse",
+    ),
+    (
+        Run(losses=falling(start=2.7e4, end=3e3), info=MSE),
+        "target_scale",
+        "above 20 at first and at the end",
+        "and the last is 56",
     ),
     (
         Run(params=weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4),

@@ -214,7 +214,8 @@ def test_targets_that_are_not_standardised_are_named_if_the_loss_does_not_fall()
 
     assert (f.severity, diagnose(Run(losses=far, info=MSE))[0].rule) == ("warning", "target_scale")
     assert f.evidence.startswith("the first error is 16")
-    assert alarms(Run(losses=falling(start=2.7e4, end=3e3), info=MSE)) == set()
+    assert alarms(Run(losses=falling(start=2.7e4, end=3e3), info=MSE)) == {"target_scale"}
+    assert alarms(Run(losses=falling(start=2.7e4, end=1e2), info=MSE)) == set()
     assert "target_scale" not in diagnose(Run(losses=far / 1e3, info=MSE)).rules
     assert "target_scale" not in diagnose(Run(losses=far)).rules
 
@@ -251,15 +252,30 @@ def test_targets_out_of_reach_are_named_though_noise_makes_the_loss_fall():
 
     assert f.severity == "warning"
     assert "all steps together can take 0.018" in f.evidence
-    assert alarms(Run(params=quick, losses=noisy, info=MSE)) == set()
-    assert alarms(Run(losses=noisy, info=MSE)) == set()  # nobody knows
+    for run in (Run(params=quick, losses=noisy, info=MSE), Run(losses=noisy, info=MSE)):
+        assert "and the last is 300" in found(run, "target_scale").evidence
 
 
-def test_a_steady_fall_from_far_is_a_note_whatever_the_steps_seem_to_reach():
+def test_a_steady_fall_from_far_does_not_excuse_an_error_that_stays_huge():
     slow = weights(4, n=300, grad_norm=[1] * 4, update_norm=[0.01] * 4)
     steady = np.linspace(1e5, 0.97e5, 300)
 
-    assert alarms(Run(params=slow, losses=steady, info=MSE)) == set()
+    assert alarms(Run(params=slow, losses=steady, info=MSE)) == {"target_scale"}
+
+
+def test_a_known_chance_is_met_by_a_run_that_began_above_it():
+    wild = Run(losses=falling(start=16.0, end=5.0), info={**CE, "chance": np.log(10)})
+    heads = Run(losses=falling(start=6.0, end=2.5), info=CE)  # of three, perhaps
+
+    assert found(wild, "initial_loss").severity == "warning"
+    assert alarms(heads) == set()
+
+
+def test_a_loss_that_ends_below_a_known_chance_has_learnt_though_it_fell_in_the_first_steps():
+    players = 1.1 + np.random.default_rng(0).normal(0, 0.05, 300)  # two terms, of ln 2 each
+
+    assert "not_learning" in alarms(Run(losses=players))
+    assert alarms(Run(losses=players, info={"chance": 2 * np.log(2)})) == set()
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,81 @@ def jumps(to):
     return weights(update_ratio=ratio)
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(falling(), "warning"), (None, "warning")])
-def test_one_step_larger_than_the_weights_is_too_high_whatever_the_loss_does(losses, severity):
-    assert found(Run(params=jumps(4.0), losses=losses), "lr_too_high").severity == severity
-    assert alarms(Run(params=jumps(0.9), losses=losses)) == set()
+def test_one_step_larger_than_the_weights_is_too_high_where_no_loss_is_known():
+    assert found(Run(params=jumps(4.0)), "lr_too_high").severity == "warning"
+    assert alarms(Run(params=jumps(0.9))) == set()
+
+
+def test_while_the_loss_falls_steps_are_too_large_that_blow_the_weights_up():
+    grown = np.tile(np.geomspace(5.0, 50.0, N), (4, 1))
+    blown = dataclasses.replace(jumps(0.9), values={**jumps(0.9).values, "weight_norm": grown})
+
+    assert found(Run(params=blown, losses=falling()), "lr_too_high").severity == "warning"
+    assert alarms(Run(params=jumps(4.0), losses=falling())) == set()
+    assert alarms(Run(params=weights(weight_norm=grown), losses=falling())) == set()
+
+
+def of_groups(rates, optimizers=("Adam",), **values):
+    """Four matrices, the last two with the last rate and the last optimizer."""
+    lr = [rates[0]] * 2 + [rates[-1]] * 2
+    made = weights(lr=lr, **values)
+    of = [optimizers[0]] * 2 + [optimizers[-1]] * 2
+    return dataclasses.replace(made, meta={**made.meta, "optimizer": of})
+
+
+def test_matrices_of_another_rate_are_judged_by_themselves():
+    ratio = [0.3, 0.3, 1e-3, 1e-3]
+
+    for own in (of_groups([0.1, 1e-3], update_ratio=ratio),
+                of_groups([0.1], ["Adam", "SGD"], update_ratio=ratio)):  # fmt: skip
+        assert found(Run(params=own, losses=FLAT), "lr_too_high").layers == (
+            "0.weight", "1.weight",
+        )  # fmt: skip
+    one = of_groups([0.1], update_ratio=ratio)
+    assert "lr_too_high" not in alarms(Run(params=one, losses=FLAT))
+
+
+def test_a_rate_that_is_almost_nothing_for_half_of_the_run_is_named():
+    early = np.where(np.arange(N) < 30, 0.1, 1e-5)
+    late = np.where(np.arange(N) < 80, 0.1, 1e-5)
+
+    f = found(Run(params=weights(lr=[early] * 4), losses=falling()), "lr_too_low")
+
+    assert "in 70% of the records" in f.evidence
+    assert "scheduler" in f.fix
+    assert alarms(Run(params=weights(lr=[late] * 4), losses=falling())) == set()
+
+
+def test_steps_that_together_move_nothing_are_too_small_though_the_loss_falls():
+    tiny = weights(update_ratio=[1e-6] * 4)
+
+    f = found(Run(params=tiny, losses=falling(start=2.3, end=2.0)), "lr_too_low")
+
+    assert "by 0.01% of their weight" in f.evidence
+    assert alarms(Run(params=tiny, losses=falling(start=2.3, end=0.5))) == set()
+    learnt = falling(start=0.5, end=0.4)  # a model that had learnt before
+    assert alarms(Run(params=tiny, losses=learnt, info={"n_classes": 10})) == set()
+
+
+def test_decay_that_pulls_harder_than_the_gradient_is_named_though_the_loss_falls():
+    shrinks = np.tile(np.geomspace(5.0, 1.0, N), (4, 1))
+    made = weights(weight_norm=shrinks, grad_norm=[0.1] * 4)
+
+    def decaying(decay):
+        meta = {**made.meta, "weight_decay": [decay] * 4}
+        return Run(params=dataclasses.replace(made, meta=meta), losses=falling())
+
+    f = found(decaying(1.0), "weight_decay")
+
+    assert (f.severity, "times the gradient" in f.evidence) == ("warning", True)
+    assert alarms(decaying(1e-3)) == set()
+
+
+def test_the_largest_decay_of_a_step_is_that_of_the_rate_it_was_made_with():
+    made = weights(lr=[np.where(np.arange(N) < 50, 0.1, 0.0)] * 4)
+    strong = dataclasses.replace(made, meta={**made.meta, "weight_decay": [0.2] * 4})
+
+    assert "weight_decay" in alarms(Run(params=strong, losses=falling(), info={"lr": [0.0]}))
 
 
 def test_a_rate_too_high_comes_before_the_units_it_kills():
@@ -248,7 +319,8 @@ def test_a_momentum_near_1_is_named_where_the_loss_does_not_fall():
     f = found(Run(losses=FLAT, info={"momentum": [0.9, 0.999]}), "momentum")
 
     assert "for 1000 steps (the run has 300)" in f.evidence
-    assert "momentum" not in diagnose(Run(losses=falling(), info={"momentum": [0.999]})).rules
+    assert "momentum" in alarms(Run(losses=falling(), info={"momentum": [0.999]}))
+    assert "momentum" not in diagnose(Run(losses=falling(), info={"momentum": [0.995]})).rules
     assert "momentum" not in diagnose(Run(losses=FLAT, info={"momentum": [0.99]})).rules
     assert dict(diagnose(Run(losses=FLAT)).unjudged)["momentum"] == "momentum unknown"
 

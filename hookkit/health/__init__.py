@@ -4,11 +4,16 @@
     reading.py            how rules read records and losses: windows, rows by type, medians, levels
     run_view.py           RunView: a run as rules see it; does its loss fall?
     loss_expectations.py  losses that need not fall
+    layer_order.py        which matrix stands before each, which layers are given data
+    jumps.py              losses that jump out of those before
 
-    steps.py              learning rate, momentum, weight decay, steps that go uphill
+    learning_rate.py      steps that are too large or too small for the weights
+    steps.py              momentum, weight decay, steps that go uphill
     gradients.py          gradients that vanish, explode, or are never zeroed
     activations.py        scale of inputs and of initial weights; dropout, batch norm
     units.py              dead, dormant, saturated units
+    collapse.py           layers that give the same for all samples; data that do not differ
+    data_order.py         batches that come back in the same order, or only a few of them
     unmoved.py            parameters that never move; constant initial weights
     non_finite.py         NaN and Inf, and where they come from
     precision.py          the range of float16
@@ -23,7 +28,8 @@ check under `@rule(…)` in the file of its subject and put it in `RULES`.
 Each rule says where its threshold is and who published it. None reports anything that was seen in
 one batch alone; the learning rate is judged by the majority of matrices, dead and unmoved by a
 single layer, saturation by module type, float16 by the dtype of each layer. How often they are
-right is measured by `benchmarks/diagnosis.py`.
+right is measured by `benchmarks/diagnosis.py`, and on trainings of the kinds that people run by
+`benchmarks/verdicts.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +42,10 @@ import numpy as np
 from hookkit.health import (
     activations,
     attention,
+    collapse,
+    data_order,
     gradients,
+    learning_rate,
     loss,
     loss_graph,
     loss_input,
@@ -58,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     loss_graph.broadcast,
     loss_graph.softmax_dim,
     loss_input.probabilities,
+    loss.below_zero,
     steps.ascent,
     precision.fp16_underflow,
     unmoved.unmoved,
@@ -65,13 +75,17 @@ RULES: tuple[Rule, ...] = (
     unmoved.zero_init,
     unmoved.constant_init,
     gradients.grads_pile_up,
+    collapse.constant_input,
+    data_order.repeated_data,
+    data_order.unshuffled,
     activations.input_scale,
     loss.target_scale,
     activations.bad_init,
     steps.momentum,
     steps.weight_decay,
-    steps.lr_too_high,
-    steps.lr_too_low,
+    learning_rate.lr_too_high,
+    learning_rate.lr_too_low,
+    gradients.clipping,
     activations.dropout,
     activations.small_batch,
     units.dead,
@@ -82,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     non_finite.non_finite,
     attention.attention_logits,
     precision.fp16_range,
-    loss.below_zero,
+    collapse.representation_collapse,
     loss.initial_loss,
     loss.not_learning,
     loss.spikes,
@@ -163,11 +177,12 @@ def _without_values(record: Record) -> tuple[str, ...]:
 _BLOWS_UP = {"non_finite", "diverging", "exploding"}
 
 _EFFECTS = {
-    "input_scale": {"saturated", "dead", "zero_gradient", *_BLOWS_UP},
+    "grads_pile_up": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
+    "input_scale": {"saturated", "dead", "zero_gradient", "representation_collapse", *_BLOWS_UP},
     "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
     "momentum": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
-    "weight_decay": {"lr_too_high", "vanishing", "zero_gradient"},
-    "lr_too_high": {"dead", "saturated", *_BLOWS_UP},
+    "weight_decay": {"lr_too_high", "vanishing", "zero_gradient", "representation_collapse"},
+    "lr_too_high": {"dead", "saturated", "representation_collapse", *_BLOWS_UP},
     "fp16_underflow": {"zero_gradient", "vanishing"},
 }
 """A rule, and those that report what it causes."""

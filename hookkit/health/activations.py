@@ -12,6 +12,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import LECUN, SAGEMAKER, Finding, rule
+from hookkit.health.layer_order import given_data
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
 
@@ -27,12 +28,11 @@ BROKEN_RATIO = 1e6
 ALONG_DEPTH = 0.8
 # A recurrence's output, or a layer's against the first one's (hookkit, measured)
 HUGE = 100
-# Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 10 %: measured.
-LEAST_KEPT = 0.1
+# Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 25 %: half of the least.
+LEAST_KEPT = 0.25
 # Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured
 FEW_VALUES = 4
 
-_GIVEN_NO_INPUTS = frozenset({"RNN", "LSTM", "GRU", "MultiheadAttention", *read.EMBEDDINGS})
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
@@ -46,22 +46,21 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     "of the training set",
 )
 def input_scale(run: RunView) -> Iterator[Finding]:
-    """A first layer that is given huge inputs, or almost none."""
+    """A layer that is given the data, and they are huge, or almost 0: each input of the model."""
     record = run.activations
-    which = read.rows(record, read.PRE_ACTIVATION)
-    if not len(which) or set(record.types[: which[0]]) & _GIVEN_NO_INPUTS:
-        return
-    row, name = which[0], record.names[which[0]]
-    normed = "Norm" in "".join(record.types[row : row + 2])
-    size = _spread_without_bias(run, record, row)
-    if size > LARGE_INPUT:
-        severity = "note" if normed else "error" if run.fails else "warning"
-        what = f"the first layer's output has standard deviation {size:.3g} before training"
-        yield input_scale.found(severity, what, *read.where(record, [row], read.FIRST))
-    elif not normed and (size := read.input_size(run.recorded.params, name)) < FAINT_INPUT:
-        severity = "warning" if run.fails else "note"
-        what = f"by its gradients the first layer is given inputs of size {size:.2g}"
-        yield _FAINT.found(severity, what, *read.where(record, [row]))
+    for row in [*given_data(run, record), *_given_other_data(run, record)]:
+        name = record.names[row]
+        normed = "Norm" in "".join(record.types[row : row + 2])
+        size = _spread_without_bias(run, record, row)
+        if size > LARGE_INPUT:
+            severity = "note" if normed else "error" if run.fails else "warning"
+            what = f"the output of {name}, which is given the data, has standard deviation "
+            what += f"{size:.3g} before training"
+            yield input_scale.found(severity, what, *read.where(record, [row], read.FIRST))
+        elif not normed and (size := read.input_size(run.recorded.params, name)) < FAINT_INPUT:
+            severity = "warning" if run.fails else "note"
+            what = f"by its gradients {name} is given inputs of size {size:.2g}"
+            yield _FAINT.found(severity, what, *read.where(record, [row]))
 
 
 _FAINT = input_scale.but(
@@ -70,6 +69,27 @@ _FAINT = input_scale.but(
     source=f"{LECUN}; 3e-3: hookkit, measured",
     cause="inputs that are almost 0: divided by 255 twice, say",
 )
+
+
+def _given_other_data(run: RunView, record: Record) -> Iterator[int]:
+    """Rows whose inputs are huge, though the embedding before is not: numbers stand beside it."""
+    params, names = run.recorded.params, {name: i for i, name in enumerate(record.names)}
+    before = record.meta.get("predecessors", {})
+    if params is None or "shape" not in params.meta:
+        return
+    for row in read.rows(record, read.PRE_ACTIVATION):
+        weight = f"{record.names[row]}.weight"
+        other = names.get(before.get(weight, "").rpartition(".")[0])
+        if other is None or record.types[other] not in read.EMBEDDINGS:
+            continue
+        if weight not in params.names:
+            continue
+        at = params.names.index(weight)
+        norm, n_out = read.table(params, "weight_norm")[at, 0], params.meta["shape"][at][0]
+        # of independent inputs of size s a layer makes outputs of size s |W| / √n
+        size = _spread_without_bias(run, record, row) * np.sqrt(n_out) / norm if norm else 0.0
+        if size > LARGE_INPUT and size > LARGE_INPUT * read.table(record, "rms")[other, 0]:
+            yield int(row)
 
 
 def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
@@ -213,25 +233,28 @@ _STAYS_HUGE = _HUGE_LAYER.but(
 
 @rule(
     needs=("activations",),
-    threshold="less than 10 % is kept, while the loss does not fall",
+    threshold="less than 25 % is kept",
     source="Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; "
-    "10 %: hookkit, measured",
+    "25 %: half of the least",
     cause="a dropout rate that is too high (p is the share that is dropped, not kept)",
     fix="lower p to 0.5 or less: nn.Dropout(p=0.5)",
 )
 def dropout(run: RunView) -> Iterator[Finding]:
-    """Dropout that keeps less than a tenth, while the loss does not fall."""
+    """Dropout that keeps less than a tenth."""
     record = run.activations
     rows = read.rows(record, _DROPOUTS)
     rows = rows[rows > 0]
-    if not len(rows) or not run.fails:
+    if not len(rows):
         return
-    nonzero = 1 - read.table(record, "zero")  # what was 0 before it does not count as dropped
+    nonzero, count = 1 - read.table(record, "zero"), read.table(record, "count")
+    # what was 0 before it does not count as dropped, where the layer before it is its input
+    follows = read.median(count[rows] == count[rows - 1], axis=1) == 1
     kept = read.median(nonzero[rows] / nonzero[rows - 1], axis=1)
-    if (hit := kept < LEAST_KEPT).any():
+    if (hit := (kept < LEAST_KEPT) & follows).any():
         least = read.percent(np.nanmin(kept))
-        what = f"dropout keeps {least} of what it is given, and the loss does not fall"
-        yield dropout.found("error", what, *read.where(record, rows[hit]))
+        what = f"dropout keeps {least} of what it is given"
+        severity = "error" if run.fails else "warning"
+        yield dropout.found(severity, what, *read.where(record, rows[hit]))
 
 
 @rule(

@@ -6,18 +6,25 @@ That they are exactly 0 is in `unmoved`, that float16 loses them in `precision`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.activations import FAINT_INPUT
 from hookkit.health.diagnosis import Finding, Rule, rule
+from hookkit.health.layer_order import chains
+from hookkit.health.learning_rate import too_small
 from hookkit.health.reading import known, smoothed
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints
 
 # AUTOTRAINER: gradients of the first over those of the last layer
 EXPLODED_RATIO = 70
+# Gradients of fresh batches differ by more than this, and by this in 9 of 10 records if clipped
+SAME_SHARE, MOSTLY = 1e-3, 0.9
+# A norm of all gradients above this is no almost nothing (hookkit, measured)
+CLIPPED = 1e-2
 # A correlation of log size with depth: the size changes along the depth (hookkit, measured)
 ORDERED = 0.6
 
@@ -31,12 +38,10 @@ ORDERED = 0.6
 )
 def vanishing(run: RunView) -> Iterator[Finding]:
     """Gradients that fade towards the input."""
-    which, size, early = _sizes_by_depth(run)
-    # by the earlier half, not the first matrix alone: one channel before a norm has no gradient
-    half = float(np.median(size[: max(1, len(size) // 2)]) / size[-1])
-    fades = size[0] / size[-1] < read.VANISHED_RATIO and size[0] < read.VANISHED
-    if not (fades and _order(size) > ORDERED and half < read.VANISHED_RATIO**0.5):
+    faded = [c for c in _sizes_by_depth(run) if _fades(c.early) and c.late[0] < c.late[-1] / 10]
+    if not faded:
         return
+    which, size, _, early = min(faded, key=lambda c: c.early[0] / c.early[-1])
     first = run.params.names[which[0]]
     if read.input_size(run.params, first.rpartition(".")[0]) < FAINT_INPUT:
         return  # errors arrive, and are multiplied by inputs that are small: `input_scale`
@@ -56,24 +61,72 @@ def vanishing(run: RunView) -> Iterator[Finding]:
 )
 def exploding(run: RunView) -> Iterator[Finding]:
     """Gradients that grow towards the input."""
-    which, size, early = _sizes_by_depth(run)
-    if size[0] / size[-1] > EXPLODED_RATIO and _order(size) < -ORDERED and run.learns is not True:
+    if run.learns:
+        return
+    ordered = [c for c in _sizes_by_depth(run) if _order(c.early) < -ORDERED]
+    grows = [c for c in ordered if c.early[0] / c.early[-1] > EXPLODED_RATIO]
+    if grows:
+        which, size, _, early = max(grows, key=lambda c: c.early[0] / c.early[-1])
         severity = "error" if run.fails else "note"
         yield _first_and_last(run, exploding, severity, which, size, early)
 
 
-def _sizes_by_depth(run: RunView) -> tuple[Ints, Floats, slice]:
-    """Matrices with gradients, the early RMS of each one's, and the records it is taken from."""
+class _Chain(NamedTuple):
+    """Matrices in the order in which the data pass them, and how large their gradients are."""
+
+    which: Ints
+    early: Floats
+    late: Floats
+    window: slice  # of the records that `early` is from
+
+
+def _sizes_by_depth(run: RunView) -> list[_Chain]:
+    """Chains of three matrices or more with gradients, the median RMS of each early and late."""
     record = run.params
     which = read.matrices(record)
     began = read.table(record, "weight_norm")[which, 0]  # one that begins at 0 holds gradients back
-    which = which[began != 0]
     early = slice(0, max(read.MIN_RECORDS, len(record) // 3))
-    size = np.asarray(read.median(read.table(record, "grad_rms")[which][:, early], axis=1))
-    known = np.isfinite(size) & (size > 0)
-    if known.sum() < 3:
+    found = []
+    for chain in chains(run, which[began != 0]):
+        rms = read.table(record, "grad_rms")[chain]
+        sizes = [read.median(rms[:, w], axis=1) for w in (early, read.last_half(record))]
+        known = np.isfinite(sizes[0]) & (sizes[0] > 0)
+        if known.sum() >= 3:
+            found.append(_Chain(chain[known], sizes[0][known], sizes[1][known], early))
+    if not found:
         raise read.Missing("fewer than 3 matrices with gradients")
-    return which[known], size[known], early
+    return found
+
+
+def _fades(size: Floats) -> bool:
+    """Whether gradients fade towards the input, by the earlier half of the matrices too.
+
+    Not by the first one alone: one channel before a norm has no gradient.
+    """
+    half = float(np.median(size[: max(1, len(size) // 2)]) / size[-1])
+    fades = size[0] / size[-1] < read.VANISHED_RATIO and size[0] < read.VANISHED
+    return bool(fades and _order(size) > ORDERED and half < read.VANISHED_RATIO**0.5)
+
+
+@rule(
+    needs=("params",),
+    threshold="the same norm of all gradients in 9 of 10 records, and steps that are almost 0",
+    source="exact: what clip_grad_norm_ leaves has the norm that it was told; steps: as lr_too_low",
+    cause="gradients that are clipped to almost nothing: a max_norm that is far below their size",
+    fix="use a max_norm near the usual norm of the gradients: clip_grad_norm_(parameters, 1.0) "
+    "returns the norm before clipping; print it for some steps",
+)
+def clipping(run: RunView) -> Iterator[Finding]:
+    """Gradients whose norm is always the same, and so small that the optimizer hardly moves."""
+    norms = known(_grad_norms(run)[0])
+    if len(norms) < read.MIN_RECORDS or not (level := float(np.median(norms))) > 0:
+        return
+    share = float((np.abs(norms - level) < SAME_SHARE * level).mean())
+    if share < MOSTLY or level > CLIPPED or not (line := too_small(run)):
+        return
+    what = f"the norm of all gradients is {level:.3g} in {share:.0%} of the records, and {line}"
+    severity = "warning" if run.learns else "error"
+    yield clipping.found(severity, what, (), run.all_steps)
 
 
 def _order(size: Floats) -> float:
@@ -94,6 +147,8 @@ def _first_and_last(
 # norm jitter, while a sum changes little from step to step. Measured on the benchmark's trainings.
 # While the loss does not fall: grown 10-fold, changing by at most 15 % a step
 STUCK_GROWTH, STUCK_JITTER = 10, 0.15
+# The same: 1.2 times what it was after a third of the run; √3 is what independent gradients give
+GOES_ON = 1.2
 # Where the loss is unknown, or falls: changing by less than 3 % a step
 SURE_JITTER = 0.03
 # Where the loss falls: grown 1.5-fold, and five times as quiet as the loss
@@ -121,7 +176,10 @@ def grads_pile_up(run: RunView) -> Iterator[Finding]:
     peak = float(np.max(smoothed(norms)))
     grown = peak >= STUCK_GROWTH * first
     jitter = float(np.median(np.abs(np.diff(norms)) / np.maximum(norms[1:], 1e-300)))
-    lasts = norms[-read.MIN_RECORDS :].max() > peak / 100  # an explosion passes, a sum stays
+    # an explosion passes, and what has grown by then stays where it is; a sum goes on
+    third = float(np.median(norms[len(norms) // 3 :][: read.MIN_RECORDS]))
+    late = norms[-read.MIN_RECORDS :]
+    lasts = late.max() > peak / 100 and (np.median(late) > GOES_ON * third or jitter < SURE_JITTER)
     stuck = grown and jitter <= STUCK_JITTER and run.fails and bool(lasts)
     unproved = grown and jitter < SURE_JITTER and run.learns is None
     severity = "error" if run.fails else "warning"

@@ -18,7 +18,7 @@ from hookkit.health.reading import end_level, known, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
-# measured. Several heads, whose losses are added up, begin above chance too.
+# measured. Several heads, whose losses are added up, begin above the chance of one too.
 FIRST_LOSS, GUESSES = 2, 5
 # Where standardised targets give an error of about 1 (hookkit, measured)
 LARGE_ERROR = 20
@@ -45,16 +45,18 @@ OVERFIT_GAP = 0.1
 def initial_loss(run: RunView) -> Iterator[Finding]:
     """A first loss far above what guessing would give."""
     chance, first = float(np.log(run.n_classes)), float(known(run.losses)[0])
+    least = FIRST_LOSS if "chance" in run.info else GUESSES  # known of this loss, or of its classes
     excess = (first - chance) / chance
     if excess <= FIRST_LOSS - 1:
         return
-    guesses = excess > GUESSES - 1 and end_level(run.losses) > chance
+    guesses = excess > least - 1 and end_level(run.losses) > chance
     recovers = run.improved is True and not guesses
     what = f"the first loss is {first:.3g}, where guessing among {run.n_classes} classes gives "
     what += f"{chance:.3g}" + ", and the run does not end below that" * guesses
     line = f"above {FIRST_LOSS * chance:.3g}, twice ln C"
     if guesses:
-        line = f"above {GUESSES * chance:.3g}, five times ln C, and ln C or more at the end"
+        times = "twice" if least == FIRST_LOSS else "five times"
+        line = f"above {least * chance:.3g}, {times} ln C, and ln C or more at the end"
     elif not recovers:
         line += ", and no loss that falls"
     here = initial_loss.but(threshold=line)
@@ -75,17 +77,27 @@ def target_scale(run: RunView) -> Iterator[Finding]:
     name, first = run.loss_name, float(known(run.losses)[0])
     if name not in ("mse", "l1", "smoothl1", "huber"):
         return
-    error = max(first, 0.0) ** (0.5 if name == "mse" else 1.0)
+    error = _error(name, first)
     if error <= LARGE_ERROR:
         return
     share = _possible_fall(run)
     far = share is not None and share < OUT_OF_REACH and not run.falls_slowly
     fails = run.fails and not run.falls_slowly
+    stays = not far and not fails and _error(name, end_level(run.losses)) > LARGE_ERROR
     what = f"the first error is {error:.3g} ({name} {first:.3g})"
     what += f", of which all steps together can take {share:.2g}" if far else ""
     what += ", and the loss does not fall" * fails
-    says = _OUT_OF_REACH if far else target_scale
-    yield says.found("warning" if fails or far else "note", what, (), (0, 0))
+    what += f", and the last is {_error(name, end_level(run.losses)):.3g}" * stays
+    says = _OUT_OF_REACH if far else _STAYS if stays else target_scale
+    yield says.found("warning" if fails or far or stays else "note", what, (), (0, 0))
+
+
+def _error(name: str, loss: float) -> float:
+    """About how far the output is off, from a squared or an absolute error."""
+    return float(max(loss, 0.0) ** (0.5 if name == "mse" else 1.0))
+
+
+_STAYS = target_scale.but(threshold="above 20 at first and at the end")
 
 
 _OUT_OF_REACH = target_scale.but(

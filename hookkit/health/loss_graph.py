@@ -35,7 +35,20 @@ def broadcast(run: RunView) -> Iterator[Finding]:
     fix="use torch.nn.functional.cross_entropy on the scores, or torch.log_softmax(scores, dim=-1)",
 )
 def softmax_dim(run: RunView) -> Iterator[Finding]:
-    """A log softmax over the batch, before a likelihood."""
+    """A softmax over another dimension than what reads it expects."""
     if what := run.info.get("softmax_dim"):
         what = f"the softmax before the loss is taken {what}"
         yield softmax_dim.found("error", what, (), run.all_steps)
+    record = run.recorded.activations
+    if record is not None and (inside := record.meta.get("softmax_dim")):
+        what = f"{len(inside)} softmax{'es' * (len(inside) > 1)} inside the model, before a product"
+        what += f" with values, {'are' if len(inside) > 1 else 'is'} taken {inside[0]}"
+        yield _OF_QUERIES.found("warning", what, (), run.all_steps)
+
+
+_OF_QUERIES = softmax_dim.but(
+    threshold="over the rows of a matrix whose columns are multiplied by values and added up",
+    source="exact, by the model's operations; Vaswani et al. 2017 (arXiv 1706.03762), eq. 1",
+    cause="attention whose weights are shared among the queries and not among the keys",
+    fix="use softmax(dim=-1) for weights that are multiplied as weights @ values",
+)

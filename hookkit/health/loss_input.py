@@ -34,14 +34,17 @@ def probabilities(run: RunView) -> Iterator[Finding]:
     """
     name, record = run.loss_name, run.recorded.activations
     nll, binary = name == "nll", name.endswith("withlogits")
-    if not nll and not binary and ("crossentropy" not in name or name.startswith("binary")):
-        raise read.Missing("loss function unknown")
     says = _BINARY if binary else _NLL if nll else probabilities
     last = record.types[-1] if record is not None and record.names else ""
-    ends = ("Softmax", "Sigmoid")
-    if (given := run.info.get("loss_input")) in ends:
+    ends, given = ("Softmax", "Sigmoid"), run.info.get("loss_input")
+    expects_shares = name.startswith(("binary", "bce")) and not binary
+    if given in ends and not expects_shares:
         what = f"the loss is given what a {given.lower()} gives"
         yield says.found("error", what, (), run.all_steps)
+    elif given == "scores":
+        yield _SCORES.found("error", "the loss is given what a layer gives", (), run.all_steps)
+    elif not nll and not binary and ("crossentropy" not in name or expects_shares):
+        raise read.Missing("loss function unknown")
     elif record is not None and last in ends:
         yield says.found("error", f"the last layer is {last}", record.names[-1:], run.all_steps)
     elif says is probabilities and run.info.get("output_is_probabilities"):
@@ -70,6 +73,14 @@ _NLL = probabilities.but(
     source="PyTorch, NLLLoss: the input is expected to contain log probabilities",
     cause="a softmax before a loss that expects its logarithm",
     fix="use torch.log_softmax, or return the scores and use nn.CrossEntropyLoss",
+)
+
+
+_SCORES = probabilities.but(
+    threshold="anything but logarithms of probabilities before this loss",
+    source="PyTorch, NLLLoss and CTCLoss: the input is expected to contain log probabilities",
+    cause="scores before a loss that expects logarithms of probabilities",
+    fix="give the loss scores.log_softmax(-1); or use nn.CrossEntropyLoss in place of nn.NLLLoss",
 )
 
 

@@ -164,18 +164,6 @@ def has_no_gradient(record: Record) -> Bools:
     return np.asarray(np.isfinite(grads).any(axis=1) & (np.nan_to_num(grads) == 0).all(axis=1))
 
 
-def gradients_fade(record: Record) -> bool:
-    """Whether the first matrix's gradients vanish against the last one's.
-
-    Then all but the last matrices hardly move, whatever the learning rate: `vanishing` reports why.
-    """
-    which = matrices(record)
-    if len(which) < 3 or "grad_rms" not in record.values:
-        return False
-    size = median(record.values["grad_rms"][which], axis=1)
-    return bool(size[0] < VANISHED and size[0] < VANISHED_RATIO * size[-1])
-
-
 def input_size(params: Record | None, layer: str) -> float:
     """About how large a layer's inputs are, estimated from the gradients of its weight and bias.
 

@@ -81,6 +81,12 @@ class RunView:
         return int(n)
 
     @property
+    def chance(self) -> float:
+        """The loss of guessing, as far as it is known; else 0."""
+        n = self.info.get("n_classes")
+        return float(self.info.get("chance") or (np.log(n) if n else 0.0))
+
+    @property
     def loss_name(self) -> str:
         """The loss function's name as one word in small letters (`"crossentropy"`), or ""."""
         name = str(self.info.get("loss", self.info.get("loss_func", "")))
@@ -150,6 +156,8 @@ class RunView:
                 return False, missed
         if end < line:
             return True, ""
+        if end < (1 - FALL) * self.chance and end < 1.5 * start:
+            return True, ""  # below what guessing gives, as the first steps were already
         first, last = slice(read.MIN_RECORDS), slice(-10, None)
         return self._explains_targets(start, first) and self._explains_targets(end, last), missed
 

@@ -1,7 +1,6 @@
-"""Rules on the optimizer's steps: learning rate, momentum, weight decay, and their direction.
+"""Rules on the optimizer's other settings: momentum, weight decay, and the direction of its steps.
 
-The size of a step is the ratio of update to weight, `update_ratio`, of each matrix. A learning rate
-is judged by the majority of matrices: one that moves fast or slowly may be meant to.
+The size of its steps is in `learning_rate`.
 """
 
 from __future__ import annotations
@@ -11,182 +10,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import CHECKER, CS231N, TAYLOR, Finding, rule
-from hookkit.health.loss_expectations import NEVER_BELOW_ZERO, trained_in_turns
-from hookkit.health.reading import Bools
+from hookkit.health.diagnosis import TAYLOR, Finding, rule
+from hookkit.health.learning_rate import early_of
+from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Ints, Record
+from hookkit.records import Record
 
-# TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3
-FAST, SLOW = 1e-1, 1e-4
-# One step that changes half of the weights (measured), or replaces them
-LEAP, ERASES = 0.5, 1.0
-# 1 % of the weight in 1000 steps (hookkit, measured)
-NEVER_MOVES = 1e-5
-# An early update:weight above this is not slow: what broke at first, moves no more (measured)
-LEAPT = 1e-2
-# Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured
-ADAM_SHARE = 3e-2
 # From here on each gradient is carried on for more than 100 steps
 HIGH_MOMENTUM = 0.99
 # Weight decay that takes 1 % a step; or weights below 10 % of their first norm (measured)
 DECAY_PER_STEP, SHRUNK = 0.01, 0.1
+# The same where decay is seen to outweigh the gradient (measured)
+HALVED = 0.5
 # Of the bound in `reading`: twice what steps reach that are too large (hookkit, measured)
 UPHILL = 0.12
-
-
-@rule(
-    needs=("params",),
-    threshold="above 0.1 in most matrices",
-    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
-    cause="the learning rate is too high",
-    fix="divide the learning rate by 10, or warm it up: torch.optim.lr_scheduler.LinearLR(opt)",
-)
-def lr_too_high(run: RunView) -> Iterator[Finding]:
-    """Most matrices are rewritten faster than they can learn.
-
-    What counts as fast depends on the loss: while it falls, large steps are often meant.
-    """
-    record, which, ratio = _update_ratios(run)
-    lines = [line for line in _too_fast(run, record, ratio) if line[0].any()]
-    fast = np.any([hit for hit, *_ in lines] or [np.zeros(len(which), bool)], axis=0)
-    if fast.mean() <= 0.5:
-        return
-    seen = " and ".join(f"{size} (in {hit.sum()})" for hit, size, _ in lines)
-    what = f"update:weight of {fast.sum()} of {len(which)} matrices is {seen}"
-    what += ", while the loss does not fall" * run.fails
-    says, severity = (_TOO_HIGH_OR_UPHILL, "error") if run.fails else (lr_too_high, "warning")
-    least = ", or ".join(line for *_, line in lines)
-    published = [says.source] if f"above {FAST:g} " in least else []
-    measured = ["sizes of one step: hookkit, measured"] if "one step" in least else []
-    source = "; ".join(published + measured)
-    here = says.but(threshold=f"{least}, in most matrices", source=source)
-    yield here.found(severity, what, *read.where(record, which[fast]))
-
-
-def _too_fast(run: RunView, record: Record, ratio: Floats) -> list[tuple[Bools, str, str]]:
-    """Each line that matrices may have crossed: which did, how large it was there, and the line."""
-    early, whole = _early(record, ratio), read.median(ratio, axis=1)
-    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
-    soon, once = "in the first 20 steps", "in one step"
-
-    def crossed(size: Floats, least: float, when: str) -> tuple[Bools, str, str]:
-        hit = size > least
-        return hit, f"{read.median(size[hit]):.3g} {when}", f"above {least:g} {when}"
-
-    if run.fails:
-        return [crossed(early, FAST, soon), crossed(peak, LEAP, once)]
-    # a single matrix, such as a new head on a frozen body, may move that far
-    erased = [crossed(peak, ERASES, once)] if len(ratio) > 1 else []
-    if not run.learns:
-        return [*erased, crossed(whole, FAST, "a step, by the median")]
-    leaps = (early > FAST / 2) & (peak > LEAP) & (peak <= ERASES)
-    sizes = [f"{read.median(size[leaps]):.3g}" for size in (early, peak)]
-    what = f"{sizes[0]} {soon} and {sizes[1]} {once}"
-    line = f"above {FAST / 2:g} {soon} and above {LEAP:g} {once}"
-    return [*erased, (leaps, what, line)] if len(ratio) > 1 else []
-
-
-_TOO_HIGH_OR_UPHILL = lr_too_high.but(
-    cause="the learning rate is too high (or the steps go uphill: a wrong sign)"
-)
-
-
-@rule(
-    needs=("params",),
-    threshold="below 1e-4 in most matrices",
-    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
-    cause="the learning rate is too low",
-    fix="multiply the learning rate by 10 (or nothing, if this is fine-tuning and it is meant)",
-)
-def lr_too_low(run: RunView) -> Iterator[Finding]:
-    """Most matrices hardly move; a warning only if the loss does not fall either."""
-    record, which, ratio = _update_ratios(run)
-    whole = read.median(ratio, axis=1)
-    slow = (whole < SLOW) & (not trained_in_turns(record))
-    broke = (_early(record, ratio) > LEAPT).mean() > 0.5
-    if run.learns or broke or read.gradients_fade(record):
-        return
-    if run.fails and (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
-        what = f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate a "
-        what += "step, and the loss hardly falls"
-        window = slice(-read.MIN_RECORDS, None)
-        yield _EPS.found("warning", what, *read.where(record, which, window))
-        return
-    if slow.mean() <= 0.5:
-        return
-    most = np.nan_to_num(ratio).max(axis=1)
-    never = (most < NEVER_MOVES).mean() > 0.5
-    cause = lr_too_low.cause
-    cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
-    cause += ", or gradients are clipped to almost nothing" * _clipped(record)
-    what = f"update:weight of {slow.sum()} of {len(which)} matrices is "
-    where = read.where(record, which[slow])
-    if run.learns is None and never:
-        severity = "note" if run.falls_slowly else "warning"
-        what += f"at most {read.median(most[most < NEVER_MOVES]):.2g}"
-        yield _NEVER_MOVES.but(cause=cause).found(severity, what, *where)
-    else:
-        severity = "note" if run.learns is None or run.falls_slowly else "warning"
-        what += f"{read.median(whole[slow]):.2g}"
-        what += "" if run.learns is None else ", and the loss hardly falls"
-        yield lr_too_low.but(cause=cause).found(severity, what, *where)
-
-
-_NEVER_MOVES = lr_too_low.but(
-    threshold="below 1e-5 in every record of most matrices: 1 % of the weight in 1000 steps",
-    source="hookkit, measured",
-)
-
-
-def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
-    """Adam's late steps as a share of its learning rate, by element; inf for other optimizers."""
-    rates = [lr for lr in run.info.get("lr", ()) if lr > 0]
-    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam") or not rates:
-        return float("inf")
-    size = np.sqrt(read.meta(record, "numel", np.nan)[which])
-    late = read.table(record, "update_norm")[which][:, -read.MIN_RECORDS :]
-    return float(read.median(read.median(late, axis=1) / size)) / float(min(rates))
-
-
-_EPS = lr_too_low.but(
-    threshold="below 3e-2 in the last records",
-    source="Kingma & Ba 2015, Adam, 2.1: its steps are about as large as the learning rate; "
-    "3e-2: hookkit, measured",
-    cause="an eps that is large against the gradients (eps itself, gradients clipped to almost "
-    "nothing, or a loss that is scaled down)",
-    fix="use Adam's default, torch.optim.Adam(model.parameters(), eps=1e-8), or scale the loss up",
-)
-
-
-def _clipped(record: Record) -> bool:
-    """Whether the norm of all gradients is the same at every step, and small."""
-    norms = np.sqrt(np.nansum(read.table(record, "grad_norm") ** 2, axis=0))
-    norms = norms[np.isfinite(norms) & (norms > 0)]
-    return bool(len(norms) and np.ptp(norms) < 1e-3 * norms[0] and norms[0] < 1e-2)
-
-
-def _early(record: Record, ratio: Floats) -> Floats:
-    """Each matrix's median over the first 20 steps, of as many records as they have."""
-    first = record.steps < record.steps[0] + 20
-    return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
-
-
-def _update_ratios(run: RunView) -> tuple[Record, Ints, Floats]:
-    """update:weight of the matrices that did not begin at 0 and that a gradient moves."""
-    record = run.params
-    if run.info.get("optimizer") == "LBFGS":
-        raise read.Missing("LBFGS searches its own step")
-    ratio = read.table(record, "update_ratio")
-    norm = read.table(record, "weight_norm")
-    ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
-    by_decay = read.has_no_gradient(record)
-    moving = (np.nan_to_num(ratio).max(axis=1) > 0) & ~by_decay & (norm[:, 0] != 0)
-    which = read.matrices(record)
-    which = which[moving[which]]
-    if not len(which):
-        raise read.Missing("no matrix that began away from 0 moves")
-    return record, which, ratio[which]
 
 
 @rule(
@@ -202,10 +39,15 @@ def momentum(run: RunView) -> Iterator[Finding]:
     if "momentum" not in run.info:
         raise read.Missing("momentum unknown")
     most = max(run.info["momentum"], default=0.0)
+    n, carried = run.recorded.n_steps, 1 / max(1 - most, 1e-9)
+    what = f"momentum {most:g} carries each gradient on for {carried:.0f} steps (the run has {n})"
     if HIGH_MOMENTUM < most < 1 and run.fails:
-        what = f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps (the "
-        what += f"run has {run.recorded.n_steps}), and the loss does not fall"
-        yield momentum.found("warning", what, (), run.all_steps)
+        yield momentum.found("warning", f"{what}, and the loss does not fall", (), run.all_steps)
+    elif HIGH_MOMENTUM < most < 1 and carried > n:
+        yield _LONGER_THAN_RUN.found("warning", what, (), run.all_steps)
+
+
+_LONGER_THAN_RUN = momentum.but(threshold="above 0.99, and above 1 - 1/n for n steps")
 
 
 @rule(
@@ -219,28 +61,55 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
     params = run.recorded.params
     if params is None and "weight_decay" not in run.info:
         raise read.Missing("no parameters")
-    pairs = zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)
-    share = max((lr * decay for lr, decay in pairs), default=0.0)
+    share = _decay_per_step(run)
     if share > DECAY_PER_STEP:
         what = f"learning rate × weight decay takes {read.percent(share)} of each weight a step"
         severity = "warning" if run.learns else "error"
         yield weight_decay.found(severity, what, (), run.all_steps)
     elif params is not None and len(params) >= read.MIN_RECORDS:
-        which = read.matrices(params)
-        which = which[~read.has_no_gradient(params)[which]]  # `zero_gradient` reports those
-        norm = read.table(params, "weight_norm")[which]
-        left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
-        hit = left < SHRUNK
-        if len(which) and hit.mean() > 0.5 and not run.learns:
+        yield from _shrank(run, params)
+
+
+def _decay_per_step(run: RunView) -> float:
+    """The largest share of a weight that decay takes in one step."""
+    record = run.recorded.params
+    if record is not None and "weight_decay" in record.meta and "lr" in record.values:
+        decay = np.asarray(record.meta["weight_decay"], float)[:, None]
+        return float(np.nan_to_num(record.values["lr"] * decay).max(initial=0.0))
+    pairs = zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)
+    return max((lr * decay for lr, decay in pairs), default=0.0)
+
+
+def _shrank(run: RunView, params: Record) -> Iterator[Finding]:
+    """Matrices that shrink, because decay outweighs the gradient or without a loss that falls."""
+    which = read.matrices(params)
+    which = which[~read.has_no_gradient(params)[which]]  # `zero_gradient` reports those
+    norm = read.table(params, "weight_norm")[which]
+    left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
+    decay = read.meta(params, "weight_decay", 0.0).astype(float)[which]
+    pull = decay * early_of(params, norm) / early_of(params, read.table(params, "grad_norm")[which])
+    lines = [(_OUTWEIGHS, "warning" if run.learns else "error", (left < HALVED) & (pull > 1))]
+    lines += [] if run.learns else [(_SHRANK, "error", left < SHRUNK)]
+    for says, severity, hit in lines:
+        if len(which) and hit.mean() > 0.5:
             what = f"{hit.sum()} of {len(which)} matrices shrank to "
             what += f"{read.percent(read.median(left[hit]))} of their first norm"
+            if says is _OUTWEIGHS:
+                what += f", and decay × weight is {read.median(pull[hit]):.3g} times the gradient"
             layers, _ = read.where(params, which[hit])
-            yield _SHRANK.found("error", what, layers, run.all_steps)
+            yield says.found(severity, what, layers, run.all_steps)
+            return
 
 
 _SHRANK = weight_decay.but(
     threshold="most matrices below 10 % of their first norm, and no loss that falls",
     source="hookkit, measured",
+)
+
+_OUTWEIGHS = weight_decay.but(
+    threshold="most matrices below half of their first norm, where decay × weight is larger than "
+    "the gradient in the first 20 steps",
+    source="exact: which of the two pulls harder; half: hookkit, measured",
 )
 
 

@@ -254,8 +254,10 @@ def saturated(run: RunView) -> Iterator[Finding]:
     share = _smallest(_saturated_shares(record)[:, window])
     for severity, low, hit in _graded(which & (share > MANY), share):
         gates = not run.fails and _are_gates(record)[hit].all()
+        late = run.learns and not (_saturated_shares(record)[hit, :3] > MANY).any()
         what = f"at least {read.percent(share[hit].max())} of a layer is at the ends of its range"
-        says, severity = (_GATES, "note") if gates else (saturated, severity)
+        what += ", and was not at first" * bool(late)
+        says, severity = (_GATES, "note") if gates else (saturated, "note" if late else severity)
         line = saturated.threshold.replace("50", f"{100 * low:.0f}", 1)
         here = says.but(threshold=line, source=_source(says, low))
         yield here.found(severity, what, *read.where(record, hit, window))

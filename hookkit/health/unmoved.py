@@ -13,6 +13,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import SAGEMAKER, SYMMETRY, Finding, Rule, rule
+from hookkit.health.layer_order import gradients_fade
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
 from hookkit.records import Record
@@ -45,8 +46,10 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     what = "can be trained, but no gradient ever reaches it"
     asleep_too = f"{what}, for its layer never runs in training"
     yield from _report(record, cut & asleep, _NEVER_RAN, asleep_too)
-    yield from _report(record, cut & ~asleep, _NO_GRADIENT, what)
-    if not read.gradients_fade(record):  # else `vanishing` reports why
+    all_cut = len(read.matrices(record)) and (cut & ~asleep)[read.matrices(record)].all()
+    severity = "error" if all_cut else "warning"
+    yield from _report(record, cut & ~asleep, _NO_GRADIENT, what, severity)
+    if not gradients_fade(run):  # else `vanishing` reports why
         pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
         size = read.median(read.table(record, "grad_rms"), axis=1)
         faint = (size < FAINT_GRADIENT) & any(run.info.get("lr", ()))

@@ -1,0 +1,118 @@
+"""Rules on the order of the data: batches that come back in the same order, or only a few of them.
+
+The losses of shuffled batches do not repeat. Where the same batches come in the same order, so do
+their losses, around a level that falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.diagnosis import Finding, rule
+from hookkit.health.reading import known, start_level
+from hookkit.health.run_view import RunView
+from hookkit.records import Floats
+
+# A correlation with the losses a period before; fresh batches reach 0.5 (hookkit, measured)
+REPEATS = 0.85
+# As many batches, or fewer, are no data set
+FEW = 4
+# Losses that it takes, and how often each batch must have come
+ENOUGH, TIMES = 40, 4
+# Parts of the data that are as bad as at first, beside others that are learnt
+AS_BAD, LEARNT = 0.5, 0.5
+
+
+class Period(NamedTuple):
+    """How losses repeat.
+
+    Args:
+        steps: from a batch to the same one.
+        alike: the correlation with the losses a period before.
+        profile: (steps,) the loss of each batch, at the end of the run.
+    """
+
+    steps: int
+    alike: float
+    profile: Floats
+
+
+@rule(
+    needs=("losses",),
+    threshold="correlation above 0.85 with the losses of a period before, while part of the period "
+    "is as bad as at first (half of the first loss) and part is learnt (half of the worst)",
+    source="Bottou 2012, Stochastic Gradient Descent Tricks: shuffle the examples; 0.85 and the "
+    "halves: hookkit, measured",
+    cause="data sorted by class or target, which come in the same order in every epoch: the model "
+    "learns one part and forgets the others",
+    fix="shuffle the training data: DataLoader(dataset, shuffle=True)",
+)
+def unshuffled(run: RunView) -> Iterator[Finding]:
+    """Losses that repeat with a long period and swing between learnt and not."""
+    period = period_of(known(run.losses_of(ENOUGH)))
+    if period is None or period.steps <= FEW or run.need_not_fall:
+        return
+    worst, best = period.profile.max(), period.profile.min()
+    swings = worst > AS_BAD * start_level(run.losses) and best < LEARNT * worst
+    what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f}), "
+    what += f"between {best:.3g} and {worst:.3g}"
+    if swings:
+        yield unshuffled.found("warning", what, (), run.all_steps)
+    else:
+        yield _SAME_ORDER.found("note", what, (), run.all_steps)
+
+
+_SAME_ORDER = unshuffled.but(
+    threshold="correlation above 0.85 with the losses of a period before",
+    cause="batches that come in the same order in every epoch",
+)
+
+
+@rule(
+    needs=("losses",),
+    threshold="correlation above 0.85 with the losses of 2 to 4 steps before",
+    source="exact but for chance; 0.85: hookkit, measured",
+    cause="the same few batches again and again: an iterator that is made anew in each step, or a "
+    "subset that was meant for debugging",
+    fix="go through the whole loader: for x, y in loader",
+)
+def repeated_data(run: RunView) -> Iterator[Finding]:
+    """Losses that repeat after two to four steps."""
+    period = period_of(known(run.losses_of(ENOUGH)))
+    if period is None or period.steps > FEW or run.need_not_fall:
+        return
+    what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f})"
+    yield repeated_data.found("warning", what, (), run.all_steps)
+
+
+def period_of(losses: Floats) -> Period | None:
+    """The period of losses around their running median, without the first fifth; None if none."""
+    late = losses[len(losses) // 5 :]
+    if len(late) < ENOUGH:
+        return None
+    level = _running_median(late, max(3, len(late) // 10) | 1)
+    around = late - level
+    reach = 6 * read.SIGMA * float(np.median(np.abs(around)))
+    around = np.clip(around, -reach, reach)  # one spike repeats with nothing
+    sizes = range(2, len(late) // TIMES + 1)
+    alike = [_correlation(around[n:], around[:-n]) for n in sizes]
+    if not alike or not (best := max(alike)) > REPEATS:
+        return None
+    n = sizes[alike.index(next(c for c in alike if c > max(REPEATS, 0.97 * best)))]
+    return Period(n, alike[n - 2], late[-n * (TIMES - 1) :].reshape(-1, n).mean(axis=0))
+
+
+def _correlation(a: Floats, b: Floats) -> float:
+    size = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum()) / size if size else 0.0
+
+
+def _running_median(values: Floats, n: int) -> Floats:
+    """(len(values),) medians of `n` neighbours, of fewer different ones at the ends."""
+    ends = np.median(values[:n]), np.median(values[-n:])
+    wide = np.concatenate([np.full(n // 2, ends[0]), values, np.full(n // 2, ends[1])])
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(wide, n), axis=1))

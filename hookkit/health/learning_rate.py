@@ -1,0 +1,281 @@
+"""Rules on the learning rate: steps that are too large, or too small, for the weights they move.
+
+The size of a step is the ratio of update to weight, `update_ratio`, of each matrix. A learning rate
+is judged by the majority of the matrices that share it: one that moves fast or slowly may be meant
+to. The file is longer than 300 lines, since "too small" is measured in five ways that share what
+they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hookkit.health import reading as read
+from hookkit.health.diagnosis import CHECKER, CS231N, Finding, rule
+from hookkit.health.layer_order import gradients_fade
+from hookkit.health.loss_expectations import trained_in_turns
+from hookkit.health.reading import Bools
+from hookkit.health.run_view import ENOUGH_LOSSES, RunView
+from hookkit.records import Floats, Ints, Record
+
+# TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3
+FAST, SLOW, USUAL = 1e-1, 1e-4, 1e-3
+# One step that changes half of the weights (measured), or replaces them
+LEAP, ERASES = 0.5, 1.0
+# Steps that blow the weights up while the loss falls (hookkit, measured)
+BLOWN_UP = 4
+# What all steps of a run move of a weight, together: less cannot have taught it much (measured)
+WHOLE_PATH = 0.01
+# A rate below this share of its largest is none, and if it is none for half of the run (measured)
+NO_RATE, HALF_OF_RUN = 1e-3, 0.5
+# 1 % of the weight in 1000 steps (hookkit, measured)
+NEVER_MOVES = 1e-5
+# An early update:weight above this is not slow: what broke at first, moves no more (measured)
+LEAPT = 1e-2
+# Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured
+ADAM_SHARE = 3e-2
+
+
+@rule(
+    needs=("params",),
+    threshold="above 0.1 in most matrices",
+    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
+    cause="the learning rate is too high",
+    fix="divide the learning rate by 10, or warm it up: torch.optim.lr_scheduler.LinearLR(opt)",
+)
+def lr_too_high(run: RunView) -> Iterator[Finding]:
+    """Most matrices are rewritten faster than they can learn.
+
+    What counts as fast depends on the loss: while it falls, large steps are often meant.
+    """
+    record, which, ratio = _update_ratios(run)
+    for own in _by_rate(record, which):
+        yield from _fast_group(run, record, which[own], ratio[own])
+
+
+def _growth(record: Record, which: Ints) -> Floats:
+    """How many times as large each matrix is at the end as at first."""
+    norm = read.table(record, "weight_norm")[which]
+    return np.asarray(read.median(norm[:, -5:], axis=1) / norm[:, 0])
+
+
+def _by_rate(record: Record, which: Ints) -> list[Bools]:
+    """Which matrices share optimizer and learning rate: each such group is judged by itself."""
+    if "lr" not in record.values or "optimizer" not in record.meta:
+        return [np.ones(len(which), bool)]
+    rates = np.nan_to_num(read.table(record, "lr")[which].max(axis=1), nan=-1.0)
+    keys = [*zip(read.meta(record, "optimizer", "")[which], rates.tolist(), strict=True)]
+    return [np.array([key == own for key in keys]) for own in dict.fromkeys(keys)]
+
+
+def _fast_group(run: RunView, record: Record, which: Ints, ratio: Floats) -> Iterator[Finding]:
+    """The finding for matrices of one learning rate."""
+    lines = [line for line in _too_fast(run, record, which, ratio) if line[0].any()]
+    fast = np.any([hit for hit, *_ in lines] or [np.zeros(len(which), bool)], axis=0)
+    if fast.mean() <= 0.5:
+        return
+    seen = " and ".join(f"{size} (in {hit.sum()})" for hit, size, _ in lines)
+    what = f"update:weight of {fast.sum()} of {len(which)} matrices is {seen}"
+    what += ", while the loss does not fall" * run.fails
+    says, severity = (_TOO_HIGH_OR_UPHILL, "error") if run.fails else (lr_too_high, "warning")
+    least = ", or ".join(line for *_, line in lines)
+    published = [says.source] if f"above {FAST:g} " in least else []
+    measured = ["sizes of one step: hookkit, measured"] if "one step" in least else []
+    source = "; ".join(published + measured)
+    here = says.but(threshold=f"{least}, in most matrices", source=source)
+    yield here.found(severity, what, *read.where(record, which[fast]))
+
+
+def _too_fast(
+    run: RunView, record: Record, which: Ints, ratio: Floats
+) -> list[tuple[Bools, str, str]]:
+    """Each line that matrices may have crossed: which did, how large it was there, and the line."""
+    early, whole = early_of(record, ratio), read.median(ratio, axis=1)
+    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
+    soon, once = "in the first 20 steps", "in one step"
+
+    def crossed(size: Floats, least: float, when: str) -> tuple[Bools, str, str]:
+        hit = size > least
+        return hit, f"{read.median(size[hit]):.3g} {when}", f"above {least:g} {when}"
+
+    if run.fails:
+        return [crossed(early, FAST, soon), crossed(peak, LEAP, once)]
+    if not run.learns:
+        erased = [crossed(peak, ERASES, once)] if len(ratio) > 1 else []
+        return [*erased, crossed(whole, FAST, "a step, by the median")]
+    # While the loss falls, large steps may be meant; those that are not blow the weights up. A
+    # single matrix, such as a new head on a frozen body, may move that far.
+    growth = _growth(record, which)
+    leaps = (peak > LEAP) & (growth > BLOWN_UP)
+    sizes = [f"{read.median(size[leaps]):.3g}" for size in (peak, growth)]
+    what = f"{sizes[0]} {once}, and the weights grew {sizes[1]}-fold"
+    line = f"above {LEAP:g} {once}, with weights that grow {BLOWN_UP:g}-fold or more"
+    return [(leaps, what, line)] if len(ratio) > 1 else []
+
+
+_TOO_HIGH_OR_UPHILL = lr_too_high.but(
+    cause="the learning rate is too high (or the steps go uphill: a wrong sign)"
+)
+
+
+@rule(
+    needs=("params",),
+    threshold="below 1e-4 in most matrices",
+    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
+    cause="the learning rate is too low",
+    fix="multiply the learning rate by 10 (or nothing, if this is fine-tuning and it is meant)",
+)
+def lr_too_low(run: RunView) -> Iterator[Finding]:
+    """Most matrices hardly move; a warning only if the loss does not fall either."""
+    record, which, ratio = _update_ratios(run)
+    whole = read.median(ratio, axis=1)
+    slow = (whole < SLOW) & (not trained_in_turns(record))
+    broke = (early_of(record, ratio) > LEAPT).mean() > 0.5
+    if broke or gradients_fade(run):
+        return
+    if (gone := _rate_gone(run, record, which)) > HALF_OF_RUN:
+        what = (
+            f"in {gone:.0%} of the records the learning rate is below a thousandth of its largest"
+        )
+        severity = "warning" if run.learns is not False else "error"
+        yield _RATE_GONE.found(severity, what, *read.where(record, which))
+        return
+    path = np.nansum(ratio * record.spans, axis=1)
+    if run.learns and (path < WHOLE_PATH).mean() > 0.5 and _has_learnt_little(run):
+        what = f"all steps together move {(path < WHOLE_PATH).sum()} of {len(which)} matrices by "
+        what += f"{read.percent(read.median(path))} of their weight"
+        yield _NO_PATH.found("warning", what, *read.where(record, which[path < WHOLE_PATH]))
+    if run.learns:
+        return
+    if run.fails and (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
+        what = f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate a "
+        what += "step, and the loss hardly falls"
+        window = slice(-read.MIN_RECORDS, None)
+        yield _EPS.found("warning", what, *read.where(record, which, window))
+        return
+    if slow.mean() <= 0.5:
+        return
+    most = np.nan_to_num(ratio).max(axis=1)
+    never = (most < NEVER_MOVES).mean() > 0.5
+    cause = lr_too_low.cause
+    cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
+    cause += ", or gradients are clipped to almost nothing" * _clipped(record)
+    what = f"update:weight of {slow.sum()} of {len(which)} matrices is "
+    where = read.where(record, which[slow])
+    if run.learns is None and never:
+        severity = "note" if run.falls_slowly else "warning"
+        what += f"at most {read.median(most[most < NEVER_MOVES]):.2g}"
+        yield _NEVER_MOVES.but(cause=cause).found(severity, what, *where)
+    else:
+        severity = "note" if run.learns is None or run.falls_slowly else "warning"
+        what += f"{read.median(whole[slow]):.2g}"
+        what += "" if run.learns is None else ", and the loss hardly falls"
+        yield lr_too_low.but(cause=cause).found(severity, what, *where)
+
+
+_RATE_GONE = lr_too_low.but(
+    threshold="below a thousandth of its largest, in half of the records or more",
+    source="hookkit, measured; schedules of the usual kinds end there, and stay above it before",
+    cause="a schedule that ends long before the run does: stepped at every batch and made for "
+    "epochs, or with too few steps",
+    fix="call scheduler.step() once an epoch, or make the scheduler for the number of steps of the "
+    "run: T_max=n_epochs * len(loader)",
+)
+
+_NO_PATH = lr_too_low.but(
+    threshold="below 1 % of the weight in all steps together, in most matrices",
+    source="the triangle inequality: weights end no further away; 1 %: hookkit, measured",
+)
+
+_NEVER_MOVES = lr_too_low.but(
+    threshold="below 1e-5 in every record of most matrices: 1 % of the weight in 1000 steps",
+    source="hookkit, measured",
+)
+
+
+def _has_learnt_little(run: RunView) -> bool:
+    """Whether a loss falls by less than half, and not because the model had learnt before."""
+    start, end = read.start_level(run.losses), read.end_level(run.losses)
+    begins_good = start < 0.5 * run.chance
+    return len(run.losses) >= ENOUGH_LOSSES and end > 0.5 * start > 0 and not begins_good
+
+
+def _rate_gone(run: RunView, record: Record, which: Ints) -> float:
+    """In what share of the records the largest learning rate is almost 0."""
+    rate = np.nan_to_num(_rates(run, record, which), nan=-1.0).max(axis=0)
+    known = rate[rate >= 0]
+    return float((known < NO_RATE * known.max()).mean()) if len(known) and known.max() > 0 else 0.0
+
+
+def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
+    """Adam's late steps as a share of its learning rate, by element; inf for other optimizers."""
+    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam"):
+        return float("inf")
+    window = slice(-read.MIN_RECORDS, None)
+    rate = _rates(run, record, which)[:, window]
+    size = np.sqrt(read.meta(record, "numel", np.nan)[which])[:, None]
+    step = read.table(record, "update_norm")[which][:, window] / size
+    share = float(read.median(step[rate > 0] / rate[rate > 0])) if (rate > 0).any() else np.inf
+    return float("inf") if np.isnan(share) else share
+
+
+def _rates(run: RunView, record: Record, which: Ints) -> Floats:
+    """(n, records) learning rates of parameters; of the run where they were not recorded."""
+    if "lr" in record.values:
+        return read.table(record, "lr")[which]
+    rates = [lr for lr in run.info.get("lr", ()) if lr > 0]
+    return np.full((len(which), len(record)), min(rates, default=np.nan))
+
+
+_EPS = lr_too_low.but(
+    threshold="below 3e-2 in the last records",
+    source="Kingma & Ba 2015, Adam, 2.1: its steps are about as large as the learning rate; "
+    "3e-2: hookkit, measured",
+    cause="an eps that is large against the gradients (eps itself, gradients clipped to almost "
+    "nothing, or a loss that is scaled down)",
+    fix="use Adam's default, torch.optim.Adam(model.parameters(), eps=1e-8), or scale the loss up",
+)
+
+
+def too_small(run: RunView) -> str:
+    """In words, where the steps are far below what the optimizer is made for; "" if not."""
+    record, which, ratio = _update_ratios(run)
+    if (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
+        return f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate"
+    whole = read.median(ratio, axis=1)
+    adam = np.isfinite(share)
+    if not adam and (whole < USUAL).mean() > 0.5:
+        return f"update:weight of most matrices is {read.median(whole):.2g}"
+    return ""
+
+
+def _clipped(record: Record) -> bool:
+    """Whether the norm of all gradients is the same at every step, and small."""
+    norms = np.sqrt(np.nansum(read.table(record, "grad_norm") ** 2, axis=0))
+    norms = norms[np.isfinite(norms) & (norms > 0)]
+    return bool(len(norms) and np.ptp(norms) < 1e-3 * norms[0] and norms[0] < 1e-2)
+
+
+def early_of(record: Record, ratio: Floats) -> Floats:
+    """Each matrix's median over the first 20 steps, of as many records as they have."""
+    first = record.steps < record.steps[0] + 20
+    return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
+
+
+def _update_ratios(run: RunView) -> tuple[Record, Ints, Floats]:
+    """update:weight of the matrices that did not begin at 0 and that a gradient moves."""
+    record = run.params
+    if run.info.get("optimizer") == "LBFGS":
+        raise read.Missing("LBFGS searches its own step")
+    ratio = read.table(record, "update_ratio")
+    norm = read.table(record, "weight_norm")
+    ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
+    by_decay = read.has_no_gradient(record)
+    moving = (np.nan_to_num(ratio).max(axis=1) > 0) & ~by_decay & (norm[:, 0] != 0)
+    which = read.matrices(record)
+    which = which[moving[which]]
+    if not len(which):
+        raise read.Missing("no matrix that began away from 0 moves")
+    return record, which, ratio[which]
