@@ -65,3 +65,22 @@ def test_a_step_that_stands_for_several_records_says_so() -> None:
     assert densities[0].endswith("at step 32")
     assert densities[1].endswith("at step 32, 4 records together")
     assert [label.endswith("each step over 4 records") for label in depths] == [False, True]
+
+
+def test_layers_that_are_always_0_are_named_where_a_logarithmic_axis_cannot_show_them() -> None:
+    record = made.record(made.small_names(), 20)
+    zero = made.with_values(record, "std", 1, 0.0)
+
+    said = [[t.get_text() for t in plotting.plot_stats(r).axes[1].texts] for r in (record, zero)]
+
+    assert said == [[], ["always 0: act ReLU"]]
+
+
+def test_a_window_of_one_record_is_said_in_words() -> None:
+    records = [made.dead(made.run(n=n)).activations for n in (40, 1)]
+    watched = [replace(r, meta={**r.meta, "window": 50}) for r in records if r is not None]
+
+    heads = [plotting.plot_dead(r).get_title(loc="left") for r in watched]
+
+    assert "dead for the next 25 to 40 records (solid)" in heads[0]
+    assert "dead for the next 1 record (solid)" in heads[1]

@@ -47,6 +47,9 @@ def plot_stats(record: Any, *, fig: Any = None) -> Any:
     signed_log_if_wide(left, mean)
     _lines(right, record, std, f"Standard deviation of {KINDS[record.kind]}", key=True)
     log_y(right, std)
+    zero = (std == 0).any(axis=1) & (np.isnan(std) | (std == 0)).all(axis=1)
+    if zero.any() and right.get_yscale() == "log":
+        _note(right, "always 0", [record.labels[i] for i in np.flatnonzero(zero)], 40)
     return fig
 
 
@@ -78,10 +81,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
         ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # the dashed line stays in view
     if never.any():
-        unmoved = [record.labels[i] for i in np.flatnonzero(never)]
-        text = f"never moved: {listed(unmoved, 80)}"
-        where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
-        ax.annotate(literal(text), (0.01, 0.02), **where)
+        _note(ax, "never moved", [record.labels[i] for i in np.flatnonzero(never)], 80)
     return ax
 
 
@@ -138,8 +138,9 @@ def _units(ax: Any, record: Record, dead: Floats, dormant: Floats) -> None:
 
 def _how_long(record: Record) -> str:
     window = int(record.meta.get("window", 1))
-    half = min(max(window // 2, 1), len(record))
-    return f" for the next {half} to {min(window, len(record))} records" if window > 1 else ""
+    half, most = (min(max(n, 1), len(record)) for n in (window // 2, window))
+    many = f"{half} to {most} records" if half < most else f"{most} record{'s' * (most > 1)}"
+    return f" for the next {many}" if window > 1 else ""
 
 
 def _eps(record: Record) -> str:
@@ -189,6 +190,12 @@ def _lines(
     _step_axis(ax, record, None)
     if not np.isfinite(table).any():
         _empty(ax, record)
+
+
+def _note(ax: Any, what: str, names: list[str], width: int) -> None:
+    """Names, at the bottom left, the layers whose lines cannot be seen."""
+    where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
+    ax.annotate(literal(f"{what}: {listed(names, width)}"), (0.01, 0.02), **where)
 
 
 def _empty(ax: Any, record: Record) -> None:
