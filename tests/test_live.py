@@ -2,10 +2,13 @@
 
 import copy
 import io
+import os
 import pickle
 import re
+import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,11 @@ from hookkit.testing import synth_learner
 FIND = re.compile("error: dead|warning: dead")
 
 
+COLUMNS = 500
+
+
 class Tty(io.StringIO):
-    """A terminal: keeps what it shows in the end."""
+    """A terminal: keeps what it shows in the end. A full line goes on in the next one."""
 
     encoding = "utf-8"
 
@@ -58,9 +64,12 @@ class Tty(io.StringIO):
                 rows[y] = ""
             elif part == "\x1b[J":
                 rows[y:] = [rows[y][:x]]
-            else:
-                rows[y] = rows[y][:x].ljust(x) + part + rows[y][x + len(part) :]
-                x += len(part)
+            for c in part if part.isprintable() else "":
+                if x == COLUMNS:
+                    y, x = y + 1, 0
+                    rows += [""] * (y == len(rows))
+                rows[y] = rows[y][:x].ljust(x) + c + rows[y][x + 1 :]
+                x += 1
         return [row.rstrip() for row in rows if row.rstrip()]
 
 
@@ -76,6 +85,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Tty:
     monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setattr(sys, "stdout", made)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     return made
 
 
@@ -293,6 +303,147 @@ def test_no_block_is_drawn_into_an_open_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("always")
+def test_a_line_that_was_open_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+    print("fold 1: ", end="")
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=20)
+
+    assert tty.shown[0] == "fold 1:"
+    assert tty.shown[1].startswith("step 20 · ")
+
+
+@pytest.mark.usefixtures("always")
+def test_a_line_that_is_written_over_and_over_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    watched(
+        *stats(), ShowHealth(every_s=1e-9), n=20, say=lambda i: print(f"batch {i:02}", end="\r")
+    )
+
+    assert tty.shown == ["batch 39"]
+
+
+@pytest.mark.usefixtures("always")
+def test_below_a_line_that_was_cleared_there_is_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+
+    def say(i: int) -> None:
+        print(f"batch {i:02}", end="\r")
+        print("\r        ", end="")  # as tqdm does
+        print(end="\r")
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=20, say=say)
+
+    assert len(tty.shown) == 5
+    assert tty.shown[0].startswith("step 20 · ")
+
+
+@pytest.mark.usefixtures("always")
+def test_two_at_once_show_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty, model = terminal(monkeypatch), net()
+
+    with watch(model, None, *stats(), ShowHealth(every_s=1e-9)) as outer:
+        for i in range(5):
+            inner = watched(*stats(), ShowHealth(every_s=1e-9), n=3)
+            opt = torch.optim.SGD(model.parameters(), lr=0.05)
+            model(torch.ones(2, 8)).sum().backward()
+            opt.step()
+            print("turn", i)
+
+    heads = [line.split(" · ")[0] for line in tty.shown if line.startswith("step")]
+    assert heads == ["step 3"] * 5 + ["step 5"]
+    assert sum(line.startswith("turn") for line in tty.shown) == 5
+    assert (inner.n_steps, outer.n_steps) == (3, 5)
+    assert "write" not in vars(tty)
+
+
+def test_no_block_is_drawn_while_another_thread_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal(monkeypatch)
+    write = tty.write
+
+    def slow(text: str) -> int:
+        if text == "log\n":
+            made.show(["block", "more"], found)
+        return write(text)
+
+    vars(tty)["write"] = slow
+    made, found = screens.Terminal(tty), watched(*stats()).diagnose()
+    made.open()
+
+    made.show(["block", "more"], found)
+    tty.write("log\n")
+    made.show(["block", "more"], found)
+    made.close()
+
+    assert tty.shown == ["log", "block", "more"]
+    assert vars(tty)["write"] is slow
+
+
+@pytest.mark.usefixtures("always")
+def test_prints_to_a_file_go_on_when_the_terminal_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty, file = terminal(monkeypatch), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+
+    def say(i: int) -> None:
+        assert "write" not in vars(file)
+        if i == 9:
+            vars(tty)["write"] = lambda text: 1 / 0
+            tty.close()
+        print(i)
+
+    with pytest.warns(HookkitWarning, match="shows nothing more: ValueError"):
+        w = watched(*stats(), ShowHealth(every_s=1e-9), n=10, say=say)
+
+    assert (w.n_steps, len(file.getvalue().split())) == (10, 20)
+
+
+@pytest.mark.usefixtures("always")
+def test_prints_to_one_terminal_go_on_when_another_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tty, other = terminal(monkeypatch), Tty()
+    monkeypatch.setattr(sys, "stdout", other)
+
+    with pytest.warns(HookkitWarning, match="shows nothing more: ValueError"):
+        watched(
+            *stats(),
+            ShowHealth(every_s=1e-9),
+            n=10,
+            say=lambda i: (i == 9 and tty.close(), print(i))[0],
+        )
+
+    assert other.shown == [str(i) for i in range(20)]
+
+
+def test_what_replaces_a_stream_need_not_know_of_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Log:
+        write = told.append
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stderr", Log())
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
+
+    watched(*stats(), ShowHealth(), dead=True, n=20)
+
+    assert FIND.search("".join(told))
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
+def test_columns_are_those_of_the_terminal_and_not_of_stdout() -> None:
+    termios, fcntl = pytest.importorskip("termios"), pytest.importorskip("fcntl")
+    one, other = os.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
+
+    with os.fdopen(other, "w") as stream:
+        assert screens._columns(stream) == 47
+    os.close(one)
+
+
+@pytest.mark.usefixtures("always")
 def test_an_error_in_the_loop_leaves_the_last_block_and_the_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -454,6 +605,13 @@ def test_a_stream_that_is_closed_disturbs_nothing(monkeypatch: pytest.MonkeyPatc
         assert watched(*stats(), ShowHealth()).n_steps == 30
 
 
+def test_stderr_is_closed_and_cannot_show_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch).close()
+    monkeypatch.setattr(warnings, "warn", lambda *_, **__: print("seen", file=sys.stderr))
+
+    assert watched(*stats(), ShowHealth()).n_steps == 30
+
+
 @pytest.mark.usefixtures("always")
 def test_it_works_twice_and_in_copies(capsys: Any) -> None:
     copies: list[Any] = []
@@ -584,3 +742,10 @@ def test_bars_reach_from_the_smallest_to_the_greatest() -> None:
 def test_a_run_of_nothing_is_its_head() -> None:
     assert glance("step 0", Run()) == ["step 0"]
     assert glance("step 2", Run(losses=np.array([np.nan, np.nan]))) == ["step 2"]
+
+
+def test_a_loss_that_is_no_number_any_more_is_not_shown_as_it_was() -> None:
+    losses = np.array([3.0, 2.0, 1.0, np.nan, np.nan, np.nan])
+
+    assert glance("step 6", Run(losses=losses))[0].startswith("step 6 · loss nan ")
+    assert glance("step 4", Run(losses=losses[:4]))[0].startswith("step 4 · loss 2 ")

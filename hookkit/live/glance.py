@@ -1,7 +1,7 @@
 """A run in a few lines of text: its loss over the steps, and its layers from first to last.
 
-Builds on `records` alone. Each line ends with a row of bars: a character for a step or a layer, or
-for the mean of several.
+Builds on `records` and `health`. Each line ends with a row of bars: a character for a step or a
+layer, or for the mean of several.
 
     epoch 2/5 · step 1,240 · 01:01 · loss 0.431    █▇▆▅▄▃▃▂▂▁▁
     activations, RMS 0.21 to 1.4, 8 layers         ▂▃▃▄▅▅▆█
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.health.reading import stops_being_a_number
 from hookkit.records import Floats, Record, Run
 from hookkit.texts import pad, width
 
@@ -63,7 +64,8 @@ def _loss(head: str, run: Run, blocks: str) -> tuple[str, str]:
     if run.losses is None or not _any(run.losses):
         return head, ""
     known = run.losses[np.isfinite(run.losses)]
-    return f"{head} · loss {float(np.median(known[-_LATEST:])):.4g}", bars(known, blocks)
+    now = np.nan if stops_being_a_number(run.losses) else float(np.median(known[-_LATEST:]))
+    return f"{head} · loss {now:.4g}", bars(known, blocks)
 
 
 def _layers(run: Run, blocks: str) -> Iterator[tuple[str, str]]:

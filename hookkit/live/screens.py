@@ -14,7 +14,9 @@ import shutil
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from html import escape
+from threading import get_ident
 from typing import Any
 
 from hookkit.health import Diagnosis
@@ -113,33 +115,39 @@ class Terminal(Lines):
     """A block of lines at the end of what a terminal shows.
 
     To redraw it the cursor goes up by its lines, so it must be the last thing on the screen. While
-    it may be, `write` of sys.stdout and sys.stderr is wrapped: whatever Python prints first erases
-    the block, and the next look draws it below. The streams themselves are not replaced (as `rich`
-    does), so that loggers and bars which hold them are noticed too. While a line is open, as that
-    of a progress bar, no block is drawn.
+    it may be, `write` of sys.stdout and sys.stderr is wrapped where they are terminals: whatever
+    Python prints first erases the block, and the next look draws it below. The streams themselves
+    are not replaced (as `rich` does), so that loggers and bars which hold them are noticed too.
+    While a line is open, as that of a progress bar, no block is drawn.
     """
 
     def __init__(self, stream: Any) -> None:
         self._write: Callable[[str], object] = stream.write
         self._stream, self._process = stream, os.getpid()
-        self._n, self._open = 0, False  # lines of the block; whether others left a line open
+        self._n, self._line = 0, ""  # lines of the block; what others left of a line: `_rest`
+        self._writers: set[int] = set()  # threads that are about to print, or just do
         self._wrapped: list[tuple[Any, Any, Any]] = []  # stream, our `write`, the one before
         coding = str(getattr(stream, "encoding", None) or "").lower()
         self.blocks = BLOCKS if coding.startswith("utf") else ASCII_BLOCKS
 
     def open(self) -> None:
         """Begins to notice what others print."""
-        self._wrap(sys.stdout)
-        self._wrap(sys.stderr)
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):  # some are replaced
+            if hasattr(stream, "__dict__") and not getattr(stream, "closed", False):
+                self._wrap(stream)
 
     def _wrap(self, stream: Any) -> None:
-        if any(stream is known for known, _, _ in self._wrapped) or not hasattr(stream, "__dict__"):
+        if any(stream is known for known, _, _ in self._wrapped) or not _is_terminal(stream):
             return
         write = stream.write
 
         def noticed(text: str) -> Any:
-            self._make_way(text)
-            return write(text)
+            try:
+                self._writers.add(get_ident())
+                self._make_way(text)
+                return write(text)
+            finally:
+                self._writers.discard(get_ident())
 
         self._wrapped.append((stream, noticed, vars(stream).get("write")))
         vars(stream)["write"] = noticed
@@ -160,29 +168,36 @@ class Terminal(Lines):
     def tell(self, line: str) -> None:
         """Prints a line above the block."""
         self._erase()
-        _print("\n" * (self._open and not _bars()) + line, self._stream)
+        _print("\n" * (self._line != "" and not _bars()) + line, self._stream)
 
     def show(self, lines: Sequence[str], found: Diagnosis) -> None:
         """Redraws the block, unless somebody's line is open, such as that of a bar."""
-        if self._open or _bars():  # a bar may be older than this, and its `write` not wrapped
+        columns = _columns(self._stream)
+        texts = [clip(_plain(line, self._stream), columns - 1) for line in lines]
+        below = "\x1b[J" + "".join(f"{text}\n" for text in texts)
+        # Something that was not noticed may have left a line open: with a full line of spaces the
+        # cursor comes to the next one, and stays where it is if it was at the beginning of a line.
+        first = " " * columns + "\r"
+        # A bar may be older than this, and its `write` not wrapped.
+        if self._line or self._writers or _bars():
             return
-        columns = shutil.get_terminal_size().columns - 1
-        texts = [clip(_plain(line, self._stream), columns) for line in lines]
-        up = f"\x1b[{self._n}A" if self._n else ""
+        start = f"\r\x1b[{self._n}A" if self._n else first
         self._n = len(texts)
-        self._write(up + "".join(f"\r\x1b[2K{text}\n" for text in texts) + "\x1b[J")
+        self._write(start + below)
         self._stream.flush()
 
     def _make_way(self, text: str) -> None:
         """Something else is written: below what was there before the block."""
-        if text and os.getpid() == self._process:  # not a worker's, forked since
+        if not text or os.getpid() != self._process:  # a worker's, forked since
+            return
+        self._line = _rest(self._line + text)
+        with suppress(OSError, ValueError):  # the terminal is gone, and not what is printed to
             self._erase()
-            self._open = not text.endswith(("\n", "\r"))
 
     def _erase(self) -> None:
         n, self._n = self._n, 0
         if n:
-            self._write(f"\x1b[{n}A\r\x1b[J")
+            self._write(f"\r\x1b[{n}A\x1b[J")
             self._stream.flush()
 
 
@@ -191,9 +206,36 @@ def screen() -> Lines:
     if in_notebook():
         return Notebook()
     for stream in (sys.stderr, sys.stdout):
-        if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
+        if _is_terminal(stream) and os.environ.get("TERM") != "dumb":
             return Terminal(stream)
     return Lines()
+
+
+def _is_terminal(stream: Any) -> bool:
+    isatty = getattr(stream, "isatty", None)  # what replaces sys.stdout, to log it, may have none
+    return isatty is not None and bool(isatty())
+
+
+def _columns(stream: Any) -> int:
+    """Of this terminal: `shutil` asks stdout, which may be a file."""
+    with suppress(OSError, ValueError, AttributeError):
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
+
+
+def _rest(text: str) -> str:
+    """What `text` leaves in its last line, in short; "" if nothing, with the cursor at its start.
+
+    >>> _rest("a\\n"), _rest("\\rstep 5"), _rest("step 5\\r"), _rest("step 5\\r      \\r")
+    ('', 'x', 'x\\r', '')
+    """
+    line = text.rpartition("\n")[2]
+    shown = next((part for part in reversed(line.split("\r")) if part), "")
+    at_start = line.endswith("\r")
+    if shown.strip():
+        return "x\r" if at_start else "x"
+    return "" if at_start or not shown else " "
 
 
 def _print(line: str, stream: Any) -> None:

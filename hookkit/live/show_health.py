@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -182,12 +183,13 @@ class ShowHealth(Callback):
 
     def _give_up(self, error: Exception) -> None:
         self.cleanup_fit()
-        warnings.warn(
-            f"ShowHealth shows nothing more: {type(error).__name__}: {error}. The training goes "
-            f"on and is recorded; run_record() and diagnose() read it.",
-            HookkitWarning,
-            stacklevel=3,
-        )
+        with suppress(ValueError):  # warnings are printed to stderr, which may be what is closed
+            warnings.warn(
+                f"ShowHealth shows nothing more: {type(error).__name__}: {error}. The training "
+                f"goes on and is recorded; run_record() and diagnose() read it.",
+                HookkitWarning,
+                stacklevel=3,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_screen": None, "_now": None, "_next": {}}
