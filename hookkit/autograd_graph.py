@@ -81,5 +81,8 @@ def shape_of(node: Any) -> tuple[int, ...]:
     # Private: `_input_metadata`, the sizes of the gradients that a node takes (since 2.1), which
     # are those of its results; it outlives backward(). Without it shapes are not known.
     known = getattr(node, "_input_metadata", ())
-    shape = getattr(known[0], "shape", ()) if known else ()
+    try:
+        shape = getattr(known[0], "shape", ()) if known else ()
+    except RuntimeError:  # a strided nested tensor has none
+        return ()
     return tuple(n for n in shape if isinstance(n, int))

@@ -286,6 +286,23 @@ def test_attention_whose_weights_are_shared_among_the_queries(heads):
     assert wrong_softmaxes(again(x)) == []
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_no_obstacle(layout):
+    net = nn.Linear(4, 4)
+    x = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ActivationStats()) as w:
+        out = net(x)
+        loss = sum(t.square().mean() for t in out.unbind())
+        loss.backward()
+        opt.step()
+        w.loss(loss)
+
+    assert wrong_softmaxes(out) == []
+    assert len(w.run_record().activations) == 1
+
+
 def test_reductions_and_other_operations_have_no_softmax_dimension():
     x = torch.randn(3, 5, requires_grad=True)
 
