@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import unicodedata
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,22 @@ def test_nothing_of_a_structured_output_is_lost_where_its_words_fit(n: int) -> N
     assert " ".join(cell) == s["1"].outputs[0]
     assert all(line.endswith(",") for line in cell[:-1])
     assert len(cell) == 3
+
+
+@pytest.mark.parametrize("n", range(36, 60))
+def test_nothing_of_a_shape_is_lost(n: int) -> None:
+    net = nn.Sequential(OrderedDict(vocabulary_projection=nn.Linear(4, 32000), end=nn.Identity()))
+    s = summary(net, torch.ones(1, 1024, 4), columns=["output", "params", "saved"])
+
+    lines = s.text(width=n).splitlines()
+
+    header = next(line for line in lines if line.startswith("Layer"))
+    at = slice(header.index("Output"), header.index("Params"))
+    first = next(i for i, line in enumerate(lines) if line.startswith("voca"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("end"))
+    cell = "".join(line[at].split()[0] for line in lines[first:last])
+    assert cell == "1×1024×32000"
+    assert max(map(width, lines)) <= n
 
 
 def test_html_breaks_a_long_word_of_a_structure_after_a_name() -> None:

@@ -1,9 +1,9 @@
 """A summary as text that fits the terminal.
 
 Builds on `lines` and `columns`; `html` has the same footer. Text that is too wide is shortened in
-this order: notes move to a line of their own, structured outputs continue below after a comma,
-types get an ellipsis, then names, down to a quarter of the width; then all of them further. Only
-where that is not enough, as in 40 columns, columns are dropped, from the right, and the footer
+this order: notes move to a line of their own, outputs continue below after a comma or a `×` of a
+shape, types get an ellipsis, then names, down to a quarter of the width; then all of them further.
+Only where that is not enough, as in 40 columns, columns are dropped, from the right, and the footer
 names them. Characters in names that would control a terminal are written as escapes.
 """
 
@@ -62,6 +62,7 @@ def _heading(s: Content, n: int) -> list[str]:
 
 # Where a structure may continue on the next line: after a comma, and between different outputs.
 _COMMAS = re.compile(r"(?<=,) | (?=\| )")
+_SIZES = re.compile(r"(?<=\d×)")  # where a shape may, if it is too long for one
 
 
 def _broken(text: str, n: int) -> list[str]:
@@ -69,7 +70,13 @@ def _broken(text: str, n: int) -> list[str]:
     if width(text) <= n:
         return [text]
     parts = (part for whole in _COMMAS.split(text) for part in after_names(whole, n))
-    return [line.rstrip() for line in wrap([*parts], n, " ")]
+    lines = (line.rstrip() for line in wrap([*parts], n, " "))
+    return [part for line in lines for part in _within(line, n)]
+
+
+def _within(line: str, n: int) -> list[str]:
+    """A line of a structure, with a shape that is wider than `n` columns broken after a `×`."""
+    return [line] if width(line) <= n else wrap(_SIZES.split(line), n, "")
 
 
 def _in_words(line: str, n: int) -> list[str]:
