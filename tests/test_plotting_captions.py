@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
+labels = pytest.importorskip("hookkit.plotting.labels")
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +85,11 @@ def test_a_window_of_one_record_is_said_in_words() -> None:
 
     assert "dead for the next 25 to 40 records (solid)" in heads[0]
     assert "dead for the next 1 record (solid)" in heads[1]
+
+
+def test_weights_of_layers_with_long_names_have_names_that_differ() -> None:
+    names = [f"vision_language_projector_{which}.weight" for which in "ab"]
+
+    shown = [labels.label(name, "Linear") for name in names]
+
+    assert len(set(shown)) == 2
