@@ -19,6 +19,8 @@ from hookkit.records import Floats
 
 # A correlation with the losses a period before; fresh batches reach 0.5 (hookkit, measured)
 REPEATS = 0.85
+# Second differences of a smooth curve are smaller than first ones (hookkit, measured)
+SMOOTH = 0.7
 # As many batches, or fewer, are no data set
 FEW = 4
 # Losses that it takes, and how often each batch must have come
@@ -86,7 +88,28 @@ def repeated_data(run: RunView) -> Iterator[Finding]:
     if period is None or period.steps > FEW or run.need_not_fall:
         return
     what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f})"
-    yield repeated_data.found("warning", what, (), run.all_steps)
+    if _falls_smoothly(known(run.losses), period.steps):
+        what += ", and that of each falls smoothly"
+        yield repeated_data.found("warning", what, (), run.all_steps)
+    else:
+        yield _IN_TURNS.found("note", what, (), run.all_steps)
+
+
+_IN_TURNS = repeated_data.but(
+    cause="tasks or data sets that take turns; or the same few batches, under dropout or "
+    "augmentation",
+    fix="nothing, if turns are meant; else go through the whole loader: for x, y in loader",
+)
+
+
+def _falls_smoothly(losses: Floats, n: int) -> bool:
+    """Whether the loss of each of `n` batches changes as the loss of one batch does, without noise.
+
+    Of fresh data (tasks in turns) second differences are √3 times as large as first ones.
+    """
+    first = losses[n:] - losses[:-n]
+    second = first[n:] - first[:-n]
+    return bool(np.median(np.abs(second)) < SMOOTH * np.median(np.abs(first)))
 
 
 def period_of(losses: Floats) -> Period | None:

@@ -1,0 +1,84 @@
+"""Rules on the order of the data: unshuffled, repeated_data."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from health_runs import alarms, falling, found
+from torch import nn
+
+from hookkit import watch
+from hookkit.health import diagnose
+from hookkit.health.data_order import period_of
+from hookkit.records import Run
+
+RNG = np.random.default_rng(0)
+
+
+def learnt(order, n=200):
+    """A classifier of three classes, trained on the batches that `order(x, y, step)` gives."""
+    torch.manual_seed(0)
+    x = torch.randn(480, 6)
+    y = x[:, :3].argmax(1)
+    net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    with watch(net, opt) as w:
+        for step in range(n):
+            at = order(y, step)
+            loss = F.cross_entropy(net(x[at]), y[at])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+    return w.run_record()
+
+
+def shuffled(y, step):
+    return torch.randint(len(y), (40,))
+
+
+def by_class(y, step):
+    return y.argsort()[40 * (step % 12) :][:40]
+
+
+def three_batches(y, step):
+    return torch.arange(480)[40 * (step % 3) :][:40]
+
+
+@pytest.mark.parametrize(
+    ("order", "rule"),
+    [(shuffled, None), (by_class, "unshuffled"), (three_batches, "repeated_data")],
+)
+def test_the_order_of_the_data_is_seen_in_the_losses(order, rule):
+    said = set(diagnose(learnt(order)).rules) & {"unshuffled", "repeated_data"}
+
+    assert said == ({rule} if rule else set())
+
+
+def test_tasks_that_take_turns_are_a_note():
+    turns = falling(end=1.0) + np.tile([0.0, 0.8], 150) + RNG.normal(0, 0.05, 300)
+
+    assert found(Run(losses=turns), "repeated_data").severity == "note"
+    assert alarms(Run(losses=turns)) == set()
+
+
+def test_a_fixed_order_that_does_no_harm_is_a_note():
+    batches = np.tile(RNG.normal(0, 0.1, 10), 30)
+
+    assert found(Run(losses=falling(end=0.5) + batches), "unshuffled").severity == "note"
+
+
+@pytest.mark.parametrize("n", [5, 12, 40])
+def test_the_period_is_the_first_and_no_multiple_of_it(n):
+    batches = np.tile(RNG.normal(0, 0.3, n), 400 // n + 1)[:400]
+
+    assert period_of(falling(400) + batches).steps == n
+
+
+def test_noise_trends_waves_and_spikes_have_no_period():
+    walk = 2 + 0.01 * RNG.normal(size=400).cumsum()
+    spiked = falling(400)
+    spiked[::50] += 30
+
+    for losses in (falling(400), walk, RNG.normal(1, 0.3, 400), spiked, np.ones(400)):
+        assert period_of(losses) is None
