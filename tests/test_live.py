@@ -256,6 +256,20 @@ def test_a_healthy_run_prints_nothing_where_it_is_not_shown(capsys: Any) -> None
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("always")
+def test_what_is_found_no_longer_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = watched(*stats(), dead=True, n=20).diagnose()
+    healthy = watched(*stats(), n=20).diagnose()
+    tty, found = terminal(monkeypatch), iter([dead, dead])
+    rules = ", ".join(dict.fromkeys(f.rule for f in dead if f.severity != "note"))
+    monkeypatch.setattr(show_health, "diagnose", lambda run: next(found, healthy))
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=20)
+
+    assert f"20 steps: no findings now; before: {rules}" in tty.getvalue()
+    assert tty.shown[-1] == f"2 layers, 20 steps: healthy; before: {rules}"
+
+
 # --- in a terminal
 
 

@@ -153,10 +153,18 @@ class ShowHealth(Callback):
             screen.tell(f"step {self.learn.n_steps:,}: {_line(new)}")
         clear = [f for f in found if f.severity != "note" and f.rule in self.findings]
         shown = replace(found, findings=tuple(clear))
-        so_far = shown.headline.replace(": healthy", ": no findings so far")
-        verdict = found.headline if last else so_far
         self._now = run, shown
+        verdict = self._verdict(found if last else shown, last)
         screen.show([*glance(self._head(), run, screen.blocks), verdict], shown)
+
+    def _verdict(self, found: Diagnosis, last: bool) -> str:
+        """The headline, and which findings that were printed are not there any more."""
+        when = "now" if self.findings else "so far"
+        healthy = "healthy" if last else f"no findings {when}"
+        bad = {f.rule for f in found if f.severity != "note"}
+        gone = [rule for rule in self.findings if rule not in bad]
+        before = f"; before: {', '.join(gone)}" if gone else ""
+        return found.headline.replace(": healthy", f": {healthy}") + before
 
     def _judge(self, found: Diagnosis, last: bool) -> list[Finding]:
         """The findings that have become clear now, one for each rule."""
