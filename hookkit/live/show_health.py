@@ -37,11 +37,12 @@ class ShowHealth(Callback):
 
     In a notebook one output shows how far the run is, its picture (`plot_run`, if matplotlib is
     installed; from the 20th second on, and at the end) and its findings. In a terminal it is a
-    block of a few lines below everything that is printed; beside a progress bar, and in files and
-    pipes, only findings are printed. What is shown last stays.
+    block of a few lines below everything that is printed; beside a progress bar or another line
+    that is left open, and in files and pipes, only findings are printed. What is shown last stays.
 
     A finding is clear if the same rule reports it, as a warning or an error, in two looks in a row
-    or at the end of the training. It is printed once, as one line; notes are not.
+    or at the end of the training. It is printed once, as one line; notes are not. If it is there
+    no longer, the block says so.
 
     It shows what the recorders among the callbacks have, and adds none: without ActivationStats
     or ParamStats a Learner's losses are all that is judged. `watch(…, show=True)` adds recorders.
