@@ -283,6 +283,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "hook_tensor": partial(hookkit.hook_tensor, torch.ones(1, requires_grad=True)),
     "summary": partial(hookkit.summary, LINEAR, torch.ones(1, 2)),
     "watch": partial(watch, LINEAR),
+    "ParamStats.grad_norms": lambda **kw: hookkit.ParamStats().grad_norms(**kw),
     "Learner.fit": lambda **kw: learner().fit(1, **kw),
     "Learner.fit_one_cycle": lambda **kw: learner().fit_one_cycle(1, **kw),
     "Learner.save": lambda **kw: learner().save("x", **kw),

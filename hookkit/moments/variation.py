@@ -16,6 +16,7 @@ from torch import Tensor
 EVERY = 16
 """Recorded steps from one look to the next."""
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SAMPLES, _VALUES, _LATEST = 64, 2048, 3
 
 
@@ -37,10 +38,10 @@ class Variation:
 
         Args:
             row: of the layer.
-            t: (samples, …) of a floating-point dtype, on any device; it is not kept.
+            t: (samples, …) of float16, bfloat16, float32 or float64, on any device; it is not kept.
         """
-        usual = type(t) is Tensor and t.layout is torch.strided and t.is_floating_point()
-        if not usual or t.is_nested or t.ndim < 2 or len(t) < 2 or not t.numel():
+        usual = type(t) is Tensor and t.dtype in _DTYPES and t.layout is torch.strided
+        if not usual or t.is_nested or t.is_meta or t.ndim < 2 or len(t) < 2 or not t.numel():
             return
         with torch.no_grad(), torch.inference_mode(False):
             x = t.detach()[:_SAMPLES].flatten(1)

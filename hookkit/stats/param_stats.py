@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
-from hookkit.checks import check_number
+from hookkit.checks import check_flag, check_number
 from hookkit.moments.history import Key, StepHistory
 from hookkit.moments.numba_loader import machine
 from hookkit.records import Exports, Record
@@ -227,7 +227,7 @@ class ParamStats(Exports, Callback):
 
     def grad_norms(self, n_steps: int | None = None, *, local: bool = False) -> Any:
         """(n_steps,) float64: norm of all gradients together by optimizer step, NaN elsewhere."""
-        record = self.record(local=local)
+        record = self.record(local=check_flag("grad_norms", "local", local))
         squares = np.nansum(record.value("grad_norm") ** 2, axis=0)
         seen = np.isfinite(record.value("grad_norm")).any(axis=0) if record.names else squares > 0
         last = int(record.steps[-1]) + 1 if len(record) else 0
