@@ -185,10 +185,18 @@ _VIEWS = frozenset(("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
 
 
 def _is_view(func: Any) -> bool:
-    """True if `func` returns its first argument seen differently, and takes no other tensor."""
+    """True if `func` returns its first argument seen differently, and takes no other tensor.
+
+    Not an operation that is made of others: it may look at the device, which is `meta` in a kernel
+    (`_autocast_to_full_precision` does).
+    """
     if name_of(func) in _ENTRIES or not (
         getattr(func, "is_view", False) or name_of(func) in _VIEWS
     ):
+        return False
+    # Private, since torch 1.8: which kernels an operation has; some of TorchScript's have none.
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    if not torch._C._dispatch_has_kernel(name) or has_kernel(name, "CompositeImplicitAutograd"):
         return False
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return kinds[0] == "Tensor" and not any("Tensor" in kind for kind in kinds[1:])
