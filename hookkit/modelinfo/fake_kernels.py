@@ -58,8 +58,9 @@ class _Operation:
     __slots__ = ("is_repeatable", "is_view")
 
     def __init__(self, func: Any) -> None:
-        self.is_view = _is_view(func)
-        self.is_repeatable = not self.is_view and _is_repeatable(func)
+        whole = not _is_made_of_others(func)
+        self.is_view = whole and _is_view(func)
+        self.is_repeatable = whole and not self.is_view and _is_repeatable(func)
 
 
 class FakeKernels:
@@ -184,19 +185,21 @@ class FakeKernels:
 _VIEWS = frozenset(("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"))
 
 
-def _is_view(func: Any) -> bool:
-    """True if `func` returns its first argument seen differently, and takes no other tensor.
+def _is_made_of_others(func: Any) -> bool:
+    """True for an operation without a kernel of its own: PyTorch divides it before a mode sees it.
 
-    Not an operation that is made of others: it may look at the device, which is `meta` in a kernel
-    (`_autocast_to_full_precision` does).
+    Called by itself it may look at the device, which is `meta` in a kernel, and return its operand.
     """
+    # Private, since torch 1.8: which kernels an operation has; some of TorchScript's have none.
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    return not torch._C._dispatch_has_kernel(name) or has_kernel(name, "CompositeImplicitAutograd")
+
+
+def _is_view(func: Any) -> bool:
+    """True if `func` returns its first argument seen differently, and takes no other tensor."""
     if name_of(func) in _ENTRIES or not (
         getattr(func, "is_view", False) or name_of(func) in _VIEWS
     ):
-        return False
-    # Private, since torch 1.8: which kernels an operation has; some of TorchScript's have none.
-    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
-    if not torch._C._dispatch_has_kernel(name) or has_kernel(name, "CompositeImplicitAutograd"):
         return False
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return kinds[0] == "Tensor" and not any("Tensor" in kind for kind in kinds[1:])
