@@ -57,9 +57,15 @@ class Variation:
 
         The host reads the device here.
         """
+        looks = [(row, x) for row, found in self._looks.items() for x in found]
+        known: dict[int, list[float]] = {}
+        for device in dict.fromkeys(x.device for _, x in looks):
+            own = [(row, x) for row, x in looks if x.device == device]
+            shares = torch.stack([x for _, x in own]).tolist()  # sync: one per device
+            for (row, _), share in zip(own, shares, strict=True):
+                known.setdefault(row, []).append(share)
         table = torch.full((rows, 2), torch.nan, dtype=torch.float64, device="cpu")
-        for row, looks in self._looks.items():
-            first, *latest = (float(x) for x in looks)  # sync: one per read-out
+        for row, (first, *latest) in known.items():
             table[row, 0], table[row, 1] = first, sorted(latest or [first])[len(latest) // 2]
         return table
 
