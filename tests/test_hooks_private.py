@@ -108,7 +108,7 @@ def test_nothing_is_forgotten_where_nothing_was_compiled(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
 
     assert not compiling.forget_graphs(nn.Linear(2, 2))
-    assert compiling.compiled_modules() == {}
+    assert compiling.compiled_kinds() == {}
     compiling.enter_eager(owner := object())
     assert not compiling._inside
     compiling.leave_eager(owner)

@@ -4,28 +4,22 @@ A compiled function ignores a hook that is added after it has run, and does not 
 dicts are not guarded. Inside a `with` block compiled code therefore runs eagerly (the compiler's
 own stance, no recompilation afterwards); a hook that stays has to be there before the first call.
 
-`enter_eager` and `leave_eager` set and restore the stance, `compiled_modules` finds what compiled
+`enter_eager` and `leave_eager` set and restore the stance, `compiled_kinds` finds what compiled
 code runs (for a warning), and `forget_graphs` has it compiled once more, with the new hooks.
 """
 
 from __future__ import annotations
 
-import gc
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from threading import Lock
-from types import CellType, CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
-
-from hookkit.modules import unwrap
-from hookkit.nested import pick
 
 # Private: the compiler's module for frames, whose `_stance` says how compiled functions run and
 # whose `DynamoStance` makes one (since 2.6). `torch._C._dynamo.eval_frame.get_eval_frame_callback`
@@ -127,133 +121,44 @@ def _restore_publicly(own: Any) -> None:
 
 # -- which modules compiled code runs ---------------------------------------------------------
 
-
-def compiled_modules() -> dict[int, str]:
-    """The modules that compiled code runs: for the id of each, what it is part of, in words.
-
-    Cost: about 50 ms, since it looks at all objects of the process once.
-    """
-    frames: Any = sys.modules.get(FRAMES)
-    if frames is None:
-        return {}
-    objects = gc.get_objects()
-    found: dict[int, str] = {}
-    for what, model in chain(_compiled_models(frames, objects), _run_by_functions(objects)):
-        for module in model.modules():
-            found.setdefault(id(module), what)
-    return found
-
-
-def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
-    # Private: `OptimizedModule` is the class of what torch.compile(model) returns (since 2.0), and
-    # `_compiled_call_impl` holds what model.compile() made (since 2.0). Without them an empty hook
-    # on such a model is not warned of.
-    wrapper: Any = getattr(frames, "OptimizedModule", ())
-    for x in objects:
-        kind = type(x)  # not isinstance: that asks proxies for their __class__
-        if not issubclass(kind, nn.Module):
-            continue
-        if issubclass(kind, wrapper) or x.__dict__.get("_compiled_call_impl") is not None:
-            yield f"part of a compiled {type(unwrap(x)).__name__}", x
-
-
-# A compiled function keeps no list of the modules that it runs. But each graph that the compiler
-# made is guarded by a tree of conditions on what the function reads, and each node of it has a
-# source, such as `G['model']` or `L['self'].model`: a path from a global or local variable. The
-# path is followed again from there: from a global's value, from a closure's, or, for an argument,
-# from each object of its class, since the graph serves any of them.
+# Compiled code keeps no list of the modules that it runs. But each graph is guarded by a tree of
+# conditions on what the code reads, which has a node for each module, with its class. The graph
+# serves any module of that class, so the class is all that there is to know.
 #
 # Private: `_debug_get_cache_entry_list` of FRAMES (the graphs of a code object), `input_codes` of
 # `torch._dynamo.convert_frame` (the code objects that have graphs), and `guard_manager.root` with
-# its methods `get_child_managers`, `get_key_value_managers`, `get_type_of_guarded_value` and
-# `get_source` (the tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and
-# hookkit does not warn of a hook that a compiled function ignores.
-_TORCH = str(Path(torch.__file__).parent)
-_SOURCE = re.compile(r"([GL])\['([^']+)'\](.*)")
+# its methods `get_child_managers`, `get_key_value_managers` and `get_type_of_guarded_value` (the
+# tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and hookkit does not
+# warn of a hook that compiled code ignores.
 
 
-def _run_by_functions(objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """`(which function, in words, module)` for the outermost modules that compiled functions run.
-
-    Args:
-        objects: all objects of the process, as `gc.get_objects()` gives them.
-    """
+def compiled_kinds() -> dict[type, str]:
+    """The classes of modules that compiled code runs, and for each which code that is, in words."""
     frames: Any = sys.modules.get(FRAMES)
     convert: Any = sys.modules.get("torch._dynamo.convert_frame")
+    found: dict[type, str] = {}
     try:
-        entries = frames._debug_get_cache_entry_list
-        # by id, since code objects of equal functions are equal but have graphs of their own
-        codes = {id(code): code for weak in convert.input_codes.seen if (code := weak())}
-        graphs = [(c, entries(c)) for c in codes.values() if not _is_forward(c) and entries(c)]
-        functions = [f for f in objects if graphs and type(f) is FunctionType]
-        for code, found in graphs:
-            what = f"run by the compiled function {code.co_name} ({_place(code)})"
-            own = [f for f in functions if f.__code__ is code]
-            for graph in found:
-                for module in _modules_of(graph.guard_manager.root, own, code, objects):
-                    yield what, module
+        for code in filter(None, [weak() for weak in convert.input_codes.seen]):
+            where = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            for graph in frames._debug_get_cache_entry_list(code):
+                for kind in _guarded(graph.guard_manager.root):
+                    if issubclass(kind, nn.Module):
+                        found.setdefault(kind, where)
     except (AttributeError, RuntimeError):
-        return
+        pass
+    return found
 
 
-def _place(code: CodeType) -> str:
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-
-
-def _is_forward(code: CodeType) -> bool:
-    """Whether `code` is a model's forward, which `_compiled_models` finds by the model.
-
-    All models of a class share that code, and the others of them need not be compiled.
-    """
-    return code.co_name == "forward" or code.co_filename.startswith(_TORCH)
-
-
-def _modules_of(
-    root: Any, functions: list[FunctionType], code: CodeType, objects: list[Any]
-) -> Iterator[nn.Module]:
-    """The modules that the sources of the guard tree `root` lead to."""
-    kinds: dict[str, type] = {}
-    for source, kind in _sources(root):
-        kinds[source] = kind
-        found = _SOURCE.fullmatch(source)
-        if found is None or not issubclass(kind, nn.Module):
-            continue
-        scope, name, path = found.groups()
-        if scope == "G":
-            starts = [f.__globals__.get(name) for f in functions]
-        elif name in code.co_freevars:
-            at = code.co_freevars.index(name)
-            starts = [_content(f.__closure__[at]) for f in functions if f.__closure__]
-        else:
-            starts = [x for x in objects if type(x) is kinds.get(f"L['{name}']")]
-        for start in starts:
-            try:
-                value = pick(start, path)
-            except (LookupError, AttributeError, TypeError, ValueError):
-                continue
-            if issubclass(type(value), nn.Module):
-                yield value
-
-
-def _sources(guard: Any) -> Iterator[tuple[str, type]]:
-    """The source and the class of each guarded value; values inside a module are left out."""
+def _guarded(guard: Any) -> Iterator[type]:
+    """The classes of all values that the tree below `guard` has conditions on."""
     below = [*guard.get_child_managers()]
     if hasattr(guard, "get_key_value_managers"):  # of a dict
         below += [m for pair in guard.get_key_value_managers().values() for m in pair if m]
     for each in below:
         kind = each.get_type_of_guarded_value()
         if isinstance(kind, type):
-            yield each.get_source(), kind
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            yield from _sources(each)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+            yield kind
+        yield from _guarded(each)
 
 
 # -- compiling once more ----------------------------------------------------------------------
