@@ -775,6 +775,56 @@ def test_cancel_step_leaves_the_weights_alone():
     assert "after_step" not in log.events
 
 
+class OwnSGD:
+    """An optimizer that is not torch's, as those of fastai: it runs no step hooks."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(0.1 * p.grad)
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+def train_own(w: Watcher, model: nn.Module, n: int = 3) -> None:
+    opt = OwnSGD(model.parameters())
+    for x in batches(n):
+        model(x).pow(2).mean().backward()
+        w.loop.step_began(opt)
+        opt.step()
+        w.loop.step_ended(opt)
+        opt.zero_grad()
+
+
+def test_the_steps_of_an_optimizer_without_step_hooks_are_reported():
+    model, twin = net(), net()
+    with watch(model, None, Seen(), ParamStats()) as w:
+        train_own(w, model)
+    with watch(twin, sgd(twin), Seen(), ParamStats()) as v:
+        train(twin, v.opt)
+
+    assert w.seen.rows == v.seen.rows
+    assert w.seen.grads == pytest.approx(v.seen.grads)
+    for name, values in v.param_stats.record().values.items():
+        np.testing.assert_allclose(w.param_stats.record().values[name], values, rtol=1e-5)
+
+
+def test_a_step_cancelled_of_an_optimizer_without_step_hooks_leaves_the_weights_alone():
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+
+    with watch(model, None, raising("before_step", CancelStepException)) as w:
+        train_own(w, model)
+
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    assert (w.n_steps, w.loop.n_cancelled_steps) == (0, 3)
+
+
 def test_start_and_stop_without_a_with():
     model, log = net(), Log()
     opt = sgd(model)

@@ -261,8 +261,12 @@ class ExternalLoop(CallbackRunner):
         """The model raised; the exception is on its way to the user. The batch is not recorded."""
         self._signal(Signal.FAIL)
 
-    def step_began(self, opt: Optimizer, closure: bool) -> None:
-        """`opt.step` was called; with a closure, forward and backward may be still to come."""
+    def step_began(self, opt: Any, closure: bool = False) -> None:
+        """`opt.step` was called; with a closure, forward and backward may be still to come.
+
+        With `step_ended`, also for an optimizer that is not torch's and runs no step hooks: it has
+        `param_groups`, as torch's have.
+        """
         if opt not in self.opts:
             self.opts.append(opt)
         if self.state is State.CANCELLED or self.each_forward:
@@ -359,8 +363,9 @@ class ExternalLoop(CallbackRunner):
                     "still to come: it is made within the backward, or is not seen "
                     "(each_forward=True). Call `backward()` first and a torch `opt.step()` after."
                 ) from None
-            for opt in self.opts:
-                opt.zero_grad(set_to_none=True)  # then a torch optimizer changes nothing
+            for group in (group for opt in self.opts for group in opt.param_groups):
+                for p in group["params"]:
+                    p.grad = None  # then an optimizer changes nothing
             self._step_cancelled, self.n_cancelled_steps = True, self.n_cancelled_steps + 1
             self("after_cancel_step")
 
