@@ -31,10 +31,12 @@ alone.
 
 from .callbacks import (
     Callback,
+    EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
     ProgressCallback,
     Recorder,
+    SaveModelCallback,
     SchedulerCallback,
     TrainEvalCallback,
 )
@@ -125,6 +127,7 @@ __all__ = [
     "CompiledWarning",
     "DataLoaders",
     "Diagnosis",
+    "EarlyStoppingCallback",
     "FeatureExtractor",
     "Finding",
     "FlightRecorder",
@@ -150,6 +153,7 @@ __all__ = [
     "Record",
     "Recorder",
     "Run",
+    "SaveModelCallback",
     "SchedulerCallback",
     "Selection",
     "SelectionError",

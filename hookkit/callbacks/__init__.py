@@ -11,8 +11,9 @@ metrics     Functions averaged over samples, or objects that update and compute.
 optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
 progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
 readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
+tracker     `SaveModelCallback`, `EarlyStoppingCallback`: the best epoch so far.
 
-Eleven files: each is one thing to look for.
+Twelve files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (
@@ -25,14 +26,22 @@ from hookkit.callbacks.builtin import (
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder
+from hookkit.callbacks.tracker import (
+    EarlyStoppingCallback,
+    SaveModelCallback,
+    TrackerCallback,
+)
 
 __all__ = [
     "DEFAULT_CALLBACKS",
     "Callback",
+    "EarlyStoppingCallback",
     "GradientAccumulation",
     "GradientClip",
     "ProgressCallback",
     "Recorder",
+    "SaveModelCallback",
     "SchedulerCallback",
+    "TrackerCallback",
     "TrainEvalCallback",
 ]

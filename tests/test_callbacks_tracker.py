@@ -1,0 +1,230 @@
+"""`EarlyStoppingCallback` and `SaveModelCallback`: the best epoch so far."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hookkit import (
+    Callback,
+    CancelValidException,
+    EarlyStoppingCallback,
+    HookkitWarning,
+    OptionError,
+    SaveModelCallback,
+)
+from hookkit.callbacks import TrackerCallback
+from hookkit.errors import ArgumentError
+from hookkit.testing import synth_learner
+
+
+def scripted(values: Any, cbs: Any = None, **kwargs: Any) -> Any:
+    """A Learner whose metric `score` is `values`, one for each epoch."""
+    learn = synth_learner(n_trn=2, n_val=1, cbs=cbs, metrics=score, **kwargs)
+    learn.logger = lambda row: None
+    learn.add_cb(Callback(before_validate=lambda cb: score_is(values[cb.learn.epoch])))
+    return learn
+
+
+now = [0.0]
+
+
+def score_is(value: float) -> None:
+    now[0] = value
+
+
+def score(pred: Any, y: Any) -> float:
+    return now[0]
+
+
+# --- what is best
+
+
+def test_a_loss_is_better_when_less_and_a_metric_when_greater() -> None:
+    assert TrackerCallback().comp(1.0, 2.0)
+    assert TrackerCallback("error_rate").comp(1.0, 2.0)
+    assert TrackerCallback("accuracy").comp(2.0, 1.0)
+    assert TrackerCallback("score", comp=np.less).comp(1.0, 2.0)
+
+
+def test_it_knows_the_best_epoch() -> None:
+    learn = scripted([1.0, 3.0, 2.0], cbs=TrackerCallback("score"))
+
+    learn.fit(3)
+
+    assert (learn.tracker.best, learn.tracker.best_epoch, learn.tracker.new_best) == (3.0, 1, False)
+    assert repr(learn.tracker) == "TrackerCallback(score, best 3 in epoch 1)"
+
+
+@pytest.mark.parametrize(("delta", "best"), [(0.0, 1.2), (0.15, 1.2), (0.25, 1.0)])
+def test_a_best_is_better_by_min_delta(delta: float, best: float) -> None:
+    learn = scripted([1.0, 1.2], cbs=TrackerCallback("score", min_delta=delta))
+
+    learn.fit(2)
+
+    assert learn.tracker.best == best
+
+
+def test_nan_is_never_the_best_and_a_cancelled_validation_is_not_judged() -> None:
+    stop = EarlyStoppingCallback("score", patience=2)
+    learn = scripted([1.0, float("nan"), 9.0, 9.0], cbs=stop)
+    learn.fit(2)
+    assert (stop.best, stop.wait) == (1.0, 1)
+
+    def cancel(cb: Any) -> None:
+        raise CancelValidException
+
+    learn.fit(3, cbs=Callback(before_validate=cancel))
+
+    assert stop.wait == 0
+    assert len(learn.recorder.values) == 5
+
+
+@pytest.mark.parametrize(("reset", "best"), [(True, 2.0), (False, 3.0)])
+def test_a_second_fit_begins_anew_or_goes_on(reset: bool, best: float) -> None:
+    learn = scripted([3.0], cbs=TrackerCallback("score", reset_on_fit=reset))
+    learn.fit(1)
+    score_is(2.0)
+    learn.cbs[-1].run = False  # the script
+
+    learn.fit(1)
+
+    assert learn.tracker.best == best
+
+
+def test_an_unknown_column_is_an_error_that_lists_those_there_are() -> None:
+    learn = scripted([1.0], cbs=EarlyStoppingCallback("acuracy"))
+
+    with pytest.raises(OptionError, match=r"'acuracy'.*only train_loss, valid_loss, score\. Give"):
+        learn.fit(1)
+
+    assert learn.recorder.values == []
+
+
+def test_without_a_recorder_there_is_no_column() -> None:
+    learn = synth_learner(cbs=EarlyStoppingCallback(), default_cbs=False)
+
+    with pytest.raises(OptionError, match="none, since there is no Recorder"):
+        learn.fit(1)
+
+
+def test_validation_outside_a_fit_is_not_judged() -> None:
+    learn = scripted([1.0, 2.0], cbs=[EarlyStoppingCallback("score"), SaveModelCallback("score")])
+
+    learn.validate()
+    learn.get_preds()
+
+    assert learn.early_stopping.best is None
+
+
+@pytest.mark.parametrize("cls", [EarlyStoppingCallback, SaveModelCallback])
+def test_impossible_options_are_errors(cls: Any) -> None:
+    with pytest.raises(OptionError, match=r"min_delta=-1.*Give a number from 0"):
+        cls(min_delta=-1)
+    with pytest.raises(ArgumentError, match="comp='less'"):
+        cls(comp="less")
+
+
+# --- EarlyStoppingCallback
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(1, 3), (2, 6), (3, 7)])
+def test_it_stops_when_nothing_gets_better(patience: int, epochs: int) -> None:
+    values = [1.0, 2.0, 1.5, 2.5, 2.5, 2.5, 2.5, 2.5]
+    learn = scripted(values, cbs=EarlyStoppingCallback("score", patience=patience))
+
+    learn.fit(7)
+
+    assert len(learn.recorder.values) == epochs
+
+
+def test_patience_is_a_whole_number_from_one() -> None:
+    with pytest.raises(OptionError, match=r"patience=0.*Give a whole number from 1"):
+        EarlyStoppingCallback(patience=0)
+
+
+# --- SaveModelCallback
+
+
+def weight(learn: Any) -> Any:
+    return learn.model.a.detach().clone()
+
+
+def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    learn = scripted([1.0, 3.0, 2.0], cbs=SaveModelCallback("score"), path=tmp_path)
+    learn.add_cb(Callback(after_epoch=lambda cb: seen.append(weight(cb.learn))))
+
+    learn.fit(3)
+
+    assert torch.equal(weight(learn), seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert learn.save_model.last_saved_path == tmp_path / "models" / "model.pth"
+
+
+def test_the_optimizer_is_saved_with_the_weights_where_it_is_wanted(tmp_path: Path) -> None:
+    for with_opt in (False, True):
+        cb = SaveModelCallback("score", fname="best", with_opt=with_opt)
+        scripted([1.0], cbs=cb, path=tmp_path).fit(1)
+
+        assert ("opt" in torch.load(cb.last_saved_path)) == with_opt
+
+
+def test_nothing_is_loaded_if_nothing_was_best(tmp_path: Path) -> None:
+    learn = scripted([1.0, float("nan")], cbs=SaveModelCallback("score"), path=tmp_path)
+    learn.fit(1)  # leaves a file
+    learn.cbs[-1].run = False
+    score_is(float("nan"))
+    before = weight(learn)
+
+    learn.fit(1)
+
+    assert not torch.equal(weight(learn), before)
+    assert learn.save_model.last_saved_path is None
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(True, [0, 1, 2, 3]), (3, [0, 3])])
+def test_every_epoch_or_every_third_is_saved(every: Any, epochs: list[int], tmp_path: Path) -> None:
+    learn = scripted([0.0] * 4, cbs=SaveModelCallback(fname="m", every_epoch=every), path=tmp_path)
+
+    learn.fit(4)
+
+    found = sorted(p.name for p in (tmp_path / "models").iterdir())
+    assert found == [f"m_{i}.pth" for i in epochs]
+
+
+def test_at_end_saves_the_last_weights(tmp_path: Path) -> None:
+    cb = SaveModelCallback("score", at_end=True)
+    learn = scripted([2.0, 1.0], cbs=cb, path=tmp_path)
+
+    learn.fit(2)
+
+    assert torch.equal(torch.load(cb.last_saved_path)["model"]["a"], weight(learn))
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file where the folder should be")
+    learn = scripted([1.0, 0.0], cbs=SaveModelCallback("score"), path=tmp_path)
+
+    with pytest.warns(HookkitWarning, match="'model' could not be written in epoch 0"):
+        learn.fit(2)
+
+    assert len(learn.recorder.values) == 2
+
+
+def test_options_of_files_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="fname=3"):
+        SaveModelCallback(fname=3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"every_epoch=-1.*Give a whole number from 0"):
+        SaveModelCallback(every_epoch=-1)
+
+
+def test_a_fit_without_validation_monitors_the_training_loss(tmp_path: Path) -> None:
+    learn = synth_learner(n_trn=2, cbs=SaveModelCallback("train_loss"), path=tmp_path)
+    learn.dls.loaders[1] = None
+    with learn.no_logging():
+        learn.fit(2)
+
+    assert learn.save_model.best_epoch is not None
