@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from test_bridges import (
-    BATCH_SIZE,
     EPOCHS,
     N,
     Net,
-    Rows,
     hugging_face,
     lightning_trainer,
     loader,
@@ -158,56 +156,11 @@ def with_transformers(out: Path, *callbacks: Any) -> None:
     trainer.train()
 
 
-def with_ignite(out: Path, *callbacks: Any) -> None:
-    engines = pytest.importorskip("ignite.engine")
-    from hookkit.bridges.ignite import HookkitHandler
-
-    model = NetWithParts()
-    opt = sgd(model)
-    engine = engines.create_supervised_trainer(model, opt, mse)
-    HookkitHandler(*callbacks).attach(engine, model, opt)
-    engine.run(loader(), max_epochs=EPOCHS)
-
-
-def with_skorch(out: Path, *callbacks: Any) -> None:
-    skorch = pytest.importorskip("skorch")
-    from hookkit.bridges.skorch import HookkitCallback
-
-    rows = Rows()
-    net = skorch.NeuralNetRegressor(
-        NetWithParts,
-        max_epochs=EPOCHS,
-        lr=0.05,
-        batch_size=BATCH_SIZE,
-        train_split=None,
-        callbacks=[HookkitCallback(*callbacks)],
-        verbose=0,
-    )
-    net.fit(rows.x, rows.y)
-
-
-def with_fastai(out: Path, *callbacks: Any) -> None:
-    pytest.importorskip("fastai")
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
-    from fastai.optimizer import SGD
-
-    from hookkit.bridges.fastai import HookkitCallback
-
-    dls, bridge = DataLoaders(loader(), loader()), HookkitCallback(*callbacks)
-    learn = Learner(dls, NetWithParts(), mse, SGD, lr=0.05, cbs=bridge)
-    with learn.no_logging():
-        learn.fit(EPOCHS)
-
-
 WAYS = [
     in_a_loop,
     in_the_learner,
     with_lightning,
     with_transformers,
-    with_ignite,
-    with_skorch,
-    with_fastai,
 ]
 
 

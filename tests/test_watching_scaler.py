@@ -354,15 +354,12 @@ def test_accelerates_own_scaler_is_found():
 
 
 @pytest.mark.filterwarnings("ignore")  # fastai's own
-@pytest.mark.parametrize("bridged", [False, True])
-def test_fastais_own_scaler_is_found(bridged):
+def test_fastais_own_scaler_is_found():
     pytest.importorskip("fastai")
     from fastai.callback.fp16 import MixedPrecision
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper
-
-    from hookkit.bridges.fastai import HookkitCallback
 
     class Half(MixedPrecision):
         def before_fit(self):
@@ -376,12 +373,8 @@ def test_fastais_own_scaler_is_found(bridged):
         cb, dls = GradientStats(), DataLoaders([(b, b) for b in x], [])
         learn = Learner(dls, model, nn.MSELoss(), OptimWrapper, lr=0.001, cbs=list(more))
         learn.opt_func = lambda p, lr: OptimWrapper(p, torch.optim.SGD, lr=lr)
-        with learn.no_bar(), learn.no_logging():
-            if bridged:
-                learn.fit(1, cbs=HookkitCallback(cb))
-            else:
-                with watch(model, None, cb):
-                    learn.fit(1)
+        with learn.no_bar(), learn.no_logging(), watch(model, None, cb):
+            learn.fit(1)
         return cb.record().value("rms")
 
     under, plain = run(Half()), run()

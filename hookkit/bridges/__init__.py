@@ -1,4 +1,5 @@
-"""Conveniences for training libraries. None is required: `watch` works around each of them.
+"""Callbacks for Lightning and for the Hugging Face Trainer. Neither is needed: `watch` works around
+both, as around every loop (`docs/loops.md`).
 
     with watch(trainer.model, None, ActivationStats()) as w:
         trainer.train()
@@ -6,17 +7,10 @@
 Give no optimizer: the one that the library makes is found when it steps the model's parameters. A
 bridge adds what a library reports and PyTorch does not: where epochs end, the loss, the metrics.
 
-    library        bridge                                                        around
-    accelerate     none: watch(model, opt) takes prepared objects and plain      your loop
-    Lightning      lightning.HookkitCallback(*cbs), a callback of the Trainer    trainer.fit
-    Hugging Face   transformers.HookkitCallback(*cbs), one of the Trainer        trainer.train
-    ignite         ignite.HookkitHandler(*cbs).attach(engine, model, opt)        engine.run
-    skorch         skorch.HookkitCallback(*cbs), a callback of the net           net.partial_fit
-    fastai         fastai.HookkitCallback(*cbs), a callback of the Learner       (OptimWrapper only)
+lightning       `HookkitCallback(*callbacks)`, a callback of the Trainer.
+transformers    `HookkitCallback(*callbacks)`, a callback of the Trainer.
 
-Each bridge has `.watcher`, its `Watcher`: `bridge.watcher.diagnose()`. If a library has no callback
-for exceptions (Hugging Face, skorch, fastai), the hooks of a training that raised stay until the
-next one begins or until `bridge.end()`; a `with watch(…)` around the call removes them at once.
+Both have `.watcher`, their `Watcher`: `bridge.watcher.diagnose()`.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ from hookkit.errors import ArgumentError, HookError, MissingExtraError
 from hookkit.watching import Watcher, watch
 from hookkit.watching.checks import COUNTED
 
-__all__ = ["Bridge", "base", "needs"]
+__all__ = ["Bridge"]
 
 
 class Bridge:
@@ -95,11 +89,6 @@ class Bridge:
                 **{f"logged_{k}" if k in COUNTED else k: v for k, v in values.items()}
             )
 
-    def loss(self, loss: Any) -> None:
-        """Reports the loss of the current batch, if it is one number."""
-        if self._watcher is not None and getattr(loss, "numel", lambda: 1)() == 1:
-            self._watcher.loss(loss)
-
     def end(self, error: BaseException | None = None) -> None:
         """The training is over."""
         if self._watcher is not None:
@@ -121,17 +110,8 @@ def base(package: str, *names: str) -> Any:
 
     class Missing:
         def __init__(self) -> None:
-            raise needs(package)
+            raise MissingExtraError(
+                f"this bridge needs {package}, which is not installed: pip install {package}"
+            )
 
     return Missing
-
-
-def needs(package: str) -> MissingExtraError:
-    """The error for a bridge whose library is not installed.
-
-    >>> needs("skorch")
-    MissingExtraError('this bridge needs skorch, which is not installed: pip install skorch')
-    """
-    return MissingExtraError(
-        f"this bridge needs {package}, which is not installed: pip install {package}"
-    )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from hookkit.bridges import Bridge, base
 
 _Callback: Any = base("lightning", "lightning.pytorch.Callback", "pytorch_lightning.Callback")
@@ -24,8 +26,9 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     ) -> None:
         """Reports the loss; Lightning's is divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is not None:
-            self.loss(loss * trainer.accumulate_grad_batches)
+        # a step that optimizes by hand may return anything
+        if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1):
+            self.watcher.loss(loss * trainer.accumulate_grad_batches)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Marks the epoch; its validation has run."""

@@ -48,7 +48,6 @@ class ExternalLoop(CallbackRunner):
         elsewhere: (first, end) of steps that its recorders saw in another loop before.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
-        scaler: a GradScaler that is known beforehand.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
         losses: the loss of each batch, a `LossHistory`.
@@ -69,7 +68,6 @@ class ExternalLoop(CallbackRunner):
     eval_pass = False
     dls = n_epoch = accelerator = None
     loss_func: Any = None
-    scaler: Any = None
     pred: Any = None
     loss: Tensor | None = None
     epoch = n_cancelled_steps = 0

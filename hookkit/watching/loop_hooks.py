@@ -68,8 +68,7 @@ class LoopHooks:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
             nets, a module used through other methods), a call of one of its children begins a
             batch.
-        opts: torch optimizers; empty: every optimizer that holds a parameter of `model`; None: no
-            optimizer is hooked.
+        opts: torch optimizers; empty: every optimizer that holds a parameter of `model`.
         loop: gets its signals at once, in the user's thread; what it raises reaches the user's
             code.
 
@@ -78,9 +77,8 @@ class LoopHooks:
             call's alone.
     """
 
-    def __init__(self, model: nn.Module, opts: Iterable[Optimizer] | None, loop: ExternalLoop):
-        self.model, self.loop = model, loop
-        self.opts = None if opts is None else list(opts)
+    def __init__(self, model: nn.Module, opts: Iterable[Optimizer], loop: ExternalLoop):
+        self.model, self.loop, self.opts = model, loop, list(opts)
         self.root = unwrap(model)
         self.loss_twice, self._last_loss = False, None  # type: bool, Tensor | None
         self._thread: int | None = None
@@ -108,11 +106,9 @@ class LoopHooks:
             check_hookable(self.loop.loss_func, "watch")
             self._handle.put(self.loop.loss_func, HookEntry(self._after_loss))
         pairs: list[Any] = [
-            (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts or ()
+            (o.register_step_pre_hook, o.register_step_post_hook) for o in self.opts
         ]
-        if self.opts == []:
-            pairs = [_ANY_OPTIMIZER]
-        for register_pre, register_post in pairs:
+        for register_pre, register_post in pairs or [_ANY_OPTIMIZER]:
             self._undo.append(register_pre(self._before_step).remove)
             self._undo.append(register_post(self._after_step).remove)
 

@@ -129,7 +129,6 @@ class Watcher(Exports, Views):
 
     Args:
         model, opts, callbacks, loss_func, each_forward: as for `watch`, checked and unwrapped.
-        by_hand: no optimizer is hooked: the caller calls `loop.step_began` and `step_ended`.
 
     Attributes:
         model: as given.
@@ -143,14 +142,12 @@ class Watcher(Exports, Views):
         callbacks: Iterable[Any],
         loss_func: Callable[..., Any] | None = None,
         each_forward: bool = False,
-        by_hand: bool = False,
     ) -> None:
         self.model, self.loss_func = model, loss_func
-        finds = not (opts or by_hand)
-        self.loop = ExternalLoop(unwrap(model), opts, each_forward, finds)
+        self.loop = ExternalLoop(unwrap(model), opts, each_forward, finds_opts=not opts)
         self.loop.loss_func = loss_func
         self.loop.add_cbs(callbacks)
-        self.hooks = LoopHooks(model, None if by_hand else opts, self.loop)
+        self.hooks = LoopHooks(model, opts, self.loop)
         self._warned_of_loss = False
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
