@@ -96,12 +96,6 @@ def backward(hook: Capture, module: nn.Module, grad_input: Any, grad_output: Any
     return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads the tensor as a tuple
 
 
-def both(hook: Capture, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
-    """With all gradients of a call: runs `hook_func(module, grad_inputs, grad_outputs)`."""
-    new = called(hook.options.hook_func, module, grad_inputs, grad_outputs)  # type: ignore[arg-type]
-    hook.keep(Snapshotter(hook.options).keep(new))
-
-
 def check_output(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raises for outputs with which PyTorch's full backward hook does nothing, or is wrong."""
     if _flat(output) or not any(t.requires_grad for t in leaves(output)):

@@ -175,7 +175,7 @@ class Capture(HookEntry):
             entry = HookEntry(MethodType(calls.backward, self), block, self.edit)
             return [(check, {}), (entry, {"backward": True})]
         if o.kind == "both":
-            both = BothGrads(MethodType(calls.both, self), self.leaf, o.detach, block)
+            both = BothGrads(MethodType(calls.backward, self), self.leaf, o.detach, block)
             return both.entries(first)
         begin = MethodType(calls.begin, self)
         return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first, block)
