@@ -167,7 +167,10 @@ class Capture(HookEntry):
         o, block = self.options, self.switch
         if o.entries is not None:
             module = self.module()
-            return [] if module is None else o.entries(self.name, module, self.leaf)
+            found = [] if module is None else o.entries(self.name, module, self.leaf)
+            for entry, _ in found:
+                entry.switch = block
+            return found
         if o.kind == "pre":
             return [(HookEntry(MethodType(calls.before, self), block, self.edit), {"pre": True})]
         if o.kind == "backward":

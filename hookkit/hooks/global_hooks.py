@@ -5,7 +5,7 @@ module of the process, and `print_sizes` prints the shapes that go through a who
 
 `hook_all` uses PyTorch's global hooks. While they are on, each call of every module costs about
 1 µs more, so use it to look at a model, not in training. The file is longer than 300 lines, since
-each of the three functions has its class beside it, and none of them is large.
+two of the three functions have their class beside them, and none of them is large.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from hookkit import ranks
 from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
 from hookkit.hooks.block import Block, Registered
+from hookkit.hooks.collection import Hooks
 from hookkit.hooks.entries import (
-    Handle,
-    attach,
+    HookEntry,
+    Placed,
     called,
     in_thread,
     is_compiling,
@@ -313,47 +314,7 @@ def hook_all(
     return hook
 
 
-class _Printed(Registered):
-    """The hooks of `print_sizes`."""
-
-    def __init__(self, model: nn.Module, file: TextIO | None) -> None:
-        self._model, self._file = ref(model), file
-        self._block, self._handles = Block(Options("print_sizes")), list[Handle]()
-
-    @property
-    def removed(self) -> bool:
-        """Whether nothing is printed any more."""
-        return not self._handles
-
-    def _register(self) -> None:
-        model = self._model()
-        if self._handles or model is None:
-            return
-        for name, module in {"": unwrap(model), **select(model)}.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                write = self._printer(name, self._file)
-                self._handles.append(attach(module, write, switch=self._block))
-
-    def _printer(self, name: str, file: TextIO | None) -> Callable[..., None]:
-        def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if is_compiling() or recomputing():
-                return
-            alone = len(args) == 1 and not kwargs
-            with untraced():  # while tracing, sizes are tensors
-                given = describe(args[0] if alone else Inputs(args, kwargs))
-                made = describe(output)
-            line = f"{given} → {made}  {name or '(model)'} ({type(module).__name__})"
-            (file or sys.stdout).write(line + "\n")
-
-        return write
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
+def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
     """Prints `input shape → output shape`, name and class of each module of `model` as it runs.
 
     A line is printed when a call ends, so inner modules come first. Use it in a `with` block, or
@@ -371,6 +332,26 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> _Printed:
             f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
             'open("sizes.txt", "w"), or nothing to print.'
         )
-    printed = _Printed(check_module("print_sizes", model), file)
-    printed.register()
-    return printed
+    found = {"": unwrap(check_module("print_sizes", model)), **select(model)}
+    ms = {name: m for name, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+
+    def entries(name: str, module: nn.Module, leaf: str) -> list[Placed]:
+        return [(HookEntry(_printer(name, file)), {})]
+
+    return Hooks.of(ms, Options("print_sizes", "recorder", keep="none", entries=entries))
+
+
+def _printer(name: str, file: TextIO | None) -> Callable[..., None]:
+    """The hook that prints the sizes of the module called `name`."""
+
+    def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or recomputing():
+            return
+        alone = len(args) == 1 and not kwargs
+        with untraced():  # while tracing, sizes are tensors
+            given = describe(args[0] if alone else Inputs(args, kwargs))
+            made = describe(output)
+        line = f"{given} → {made}  {name or '(model)'} ({type(module).__name__})"
+        (file or sys.stdout).write(line + "\n")
+
+    return write

@@ -67,7 +67,8 @@ class Options:
     """How a hook captures: the arguments of `Hook`, checked once for all modules.
 
     Hooks of kind "recorder" store and count nothing: `entries(name, module, leaf)` gives what is
-    registered on a module in their place, each entry with keywords of `entries.register`.
+    registered on a module in their place, each entry with keywords of `entries.register`; their
+    block is the switch of all.
     """
 
     who: str = "Hook"
