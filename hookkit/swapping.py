@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import recomputing, untraced
+from hookkit.hooks.entries import in_jit_trace, recomputing
 from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
 from hookkit.interrupts import block
 from hookkit.modules import edges, inner_key, unwrap
@@ -304,7 +304,7 @@ class Catcher(Wrapper):
 
     Attributes:
         calls: a `Call` for each call, the inputs as they were before it. Calls that activation
-            checkpointing repeats are not recorded.
+            checkpointing repeats, and those of torch.jit.trace, are not recorded.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     >>> with swap(net, {"1": Catcher}) as caught:
@@ -326,7 +326,7 @@ class Catcher(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns, recorded with what it was given."""
-        if recomputing():
+        if recomputing() or in_jit_trace():
             return self.wrapped(*args, **kwargs)
         given = inputs_and_buffers(self.wrapped, args, kwargs)
         inputs = self._stored(Inputs(args, kwargs), given)
@@ -337,12 +337,9 @@ class Catcher(Wrapper):
         return output
 
     def _stored(self, x: Any, given: Any) -> Any:
-        with untraced():
-            return (
-                tmap(lambda t: snapshot(unwrapped(t), given), x)
-                if self.detach
-                else copied_containers(x)
-            )
+        if not self.detach:
+            return copied_containers(x)
+        return tmap(lambda t: snapshot(unwrapped(t), given), x)
 
 
 class GramWrapper(Wrapper):
@@ -387,17 +384,13 @@ class GramWrapper(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns; its first input is summed before."""
-        if not recomputing():
+        if not (recomputing() or in_jit_trace()):
             self.add(args[0] if args else next(iter(kwargs.values())))
         return self.wrapped(*args, **kwargs)
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
         """Adds the rows of `x`, (..., n_features)."""
-        with untraced():
-            self._add(x)
-
-    def _add(self, x: Tensor) -> None:
         rows = x.detach().reshape(-1, x.shape[-1]).to(self.dtype)
         if self.gram is None:
             with torch.inference_mode(False):  # else it could not be added to outside

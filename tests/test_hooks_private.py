@@ -31,7 +31,6 @@ NAMES = [
     "torch._C._functorch",
     "torch._C._are_functorch_transforms_active",
     "torch._C._is_tracing",
-    "torch._C._set_tracing_state",
     "torch.autograd._unsafe_preserve_version_counter",
 ]
 # Without functorch's names what it wraps cannot be taken out of its wrapper.

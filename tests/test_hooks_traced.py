@@ -1,4 +1,4 @@
-"""torch.jit.trace of a hooked model: the hooks see it run, and are no part of the graph."""
+"""torch.jit.trace of a hooked model: hooks record nothing of it, edits are part of the graph."""
 
 import io
 from typing import Any
@@ -11,7 +11,6 @@ from hookkit.editing import edit_grads, edit_inputs, edit_outputs, scale
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hooks, hook_all, hook_inputs, hook_output, hook_outputs, print_sizes
-from hookkit.hooks.entries import is_tracing, untraced
 from hookkit.selecting import select
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.swapping import Catcher, GramWrapper, swap
@@ -81,52 +80,45 @@ def test_a_hooked_model_is_traced_as_without_hooks(name: str, kind: str, trainin
     hooks.remove()
     with PASSIVE[name](model):
         in_a_block = torch.jit.trace(model, X)
+        model(X)
 
     assert graph(left_in_place) == graph(in_a_block) == bare
     check(model, in_a_block)
 
 
-def test_the_forward_that_is_traced_is_recorded_as_any_other() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [hook_outputs, hook_inputs])
+def test_a_forward_that_is_only_traced_is_reported_as_missing(make: Any, grad: bool) -> None:
     model = net("sequential", training=True)
 
-    with hook_outputs(model) as h:
+    with (
+        pytest.warns(NeverFiredWarning, match=r"called only by torch\.jit\.trace"),
+        make(model, grad=grad) as h,
+    ):
+        traced = torch.jit.trace(model, X, check_trace=False)
+
+    assert list(h.stored) == [None, None]
+    check(model, traced)
+
+
+def test_global_hooks_see_nothing_of_a_trace() -> None:
+    model, file, seen = net("sequential", training=True), io.StringIO(), list[nn.Module]()
+
+    with print_sizes(model, file), hook_all(lambda m, i, o: seen.append(m)):
         torch.jit.trace(model, X, check_trace=False)
 
-    torch.testing.assert_close(h[1].stored, model(X), rtol=0, atol=0)
-    assert h[1].n_calls == 1
-
-
-def test_sizes_are_printed_as_numbers_while_tracing() -> None:
-    model, file = net("sequential", training=True), io.StringIO()
-
-    with print_sizes(model, file):
-        torch.jit.trace(model, X, check_trace=False)
-
-    assert file.getvalue().splitlines()[0] == "3×4 → 3×4  0 (Linear)"
+    assert (file.getvalue(), seen) == ("", [])
 
 
 def test_what_a_function_counts_in_a_buffer_is_no_part_of_the_graph() -> None:
     model, total = net("sequential", training=True), torch.zeros(())
 
-    hooks = Hooks(model, lambda m, i, o: total.add_(1))
-    traced = torch.jit.trace(model, X, check_trace=False)
-    hooks.remove()
-    before = total.item()
+    with Hooks(model, lambda m, i, o: total.add_(1)):
+        traced = torch.jit.trace(model, X, check_trace=False)
+        model(X)
     traced(X)
 
-    assert total.item() == before == 2
-
-
-def test_gradients_of_a_traced_forward_are_reported_as_missing() -> None:
-    model = net("sequential", training=True)
-
-    with (
-        pytest.warns(NeverFiredWarning, match=r"called only by torch\.jit\.trace"),
-        hook_outputs(model, grad=True),
-    ):
-        traced = torch.jit.trace(model, X, check_trace=False)
-
-    check(model, traced)
+    assert total.item() == 2
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -134,8 +126,9 @@ def test_gradients_of_a_traced_forward_are_reported_as_missing() -> None:
 def test_an_edit_is_traced_with_the_model(edit: Any, training: bool) -> None:
     model = net("sequential", training)
 
-    with edit([model[0]], lambda m, i, *o: (o or i)[0] + 1):
-        traced = torch.jit.trace(model, X)
+    with edit([model[0]], lambda m, i, *o: (o or i)[0] + 1) as edits:
+        traced = torch.jit.trace(model, X, check_trace=False)
+        assert edits.n_calls == {"0": 1}
         check(model, traced)
 
     assert not torch.equal(traced(X), model(X))
@@ -170,7 +163,9 @@ def test_a_wrapped_model_is_traced(wrapper: Any) -> None:
     model = net("sequential", training=False)
 
     with swap(model, {"0": wrapper}) as new:
-        traced = torch.jit.trace(model, X)
+        traced = torch.jit.trace(model, X, check_trace=False)
+        assert not new["0"].n_calls
+        model(X)
         n_rows = new["0"].n_calls
 
     check(model, traced)
@@ -216,22 +211,11 @@ def test_a_trace_in_a_watched_training_is_no_batch(kind: Any, training: bool) ->
             )
 
 
-def test_what_is_untraced_leaves_the_trace_on() -> None:
-    def forward(x: Tensor) -> Tensor:
-        assert is_tracing()
-        with untraced():
-            assert not is_tracing()
-        assert is_tracing()
-        return x + 1
-
-    assert not is_tracing()
-    assert torch.jit.trace(forward, X, check_trace=False)(X)[0, 0] == 1
-
-
 def test_a_hooked_model_in_a_traced_function() -> None:
     model = net("sequential", training=False).requires_grad_(False)
 
     with hook_output(model[1]) as h:
+        model(X)
         traced = torch.jit.trace(lambda x: model(x) * 2, X)
 
     torch.testing.assert_close(traced(X), model(X) * 2, rtol=0, atol=0)

@@ -34,8 +34,8 @@ _MISSED = {
     "replica": "called only in DataParallel's replicas, which run in threads of their own; hook "
     "the DataParallel module itself, or use DistributedDataParallel",
     "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
-    "traced": "called only by torch.jit.trace, whose graph has no hooks on gradients; run the "
-    "model itself in the block",
+    "traced": "called only by torch.jit.trace, of which hooks record nothing; run the model itself "
+    "in the block",
     "no_gradient": "no gradient arrived inside the block",
     "frozen": "none of its outputs requires a gradient (its parameters and inputs are frozen)",
     "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",

@@ -20,13 +20,13 @@ from hookkit.hooks.entries import (
     called,
     check_same,
     graph_task,
+    in_jit_trace,
     in_thread,
     is_compiling,
     is_exporting,
     is_tracing,
     part_at,
     positional,
-    untraced,
 )
 from hookkit.hooks.snapshot import Snapshotter, StoredValue, aliases_user_memory, inputs_and_buffers
 from hookkit.hooks.taps import Receive
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """After the forward: runs `hook_func(module, input, output)`; returns an edit's new output."""
     o, leaf = hook.options, hook.leaf
-    if not o.edit and not is_compiling() and is_tracing():
-        with untraced():
-            return after(hook, module, args, kwargs, output)
+    if not o.edit and _is_traced(hook):
+        return None
     x = part_at(output, leaf, o.who, hook.label)
     if o.hook_func is None:
         return observe(hook, module, inputs_and_buffers(module, args, kwargs), lambda x: x, x)
@@ -62,9 +61,8 @@ def after(hook: Capture, module: nn.Module, args: Any, kwargs: Any, output: Any)
 def before(hook: Capture, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before the forward: runs `hook_func(module, input)`; returns an edit's `(args, kwargs)`."""
     o, leaf, inputs = hook.options, hook.leaf, Inputs(args, kwargs)
-    if not o.edit and not is_compiling() and is_tracing():
-        with untraced():
-            return before(hook, module, args, kwargs)
+    if not o.edit and _is_traced(hook):
+        return None
     x = part_at(inputs, leaf, o.who, hook.label)
     if o.hook_func is None:
         return observe(hook, module, (*args, *kwargs.values()), lambda x: x, x)
@@ -142,13 +140,22 @@ def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any],
         hook.missed = hook.missed or "recomputed"
         return f(*seen) if o.edit else None
     new = f(*seen)
-    hook.keep(None if o.keep == "none" else Snapshotter(o, given).keep(new))
+    stores = o.keep != "none" and not is_tracing()
+    hook.keep(Snapshotter(o, given).keep(new) if stores else None)
     if (waiting := hook.switch.waiting) is not None:
         waiting.pop(id(hook), None)
         if not waiting:  # one pass only: even if the block fails to close, later ones are complete
             hook.switch.waiting = None
             raise StopForward(hook.switch)
     return new if o.edit else None
+
+
+def _is_traced(hook: Capture) -> bool:
+    """Whether torch.jit.trace runs this forward, of which only edits are a part. Notes it."""
+    if not in_jit_trace():
+        return False
+    hook.missed = "traced"
+    return True
 
 
 def _observe_traced(hook: Capture, f: Callable[..., Any], *seen: Any) -> Any:
@@ -217,8 +224,7 @@ def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     again = graph_task() != -1
     if not again and not counts(hook, module):
         return None
-    if is_tracing():  # the hook would not be in the traced graph, but the alias for it would
-        hook.missed = "traced"
+    if _is_traced(hook):  # the hook would not be in the traced graph, but the alias for it would
         return None
     found = leaves(x)
     if again:

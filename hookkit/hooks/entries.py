@@ -13,16 +13,15 @@ A module's hooks are copied and pickled with it. What is registered is therefore
 `callback`, which only the original has. A recorder is switched on and off by its `Switch`, not by
 registering and removing: a compiled model then has two graphs at most.
 
-Also here, for all of hookkit: which calls count (`counts_for`, `recomputing`, `untraced`), the part
-of a value at a path (`part_at`), and whether a replacement has the structure of the original
+Also here, for all of hookkit: which calls count (`counts_for`, `recomputing`, `in_jit_trace`), the
+part of a value at a path (`part_at`), and whether a replacement has the structure of the original
 (`check_same`). Gradients have entries too; `gradients` makes them. The file is longer than 300
 lines, a third of them docstrings: it is what recorders, edits and watched loops share with `Hook`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -76,33 +75,20 @@ def recomputing() -> bool:
     return not is_compiling() and graph_task() != -1
 
 
-# Private: `torch._C._is_tracing` is what torch.jit.is_tracing() calls, at a third of the cost;
-# `_get_tracing_state` and `_set_tracing_state` suspend a trace and resume it (since 1.0). Where
-# they are missing hooks are traced with the model, and torch's check of the trace may fail.
-_set_tracing_state: Callable[[Any], None] | None = getattr(torch._C, "_set_tracing_state", None)
+# Private: `torch._C._is_tracing` is what torch.jit.is_tracing() calls, at a third of the cost, and
+# `_get_tracing_state` gives None outside of a trace (since 1.0). Dynamo can trace neither.
 is_tracing: Callable[[], bool] = getattr(
     torch._C, "_is_tracing", lambda: torch._C._get_tracing_state() is not None
 )
-if _set_tracing_state is None:
-    is_tracing = bool
 
 
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Keeps what runs inside out of the graph that `torch.jit.trace` records.
+def in_jit_trace() -> bool:
+    """Whether torch.jit.trace records this forward: edits are part of its graph, other hooks not.
 
-    Otherwise a hook's own operations become part of the graph, or rename its values, and torch's
-    check of the trace fails.
+    >>> in_jit_trace()
+    False
     """
-    if is_compiling() or not is_tracing() or _set_tracing_state is None:
-        yield
-        return
-    state = torch._C._get_tracing_state()
-    _set_tracing_state(None)
-    try:
-        yield
-    finally:
-        _set_tracing_state(state)
+    return not is_compiling() and is_tracing()
 
 
 # -- which calls count ------------------------------------------------------------------------

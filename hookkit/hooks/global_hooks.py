@@ -36,8 +36,8 @@ from hookkit.hooks.entries import (
     called,
     in_thread,
     is_compiling,
+    is_tracing,
     recomputing,
-    untraced,
 )
 from hookkit.hooks.snapshot import Options, Snapshotter, StoredValue
 from hookkit.hooks.views import ViewGradient, listen
@@ -203,6 +203,11 @@ def stand_in_runs() -> Iterator[None]:
         _switch(token, False)
 
 
+def _is_real() -> bool:
+    """Whether the forward runs for its values: not to be compiled, traced or repeated."""
+    return not (is_compiling() or recomputing() or is_tracing())
+
+
 class GlobalHook(Registered):
     """A function called at each call of every module of the process. See `hook_all`."""
 
@@ -244,7 +249,7 @@ class GlobalHook(Registered):
             self._call(module, args, *kwargs_and_output)
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if is_compiling() or self.removed or recomputing() or not isinstance(module, self._types):
+        if not _is_real() or self.removed or not isinstance(module, self._types):
             return
         if getattr(self._busy, "now", False):  # hook_func calls a module itself
             return
@@ -255,9 +260,8 @@ class GlobalHook(Registered):
         self._busy.now = True
         try:
             self.n_calls += 1
-            with untraced():
-                seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
-                called(self._func, module, *seen)
+            seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
+            called(self._func, module, *seen)
         finally:
             self._busy.now = False
 
@@ -345,13 +349,10 @@ def _printer(name: str, file: TextIO | None) -> Callable[..., None]:
     """The hook that prints the sizes of the module called `name`."""
 
     def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if is_compiling() or recomputing():
+        if not _is_real():
             return
-        alone = len(args) == 1 and not kwargs
-        with untraced():  # while tracing, sizes are tensors
-            given = describe(args[0] if alone else Inputs(args, kwargs))
-            made = describe(output)
-        line = f"{given} → {made}  {name or '(model)'} ({type(module).__name__})"
+        given = describe(args[0] if len(args) == 1 and not kwargs else Inputs(args, kwargs))
+        line = f"{given} → {describe(output)}  {name or '(model)'} ({type(module).__name__})"
         (file or sys.stdout).write(line + "\n")
 
     return write

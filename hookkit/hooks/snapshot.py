@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_function
 from hookkit.errors import OptionError, OverwrittenWarning
-from hookkit.hooks.entries import is_compiling, is_tracing, untraced
+from hookkit.hooks.entries import is_compiling
 from hookkit.hooks.references import Reference, references
 from hookkit.nested import leaves, tmap
 
@@ -261,9 +261,6 @@ class Snapshotter:
 
     def keep(self, x: Any) -> StoredValue:
         """`x` as it is stored: tensors inside are treated, everything else is by reference."""
-        if not is_compiling() and is_tracing():
-            with untraced():
-                return self.keep(x)
         bare = type(x) is Tensor
         value = self.tensor(x) if bare else tmap(self.tensor, x)
         if value is x and self.options.live and not isinstance(x, Tensor):
