@@ -15,6 +15,7 @@ from hookkit.nested import leaves
 from hookkit.summaries import Summary, summary
 from hookkit.summaries.lines import lines
 from hookkit.summaries.rows import NUMBERS
+from hookkit.summaries.text import shows_itself
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 
@@ -120,6 +121,17 @@ def test_texts_keep_to_their_width_and_html_is_small(e: Entry) -> None:
     assert "<script" not in drawn
     assert "http" not in style + drawn
     assert len(drawn.encode()) < 1000 * (len(s) + 3)
+
+
+@pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_html_shows_the_rows_that_the_text_shows(e: Entry, depth: int) -> None:
+    s = made(e)
+
+    drawn = lines(s.rows, fold=False, depth=depth)
+    labels = s.html(fold=False, depth=depth).count('<span class="l"') - 1  # the heading
+
+    assert len(drawn) - labels == (not shows_itself(s) and len(drawn) > 1)
 
 
 @pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)

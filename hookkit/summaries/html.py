@@ -119,7 +119,7 @@ class _Drawing:
         """A row, or a container with the rows inside it."""
         row, inside = line.row, line.inside
         self.folds |= line.fold > 1
-        if not inside or (self.depth is not None and row.depth - self.base >= self.depth):
+        if not inside or (self.depth is not None and row.depth >= self.depth):
             line = _with_numbers(line, closed=bool(inside))
             cells = "".join(self.wrapped(c, self.cell(c, line)) for c in self.columns)
             return f'<div class="g r">{self.name(line)}{cells}</div>'
