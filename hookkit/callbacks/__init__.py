@@ -8,12 +8,13 @@ losses      `LossHistory`: losses by batch and by optimizer step.
 loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
 loss_graph  The same and mistakes in it, from the loss's autograd graph.
 metrics     Functions averaged over samples, or objects that update and compute.
+mixed_precision  `MixedPrecision`: autocast, and a scaled loss for float16.
 optimizers  The torch optimizer inside a wrapper; the GradScaler of a step.
 progress    `ProgressCallback`: a bar over the batches, and a table with a row for each epoch.
 readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
 tracker     `SaveModelCallback`, `EarlyStoppingCallback`: the best epoch so far.
 
-Twelve files: each is one thing to look for.
+Thirteen files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (
@@ -24,6 +25,7 @@ from hookkit.callbacks.builtin import (
     TrainEvalCallback,
 )
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.mixed_precision import MixedPrecision
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder
 from hookkit.callbacks.tracker import (
@@ -38,6 +40,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "GradientAccumulation",
     "GradientClip",
+    "MixedPrecision",
     "ProgressCallback",
     "Recorder",
     "SaveModelCallback",

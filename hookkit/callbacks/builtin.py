@@ -108,6 +108,7 @@ class GradientClip(Callback):
     """
 
     run_valid = False
+    _norm: Any = None
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
         self.max_norm = check_number("GradientClip", "max_norm", max_norm, above=0)
@@ -118,8 +119,12 @@ class GradientClip(Callback):
         """Clips."""
         learn = self.learn
         clip = getattr(learn.accelerator, "clip_grad_norm_", nn.utils.clip_grad_norm_)
-        norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
-        if norm is not None:
+        self._norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
+
+    def after_step(self) -> None:
+        """Keeps the norm, if the step was made: a scaler leaves out those that overflow."""
+        norm, self._norm = self._norm, None
+        if norm is not None and self.learn.stepped:
             self.norms.append(norm)
 
 

@@ -12,6 +12,7 @@ so that a fit can be read in one piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -72,12 +73,17 @@ class Loop(CallbackRunner):
         self._step_hooks: list[Any] = []
         self._by_keyword, self._device = False, None  # type: bool, torch.device | None
         self._guard = Guard()
+        self._forget_precision()
         self._forget_batch()
 
     def _forget_batch(self) -> None:
         self._in_batch = False  # from before its `before_batch` to after its `after_batch`
         for name, value in BATCH.items():
             setattr(self, name, value)
+
+    def _forget_precision(self) -> None:
+        self.autocast: Callable[[], Any] = nullcontext
+        self.scaler: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made during a fit is not in one, and holds no graph
@@ -125,9 +131,10 @@ class Loop(CallbackRunner):
         self._in_batch = False
 
     def _do_one_batch(self) -> None:
-        self.pred = self._predict()
-        self("after_pred")
-        self._get_loss()
+        with self.autocast():
+            self.pred = self._predict()
+            self("after_pred")
+            self._get_loss()
         self("after_loss")
         if self.training:
             if self.loss_grad is None:
@@ -136,9 +143,16 @@ class Loop(CallbackRunner):
 
     def _do_grad_opt(self) -> None:
         self._with_events(self._backward, "backward", CancelBackwardException)
-        if self.steps_now:
+        if not self.steps_now:
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)  # so that callbacks clip and read the true gradients
+        try:
             self._with_events(self._step, "step", CancelStepException)
-            self.opt.zero_grad()
+        finally:
+            if self.scaler is not None:
+                self.scaler.update()
+        self.opt.zero_grad()
 
     # --- its smallest parts
 
@@ -177,16 +191,21 @@ class Loop(CallbackRunner):
 
     def _backward(self) -> None:
         try:
-            if self.accelerator is None:
-                self.loss_grad.backward()
-            else:
+            if self.accelerator is not None:
                 self.accelerator.backward(self.loss_grad)
+            elif self.scaler is not None:
+                self.scaler.scale(self.loss_grad).backward()
+            else:
+                self.loss_grad.backward()
         except RuntimeError as error:
             error.add_note(f"the loss was {describe(self.loss_grad)}{self._where()}")
             raise
 
     def _step(self) -> None:
-        self.opt.step()
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
         if not self._step_hooks:  # the user's own optimizer, without torch's hooks
             self._on_step()
 
