@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookkit.callbacks.loss_graph import loss_by_graph
+from hookkit import ActivationStats, watch
+from hookkit.callbacks.loss_graph import loss_by_graph, others_weights
 
 N, T, C = 4, 3, 7
 
@@ -149,3 +150,33 @@ def test_a_mean_of_differences_has_the_name_of_the_loss_that_it_is(difference):
 
     assert loss_by_graph(difference(scores(), torch.ones(N, C)))["loss_func"] == name
     assert "loss_func" not in loss_by_graph(scores().abs().mean())
+
+
+def test_the_weights_of_another_model_are_counted():
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    fake = generator(torch.ones(N, 2))
+
+    assert others_weights(critic(fake).mean(), generator.parameters()) == 2
+    assert others_weights(critic(fake.detach()).mean(), critic.parameters()) == 0
+    both = [*generator.parameters(), *critic.parameters()]
+    assert others_weights(critic(fake).mean(), both) == 0
+
+
+def test_where_no_weight_of_the_model_is_in_the_loss_none_is_anothers():
+    assert others_weights(column().mean(), nn.Linear(5, 1).parameters()) == 0
+
+
+def test_watch_knows_of_another_model_in_the_loss_but_not_of_a_head_in_the_same_optimizer():
+    def facts(generator, critic, trained):
+        opt = torch.optim.SGD(trained, lr=0.1)
+        with watch(generator, opt, ActivationStats()) as w:
+            loss = critic(generator(torch.ones(N, 2))).mean()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+        return w.run_record().info
+
+    net, head = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    assert facts(net, head, net.parameters())["others_weights"] == 2
+    assert "others_weights" not in facts(net, head, [*net.parameters(), *head.parameters()])

@@ -64,6 +64,16 @@ def test_a_target_that_follows_the_model_moves_the_loss():
     assert alarms(Run(params=rests, losses=FLAT)) == {"not_learning"}
 
 
+def test_a_loss_that_goes_through_another_model_need_not_fall():
+    rises = np.linspace(0.8, 1.6, 300)
+
+    f = found(Run(losses=rises, info={"others_weights": 6}), "not_learning")
+
+    assert f.severity == "note"
+    assert f.evidence.endswith("6 weights of another model take part in it")
+    assert "diverging" in alarms(Run(losses=rises))
+
+
 def players(batch=64, **also):
     """Three layers, of which the last sees twice the batch in every other step."""
     own = np.full(N, batch)

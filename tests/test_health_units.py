@@ -269,6 +269,19 @@ def test_units_that_die_while_the_loss_falls_are_a_note_up_to_most_of_a_layer():
     assert found(Run(died(0.95), losses=falling()), "dead").severity == "error"
 
 
+def test_units_that_die_under_a_loss_that_need_not_fall_are_a_note_up_to_most_of_a_layer():
+    def died(share):
+        later = np.where(np.arange(N) < 20, 0.0, share)
+        seen = layers(["ReLU", "ReLU", ""], dead=[0 * later, later, 0 * later])
+        return Run(seen, losses=FLAT, info={"others_weights": 6})
+
+    f = found(died(0.7), "dead")
+
+    assert f.severity == "note"
+    assert f.threshold == "over 50 % of a layer's units, while the loss need not fall"
+    assert found(died(0.95), "dead").severity == "error"
+
+
 def test_a_last_sigmoid_may_be_at_its_ends_only_where_the_loss_falls():
     last = acts(("Linear", "Sigmoid"), saturated=[0, 0.99])
 

@@ -5,12 +5,13 @@ Builds on `loss_graph`. The facts of a `Run` that rules of `diagnose` need.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookkit.callbacks.loss_graph import loss_by_graph
+from hookkit.callbacks.loss_graph import loss_by_graph, others_weights
 from hookkit.hooks.snapshot import is_transforming
 
 
@@ -39,10 +40,12 @@ class LossFacts:
         self._by_class = False
         self._by_graph: dict[str, Any] | None = None
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Reads the graph of a loss: see `loss_by_graph`."""
+    def see_loss(self, loss: Tensor, own: Iterable[Tensor] = ()) -> None:
+        """Reads the graph of a loss: see `loss_by_graph`, and `others_weights` beside `own`."""
         if self._by_graph is None:
             self._by_graph = loss_by_graph(loss)
+            if n_others := others_weights(loss, own):
+                self._by_graph["others_weights"] = n_others
             self._by_class |= self._by_graph.get("loss_func") in ("cross_entropy", "nll_loss")
 
     def see_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
@@ -70,7 +73,7 @@ class LossFacts:
             self._off_one = torch.stack([(p.sum(d) - 1).abs().amax() for d in dims])
 
     def read(self) -> dict[str, Any]:
-        """`loss_func`, `loss_input`, `n_classes` and `output_is_probabilities`, as far as known.
+        """`loss_func`, `n_classes` and the other facts, as far as they are known.
 
         Reads the device once.
         """

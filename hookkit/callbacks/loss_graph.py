@@ -7,12 +7,20 @@ shapes of their results, never from values. Nothing is kept of the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookkit.autograd_graph import VIEWS, first_input, op_name, shape_of, softmax_dim, takes_one
+from hookkit.autograd_graph import (
+    VIEWS,
+    first_input,
+    graph_nodes,
+    op_name,
+    shape_of,
+    softmax_dim,
+    takes_one,
+)
 
 _LOSSES = {
     "NllLoss": "nll_loss",
@@ -86,6 +94,24 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         if name in _DIFFERENCES and (pair := _broadcast(node)):
             found["broadcast"] = pair
     return found
+
+
+def others_weights(loss: Tensor, own: Iterable[Tensor]) -> int:
+    """How many parameters beside `own` take part in a loss: those of a discriminator or a critic.
+
+    0 where none of `own` does, as under FSDP, which computes with parameters of its own.
+
+    Cost: one walk through the graph, on the host alone; nothing is kept.
+
+    >>> import torch
+    >>> net, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    >>> others_weights(critic(net(torch.ones(4, 2))).mean(), net.parameters())
+    2
+    """
+    known = {id(p) for p in own}
+    held = [node.variable for node, _ in graph_nodes(loss) if hasattr(node, "variable")]
+    others = {id(p) for p in held if isinstance(p, nn.Parameter)} - known
+    return len(others) if any(id(p) in known for p in held) else 0
 
 
 def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:

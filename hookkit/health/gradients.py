@@ -46,8 +46,7 @@ def vanishing(run: RunView) -> Iterator[Finding]:
     if read.input_size(run.params, first.rpartition(".")[0]) < FAINT_INPUT:
         return  # errors arrive, and are multiplied by inputs that are small: `input_scale`
     # of a loss that need not fall: actor and critic, both players, are no depth of one net
-    several = run.improved is False and run.learns is None
-    severity = "error" if run.fails else "note" if several else "warning"
+    severity = "error" if run.fails else "note" if run.excused else "warning"
     yield _first_and_last(run, vanishing, severity, which, size, early)
 
 

@@ -49,6 +49,14 @@ _PLAYERS = _expected(
     fix="judge by samples or scores, not by this loss",
 )
 
+_OTHERS_WEIGHTS = _expected(
+    threshold="where weights outside the model and its optimizer take part in the loss",
+    source=_PLAYERS.source.removeprefix(f"{CHECKER}: 5 %; "),
+    cause="another model in the loss that is trained too (a discriminator, a critic): such a loss "
+    "need not fall",
+    fix=_PLAYERS.fix,
+)
+
 _DIFFERENCE = _expected(
     threshold="where a loss has both signs in the first fifth of the run, or begins at 0, and "
     "stays within ten times that",
@@ -99,6 +107,8 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
     seen = [r for r in (activations, gradients) if r is not None and r.names]
     if params is None and (period := max(map(_period, seen), default=0)):
         return f"every {period} steps the batch takes the same turns through the layers", _PLAYERS
+    if others := run.info.get("others_weights"):
+        return f"{others} weights of another model take part in it", _OTHERS_WEIGHTS
     if _has_both_signs(run):
         return "it is above 0 and below it, or begins at 0", _DIFFERENCE
     if params is not None:  # matrices of a teacher, or of a target network

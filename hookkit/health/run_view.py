@@ -97,6 +97,11 @@ class RunView:
         """Whether the loss should fall, and does not."""
         return self.learns is False
 
+    @property
+    def excused(self) -> bool:
+        """Whether the loss does not fall, and need not: it proves nothing of the rest."""
+        return self.improved is False and self.learns is None
+
     @cached_property
     def learns(self) -> bool | None:
         """`improved`, but None where the loss need not fall and ends as a number."""

@@ -92,7 +92,7 @@ _BORN = dead.but(
     fix="begin with biases of 0, torch.nn.init.zeros_(layer.bias), or use nn.LeakyReLU or nn.GELU",
 )
 
-_LOST = dead.but(cause="capacity that died while the loss fell, or that was not needed")
+_LOST = dead.but(cause="capacity that was lost, or that was not needed")
 
 _UNPROVED = dead.but(
     source=f"{dead.source}; a ReLU is not proved",
@@ -110,10 +110,12 @@ def _dead_layers(
         at_first = (born[hit] > low).all()
         what = f"up to {read.percent(share[hit].max())} of {units} are never above 0"
         what += ", from the first step on" if at_first else ", and more than at first"
-        lost = severity == "warning" and run.learns and not at_first
+        harmless = run.learns or run.excused
+        lost = severity == "warning" and harmless and not at_first
         where = read.where(run.activations, hit, read.last_half(run.activations))
         says = _BORN if at_first else _LOST if lost else dead
-        line = f"over {100 * low:.0f} % of a layer's units" + ", while the loss falls" * bool(lost)
+        line = f"over {100 * low:.0f} % of a layer's units"
+        line += f", while the loss {'falls' if run.learns else 'need not fall'}" * bool(lost)
         here = says.but(threshold=line, source=_source(says, low))
         yield here.found("note" if lost else severity, what, *where)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -446,7 +447,8 @@ class ExternalLoop(CallbackRunner):
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """Takes the loss of the current batch, or of the step just made."""
         if self.loss_func is None:
-            self._loss_facts.see_loss(loss)
+            groups = (group["params"] for opt in self.opts for group in opt.param_groups)
+            self._loss_facts.see_loss(loss, chain(self.model.parameters(), *groups))
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
         self.losses.put(kept, guess, share)
         if self.training:
