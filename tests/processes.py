@@ -1,4 +1,4 @@
-"""Processes in which torch and hookkit are imported already: two ranks, and one that may be killed.
+"""Processes in which torch and hookkit are imported already: ranks, and one that may be killed.
 
 They are forks of a server that has imported them, and nothing of the tests: a new interpreter would
 spend two to four seconds on that.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 multiprocessing.set_forkserver_preload(
-    ["hookkit", "pytest", "torch._dynamo", "torch.distributed.fsdp"]
+    ["hookkit", "pytest", "torch._dynamo", "torch.distributed.fsdp", "accelerate"]
 )
 
 
@@ -28,28 +28,31 @@ def started(work: Callable[..., object], *args: Any) -> BaseProcess:
     return process
 
 
-def two_ranks(work: Callable[[int, Path], object], folder: Path) -> None:
-    """Runs `work(rank, folder)` in two processes, a gloo group; raises what one of them raises."""
+def in_ranks(work: Callable[[int, Path], object], folder: Path, n: int = 2) -> None:
+    """Runs `work(rank, folder)` in `n` processes, a gloo group; raises what one of them raises."""
     torch.multiprocessing.start_processes(
-        _rank, (work, folder), nprocs=2, start_method="forkserver"
+        _rank, (work, folder, n), nprocs=n, start_method="forkserver"
     )
 
 
-def _rank(rank: int, work: Callable[[int, Path], object], folder: Path) -> None:
+def _rank(rank: int, work: Callable[[int, Path], object], folder: Path, n: int) -> None:
     torch.set_num_threads(1)
+    # as torchrun sets them, for accelerate
+    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    os.environ.update({name: str(value) for name, value in known.items()})
     wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=n)
     work(rank, folder)
-    _leave(rank, folder)
+    _leave(rank, folder, n)
 
 
-def _leave(rank: int, folder: Path) -> None:
-    """Ends this process with 0 once both ranks have got here; with 1 after a minute of waiting.
+def _leave(rank: int, folder: Path, n: int) -> None:
+    """Ends this process with 0 once all ranks have got here; with 1 after a minute of waiting.
 
     Without the destructors of gloo, which now and then abort ("terminate called without an active
     exception") after all that a test looks at is done.
     """
-    marks = [folder / f"left{r}" for r in (0, 1)]
+    marks = [folder / f"left{r}" for r in range(n)]
     marks[rank].touch()
     until = time.monotonic() + 60
     while not all(mark.exists() for mark in marks):

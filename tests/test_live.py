@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from interrupting import interrupted_everywhere, left_behind
-from processes import two_ranks
+from processes import in_ranks
 from torch import nn
 
 from hookkit import (
@@ -733,7 +733,7 @@ def shows(rank: int, folder: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_first_rank_shows_its_own_without_the_others(tmp_path: Path) -> None:
-    two_ranks(shows, tmp_path)
+    in_ranks(shows, tmp_path)
 
     runs = [Run.load(tmp_path / f"run{rank}.npz") for rank in (0, 1)]
     assert runs[0] == runs[1]

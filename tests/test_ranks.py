@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import two_ranks
+from processes import in_ranks
 from torch import nn
 
 from hookkit import ranks
@@ -192,4 +192,4 @@ def work(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_with_unequal_batches_get_the_whole(tmp_path: Path) -> None:
-    two_ranks(work, tmp_path)
+    in_ranks(work, tmp_path)

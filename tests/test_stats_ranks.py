@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import two_ranks
+from processes import in_ranks
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
@@ -124,7 +124,7 @@ def work(rank: int, folder: Path) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has found in `work`."""
     folder = tmp_path_factory.mktemp("ranks")
-    two_ranks(work, folder)
+    in_ranks(work, folder)
     return [pickle.loads((folder / f"seen{rank}").read_bytes()) for rank in (0, 1)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import two_ranks
+from processes import in_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +41,7 @@ def work(rank: int, folder: Path) -> None:
 
 @pytest.mark.ranks
 def test_ddp_is_taken_off_and_fsdp_refused_by_one_rank_alone(tmp_path: Path) -> None:
-    two_ranks(work, tmp_path)
+    in_ranks(work, tmp_path)
 
     plain = summary(net(), torch.ones(2, 4))
     names = [(r.name, r.type, r.n_params) for r in plain]

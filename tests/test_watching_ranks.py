@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
-from processes import two_ranks
+from processes import in_ranks
 from test_watching import net, sgd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -58,7 +58,7 @@ def work(rank: int, folder: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_both_ranks_read_the_records_of_the_whole(tmp_path: Path):
-    two_ranks(work, tmp_path)
+    in_ranks(work, tmp_path)
 
     seen = [json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(2)]
     model, acts, params = net(), ActivationStats(), ParamStats()

@@ -1,6 +1,6 @@
 """`LossHistory`: the losses of a run, by batch and by optimizer step.
 
-Builds on torch alone. Everything is kept on the losses' own device; the host reads it on
+Builds on `ranks`. Everything is kept on the losses' own device; the host reads it on
 demand. So recording costs about a microsecond a batch and no synchronisation.
 """
 
@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from hookkit import ranks
 
 Floats = npt.NDArray[np.float64]
 
@@ -55,6 +57,12 @@ class Scalars:
         self._packed = []
         return np.array(self._host[start:], dtype=np.float64)
 
+    def replace(self, start: int, values: Floats) -> None:
+        """Puts `values` in the place of the numbers from `start` on."""
+        self.read(start)
+        self._host[start:] = array("d", values)
+        self._n = len(self._host)
+
     def __len__(self) -> int:
         return self._n
 
@@ -75,6 +83,7 @@ class LossHistory:
 
     def __init__(self) -> None:
         self._values, self._steps = Scalars(), array("q")
+        self._n_gathered = 0  # of the values
         self._certain = self._shares = False  # see `put`
         # of the current batch; None while it has no loss
         self._step, self._now = 0, None  # type: int, Tensor | None
@@ -99,7 +108,7 @@ class LossHistory:
         if guess and self._certain:
             return
         if not (guess or self._certain):
-            self._certain = True
+            self._certain, self._n_gathered = True, 0
             self._values, self._steps = Scalars(), array("q")
         device = loss.device
         if self._device is None:
@@ -110,6 +119,20 @@ class LossHistory:
     def drop(self) -> None:
         """The current batch does not count."""
         self._now = None
+
+    def gather(self) -> None:
+        """Replaces the losses since the last time by means over the ranks: all of them call.
+
+        Two reductions: how many batches there are at most, and two numbers for each.
+        """
+        start = self._n_gathered
+        own = torch.from_numpy(self.by_batch(start))
+        n = int(ranks.greatest(torch.tensor(len(own))))
+        sums = torch.zeros(2, n, dtype=torch.float64)
+        sums[0, : len(own)], sums[1, : len(own)] = own, 1.0
+        total, n_ranks = ranks.total(sums)[:, : len(own)]
+        self._values.replace(start, (total / n_ranks).numpy())
+        self._n_gathered = len(self._values)
 
     def by_batch(self, start: int = 0) -> Floats:
         """(n − start,) float64 on the host: the batches' losses from batch `start` on."""

@@ -7,7 +7,7 @@ both have `names`, `reset`, `take` and `results`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hookkit import ranks
 from hookkit.checks import kind_of
-from hookkit.data import batch_size
+from hookkit.data import batch_size, to_device
 from hookkit.errors import ArgumentError
+from hookkit.nested import tmap
 
 _TORCHMETRICS = ("reset", "update", "compute")
 _FASTAI = ("reset", "accumulate", "value")
@@ -68,21 +69,13 @@ class Mean:
         self.total = self.total + (value.detach() if isinstance(value, Tensor) else value) * n
         self.n += n
 
-    def compute(self, across: bool = False) -> Any:
-        """The mean over samples, a float (an array if a metric gives several); None of none.
+    def compute(self) -> Any:
+        """The mean over samples, a float (an array if a metric gives several); None of none."""
+        return item(self.total / self.n) if self.n else None  # sync: one per read-out
 
-        Args:
-            across: over the samples of all ranks: each of them has to call.
-        """
-        total, n = self.total, self.n
-        if across:
-            n = int(ranks.total(torch.tensor(n)))
-            total = ranks.total(torch.as_tensor(total, dtype=torch.float64))
-        return item(total / n) if n else None  # sync: one per read-out
-
-    def results(self, across: bool = False) -> list[Any]:
+    def results(self) -> list[Any]:
         """`compute`, in a list."""
-        return [self.compute(across)]
+        return [self.compute()]
 
 
 class Metric:
@@ -93,11 +86,15 @@ class Metric:
 
     Attributes:
         names: of what `results` gives, in order.
+        n: how many batches were added.
+        merges: whether its value is over all ranks by itself, as torchmetrics' are.
     """
 
     def __init__(self, metric: Any) -> None:
-        self.metric, self._n = metric, 0
+        self.metric, self.n = metric, 0
         self._fastais = bool(_lacking(metric, _TORCHMETRICS))
+        owners = {cls.__module__.partition(".")[0] for cls in type(metric).__mro__}
+        self.merges = "torchmetrics" in owners
         keys = getattr(metric, "keys", None)
         self._several = callable(keys)
         self.names = [str(key) for key in keys()] if callable(keys) else [metric_name(metric)]
@@ -105,7 +102,7 @@ class Metric:
     def reset(self) -> None:
         """Starts again."""
         self.metric.reset()
-        self._n = 0
+        self.n = 0
 
     def take(self, learn: Any) -> None:
         """Adds the Learner's current batch."""
@@ -113,14 +110,11 @@ class Metric:
             self.metric.accumulate(learn)
         else:
             self.metric.update(learn.pred, *learn.yb)
-        self._n += 1
+        self.n += 1
 
-    def results(self, across: bool = False) -> list[Any]:
-        """A value for each name, None where there was no batch.
-
-        They are over all ranks if the object does that itself, as torchmetrics' do.
-        """
-        if not self._n:
+    def results(self) -> list[Any]:
+        """A value for each name, None where there was no batch."""
+        if not self.n:
             return [None] * len(self.names)
         value = self.metric.value if self._fastais else self.metric.compute()
         if not self._several:
@@ -132,6 +126,43 @@ class Metric:
                 f"{', '.join(found)}. Give its metrics by themselves: metrics=[…]."
             )
         return [found[name] for name in self.names]
+
+
+def add_up(metrics: Sequence[Mean | Metric]) -> None:
+    """Replaces the sums of means, and all numbers of batches, by those of all ranks.
+
+    Each rank has to call. Two reductions for all of them together, of some numbers for each.
+    """
+    own = [torch.as_tensor(getattr(m, "total", 0.0)).detach().cpu().double() for m in metrics]
+    # a rank without a batch does not know how many numbers a metric gives
+    sizes = ranks.greatest(torch.tensor([t.numel() for t in own])).tolist()
+    sums = [t.flatten().expand(size) for t, size in zip(own, sizes, strict=True)]
+    numbers = torch.tensor([m.n for m in metrics], dtype=torch.float64)
+    whole = ranks.total(torch.cat([numbers, *sums]))
+    counts, *totals = torch.split(whole, [len(metrics), *sizes])
+    for m, n, total, t in zip(metrics, counts.tolist(), totals, own, strict=True):
+        m.n = int(n)
+        if isinstance(m, Mean):
+            m.total = total.view(t.shape) if t.numel() == total.numel() else total
+
+
+def take_of_ranks(metrics: Sequence[Metric], learn: Any, done: bool, cancelled: bool) -> bool:
+    """Adds the current batches of all ranks to each of the metrics; whether all ranks are done.
+
+    So an object that knows nothing of ranks gives on each of them what it gives in one process,
+    also if it depends on the order of the batches. Each rank has to call for each of its batches,
+    and then with `done` until all are. One exchange: prediction, targets and loss of each rank.
+    """
+    now = learn.pred, learn.yb, learn.loss
+    own = None if done or cancelled else tmap(lambda t: t.detach().cpu(), now)
+    everyone = ranks.gather_object((own, done))
+    for batch, _ in everyone:
+        if batch is not None:
+            learn.pred, learn.yb, learn.loss = to_device(batch, learn.device)
+            for metric in metrics:
+                metric.take(learn)
+    learn.pred, learn.yb, learn.loss = now
+    return all(is_done for _, is_done in everyone)
 
 
 def metric_name(metric: Any) -> str:

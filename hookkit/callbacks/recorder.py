@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Floats, LossHistory
-from hookkit.callbacks.metrics import Mean, Metric, as_metric
+from hookkit.callbacks.metrics import Mean, Metric, add_up, as_metric, take_of_ranks
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
 from hookkit.errors import HookError
@@ -24,7 +24,9 @@ from hookkit.errors import HookError
 class Recorder(Callback):
     """Losses, learning rates, metrics. Fits add to it; `validate` and `get_preds` leave it alone.
 
-    Under `distrib_ctx` validation is over all ranks' batches, the training loss is this rank's own.
+    Under `distrib_ctx` all numbers are over all ranks, and the same on each: of validation those of
+    the data set, of training means, from the end of each epoch on. A metric that is an object is
+    given the batches of all ranks; torchmetrics' merge what they have counted themselves.
 
     Args:
         add_time: whether the log has the epoch's duration.
@@ -79,6 +81,7 @@ class Recorder(Callback):
         self._losses, self._rows = LossHistory(), list[dict[str, Any]]()
         self._fits = [0]  # the batch each fit began with: smoothing starts again there
         self._smooth, self._average = array("d"), 0.0
+        self._gathered = 0, 0.0  # smoothed losses that are over all ranks, and the average there
         self._valid_loss, self._cancelled = Mean(), False
         self._metrics: dict[bool, list[Mean | Metric]] = {True: [], False: []}
         self._train_part: list[Any] = []
@@ -132,9 +135,19 @@ class Recorder(Callback):
     def after_batch(self) -> None:
         """Adds the batch's loss and metrics, on their device."""
         learn = self.learn
-        if learn.loss is None or self._cancelled:
-            self._cancelled = False
+        cancelled = self._cancelled or learn.loss is None
+        self._cancelled = False
+        if given := self._given_all():
+            take_of_ranks(given, learn, False, cancelled)
+        if cancelled:
             return
+        self._add_loss()
+        for metric in self._metrics[learn.training]:
+            if metric not in given:
+                metric.take(learn)
+
+    def _add_loss(self) -> None:
+        learn = self.learn
         if learn.training:
             learn._loss_facts.see_scores(learn.loss_func, learn.pred)
             self._losses.begin(learn.n_steps - learn.stepped)
@@ -142,17 +155,25 @@ class Recorder(Callback):
             self.lrs.append(learn.opt.param_groups[-1]["lr"])
         else:
             self._valid_loss.add(learn.loss.mean(), batch_size(learn.yb or learn.xb))
-        for metric in self._metrics[learn.training]:
-            metric.take(learn)
+
+    def _given_all(self) -> list[Metric]:
+        """The metrics that are given the batches of all ranks."""
+        metrics = self._metrics[self.learn.training] if self._is_shared() else []
+        return [m for m in metrics if isinstance(m, Metric) and not m.merges]
+
+    def _is_shared(self) -> bool:
+        """Whether each rank has a part of the loader's batches, as accelerate gives them."""
+        return self.learn.accelerator is not None and hasattr(self.learn.dl, "end_of_dataloader")
 
     def after_train(self) -> None:
         """Notes the smoothed loss and the training metrics."""
-        self._train_part = [self.smooth_loss, *self._computed(True)]
+        if self.learn.accelerator is not None:
+            self._gather()
+        self._train_part = [self.smooth_loss, *self._computed([])]
 
     def after_validate(self) -> None:
         """Gives the learner its `final_record`; inside a fit, notes it for the epoch."""
-        across = self.learn.accelerator is not None  # each rank has its share of the batches
-        part = [self._valid_loss.compute(across), *self._computed(False)]
+        part = self._computed([self._valid_loss])
         self.learn.final_record = part
         if not self.learn.eval_pass:
             self._valid_part = part
@@ -174,9 +195,22 @@ class Recorder(Callback):
         self.learn.logger(self.log)
         self._begin_epoch()
 
-    def _computed(self, training: bool) -> list[Any]:
-        across = self.learn.accelerator is not None
-        return [value for metric in self._metrics[training] for value in metric.results(across)]
+    def _computed(self, first: list[Mean | Metric]) -> list[Any]:
+        """The values of `first`, and of the metrics of training or of validation."""
+        metrics, given = [*first, *self._metrics[self.learn.training]], self._given_all()
+        while given and not take_of_ranks(given, self.learn, True, False):
+            pass  # others have more batches
+        if self._is_shared():
+            add_up([m for m in metrics if m not in given])
+        return [value for metric in metrics for value in metric.results()]
+
+    def _gather(self) -> None:
+        """Replaces the losses since the last time by means over the ranks: all of them call."""
+        n, self._average = self._gathered
+        del self._smooth[n:]
+        self._losses.gather()
+        self._smoothen()
+        self._gathered = len(self._smooth), self._average
 
     # --- reading
 

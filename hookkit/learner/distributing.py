@@ -7,31 +7,65 @@ ones, and restored.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from hookkit.callbacks import Callback
-from hookkit.errors import missing_extra
+from hookkit import ranks
+from hookkit.callbacks import Callback, Recorder
+from hookkit.data import batch_size, n_batches
+from hookkit.errors import HookkitWarning, missing_extra
+from hookkit.events import CancelBatchException
 from hookkit.interrupts import block
+from hookkit.nested import tmap
 
 
 class AccelerateCallback(Callback):
-    """Makes an optimizer step only where accelerate wants one: not for each accumulated batch."""
+    """Makes an optimizer step only where accelerate wants one: not for each accumulated batch.
+
+    Where nothing is learned it removes the rows that accelerate has added, so that the model and
+    all callbacks see each row of the data once. A batch of such rows alone is cancelled after its
+    forward, which sharded models make together.
+    """
 
     order = -8
-    run_valid = False
     _context: Any = None
+    _only_padding = False
 
     def before_batch(self) -> None:
-        """Opens accelerate's accumulation context."""
-        accelerator = self.learn.accelerator
-        self._context = accelerator.accumulate(self.learn.model)
+        """Opens accelerate's accumulation context; in evaluation, removes added rows."""
+        learn = self.learn
+        self._only_padding = False
+        if not learn.training:
+            self._keep_own_rows()
+            return
+        self._context = learn.accelerator.accumulate(learn.model)
         self._context.__enter__()
-        self.learn.steps_now = accelerator.sync_gradients
+        learn.steps_now = learn.accelerator.sync_gradients
+
+    def _keep_own_rows(self) -> None:
+        learn = self.learn
+        n = batch_size((learn.xb, learn.yb))
+        own = own_rows(learn.dl, n)
+        self._only_padding = own == 0
+        if 0 < own < n:
+            batch = learn.xb, learn.yb
+            learn.xb, learn.yb = tmap(lambda t: t[:own] if len(t.shape[:1]) else t, batch)
+
+    def after_pred(self) -> None:
+        """Cancels a batch that has nothing but added rows."""
+        if self._only_padding:
+            self.learn.pred = None
+            raise CancelBatchException
 
     def after_batch(self) -> None:
-        """Closes it."""
+        """Closes the context."""
         self.cleanup_fit()
+
+    def after_fit(self) -> None:
+        """Gathers the losses of an epoch that was cancelled."""
+        for recorder in self.learn._grab_cbs(Recorder) if self.learn.fitting else ():
+            recorder._gather()
 
     def cleanup_fit(self) -> None:
         """Closes the context if it is open."""
@@ -39,6 +73,49 @@ class AccelerateCallback(Callback):
         if context is not None:
             context.__exit__(None, None, None)
             self.learn.steps_now = True
+
+
+def own_rows(loader: Any, n: int) -> int:
+    """How many of the current batch's `n` rows are this rank's share of the data.
+
+    accelerate fills up the last batches with rows of the first ones, so that all ranks have equally
+    many; those come after the data, in the order of ranks.
+    """
+    if ranks.world_size() == 1 or not getattr(loader, "end_of_dataloader", False):
+        return n
+    parts = (loader.batch_sampler, loader.sampler, loader.dataset)
+    shard: Any = next((p for p in parts if hasattr(p, "process_index")), None)
+    left: int
+    if shard is not None:
+        left, place = _rows_of_last_round(shard, n), int(shard.process_index)
+    else:  # the first rank reads, and sends each rank its rows
+        left, place = max(loader.remainder, 0), ranks.rank()
+    return min(max(left - place * n, 0), n) if left else n
+
+
+def _rows_of_last_round(shard: Any, n: int) -> int:
+    """How many rows of data the last batches of all ranks have together; 0 if they have no others.
+
+    accelerate's own `remainder` is by the length of the data set, of which a sampler may take a
+    part.
+    """
+    if shard.drop_last or not getattr(shard, "even_batches", True):
+        return 0
+    if shard.batch_size is None:  # of a batch sampler that says none: whole batches are added
+        return len(shard.batch_sampler) % int(shard.num_processes) * n
+    together: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    batches = getattr(shard, "batch_sampler", None)
+    n_rows = n_batches(shard.dataset if batches is None else batches.sampler)
+    if n_rows is None:
+        warnings.warn(_NO_LENGTH, HookkitWarning, stacklevel=2)
+    return (n_rows or 0) % together
+
+
+_NO_LENGTH = (
+    "distrib_ctx: the validation data have no length, so the rows that accelerate adds to make the "
+    "ranks' batches equal count in losses, metrics and predictions. Give the IterableDataset a "
+    "__len__, or leave out dispatch_batches=False: then the first process reads for all."
+)
 
 
 @block

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.callbacks.runner import listed
 from hookkit.data import DataLoaders
@@ -62,7 +64,8 @@ class Predicting(Loop):
         """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
 
         Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
-        Records do not change.
+        Records do not change. Under `distrib_ctx` every rank gets the whole, in the order of the
+        data, and each has to call.
 
         Args:
             ds_idx: which loader of `dls`.
@@ -82,6 +85,8 @@ class Predicting(Loop):
         gather = GatherPreds(with_input, with_loss, act)
         with self._untouched([gather, *listed(cbs)], inner):
             self._do_epoch_validate(dl)
+            if self.accelerator is not None and hasattr(dl, "end_of_dataloader"):
+                gather.of_all_ranks()
         self._past = [cb for cb in self._past if cb is not gather]  # or its tensors would live on
         return gather.result(concat_dim)
 
@@ -101,7 +106,11 @@ class Predicting(Loop):
         if dl is None:
             self._needs_data(verb)
             return self.dls[ds_idx]
-        return DataLoaders(dl).train  # its check
+        loader = DataLoaders(dl).train  # its check
+        known = self.accelerator is None or hasattr(loader, "end_of_dataloader")
+        if known or not isinstance(loader, DataLoader):
+            return loader
+        return self.accelerator.prepare_data_loader(loader)  # for each rank a part of it
 
     @block
     def _untouched(self, cbs: Any, inner: bool) -> Iterator[None]:
@@ -140,6 +149,9 @@ class Predicting(Loop):
                 cb._record(True)
 
 
+_AT_A_TIME = 16  # batches of each rank in one exchange
+
+
 class GatherPreds(Callback):
     """Keeps each batch's predictions and targets on the CPU; inputs and losses with `with_…`."""
 
@@ -147,8 +159,7 @@ class GatherPreds(Callback):
 
     def __init__(self, with_input: bool, with_loss: bool, act: Callable[[Any], Any] | None) -> None:
         self.with_input, self.with_loss, self.act = with_input, with_loss, act
-        self.inputs, self.preds = list[Any](), list[Any]()
-        self.targets, self.losses = list[Any](), list[Any]()
+        self.batches: dict[int, tuple[Any, ...]] = {}  # by number: input, pred, targets, loss
 
     def before_batch(self) -> None:
         """Copies the input before the model can change it."""
@@ -161,12 +172,12 @@ class GatherPreds(Callback):
         if learn.pred is None:
             return
         pred = learn.pred if self.act is None else self.act(learn.pred)
-        self.preds.append(kept(pred))
-        self.targets.append(kept(learn.y))
-        if self.with_input:
-            self.inputs.append(self._x)
-        if self.with_loss:
-            self.losses.append(kept(self._losses()))
+        self.batches[learn.iter] = (
+            *([self._x] if self.with_input else []),
+            kept(pred),
+            kept(learn.y),
+            *([kept(self._losses())] if self.with_loss else []),
+        )
 
     def _losses(self) -> Any:
         learn = self.learn
@@ -184,10 +195,23 @@ class GatherPreds(Callback):
 
     def result(self, dim: int | None) -> tuple[Any, ...]:
         """`([inputs,] preds, targets [, losses])`, joined along `dim`; None leaves lists."""
-        parts = [self.preds, self.targets]
-        parts = [self.inputs, *parts] if self.with_input else parts
-        parts = [*parts, self.losses] if self.with_loss else parts
+        n = 2 + self.with_input + self.with_loss
+        parts = [[batch[i] for batch in self.batches.values()] for i in range(n)]
         return tuple(parts if dim is None else [joined(part, dim) for part in parts])
+
+    def of_all_ranks(self) -> None:
+        """Puts the batches of all ranks in the place of this one's, in the order of the data.
+
+        The first batches of all ranks come first, then the second ones, as accelerate shared them
+        out. Some at a time, so that the exchange takes little memory beside the result.
+        """
+        own, found = self.batches, list[Any]()
+        n = int(ranks.greatest(torch.tensor(max(own, default=-1) + 1)))
+        for first in range(0, n, _AT_A_TIME):
+            some = range(first, first + _AT_A_TIME)
+            everyone = ranks.gather_object({i: own[i] for i in some if i in own})
+            found += [batches[i] for i in some for batches in everyone if i in batches]
+        self.batches = dict(enumerate(found))
 
 
 def kept(x: Any) -> Any:

@@ -1,0 +1,293 @@
+"""A Learner in `distrib_ctx` gives the numbers of one process, on every rank."""
+
+import pickle
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import in_ranks
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from hookkit import ranks
+from hookkit.callbacks import Callback
+from hookkit.data import DataLoaders
+from hookkit.errors import HookkitWarning
+from hookkit.events import CancelFitException
+from hookkit.learner import Learner
+
+accelerate = pytest.importorskip("accelerate")
+DataLoaderConfiguration = accelerate.utils.DataLoaderConfiguration
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+N, BS = 13, 4
+
+
+def data(n: int) -> TensorDataset:
+    made = torch.Generator().manual_seed(n)
+    return TensorDataset(torch.randn(n, 3, generator=made), torch.randn(n, 1, generator=made))
+
+
+class Stream(IterableDataset[Any]):
+    """The same rows without a length."""
+
+    def __init__(self, n: int) -> None:
+        self.rows = data(n)
+
+    def __iter__(self) -> Any:
+        return iter([self.rows[i] for i in range(len(self.rows))])
+
+
+class InOrder:
+    """A number that depends on every row, on their order and on how batches are cut."""
+
+    def reset(self) -> None:
+        self.seen = 0.0
+
+    def update(self, pred: Tensor, y: Tensor) -> None:
+        for row in (pred - y).flatten().tolist():
+            self.seen = 0.9 * self.seen + row
+        self.seen *= len(pred)
+
+    def compute(self) -> float:
+        return self.seen
+
+
+class Rmse:
+    """In fastai's form."""
+
+    def reset(self) -> None:
+        self.pairs: list[Tensor] = []
+
+    def accumulate(self, learn: Any) -> None:
+        self.pairs.append(learn.to_detach(learn.pred - learn.y))
+
+    @property
+    def value(self) -> float:
+        return torch.cat(self.pairs).square().mean().sqrt().item()
+
+
+def worst(pred: Tensor, y: Tensor) -> Tensor:
+    """No mean over samples: it depends on how batches are cut."""
+    return (pred - y).abs().max()
+
+
+def by_column(pred: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([pred.mean(), y.mean()])
+
+
+def learner(valid: Any, batch_norm: bool = True) -> Learner:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 1))
+    if batch_norm:  # whose buffers DDP sends at each call, also in evaluation
+        model[1] = nn.BatchNorm1d(4)
+    train = DataLoader(data(16), BS)
+    metrics = [worst, by_column, InOrder(), Rmse()]
+    learn = Learner(
+        DataLoaders(train, valid), model, nn.MSELoss(), torch.optim.SGD, 0.0, metrics=metrics
+    )
+    learn.logger = lambda row: None
+    return learn
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+OPTIONS = {
+    "split batches": {"split_batches": True},
+    "uneven": {"even_batches": False},
+    "each reads a stream": {"dispatch_batches": False},
+}
+
+
+def context(learn: Learner, case: str = "") -> Any:
+    config = DataLoaderConfiguration(**OPTIONS.get(case, {}))
+    return learn.distrib_ctx(cpu=True, dataloader_config=config)
+
+
+@cache
+def loaders() -> dict[str, Any]:
+    small = data(5)
+    return {
+        "13 rows": DataLoader(data(N), BS),
+        "fewer rows than ranks have room for": DataLoader(small, BS),
+        "a multiple": DataLoader(data(16), BS),
+        "batches without a size": DataLoader(data(N), batch_sampler=[[0, 1, 2], [3], [4, 5]]),
+        "a part of the data": DataLoader(data(40), BS, sampler=Part(range(11))),
+        "a stream": DataLoader(Stream(N), BS),
+        "split batches": DataLoader(data(N), BS),
+        "uneven": DataLoader(data(10), BS),
+        "each reads a stream": DataLoader(Sized(N), BS),
+        "a list": [(x[None], y[None]) for x, y in data(3)],
+    }
+
+
+class Part(SubsetRandomSampler):
+    """Always in the same order."""
+
+    def __iter__(self) -> Any:
+        return iter(self.indices)
+
+
+def assert_close(got: list[Any], want: list[Any]) -> None:
+    for one, true in zip(got, want, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(true), rtol=1e-6, atol=1e-7)
+
+
+def plain(x: Any) -> Any:
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
+def validated(learn: Learner) -> list[Any]:
+    return [plain(x) for x in learn.validate()]
+
+
+def predicted(learn: Learner, **options: Any) -> list[Any]:
+    return [plain(x) for x in learn.get_preds(with_input=True, with_loss=True, **options)]
+
+
+def trained(learn: Learner) -> tuple[Any, ...]:
+    """Rows of epochs, and the losses of batches, smoothed, and of steps."""
+    recorder, run = learn.recorder, learn.run_record()
+    rows = [{name: plain(value) for name, value in row.items()} for row in recorder.rows()]
+    return rows, recorder.raw_losses().tolist(), recorder.losses, run.losses.tolist()
+
+
+def stop(cb: Callback) -> None:
+    if cb.learn.train_iter == 1:
+        raise CancelFitException
+
+
+def work(rank: int, folder: Path) -> None:
+    seen: dict[str, Any] = {}
+    for case, loader in loaders().items():
+        learn = learner(loader, batch_norm=case != "uneven")
+        with context(learn, case):
+            seen[case] = validated(learn)
+            seen[f"predictions, {case}"] = predicted(learn)
+            if case == "13 rows":
+                seen["given"] = predicted(learn, dl=DataLoader(data(7), 3))
+                preds, _ = learn.get_preds(concat_dim=None)
+                seen["lists"] = [plain(x) for x in preds]
+                learn.fit(2)
+                seen["fit"] = trained(learn)
+                learn.fit(1, cbs=Callback(before_batch=stop))
+                seen["cancelled"] = learn.recorder.raw_losses()[-1]
+    learn = learner(DataLoader(Stream(N), BS))
+    unknown = "have no length, so the rows that accelerate adds"
+    with context(learn, "each reads a stream"), pytest.warns(HookkitWarning, match=unknown):
+        learn.validate()
+    seen["torchmetrics"] = {n: of_torchmetrics(n) for n in SIZES}
+    (folder / f"seen{rank}").write_bytes(pickle.dumps(seen))
+
+
+SIZES = (13, 5)
+
+
+def of_torchmetrics(n: int) -> list[Any]:
+    """What metrics with sums, with tables and with lists find; nothing without torchmetrics."""
+    if find_spec("torchmetrics") is None:
+        return []
+    from torchmetrics import CatMetric, MeanSquaredError, MetricCollection, PearsonCorrCoef
+
+    class Errors(CatMetric):
+        def update(self, pred: Tensor, y: Tensor) -> None:
+            super().update((pred - y).flatten())
+
+        def compute(self) -> Tensor:
+            return super().compute().sort().values
+
+    learn = learner(DataLoader(data(n), BS))
+    learn.metrics = [MeanSquaredError(), MetricCollection([PearsonCorrCoef()]), Errors]
+    with context(learn) if ranks.is_distributed() else nullcontext():
+        return validated(learn)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def seen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two or four ranks has found in `work`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    in_ranks(work, folder, request.param)
+    return [pickle.loads((folder / f"seen{r}").read_bytes()) for r in range(request.param)]
+
+
+@pytest.mark.parametrize("case", loaders())
+def test_losses_and_metrics_are_those_of_the_data_set(seen: Any, case: str) -> None:
+    want = validated(learner(loaders()[case], batch_norm=case != "uneven"))
+    # batches that are cut in another way: `worst` and InOrder see that
+    same = (0, 2, 4) if case in ("a stream", "split batches") else range(5)
+
+    for found in seen:
+        for i in same:
+            assert found[case][i] == pytest.approx(want[i], rel=1e-6)
+        assert found[case] == seen[0][case]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_torchmetrics_merge_their_own_counts(seen: Any, n: int) -> None:
+    pytest.importorskip("torchmetrics")
+    want = of_torchmetrics(n)
+
+    for found in seen:
+        for got, true in zip(found["torchmetrics"][n], want, strict=True):
+            assert got == pytest.approx(true, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", loaders())
+def test_predictions_are_whole_and_in_order_on_every_rank(seen: Any, case: str) -> None:
+    want = predicted(learner(loaders()[case], batch_norm=case != "uneven"))
+
+    for found in seen:
+        assert_close(found[f"predictions, {case}"], want)
+
+
+def test_predictions_for_a_loader_that_is_given_are_whole_too(seen: Any) -> None:
+    want = predicted(learner(None), dl=DataLoader(data(7), 3))
+    lists = learner(loaders()["13 rows"]).get_preds(concat_dim=None)[0]
+
+    for found in seen:
+        assert_close(found["given"], want)
+        assert_close(found["lists"], [plain(x) for x in lists])
+
+
+def test_training_losses_are_means_over_ranks(seen: Any) -> None:
+    learn = learner(None)
+    learn.fit(2)
+    want = learn.recorder.raw_losses().reshape(-1, len(seen)).mean(1)
+
+    for found in seen:
+        rows, raw, smooth, steps = found["fit"]
+        np.testing.assert_allclose(raw, want, rtol=1e-6)
+        np.testing.assert_array_equal(steps, raw)
+        np.testing.assert_allclose(smooth, smoothed(raw))
+        assert [row["train_loss"] for row in rows] == [smooth[len(raw) // 2 - 1], smooth[-1]]
+        assert found["fit"] == seen[0]["fit"]
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    average, found = 0.0, []
+    for i, loss in enumerate(losses, 1):
+        average = 0.98 * average + 0.02 * loss
+        found.append(average / (1 - 0.98**i))
+    return found
+
+
+def test_losses_of_a_cancelled_epoch_are_means_over_ranks_too(seen: Any) -> None:
+    first = learner(None)
+    first.fit(1)
+    want = first.recorder.raw_losses()[: len(seen)].mean()
+
+    for found in seen:
+        assert found["cancelled"] == pytest.approx(want, rel=1e-6)
