@@ -163,11 +163,10 @@ def hugging_face(model, *callbacks, **options):
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         report_to=[],
-        save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy="no",
-        **options,
+        **{"save_strategy": "no", **options},
     )
 
     class InOrder(transformers.Trainer):
@@ -282,18 +281,17 @@ def lightning_module(through: str):
     return Module()
 
 
-def lightning_trainer(tmp_path, each: int, *callbacks):
+def lightning_trainer(tmp_path, each: int, *callbacks, **options):
     pl = pytest.importorskip("lightning.pytorch")
     return pl.Trainer(
-        max_epochs=EPOCHS,
         accelerator="cpu",
         accumulate_grad_batches=each,
         callbacks=[*callbacks],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
+        **{"max_epochs": EPOCHS, "enable_checkpointing": False, **options},
     )
 
 
@@ -362,6 +360,53 @@ def test_lightning_leaves_nothing_after_an_exception(tmp_path):
 
     assert n_hooks(module, *bridge.watcher.loop.opts) == 0
     assert bridge.watcher.n_steps == 2
+
+
+def axes(watcher) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Steps and epochs of what was recorded, and those of the rows by epoch."""
+    run = watcher.run_record()
+    rows = [(row["epoch"], row["step"]) for row in run.valid]
+    return run.params.steps.tolist(), run.params.epochs.tolist(), rows
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [5, N, N + 3, 2 * N])
+def test_a_resumed_training_of_lightning_goes_on_with_its_numbers(tmp_path, at: int):
+    pl = pytest.importorskip("lightning.pytorch")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    save = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=at)
+    first, later = HookkitCallback(ParamStats()), HookkitCallback(ParamStats())
+    trainer = lightning_trainer(tmp_path, 1, first, save, enable_checkpointing=True)
+    trainer.fit(lightning_module("self"), loader(), loader())
+
+    again = lightning_trainer(tmp_path, 1, later, max_epochs=3)
+    again.fit(lightning_module("self"), loader(), loader(), ckpt_path=tmp_path / f"step={at}.ckpt")
+
+    steps = list(range(at, 3 * N))
+    rows = [(epoch, (epoch + 1) * N - 1) for epoch in range(at // N, 3)]
+    assert axes(later.watcher) == (steps, [step // N for step in steps], rows)
+    assert later.watcher.n_steps == len(later.watcher.losses) == len(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [5, N, N + 3])
+def test_a_resumed_training_of_hugging_face_goes_on_with_its_numbers(tmp_path, at: int):
+    pytest.importorskip("transformers")
+    from hookkit.bridges.transformers import HookkitCallback
+
+    first, later = HookkitCallback(ParamStats()), HookkitCallback(ParamStats())
+    save = {"save_strategy": "steps", "save_steps": at}
+    hugging_face(Net(), first, out=tmp_path, **save).train()
+
+    again = hugging_face(Net(), later, out=tmp_path, eval_strategy="epoch")
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+
+    steps = list(range(at, 2 * N))
+    rows = [(epoch, (epoch + 1) * N - 1) for epoch in range(at // N, 2)]
+    assert axes(later.watcher) == (steps, [step // N for step in steps], rows)
+    assert later.watcher.n_steps == len(later.watcher.losses) == len(steps)
 
 
 @pytest.mark.parametrize("package", ["lightning", "transformers"])

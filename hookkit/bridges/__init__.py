@@ -5,7 +5,8 @@ both, as around every loop (`docs/loops.md`).
         trainer.train()
 
 Give no optimizer: the one that the library makes is found when it steps the model's parameters. A
-bridge adds what a library reports and PyTorch does not: where epochs end, the loss, the metrics.
+bridge adds what a library reports and PyTorch does not: where epochs end, the loss, the metrics,
+and the numbers of epochs and steps in a training that is resumed.
 
 lightning       `HookkitCallback(*callbacks)`, a callback of the Trainer.
 transformers    `HookkitCallback(*callbacks)`, a callback of the Trainer.
@@ -67,11 +68,17 @@ class Bridge:
             )
         return self._watcher
 
-    def begin(self, model: Any, opt: Any = None) -> None:
-        """A training begins. If it is of the same model as the last one, it is appended to that."""
+    def begin(self, model: Any, opt: Any = None, epoch: int = 0, step: int = 0) -> None:
+        """A training begins. If it is of the same model as the last one, it is appended to that.
+
+        Args:
+            model, opt: as for `watch`.
+            epoch, step: the library's first ones: not 0 if the training is resumed.
+        """
         self.end()
         if self._watcher is None or self._watcher.model is not model:
             self._watcher = watch(model, opt, *self.callbacks)
+            self._watcher.loop.number_from(step, epoch)
         else:
             self._watcher.follow(opt)
         self._watcher.start()

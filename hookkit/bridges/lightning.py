@@ -19,7 +19,8 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins: after the sanity check, with the optimizers made."""
-        self.begin(pl_module, list(trainer.optimizers) or None)
+        opts = list(trainer.optimizers) or None
+        self.begin(pl_module, opts, trainer.current_epoch, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

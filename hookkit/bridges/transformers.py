@@ -21,7 +21,8 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins."""
-        self.begin(kwargs["model"], kwargs.get("optimizer"))
+        opt = kwargs.get("optimizer")
+        self.begin(kwargs["model"], opt, int(state.epoch or 0), state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Marks the epoch."""

@@ -46,7 +46,7 @@ class ExternalLoop(CallbackRunner):
         pred: the live output of the model during `after_pred`, else None: nothing is kept alive.
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
-        elsewhere: (first, end) of steps that its recorders saw in another loop before.
+        elsewhere: (first, end) of steps that were made before, in another loop.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
@@ -160,11 +160,15 @@ class ExternalLoop(CallbackRunner):
         self.fitting = True
         self("before_fit")
 
+    def number_from(self, step: int, epoch: int = 0) -> None:
+        """Numbers steps and epochs from these on: those before were made elsewhere."""
+        if step > self.n_steps:
+            self.elsewhere.append((self.n_steps, step))
+            self.n_steps = step
+        self.epoch = max(self.epoch, epoch)
+
     def _continue_from(self, cb: Callback) -> None:
-        own = self.n_steps
-        super()._continue_from(cb)
-        if self.n_steps > own:
-            self.elsewhere.append((own, self.n_steps))
+        self.number_from(cb._last_step)
 
     def finish(self) -> None:
         """The run is over: what is open is closed, then `after_fit`."""
