@@ -111,6 +111,7 @@ class HookCallback(Callback):
     # selected; a subclass's `hook`, or one that is given, is in `_function`.
     _entries: Callable[[str, nn.Module, str], list[Placed]] | None = None
 
+    _saved: ClassVar[tuple[str, ...]] = ("_batch_count", "_last_iter")
     hooks: Any = None
     _switch: RecordSwitch
     _parts: Parts | None = None

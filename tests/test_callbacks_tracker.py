@@ -208,10 +208,11 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
     (tmp_path / "models").write_text("a file where the folder should be")
     learn = scripted([1.0, 0.0], cbs=SaveModelCallback("score"), path=tmp_path)
 
-    with pytest.warns(HookkitWarning, match="'model' could not be written in epoch 0"):
+    with pytest.warns(HookkitWarning, match=r"save: .*model\.pth was not written"):
         learn.fit(2)
 
     assert len(learn.recorder.values) == 2
+    assert learn.save_model.last_saved_path is None
 
 
 def test_options_of_files_are_checked() -> None:

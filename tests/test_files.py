@@ -43,7 +43,7 @@ def page(path: Path) -> None:
 WRITERS: dict[str, Write] = {
     "run.npz": lambda path: records.save(record(), path),
     "run.csv": lambda path: records.to_csv(record(), path),
-    "net.pth": lambda path: save_state(path, nn.Linear(2, 2)),
+    "net.pth": lambda path: save_state(path, {"model": nn.Linear(2, 2).state_dict()}),
     "picture.png": picture,
     "page.html": page,
 }
@@ -178,15 +178,16 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 def saves_for_ever(path: Path, ready: Any) -> None:
-    net = nn.Linear(100, 100)
+    state = {"model": nn.Linear(100, 100).state_dict()}
     ready.set()
     while True:
-        save_state(path, net)
+        save_state(path, state)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
-    save_state(path := tmp_path / "net.pth", nn.Linear(100, 100))
+    state = {"model": nn.Linear(100, 100).state_dict()}
+    save_state(path := tmp_path / "net.pth", state)
     for wait_s in (0.0, 0.013, 0.031):
         ready = multiprocessing.get_context("forkserver").Event()
         process = started(saves_for_ever, path, ready)
@@ -195,7 +196,7 @@ def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
         process.kill()
         process.join()
 
-        assert load_state(path, torch.device("cpu"))["model"]["weight"].shape == (100, 100)
+        assert load_state(path)["model"]["weight"].shape == (100, 100)
     rest = [name for name in os.listdir(tmp_path) if name != path.name]
     assert all(name.startswith(".hookkit-") and name.endswith(".tmp") for name in rest)
 

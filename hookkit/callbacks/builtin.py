@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -109,6 +109,7 @@ class GradientClip(Callback):
 
     run_valid = False
     _norm: Any = None
+    _saved: ClassVar[tuple[str, ...]] = ("norms",)
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0) -> None:
         self.max_norm = check_number("GradientClip", "max_norm", max_norm, above=0)
@@ -218,6 +219,16 @@ class SchedulerCallback(Callback):
     def _epoch_loss(self) -> float | None:
         row: dict[str, float | None] = self.learn.recorder.rows()[-1]
         return row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's, during a fit."""
+        has_one = self._kept is not None and hasattr(self.scheduler, "state_dict")
+        return {"scheduler": self.scheduler.state_dict()} if has_one else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the schedule."""
+        if state:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def cleanup_fit(self) -> None:
         """Restores the optimizer's other hyperparameters."""

@@ -84,6 +84,7 @@ class Callback:
     run_train: bool = True
     run_valid: bool = True
     _renamed: ClassVar[Mapping[str, str]] = {}  # fastai v1's names of attributes, and today's
+    _saved: ClassVar[tuple[str, ...]] = ()  # names of the attributes that `state_dict` has
     _last_step: int = 0  # steps that a recorder has seen: see `CallbackRunner._remember_step`
     _learn: Owner = Owner()
 
@@ -129,6 +130,28 @@ class Callback:
         It is called when a fit has ended, in whatever way (also if `before_fit` itself failed), so
         there may be nothing to do.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of the callback: nothing, unless its class overrides this.
+
+        Give tensors, numbers and text, in dicts, lists and tuples: `learn.save(…)` refuses others.
+        """
+        own = self.__getstate__() if self._saved else {}
+        return {n: own[n] if n in own else getattr(type(self), n) for n in self._saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave. `learn.fit(resume=…)` calls it after `before_fit`.
+
+        Raises:
+            OptionError: it is of another class, or damaged.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys() or not all(_alike(own[name], state[name]) for name in own):
+            raise OptionError(
+                f"{type(self).__name__}.load_state_dict: the state is of another class. It has "
+                f"{', '.join(state) or 'nothing'}; needed: {', '.join(own) or 'nothing'}."
+            )
+        vars(self).update(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_learn": Owner()}  # a copy has no runner
@@ -183,6 +206,10 @@ class Callback:
 
     def __repr__(self) -> str:
         return type(self).__name__
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a is None or b is None or type(a) is type(b)
 
 
 def _skips_init(cls: type[Callback]) -> bool:

@@ -53,6 +53,10 @@ class Recorder(Callback):
     """
 
     order = 50
+    _saved: ClassVar[tuple[str, ...]] = (
+        *("metric_names", "values", "log", "lrs", "iters", "_losses", "_rows", "_fits", "_smooth"),
+        *("_average", "_gathered", "_train_part", "_valid_part"),
+    )
     _renamed: ClassVar[Mapping[str, str]] = {
         "plot": "plot_loss()",
         "plot_losses": "plot_loss()",
@@ -259,6 +263,11 @@ class Recorder(Callback):
             known = {"step": min(int(last[0]), n_steps - 1)} if len(last) and n_steps else {}
             found.append({"epoch": row.pop("epoch"), **known, **row})
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded; reads the losses from the device."""
+        self._losses.by_batch()
+        return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         # metrics in use belong to a fit; each fit begins with those of its Learner

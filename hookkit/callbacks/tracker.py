@@ -7,13 +7,13 @@ fastai's (`fastai.callback.tracker`, 2.8).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from hookkit.callbacks.callback import Callback
 from hookkit.checks import check_callable, check_flag, check_number, check_path, shown
-from hookkit.errors import HookkitWarning, OptionError
+from hookkit.errors import OptionError
 from hookkit.events import CancelFitException
 
 
@@ -39,6 +39,7 @@ class TrackerCallback(Callback):
     """
 
     order = 60
+    _saved: ClassVar[tuple[str, ...]] = ("best", "best_epoch", "new_best")
     best: float | None = None
     best_epoch: int | None = None
     new_best = False
@@ -125,6 +126,7 @@ class EarlyStoppingCallback(TrackerCallback):
     """
 
     order = TrackerCallback.order + 3
+    _saved: ClassVar[tuple[str, ...]] = (*TrackerCallback._saved, "wait")
 
     def __init__(
         self,
@@ -181,6 +183,7 @@ class SaveModelCallback(TrackerCallback):
     """
 
     order = TrackerCallback.order + 1
+    _saved: ClassVar[tuple[str, ...]] = (*TrackerCallback._saved, "last_saved_path")
 
     def __init__(
         self,
@@ -233,16 +236,19 @@ class SaveModelCallback(TrackerCallback):
             self.learn.load(self.fname, with_opt=self.with_opt)
 
     def _save(self, file: str) -> None:
-        try:
-            self.last_saved_path = self.learn.save(file, with_opt=self.with_opt)
-        except (OSError, RuntimeError) as error:  # torch.save raises either on a full disk
-            warnings.warn(
-                f"SaveModelCallback: {file!r} could not be written in epoch {self.learn.epoch} "
-                f"({type(error).__name__}: {error}). The training goes on; the last file that was "
-                f"written is {self.last_saved_path}.",
-                HookkitWarning,
-                stacklevel=2,
-            )
+        path = self.learn.save(file, with_opt=self.with_opt)
+        self.last_saved_path = path or self.last_saved_path  # None: it could not be written
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and where it is."""
+        path = self.last_saved_path
+        return {**super().state_dict(), "last_saved_path": None if path is None else str(path)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        super().load_state_dict(state)
+        path = state["last_saved_path"]
+        self.last_saved_path = None if path is None else Path(path)
 
 
 def _less(new: Any, best: Any) -> Any:

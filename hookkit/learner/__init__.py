@@ -4,7 +4,8 @@ learner       `Learner`: fit, freeze, save, load; what one reads of it.
 loop          The loop: `fit`, and the parts it is made of.
 predicting    Passes without training: `validate` and `get_preds`.
 groups        From a splitter's parameter groups to a torch optimizer: learning rates, freezing.
-saving        Weights and optimizer state, to a file and back.
+checkpoints   A training as it stands: what `save` writes, and `load` and `fit(resume=)` take up.
+saving        Checkpoint files: written whole, read without running code.
 distributing  Training over several processes, on accelerate's engine.
 checks        A Learner's arguments, checked.
 """

@@ -6,6 +6,7 @@ Builds on `checks`.
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 from fastcore.foundation import L
@@ -29,10 +30,15 @@ def check_function(what: str, f: Any) -> None:
     check_callable("Learner", what, f, cure)
 
 
-def check_epochs(n_epoch: Any, start_epoch: Any) -> None:
+def check_epochs(n_epoch: Any, start_epoch: Any, resume: Any) -> None:
     """An OptionError unless both are whole numbers from 0, the start not after the end."""
     check_number("fit", "n_epoch", n_epoch, 0, whole=True)
     check_number("fit", "start_epoch", start_epoch, 0, whole=True)
+    if start_epoch and resume is not None:
+        raise OptionError(
+            f"fit(start_epoch={start_epoch}, resume=…): the checkpoint says which epoch comes "
+            f"next. Leave out start_epoch."
+        )
     if start_epoch > n_epoch:
         raise OptionError(
             f"fit({n_epoch}, start_epoch={start_epoch}): that is no further epoch, since the "
@@ -119,4 +125,14 @@ def as_loaders(dls: Any) -> Any:
     raise ArgumentError(
         f"Learner(dls=…): expected DataLoaders, found {kind_of(dls)}. Give "
         f"DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
+    )
+
+
+def warn_unwritten(where: Path, error: OSError) -> None:
+    """Warns that a file could not be written during a fit."""
+    warnings.warn(
+        f"save: {where} was not written ({error.strerror or error}), and what was there before "
+        f"stays; training goes on. Free the disk, or save to another folder.",
+        HookkitWarning,
+        stacklevel=3,
     )

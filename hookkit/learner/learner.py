@@ -23,6 +23,7 @@ from hookkit.checks import check_flag, check_module, check_path
 from hookkit.errors import nearest
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
+from hookkit.learner.checkpoints import checkpoint, load_weights, read_for_fit, resume_from
 from hookkit.learner.checks import (
     as_loaders,
     check_decay,
@@ -31,6 +32,7 @@ from hookkit.learner.checks import (
     check_optimizer,
     check_trained,
     checked_metrics,
+    warn_unwritten,
 )
 from hookkit.learner.distributing import distributed
 from hookkit.learner.groups import (
@@ -43,7 +45,7 @@ from hookkit.learner.groups import (
     trainable_params,
 )
 from hookkit.learner.predicting import Predicting
-from hookkit.learner.saving import load_state, save_state
+from hookkit.learner.saving import save_state
 from hookkit.records import Floats, Run, Tables, Views
 
 
@@ -148,6 +150,8 @@ class Learner(Predicting, Tables, Views):
         cbs: Any = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
+        *,
+        resume: str | Path | None = None,
     ) -> None:
         """Trains for `n_epoch` epochs, validating after each if there is validation data.
 
@@ -159,16 +163,27 @@ class Learner(Predicting, Tables, Views):
             wd: weight decay; None takes the Learner's.
             cbs: further callbacks for this fit; they stay readable by name afterwards.
             reset_opt: whether to begin with a new optimizer.
-            start_epoch: the first epoch's number, to resume a run that was interrupted.
+            start_epoch: the first epoch's number.
+            resume: a file that `save` wrote at the end of an epoch (in `after_epoch`, or later) of
+                the same fit. It goes on from there, to the same weights and the same record as if
+                it had not ended: with the file's optimizer, schedule, random numbers and callbacks.
 
         Raises:
             ModelRunError: there is no training data, or no loss.
-            OptionError: an option cannot work.
+            OptionError: an option cannot work; `resume` is no such file, or of another Learner.
         """
-        check_epochs(n_epoch, start_epoch)
+        check_epochs(n_epoch, start_epoch, resume)
         check_flag("fit", "reset_opt", reset_opt)
         check_decay("fit", wd)
         self._needs_data("fit")
+        state = None if resume is None else read_for_fit(self._file("fit", resume), n_epoch)
+        start = start_epoch if state is None else state["fit"]["epoch"]
+
+        def run() -> None:
+            if state is not None:
+                resume_from(self, state)
+            self._do_fit()
+
         with self.added_cbs(cbs), self._fit_under_way():
             if reset_opt or self.opt is None:
                 self.create_opt()
@@ -176,9 +191,10 @@ class Learner(Predicting, Tables, Views):
                 check_trained(self.model, self.opt)
             self._set_hypers(lr, wd)
             self.opt.zero_grad()  # of a fit that was interrupted, or of somebody's own backward
-            self.n_epoch, self.epoch = n_epoch, start_epoch
-            self._epoch_range = range(start_epoch, n_epoch)
-            self._with_events(self._do_fit, "fit", CancelFitException)
+            self.n_epoch, self.epoch = n_epoch, start
+            self._epochs_done, self._amid_epoch = start, False
+            self._epoch_range = range(start, n_epoch)
+            self._with_events(run, "fit", CancelFitException)
 
     def fit_one_cycle(
         self,
@@ -192,6 +208,8 @@ class Learner(Predicting, Tables, Views):
         cbs: Any = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
+        *,
+        resume: str | Path | None = None,
     ) -> None:
         """`fit` with torch's OneCycleLR: warm up to `lr_max`, anneal to almost nothing.
 
@@ -207,10 +225,12 @@ class Learner(Predicting, Tables, Views):
             cbs: as in `fit`.
             reset_opt: as in `fit`.
             start_epoch: as in `fit`.
+            resume: as in `fit`.
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
-        self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
+        cbs = [schedule, *listed(cbs)]
+        self.fit(n_epoch, lr, wd, cbs, reset_opt, start_epoch, resume=resume)
 
     def create_opt(self) -> None:
         """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups.
@@ -244,30 +264,49 @@ class Learner(Predicting, Tables, Views):
 
     # --- files
 
-    def save(self, file: str | Path, with_opt: bool = True) -> Path:
-        """Writes weights (and the optimizer's state) to `path/model_dir/file.pth`; that path."""
-        with_opt = check_flag("save", "with_opt", with_opt)
-        return save_state(self._file("save", file), self.model, self.opt if with_opt else None)
+    def save(self, file: str | Path, with_opt: bool = True) -> Path | None:
+        """Writes a checkpoint to `path/model_dir/file.pth`, whole or not at all; that path.
 
-    def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
-        """Reads what `save` wrote, to the model's device; the Learner.
+        It has all that a fit goes on from: weights, the optimizer's state, schedule, GradScaler,
+        random numbers, epochs and steps, and what the callbacks recorded (`Callback.state_dict`).
+
+        Args:
+            file: its name, or a path.
+            with_opt: False writes the weights alone.
 
         Raises:
-            OptionError: there is no such file, or it is not one that `save` wrote.
+            OptionError: a state dict has objects that could not be loaded again.
+            OSError: the file cannot be written. During a fit a warning says so, the training goes
+                on, and None is returned.
+        """
+        with_opt = check_flag("save", "with_opt", with_opt)
+        where = self._file("save", file)
+        try:
+            return save_state(where, checkpoint(self, with_opt))
+        except OSError as error:
+            if not self.fitting:
+                raise
+            warn_unwritten(where, error)
+            return None
+
+    def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
+        """Reads weights and the optimizer's state from what `save` wrote; the Learner.
+
+        What was recorded stays. `fit(…, resume=file)` goes on with a training instead.
+
+        Raises:
+            OptionError: there is no such file, or it does not fit; then nothing was changed.
         """
         with_opt = check_flag("load", "with_opt", with_opt)
         strict = check_flag("load", "strict", strict)
-        state = load_state(self._file("load", file), self.device)
-        self.model.load_state_dict(state["model"], strict=strict)
-        if with_opt and "opt" in state:
-            if self.opt is None:
-                self.create_opt()
-            self.opt.load_state_dict(state["opt"])
+        load_weights(self, self._file("load", file), with_opt, strict)
         return self
 
     def _file(self, who: str, file: str | Path) -> Path:
         name = check_path(who, file, "file")
-        return self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
+        where = self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
+        # what `save` returned has the folder already
+        return name if who != "save" and name.is_file() and not where.exists() else where
 
     # --- reading
 

@@ -65,6 +65,7 @@ class Loop(CallbackRunner):
         self.dls, self.model, self.loss_func = dls, model, loss_func
         self.accelerator: Any = None
         self.epoch, self.n_epoch, self._epoch_range = 0, 1, range(0)
+        self._epochs_done, self._amid_epoch = 0, False  # of the last fit: see `checkpoints`
         self.iter, self.n_iter = 0, None  # type: int, int | None
         self.train_iter, self.pct_train = 0, 0.0
         self.n_steps, self.stepped, self.steps_now, self.eval_pass = 0, False, True, False
@@ -88,7 +89,7 @@ class Loop(CallbackRunner):
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made during a fit is not in one, and holds no graph
         rest = dict.fromkeys(("fitting", "training", "eval_pass", "_broken", "_in_batch"), False)
-        return {**vars(self), **BATCH, **rest, "_step_hooks": []}
+        return {**vars(self), **BATCH, **rest, "_step_hooks": [], "_firing": Loop._firing}
 
     # --- the loop, from the outside in
 
@@ -98,9 +99,18 @@ class Loop(CallbackRunner):
             self._with_events(self._do_epoch, "epoch", CancelEpochException)
 
     def _do_epoch(self) -> None:
-        self._do_epoch_train()
-        if self.dls.valid is not None:
-            self._do_epoch_validate(self.dls.valid)
+        self._amid_epoch = True
+        try:
+            self._do_epoch_train()
+            if self.dls.valid is not None:
+                self._do_epoch_validate(self.dls.valid)
+        except CancelEpochException:
+            self._end_epoch()
+            raise
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epochs_done, self._amid_epoch = self.epoch + 1, False
 
     def _do_epoch_train(self) -> None:
         self.dl = self.dls.train

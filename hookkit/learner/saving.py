@@ -1,30 +1,90 @@
-"""Weights and optimizer state, to a file and back: what `Learner.save` and `Learner.load` do."""
+"""Checkpoint files: dicts of state dicts, written whole and read without running code.
+
+Builds on `files`. `checkpoints` says what is in one. `torch.load` reads all of it, as tensors,
+numbers and text. What callbacks recorded is one tensor of bytes in there, a file of its own kind:
+recorders are made of the classes in `RECORDED`, and torch's unpickler makes no others.
+"""
 
 from __future__ import annotations
 
-import pickle
+import zipfile
+from array import array
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
+from hookkit.callbacks.losses import LossHistory, Scalars
 from hookkit.errors import OptionError, nearest
 from hookkit.files import atomic_write
+from hookkit.moments.accumulator import RECORDED as OF_MOMENTS
+from hookkit.records import Incident
+from hookkit.stats.parameters import Bits
+from hookkit.stats.unscaling import ScaledAccumulator
+
+_ARRAYS = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype]
+_ARRAYS += [type(np.dtype(kind)) for kind in (np.float64, np.int64)]
+_OF_LOSSES = [LossHistory, Scalars, array]
+RECORDED: list[Any] = [*OF_MOMENTS, ScaledAccumulator, Bits, Incident, *_OF_LOSSES, *_ARRAYS]
 
 
-def save_state(where: Path, model: nn.Module, opt: Any = None) -> Path:
-    """Writes the state of `model`, and of `opt` unless it is None; `where`."""
-    state: dict[str, Any] = {"model": model.state_dict()}
-    if opt is not None:
-        state["opt"] = opt.state_dict()
+def _allowed() -> Any:
+    """Lets torch's unpickler make the classes in `RECORDED`, until the end of the `with`."""
+    known = get_safe_globals()  # those of the user's stay afterwards
+    return safe_globals([kind for kind in RECORDED if kind not in known])
+
+
+def save_state(where: Path, state: dict[str, Any]) -> Path:
+    """Writes a checkpoint; `where`.
+
+    Raises:
+        OptionError: it holds objects that `load_state` would refuse; the old file stays.
+        OSError: it cannot be written, as for `atomic_write`.
+    """
+    who = f"save({where.stem!r})"
+    if "callbacks" in state:
+        with _allowed():
+            _write(who, state["callbacks"], packed := BytesIO())
+        state = {**state, "callbacks": torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)}
     with atomic_write(where) as file:
-        torch.save(state, file)
+        _write(who, state, file)
     return where
 
 
-def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
-    """What `save_state` wrote, its tensors on `device`; only tensors and numbers are unpickled.
+def _write(who: str, state: dict[str, Any], file: Any) -> None:
+    try:
+        torch.save(_plain(state), file)
+        file.flush()
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer hides it behind its own
+            raise error.__context__ from None
+        raise
+    if isinstance(file, BytesIO):
+        file.seek(0)
+    written = file if isinstance(file, BytesIO) else file.name
+    if refused := get_unsafe_globals_in_checkpoint(written):
+        raise OptionError(
+            f"{who}: {', '.join(sorted(refused))} cannot be loaded again, since a file may hold "
+            f"tensors, numbers and text only. Give these in the state_dict() of the model, the "
+            f"optimizer or the callback that has them."
+        )
+
+
+def _plain(x: Any) -> Any:
+    """`x` with numbers of numpy's, as metrics and schedulers have them, as Python's."""
+    if isinstance(x, np.generic):
+        return x.item()
+    if type(x) is dict:
+        return {key: _plain(value) for key, value in x.items()}
+    return type(x)(map(_plain, x)) if type(x) in (list, tuple) else x
+
+
+def load_state(where: Path) -> dict[str, Any]:
+    """What `save_state` wrote, on the CPU; only tensors, numbers, text and `RECORDED` are made.
 
     Raises:
         OptionError: there is no such file, or `save_state` did not write it.
@@ -36,16 +96,29 @@ def load_state(where: Path, device: torch.device | None) -> dict[str, Any]:
             f"{', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
         )
     try:
-        state = torch.load(where, map_location=device, weights_only=True)
-    except (*UNREADABLE, RuntimeError) as why:
-        raise OptionError(
-            _FOREIGN.format(where, "is damaged, or was not written by torch.save")
-        ) from why
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        state: dict[str, Any] = _read(where)
+    except Exception as why:  # a damaged file may raise anything, of the kinds in its own content
+        what = "is damaged, was not written by torch.save, or holds more than tensors and numbers"
+        raise OptionError(_FOREIGN.format(where, what)) from why
+    for entry in ("model", "opt", "fit", "callbacks", "random"):
+        if not isinstance(state, dict) or not isinstance(state.get(entry, {}), Mapping):
+            raise OptionError(_FOREIGN.format(where, f"has something else as its {entry!r}"))
+    if "model" not in state:
         what = 'has no entry "model"; a state dict goes to learn.model.load_state_dict(…)'
         raise OptionError(_FOREIGN.format(where, what))
     return state
 
 
-UNREADABLE = (pickle.UnpicklingError, OSError, EOFError, LookupError, TypeError, ValueError)
+def _read(where: Path) -> Any:
+    with zipfile.ZipFile(where) as file:  # torch.load does not look at check sums
+        if (bad := file.testzip()) is not None:
+            raise ValueError(f"{bad} is damaged")
+    state = torch.load(where, map_location="cpu", weights_only=True)
+    packed = state.get("callbacks") if isinstance(state, dict) else None
+    if isinstance(packed, torch.Tensor):
+        with _allowed():
+            state["callbacks"] = torch.load(BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return state
+
+
 _FOREIGN = "load: {} {}. Give a file that learn.save(…) wrote."

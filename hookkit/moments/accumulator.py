@@ -29,7 +29,8 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import reading
 from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
-from hookkit.moments.history import Place, StepHistory
+from hookkit.moments.histograms import Bins
+from hookkit.moments.history import Place, StepHistory, Table
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout, layout_of
 from hookkit.moments.units import UnitTables
@@ -355,6 +356,10 @@ class StatsAccumulator:
         """
         return reading.units_now(self, self._cache and self._cache[3], name, which)
 
+    def forget_reading(self) -> None:
+        """The next `record()` reads again, as after a new record."""
+        self._cache = None
+
     def count_from(self, n: int) -> None:
         """Begin with record number `n`, which selects the values that are sampled."""
         self._state = self._state._replace(n=n)
@@ -392,3 +397,8 @@ class StatsAccumulator:
         if units is not None:
             self._replace({_CPU: Buffers(self.options, _CPU, len(self.names), units)})
         self.id, self.token = enlist(self), new_token()
+
+
+RECORDED = [StatsAccumulator, _Layers, _State, Options, Bins, StepHistory, Table, UnitTables]
+RECORDED += [Variation]
+"""The classes that a stored accumulator is made of: what may be loaded from a checkpoint."""

@@ -167,6 +167,20 @@ class StepHistory:
         """(columns, rows, fields) of a table on the CPU. One copy, one wait."""
         return self.whole(key).cpu()  # sync: one per read-out
 
+    def on_cpu(self) -> StepHistory:
+        """A copy on the CPU, where the tables of one name are one."""
+        cpu, tables = torch.device("cpu"), dict[str, Tensor]()
+        for key in self.tables:
+            own, name = self.read(key), key[0]
+            if (other := tables.get(name)) is not None:
+                rows = max(own.shape[1], other.shape[1])
+                own = _joined(key, *(_sized(t, len(t), rows, key) for t in (other, own)))
+            tables[name] = own
+        history = replace(self, tables={})
+        for name, table in tables.items():
+            history = history.with_table((name, cpu), table)
+        return history
+
     @property
     def n_bytes(self) -> int:
         """Memory of all tables."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class FlightRecorder(HookCallback):
     """
 
     order = -30
+    _saved: ClassVar[tuple[str, ...]] = (*HookCallback._saved, "incidents", "_bad_before")
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -118,6 +118,8 @@ class ActivationStats(LayerStats):
             on_train=on_train,
             on_valid=on_valid,
         )
+
+    _saved: ClassVar[tuple[str, ...]] = (*LayerStats._saved, "_n_asked")
 
     def _clear_fit(self) -> None:
         super()._clear_fit()

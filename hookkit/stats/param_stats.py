@@ -7,7 +7,7 @@ subtracted after it (`param_norms.WeightCopies`).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,15 @@ class ParamStats(Exports, Callback):
 
     order = -20
     run_valid = False
+    _saved: ClassVar[tuple[str, ...]] = (
+        "history",
+        "_facts",
+        "_groups",
+        "_n_taken",
+        "_constant",
+        "_never",
+        "_bits",
+    )
 
     def __init__(self, every: int | None = None) -> None:
         if every is not None:
@@ -243,13 +252,18 @@ class ParamStats(Exports, Callback):
         self._n_opts, self._groups = -1, [None] * len(self._groups)
         self._bits.again(trained)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        super().load_state_dict(state)
+        self._cache, self._n_opts = None, -1
+
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._remember_step(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"_live": {}, "_parts": {}, "_known": None, "_compared": []}
         gone |= {"_copies": WeightCopies(), "_constant": constant}
-        gone["_groups"] = [None] * len(self._groups)
+        gone |= {"_groups": [None] * len(self._groups), "history": self.history.on_cpu()}
         return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:

@@ -13,7 +13,8 @@ have the same rows, so one hook serves them.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from copy import copy
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -39,6 +40,12 @@ class StatsCallback(HookCallback):
     """
 
     order = -20
+    _saved: ClassVar[tuple[str, ...]] = (
+        *HookCallback._saved,
+        "accumulator",
+        "valid_accumulator",
+        "_n_taken",
+    )
     of = "outputs"
     scaler: Any = None
     _warned = False
@@ -193,6 +200,31 @@ class StatsCallback(HookCallback):
                 f"Make it with {who}(on_valid=True)."
             )
         return (self.valid_accumulator if valid else self.accumulator).record(local=local)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded, on the CPU; without the batch under way."""
+        state = super().state_dict()
+        for name in ("accumulator", "valid_accumulator"):
+            state[name] = copy(state[name])
+            state[name].forget_reading()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; the hooks then add to it.
+
+        Raises:
+            OptionError: it was recorded with other options, or is damaged.
+        """
+        found = getattr(state.get("accumulator"), "options", None)
+        if str(found) != str(self.options):
+            raise OptionError(
+                f"{type(self).__name__} was made with {self.options}, and the checkpoint's with "
+                f"{found}. Make it with the same options, or leave it out and record anew."
+            )
+        super().load_state_dict(state)
+        if self.learn is not None and self.learn.fitting:
+            self._remove()
+            self._hook_all(self.learn.model)  # the rows of layers are those of the checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:

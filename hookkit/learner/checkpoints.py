@@ -1,0 +1,266 @@
+"""A training as it stands: what `Learner.save` writes, and what `load` and `fit(resume=)` take up.
+
+Builds on `saving`, which reads and writes the file. A checkpoint is made of state dicts: of model,
+optimizer, scaler and callbacks, and of what draws random numbers. Each entry is there or not.
+Whatever is taken up was checked before, and is undone if a later part fails: a Learner has all of
+a file, or is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from hookkit.callbacks.optimizers import bare_optimizer
+from hookkit.errors import HookkitError, HookkitWarning, OptionError
+from hookkit.learner.saving import load_state
+from hookkit.modules import inner_key
+from hookkit.stats.unscaling import known_scaler
+
+_COUNTS = "n_steps", "train_iter", "pct_train"
+
+
+def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
+    """The training as it stands; without `with_opt` the weights alone."""
+    state: dict[str, Any] = {"model": plain_model(learn.model).state_dict()}
+    if not with_opt:
+        return state
+    if learn.opt is not None:
+        state["opt"] = learn.opt.state_dict()
+        state["opt_class"] = type(learn.opts[0]).__name__
+    if (scaler := known_scaler(learn)) is not None:
+        state["scaler"] = scaler.state_dict()
+    event, rest = learn._firing
+    waiting = [cb for cb, _ in copy.copy(rest)] if event == "after_epoch" else []
+    names = learn._named()
+    state["fit"] = {
+        "epoch": learn._epochs_done,
+        "amid": learn._amid_epoch,
+        "waiting": [name for name, cb in names.items() if any(cb is w for w in waiting)],
+        **{name: getattr(learn, name) for name in _COUNTS},
+        "loss_facts": learn._loss_facts.__getstate__(),
+    }
+    found = {name: cb.state_dict() for name, cb in names.items()}
+    state["callbacks"] = {name: of_cb for name, of_cb in found.items() if of_cb}
+    state["random"] = _random_state()
+    state["loaders"] = [_loader_state(dl) for dl in learn.dls.loaders] if learn.dls else []
+    return state
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model inside of compile, DDP, DataParallel, …, so that names of weights are its own."""
+    while (key := inner_key(model)) is not None and not isinstance(model, AveragedModel):
+        model = model.get_submodule(key)
+    return model
+
+
+# --- back
+
+
+def load_weights(learn: Any, where: Path, with_opt: bool, strict: bool) -> None:
+    """The weights, and with `with_opt` the optimizer's state, if the file has it.
+
+    Raises:
+        OptionError: there is no such file, or it does not fit the Learner, which is as it was.
+    """
+    state = load_state(where)
+    with _all_or_nothing(where) as undo:
+        _take_weights(learn, state, with_opt, strict, undo)
+
+
+def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
+    """A checkpoint that a fit of `n_epoch` epochs can go on from.
+
+    Raises:
+        OptionError: there is no such file, it has weights alone, it was written amid an epoch, or
+            all epochs are done.
+    """
+    state = load_state(where)
+    lacks = [name for name in ("opt", "fit", "callbacks", "random", "loaders") if name not in state]
+    if lacks:
+        raise OptionError(
+            f"fit(resume=…): {where} has no {', '.join(lacks)}: it was saved without the optimizer "
+            f"or before the first fit. Use learn.load(…) for the weights, and fit without resume."
+        )
+    epoch, amid = state["fit"].get("epoch"), state["fit"].get("amid")
+    if type(epoch) is not int or amid not in (True, False) or epoch < 0:
+        raise OptionError(_MISFIT.format(where, "it does not say how many epochs were done"))
+    if amid:
+        raise OptionError(
+            f"fit(resume=…): {where} was saved amid epoch {epoch}, and loaders start at the "
+            f"beginning of an epoch. Save in `after_epoch`; or use learn.load(…) and "
+            f"fit({n_epoch}, start_epoch={epoch}), which starts that epoch again."
+        )
+    if epoch > n_epoch:
+        raise OptionError(
+            f"fit({n_epoch}, resume=…): {epoch} epochs are done in {where}. Give the number of "
+            f"epochs in all, of these and further ones."
+        )
+    return {**state, "where": where}
+
+
+def resume_from(learn: Any, state: dict[str, Any]) -> None:
+    """Takes up the training of `state`, after `before_fit`.
+
+    Raises:
+        OptionError: it does not fit the Learner, which is as it was.
+    """
+    fit = state["fit"]
+    known = {name: cb for name, cb in learn._named().items() if learn._owns(cb)}
+    with _all_or_nothing(state["where"]) as undo:
+        counts = {name: type(getattr(learn, name))(fit[name]) for name in _COUNTS}
+        for name, cb in known.items():
+            if name in state["callbacks"]:
+                _take(cb, state["callbacks"][name], undo)
+        _take_weights(learn, state, True, True, undo)
+        if (scaler := known_scaler(learn)) is not None and "scaler" in state:
+            _take(scaler, state["scaler"], undo)
+        undo.callback(_set_random, _random_state())
+        _set_random(state["random"])
+        for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
+            undo.callback(_set_loader, dl, _loader_state(dl))
+            _set_loader(dl, each)
+        waiting = [cb for name, cb in known.items() if name in fit["waiting"]]
+        vars(learn._loss_facts).update(fit["loss_facts"])
+        vars(learn).update(counts, epoch=max(fit["epoch"] - 1, 0))
+    if absent := state["callbacks"].keys() - known.keys():
+        warnings.warn(
+            f"fit(resume=…): the checkpoint has the state of {', '.join(sorted(absent))}, and this "
+            f"Learner has no such callback: it is left out. Add the callback to go on with it.",
+            HookkitWarning,
+            stacklevel=3,
+        )
+    having = [one for one in learn._having("after_epoch") if any(one[0] is cb for cb in waiting)]
+    learn._fire("after_epoch", having)
+
+
+@contextmanager
+def _all_or_nothing(where: Path) -> Iterator[ExitStack]:
+    """What is on the stack is undone if the block raises; so that errors name the file."""
+    try:
+        with ExitStack() as undo:
+            yield undo
+            undo.pop_all()
+    except HookkitError:
+        raise
+    except Exception as why:  # of torch, of a callback's own method, of a file made by hand
+        text = " ".join(f"{type(why).__name__}: {why}".split())
+        raise OptionError(_MISFIT.format(where, text[:300])) from why
+
+
+def _take(part: Any, state: Any, undo: ExitStack) -> None:
+    undo.callback(part.load_state_dict, copy.copy(part.state_dict()))
+    part.load_state_dict(state)
+
+
+def _take_weights(
+    learn: Any, state: dict[str, Any], with_opt: bool, strict: bool, undo: ExitStack
+) -> None:
+    if with_opt and "opt" in state:
+        if learn.opt is None:
+            undo.callback(setattr, learn, "opt", None)
+            learn.create_opt()
+        _check_groups(learn.opt, state)
+        undo.callback(learn.opt.load_state_dict, copy.deepcopy(learn.opt.state_dict()))
+    model = plain_model(learn.model)
+    undo.callback(model.load_state_dict, copy.deepcopy(model.state_dict()))
+    model.load_state_dict(state["model"], strict=strict)
+    if with_opt and "opt" in state:
+        learn.opt.load_state_dict(state["opt"])
+
+
+def _check_groups(opt: Any, state: dict[str, Any]) -> None:
+    """An OptionError if the optimizer's state is of another kind, or of other groups."""
+    own, kind = type(bare_optimizer(opt)).__name__, state.get("opt_class")
+    sizes = [len(group["params"]) for group in opt.param_groups]
+    found = [len(group["params"]) for group in state["opt"]["param_groups"]]
+    if sizes != found or kind not in (None, own):
+        raise OptionError(
+            f"load: the file has the state of {kind or 'an optimizer'} with groups of {found} "
+            f"parameters, and this Learner's {own} has groups of {sizes}. Use the same opt_func, "
+            f"splitter and model, or load(…, with_opt=False)."
+        )
+
+
+_MISFIT = "load: {} does not fit this Learner, which is as it was: {}. Give a file of its own."
+
+
+# --- what draws random numbers
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "devices": _device_states(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
+        "python": random.getstate(),
+    }
+
+
+def _device_states() -> list[torch.Tensor]:
+    module = _device_module()
+    if module is None:
+        return []
+    every = getattr(module, "get_rng_state_all", None)
+    return [module.get_rng_state()] if every is None else list(every())
+
+
+def _device_module() -> Any:
+    """`torch.cuda`, `torch.mps`, … ; None where there is no accelerator."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _set_random(state: dict[str, Any]) -> None:
+    """Sets all generators, after new ones have taken these states."""
+    kind, keys, *rest = state["numpy"]
+    words = kind, np.array(keys, np.uint32), *rest
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(words)
+    torch.Generator().set_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(words)
+    torch.set_rng_state(state["torch"])
+    module = _device_module()
+    if module is None:
+        return
+    if not hasattr(module, "set_rng_state_all"):
+        module.set_rng_state(*state["devices"][:1])
+        return
+    for i, each in enumerate(state["devices"][: module.device_count()]):
+        module.set_rng_state(each, i)
+
+
+def _generators(dl: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers were given."""
+    samplers = [getattr(dl, "sampler", None), getattr(dl, "batch_sampler", None)]
+    samplers.append(getattr(samplers[1], "sampler", None))
+    found = [getattr(x, "generator", None) for x in (dl, *samplers)]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def _loader_state(dl: Any) -> dict[str, Any]:
+    """How far a loader is: its generators, and the epoch that accelerate's shuffle by."""
+    state: dict[str, Any] = {"generators": [g.get_state() for g in _generators(dl)]}
+    if isinstance(epoch := getattr(dl, "iteration", None), int):
+        state["iteration"] = epoch
+    return state
+
+
+def _set_loader(dl: Any, state: dict[str, Any]) -> None:
+    for generator, each in zip(_generators(dl), state["generators"], strict=True):
+        generator.set_state(each)
+    if "iteration" in state and hasattr(dl, "iteration"):
+        dl.iteration = state["iteration"]
