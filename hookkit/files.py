@@ -53,8 +53,10 @@ def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
         if target.exists():
             temporary.chmod(S_IMODE(target.stat().st_mode))
         temporary.replace(target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)  # a full disk does not say which file
         raise
 
 
