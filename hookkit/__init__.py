@@ -31,9 +31,11 @@ alone.
 
 from .callbacks import (
     Callback,
+    CSVLogger,
     EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
+    LogTo,
     MixedPrecision,
     ProgressCallback,
     Recorder,
@@ -116,6 +118,7 @@ from .watching import Watcher, watch
 __all__ = [
     "ActivationStats",
     "ArgumentError",
+    "CSVLogger",
     "Callback",
     "CancelBackwardException",
     "CancelBatchException",
@@ -143,6 +146,7 @@ __all__ = [
     "HookkitWarning",
     "Hooks",
     "Learner",
+    "LogTo",
     "MissingExtraError",
     "MixedPrecision",
     "ModelRunError",

@@ -1,13 +1,13 @@
-"""`atomic_write`: a file is replaced as a whole, or not at all.
+"""`atomic_write`: a file is replaced as a whole, or not at all; `append_lines` adds to one.
 
-All files that hookkit writes are written through it. Builds on `interrupts`.
+All files that hookkit writes are written through these. Builds on `interrupts`.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from stat import S_IMODE
 from typing import IO, Any
@@ -62,3 +62,35 @@ def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
 
 def _opened(path: Path, mode: str, text: bool) -> IO[Any]:
     return path.open(mode, encoding="utf-8", newline="") if text else path.open(f"{mode}b")
+
+
+def append_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """Adds lines to a text file, each by one write: a killed process leaves whole lines.
+
+    Missing parent folders and the file are made. If the file ends within a line, a new one is
+    begun first. After an error the file ends as before.
+
+    Raises:
+        OSError: as `open` does: a folder that cannot be written to, a full disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for line in "ab": append_lines(Path(folder, "a.txt"), [line])
+    ...     Path(folder, "a.txt").read_text()
+    'a\\nb\\n'
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        try:
+            for line in lines:
+                data = start + line.encode() + b"\n"
+                start = b""
+                while data:  # a full disk takes a part of it first
+                    data = data[file.write(data) :]
+        except BaseException:
+            file.truncate(end)
+            raise

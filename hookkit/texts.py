@@ -7,8 +7,12 @@ one character at a time: an emoji made of several (a family, a skin tone) counts
 
 from __future__ import annotations
 
+import csv
+import io
 import unicodedata
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 _JOINERS = "\u200d\u200c"  # between emoji that make one picture; between letters in Persian
 
@@ -86,6 +90,18 @@ def csv_cell(text: str) -> str:
     """
     text = harmless(text, len(text))
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def csv_line(cells: Iterable[Any]) -> str:
+    """A line of a CSV file, without its end: numbers to full precision, nothing for None.
+
+    >>> csv_line([1, 0.5, None, "a, b", "=1"])
+    '1,0.5,,"a, b",\\'=1'
+    """
+    line = io.StringIO()
+    safe = (csv_cell(cell) if isinstance(cell, str) else cell for cell in cells)
+    csv.writer(line, lineterminator="").writerow(safe)
+    return line.getvalue()
 
 
 def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:

@@ -4,6 +4,7 @@ callback    `Callback`: something to do at some of the events of training.
 runner      `CallbackRunner`: owns callbacks, and calls them by event.
 builtin     Modes and counts, accumulation, clipping, schedules.
 recorder    `Recorder`: losses, learning rates and metrics of a run.
+logging     `LogTo`, `CSVLogger`: logs that grow while a model trains.
 losses      `LossHistory`: losses by batch and by optimizer step.
 loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
 loss_graph  The same and mistakes in it, from the loss's autograd graph.
@@ -14,7 +15,7 @@ progress    `ProgressCallback`: a bar over the batches, and a table with a row f
 readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
 tracker     `SaveModelCallback`, `EarlyStoppingCallback`: the best epoch so far.
 
-Thirteen files: each is one thing to look for.
+Fourteen files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (
@@ -25,6 +26,7 @@ from hookkit.callbacks.builtin import (
     TrainEvalCallback,
 )
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.logging import CSVLogger, LogTo
 from hookkit.callbacks.mixed_precision import MixedPrecision
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder
@@ -36,10 +38,12 @@ from hookkit.callbacks.tracker import (
 
 __all__ = [
     "DEFAULT_CALLBACKS",
+    "CSVLogger",
     "Callback",
     "EarlyStoppingCallback",
     "GradientAccumulation",
     "GradientClip",
+    "LogTo",
     "MixedPrecision",
     "ProgressCallback",
     "Recorder",

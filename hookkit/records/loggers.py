@@ -1,19 +1,21 @@
-"""Records to a TensorBoard writer: a few scalars per layer, histograms in their recorded bins.
+"""Values of a run to a target: losses, a few scalars per layer, histograms in their recorded bins.
 
-Builds on `values`. TensorBoard is optional: the writer is any object with `add_scalar` and, for
-histograms, `add_histogram_raw`.
+Builds on `values` and `targets`. `send` is what `log_to` and the callback `LogTo` have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.records.values import records_of, sources_of
+from hookkit.checks import is_number
+from hookkit.errors import OptionError, nearest
+from hookkit.records.targets import Target, as_target
+from hookkit.records.values import read_source, sources_of
 
 if TYPE_CHECKING:
     from hookkit.records.record import Record
@@ -23,54 +25,68 @@ _PARAM_SCALARS = ("weight_norm", "grad_norm", "update_ratio")
 
 
 def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None) -> None:
-    """Sends records to a TensorBoard `SummaryWriter`: a few scalars per layer, and the histograms.
+    """Sends what was recorded to a tracker or a file: losses, and a few scalars per layer.
 
     A recorder, Watcher or Learner sends what is new since it was last sent to this writer, so that
-    `w.log_to(writer)` can be called after each epoch; a Record or a Run is sent whole.
+    `w.log_to(writer)` can be called after each epoch; a Record or a Run is sent whole. `LogTo` does
+    the same while it trains.
 
-    Histograms go with the bins they were recorded in (`add_histogram_raw`), not from the values:
-    a kilobyte each, where `add_histogram` of a layer's output costs a pass over all of it.
+    Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1/0`. Histograms
+    go to TensorBoard, with the bins they were recorded in (`add_histogram_raw`): a kilobyte each,
+    where `add_histogram` of a layer's output costs a pass over all of it.
 
     Args:
-        writer: torch's or tensorboardX's SummaryWriter; it is neither flushed nor closed.
+        writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
+            (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of a
+            `.csv` or `.jsonl` file, to which lines are added. It is neither flushed nor closed.
         source: a Record, a Run, a recording callback, a Learner, a Watcher, or a list of these.
-        statistics: which scalars, a list of names (or one name); None takes about five per kind,
-            [] none.
+        statistics: which scalars of layers, a list of names (or one name); None takes about five
+            per kind, [] none.
 
     Raises:
-        ArgumentError: `writer` cannot take scalars, or not the histograms that are there.
-        OptionError: one of `statistics` was recorded nowhere.
+        ArgumentError: `writer` is none of these.
+        OptionError: one of `statistics` was recorded nowhere; a file has another ending.
     """
-    parts = [(each, records_of(each)) for each in sources_of(source)]
-    records = [record for _, found in parts for record in found]
-    needed = ["add_scalar", *["add_histogram_raw"] * any(r.hist is not None for r in records)]
-    if missing := [name for name in needed if not callable(getattr(writer, name, None))]:
-        raise ArgumentError(
-            f"log_to(writer): {type(writer).__name__} was given, which has no {missing[0]}. "
-            f"Give a SummaryWriter: torch.utils.tensorboard.SummaryWriter(log_dir); it needs "
-            f'tensorboard: pip install "hookkit[tensorboard]".'
-        )
+    target = as_target("log_to", writer)
+    parts = [(each, read_source(each)) for each in sources_of(source)]
+    records = [record for _, found in parts for record in found.records]
     wanted = None if statistics is None else _checked(statistics, records)
     for each, found in parts:
-        sent = _sent(each, writer)
-        for record in found:
-            _log(writer, record, wanted, sent)
+        send(target, found, sent_to(target, each), wanted)
 
 
-Sent = dict[tuple[str, str], int]  # (kind, statistic) → the last step that was sent
+def send(target: Target, found: Any, sent: Sent, statistics: list[str] | None = None) -> None:
+    """Sends the values of a Record or Run that are newer than those in `sent`, step by step."""
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for tag, steps, values in _series(found, statistics):
+        for i in np.flatnonzero(np.isfinite(values) & (steps > sent.get(tag, -1))):
+            rows[int(steps[i])][tag] = float(values[i])
+    least = max(sent.values(), default=0) if target.in_order else 0
+    for step in sorted(rows):
+        target.scalars(max(step, least), rows[step])
+        sent.update(dict.fromkeys(rows[step], step))
+    for record in found.records:
+        if record.hist is not None:
+            for row in range(len(record.names)):
+                _send_hist(target, record, row, sent)
+
+
+Sent = dict[str, int]  # name → the last step that was sent
 _SENT: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], Sent]]] = WeakKeyDictionary()
 """By source, for each writer the last steps that it was sent: neither is kept alive by this."""
 
 
-def _sent(source: Any, writer: Any) -> Sent:
-    """What `source` has sent to `writer`, to be updated; nothing yet for a Record or a Run."""
+def sent_to(target: Target, source: Any) -> Sent:
+    """What `source` has sent to `target`, to be updated; nothing yet for a Record or a Run."""
+    writer = target.given
+    source = vars(source).get("loop", source)  # a Watcher and its loop have the same run
     try:
         writers = _SENT.setdefault(source, [])
     except TypeError:  # a Record or a Run: a value has no hash, and is sent whole each time
         return {}
     writers[:] = [(held, sent) for held, sent in writers if held() is not None]
     for held, sent in writers:
-        if held() is writer:
+        if held() is writer or held() == writer:
             return sent
     new: Sent = {}
     try:
@@ -80,19 +96,28 @@ def _sent(source: Any, writer: Any) -> Sent:
     return new
 
 
-def _log(writer: Any, record: Record, wanted: list[str] | None, sent: Sent) -> None:
-    """Sends the columns of `record` after those in `sent`."""
-    if not len(record):
-        return
-    usual = _PARAM_SCALARS if record.kind == "param" else _SCALARS
-    last = int(record.steps[-1])
-    for statistic in usual if wanted is None else wanted:
-        _log_scalars(writer, record, statistic, sent.get((record.kind, statistic), -1))
-        sent[record.kind, statistic] = last
-    if record.hist is not None:
-        for row in range(len(record.names)):
-            _log_hist(writer, record, row, sent.get((record.kind, "hist"), -1))
-        sent[record.kind, "hist"] = last
+def _series(found: Any, statistics: list[str] | None) -> Iterator[tuple[str, Any, Any]]:
+    """Name, steps and values of every series of numbers in a Record or a Run."""
+    for name, values in (("loss", "losses"), ("grad_norm", "grad_norms")):
+        if (series := getattr(found, values, None)) is not None:
+            yield name, np.arange(len(series)), series
+    yield from _of_epochs(found)
+    for record in found.records:
+        usual = _PARAM_SCALARS if record.kind == "param" else _SCALARS
+        for statistic in usual if statistics is None else statistics:
+            for row, values in enumerate(record.values.get(statistic, ())):
+                yield f"{record.kind}/{statistic}/{_tag(record, row)}", record.steps, values
+
+
+def _of_epochs(found: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a Run knows by epoch, at the last step of each, and the learning rate now."""
+    rates = getattr(found, "info", {}).get("lr", [])
+    if np.size(rates) and found.n_steps:
+        yield "lr", np.array([found.n_steps - 1]), np.atleast_1d(rates)[-1:]
+    for row in getattr(found, "valid", ()):
+        for name, value in row.items():
+            if name not in ("epoch", "step") and "step" in row and is_number(value):
+                yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
 
 
 def _checked(statistics: Any, records: list[Record]) -> list[str]:
@@ -111,24 +136,23 @@ def _checked(statistics: Any, records: list[Record]) -> list[str]:
 
 
 def _tag(record: Record, row: int) -> str:
-    return record.names[row].replace(".", "/") or "model"
+    """The layer's name as a path: `lstm/1` for `lstm[1]`, since trackers refuse brackets."""
+    name = record.names[row].translate(_PATH)
+    return name or "model"
 
 
-def _log_scalars(writer: Any, record: Record, statistic: str, after: int) -> None:
-    for row, values in enumerate(record.values.get(statistic, ())):
-        for step, value in zip(record.steps, values, strict=True):
-            if step > after and np.isfinite(value):
-                tag = f"{record.kind}/{statistic}/{_tag(record, row)}"
-                writer.add_scalar(tag, float(value), int(step))
+_PATH = str.maketrans({".": "/", "[": "/", "]": None, "'": None})
 
 
-def _log_hist(writer: Any, record: Record, row: int, after: int) -> None:
+def _send_hist(target: Target, record: Record, row: int, sent: Sent) -> None:
     assert record.hist is not None
     assert record.edges is not None
+    tag = f"{record.kind}/{_tag(record, row)}"
+    key = f"histogram {tag}"
     for i, step in enumerate(record.steps):
         counts = record.hist[row, :, i]
         total = int(counts.sum())
-        if not total or step <= after:
+        if not total or step <= sent.get(key, -1):
             continue
         stats = {name: float(record.values[name][row, i]) for name in ("min", "max", "mean", "rms")}
         used = np.flatnonzero(counts)
@@ -136,8 +160,9 @@ def _log_hist(writer: Any, record: Record, row: int, after: int) -> None:
         limits = record.edges[first + 1 : last + 1].copy()
         if np.isinf(limits[-1]):  # an open bin ends at the greatest value
             limits[-1] = max(stats["max"], np.nextafter(record.edges[last - 1], np.inf))
-        writer.add_histogram_raw(
-            f"{record.kind}/{_tag(record, row)}",
+        target.histogram(
+            tag,
+            int(step),
             min=stats["min"],
             max=stats["max"],
             num=total,
@@ -145,5 +170,5 @@ def _log_hist(writer: Any, record: Record, row: int, after: int) -> None:
             sum_squares=min(stats["rms"], 1e150) ** 2 * total,  # or Python's ** raises
             bucket_limits=limits.tolist(),
             bucket_counts=counts[first:last].tolist(),
-            global_step=int(step),
         )
+        sent[key] = int(step)

@@ -56,9 +56,9 @@ class Tables:
         return frames.to_csv(self, path)
 
     def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
-        """Sends scalars and histograms to a TensorBoard `SummaryWriter`: what it has not got yet.
+        """Sends losses, scalars and histograms to TensorBoard, a tracker or a file: what is new.
 
-        So it can be called after each epoch; see `records.log_to`.
+        So it can be called after each epoch; see `records.log_to`, and `LogTo` for live logs.
         """
         loggers.log_to(writer, self, statistics=statistics)
 

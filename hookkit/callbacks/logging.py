@@ -1,0 +1,169 @@
+"""Logs that grow while a model trains: `LogTo` a tracker or a file, `CSVLogger` a row per epoch.
+
+Builds on `readout`, which reads what was recorded, and on `records.loggers`, which sends it. Of
+several processes the first one writes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hookkit import ranks
+from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.readout import run_of
+from hookkit.checks import check_flag, check_number, check_path
+from hookkit.errors import HookkitWarning, OptionError
+from hookkit.files import append_lines, atomic_write
+from hookkit.records.loggers import send, sent_to
+from hookkit.records.targets import as_target
+from hookkit.texts import csv_line
+
+
+class LogTo(Callback):
+    """Sends losses and statistics to TensorBoard, a tracker or a file while a model trains.
+
+    In a Learner or a watched loop, whatever its recorders have: the loss of each step, what is
+    known of each epoch, and about five scalars for each layer, as `log_to` names them. Histograms
+    go to TensorBoard. Nothing is sent twice, also by a later `log_to` to the same target.
+
+    Args:
+        target: a SummaryWriter of torch or tensorboardX; what has `log(dict, step=)` (wandb,
+            trackio) or `log_metrics(dict, step=)` (mlflow, Lightning's loggers); or the path of a
+            `.csv` or `.jsonl` file, to which lines are added. It is neither flushed nor closed.
+        every: how many optimizer steps there are between two writings. Each of them waits for the
+            device once; the last follows the end of the training, however it ends.
+
+    Raises:
+        ArgumentError: `target` is none of these.
+        OptionError: `every` is no whole number from 1; a file has another ending.
+
+    If the target fails, a warning says why, nothing more is sent in this training, and it goes on.
+    A copy or a pickle has no target, and sends nothing.
+
+    >>> import json, tempfile
+    >>> from hookkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(n_trn=3, cbs=LogTo(f"{folder}/run.jsonl"))
+    ...     with learn.no_logging(): learn.fit(1)
+    ...     text = Path(folder, "run.jsonl").read_text()
+    >>> [list(json.loads(row)) for row in text.splitlines()][1:]
+    [['step', 'loss'], ['step', 'loss', 'lr', 'epoch/train_loss', 'epoch/valid_loss']]
+    """
+
+    order = -40  # before recorders begin to record the batch
+    run_valid = False
+    _alive = False
+
+    def __init__(self, target: Any, every: int = 50) -> None:
+        as_target("LogTo", target)
+        what = "how many optimizer steps there are between two writings"
+        self.every = check_number("LogTo", "every", every, 1, whole=True, what=what)
+        self.target, self._at = target, 0
+
+    def before_fit(self) -> None:
+        """Begins to count steps."""
+        if self.learn.fitting:
+            self._at = self.learn.n_steps
+            self._alive = self.target is not None and ranks.rank() == 0
+
+    def before_batch(self) -> None:
+        """Sends what is new, every so many steps: now no batch is half recorded."""
+        if self._alive and self.learn.n_steps - self._at >= self.every:
+            self._send()
+
+    def cleanup_fit(self) -> None:
+        """Sends the rest."""
+        if self._alive:
+            self._send()
+        self._alive = False
+
+    def _send(self) -> None:
+        self._at = self.learn.n_steps
+        try:
+            target = as_target("LogTo", self.target)
+            send(target, run_of(self.learn, local=True), sent_to(target, self.learn))  # sync
+        except Exception as error:
+            self._alive = False
+            warnings.warn(
+                f"LogTo sends nothing more to {type(self.target).__name__} in this training: "
+                f"{type(error).__name__}: {error}. It goes on and is recorded; log_to(…) sends the "
+                f"rest when the target works again.",
+                HookkitWarning,
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a writer has threads and connections, which no copy could share
+        return {**super().__getstate__(), "target": None, "_alive": False}
+
+
+class CSVLogger(Callback):
+    """Writes the log into a CSV file: a row as each epoch ends, under the names of its columns.
+
+    A process that is killed leaves whole rows. If a row cannot be written, a warning says so and
+    the training goes on.
+
+    Args:
+        fname: of the file, in `learn.path`.
+        append: whether to add to what the file has; otherwise each fit begins a new file.
+
+    Raises:
+        ArgumentError: `fname` is no name of a file.
+        OptionError: as a fit begins: the file to append to has other columns; there is no Recorder.
+        OSError: as a fit begins: the file cannot be written.
+    """
+
+    order = 60
+
+    def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:
+        self.fname = check_path("CSVLogger", fname, "fname")
+        self.append = check_flag("CSVLogger", "append", append)
+        self._path: Path | None = None
+
+    def before_fit(self) -> None:
+        """Writes the names of the columns, unless they are there."""
+        learn = self.learn
+        if not learn.fitting or ranks.rank():
+            return
+        recorder: Any = learn._cb_named("recorder")
+        if recorder is None:
+            raise OptionError(
+                "CSVLogger: there is no Recorder among the callbacks, whose log it would write. "
+                "Make the Learner with default_cbs=True, or add a Recorder."
+            )
+        path, names = learn.path / self.fname, csv_line(recorder.metric_names)
+        if not self.append or not path.exists() or not path.stat().st_size:
+            with atomic_write(path, text=True) as file:
+                file.write(f"{names}\n")
+        self._check_columns(path, names)
+        self._path = path
+
+    def _check_columns(self, path: Path, names: str) -> None:
+        with path.open(encoding="utf-8") as file:
+            found = file.readline().rstrip("\r\n")
+        if found != names:
+            raise OptionError(
+                f"CSVLogger(append=True): {path} has the columns {found}, this fit has {names}. "
+                f"Give another fname, or append=False to begin a new file."
+            )
+
+    def after_epoch(self) -> None:
+        """Writes the epoch's row."""
+        if self._path is None or not self.learn.fitting:
+            return
+        try:
+            append_lines(self._path, [csv_line(self.learn.recorder.log)])
+        except OSError as error:
+            self._path = None
+            warnings.warn(
+                f"CSVLogger writes nothing more to {self.fname} in this training: "
+                f"{type(error).__name__}: {error}. It goes on; learn.recorder.rows() has the log.",
+                HookkitWarning,
+                stacklevel=2,
+            )
+
+    def cleanup_fit(self) -> None:
+        """The file is complete."""
+        self._path = None

@@ -1,0 +1,361 @@
+"""`LogTo` and `CSVLogger`: logs that grow while a model trains."""
+
+import copy
+import csv
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookkit import (
+    ActivationStats,
+    ArgumentError,
+    Callback,
+    CSVLogger,
+    HookkitWarning,
+    LogTo,
+    OptionError,
+    ParamStats,
+    ranks,
+    watch,
+)
+from hookkit.files import append_lines
+from hookkit.testing import synth_learner
+
+
+class Tracker:
+    """What wandb, trackio and an Accelerator have in common."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.got: list[tuple[int, dict[str, float]]] = []
+        self.fails_at = fails_at
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        if self.fails_at is not None and (step or 0) >= self.fails_at:
+            raise ConnectionError("the network is gone")
+        assert step is not None
+        assert not self.got or step >= self.got[-1][0]
+        self.got.append((step, data))
+
+    def steps(self, name: str) -> list[int]:
+        return [step for step, data in self.got if name in data]
+
+
+def quiet(**kwargs: Any) -> Any:
+    learn = synth_learner(**kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+# --- LogTo
+
+
+def test_a_tracker_gets_everything_once_and_in_order() -> None:
+    tracker = Tracker()
+    stats = [ActivationStats(include_paramless=True), ParamStats(every=2)]
+    learn = quiet(n_trn=5, n_val=2, cbs=[LogTo(tracker, every=2), *stats])
+
+    learn.fit(3)
+    learn.log_to(tracker)
+
+    assert tracker.steps("loss") == list(range(15))
+    assert tracker.steps("epoch/valid_loss") == [4, 9, 14]
+    assert tracker.steps("param/weight_norm/a") == list(range(0, 15, 2))
+    sent = {(step, name) for step, data in tracker.got for name in data}
+    assert len(sent) == sum(len(data) for _, data in tracker.got)
+    losses = {step: data["loss"] for step, data in tracker.got if "loss" in data}
+    assert list(losses.values()) == learn.run_record().losses.tolist()
+
+
+def test_it_writes_every_so_many_steps_and_at_the_end() -> None:
+    tracker = Tracker()
+    seen: list[int] = []
+    note = Callback(before_batch=lambda cb: seen.append(len(tracker.steps("loss"))))
+    note.run_valid = False
+    learn = quiet(n_trn=7, n_val=1, cbs=[LogTo(tracker, every=3), note])
+
+    learn.fit(1)
+
+    assert seen == [0, 0, 0, 3, 3, 3, 6]
+    assert len(tracker.steps("loss")) == 7
+
+
+def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
+    tracker, model = Tracker(), nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, ActivationStats(), LogTo(tracker, every=2)) as w:
+        for _ in range(2):
+            for _ in range(3):
+                opt.zero_grad()
+                loss = model(torch.ones(4, 2)).pow(2).mean()
+                w.loss(loss)
+                loss.backward()
+                opt.step()
+            w.epoch(valid_loss=1.0)
+    n = len(tracker.got)
+    w.log_to(tracker)
+
+    assert tracker.steps("loss") == tracker.steps("activation/mean/model") == list(range(6))
+    assert tracker.steps("epoch/valid_loss") == [2, 5]
+    assert len(tracker.got) == n
+
+
+def test_a_second_fit_goes_on() -> None:
+    tracker = Tracker()
+    learn = quiet(n_trn=3, cbs=LogTo(tracker))
+
+    learn.fit(1)
+    learn.validate()
+    learn.fit(1)
+
+    assert tracker.steps("loss") == list(range(6))
+
+
+def test_a_training_that_breaks_is_logged_up_to_there() -> None:
+    def fail(cb: Any) -> None:
+        if cb.train_iter == 4:
+            raise ValueError("broken")
+
+    tracker = Tracker()
+    learn = quiet(n_trn=6, cbs=[LogTo(tracker), Callback(after_pred=fail)])
+
+    with pytest.raises(ValueError, match="broken"):
+        learn.fit(1)
+
+    assert tracker.steps("loss") == [0, 1, 2, 3]
+
+
+def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
+    tracker = Tracker(fails_at=4)
+    learn = quiet(n_trn=10, cbs=LogTo(tracker, every=2))
+
+    with pytest.warns(
+        HookkitWarning, match=r"LogTo sends nothing more to Tracker.*network"
+    ) as all_:
+        learn.fit(2)
+    assert len(all_) == 1
+    assert learn.n_steps == 20
+    tracker.fails_at = None
+    learn.log_to(tracker)
+
+    assert tracker.steps("loss") == list(range(20))
+
+
+def test_what_is_trained_does_not_depend_on_it() -> None:
+    torch.manual_seed(0)
+    plain = quiet()
+    torch.manual_seed(0)
+    logged = quiet(cbs=LogTo(Tracker(), every=1))
+
+    for learn in (plain, logged):
+        torch.manual_seed(1)
+        learn.fit(2)
+
+    assert torch.equal(plain.model.a, logged.model.a)
+
+
+def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        SummaryWriter(str(tmp_path)) as writer,
+        watch(model, opt, ActivationStats(with_hist=True), LogTo(writer, every=2)),
+    ):
+        for _ in range(5):
+            model(torch.randn(8, 2)).pow(2).mean().backward()
+            opt.step()
+    events = EventAccumulator(str(tmp_path), {"histograms": 0})
+    events.Reload()
+
+    assert [e.step for e in events.Scalars("activation/std/0")] == list(range(5))
+    assert [e.step for e in events.Histograms("activation/2")] == list(range(5))
+
+
+@pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
+def test_a_file_is_added_to(name: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        quiet(n_trn=3, n_val=1, cbs=LogTo(tmp_path / name)).fit(1)
+
+    text = (tmp_path / name).read_text()
+    assert text.count("epoch/valid_loss") == 2
+    assert text.count("step,name,value") == (name == "run.csv")
+
+
+def test_lightnings_and_mlflows_loggers_get_metrics() -> None:
+    class Logger:
+        got: list[Any] = []  # noqa: RUF012
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.got.append((step, metrics))
+
+    quiet(n_trn=2, n_val=1, cbs=LogTo(Logger())).fit(1)
+
+    assert [step for step, _ in Logger.got] == [0, 1]
+    assert "epoch/valid_loss" in Logger.got[1][1]
+
+
+def test_only_the_first_rank_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    tracker = Tracker()
+
+    quiet(n_trn=2, cbs=[LogTo(tracker), CSVLogger()], path=tmp_path).fit(1)
+
+    assert not tracker.got
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_of_its_learner_sends_nothing(tmp_path: Path) -> None:
+    learn = quiet(n_trn=2, cbs=LogTo(Tracker()))
+    learn.fit(1)
+    n = len(learn.cbs[-1].target.got)
+
+    for other in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn.cbs[-1]))):
+        assert (other.cbs[-1] if hasattr(other, "cbs") else other).target is None
+    copy.deepcopy(learn).fit(1)
+
+    assert len(learn.cbs[-1].target.got) == n
+
+
+def test_impossible_targets_and_options_are_errors() -> None:
+    with pytest.raises(ArgumentError, match="LogTo: an int was given, which has no add_scalar"):
+        LogTo(3)
+    with pytest.raises(OptionError, match=r"LogTo\(\"runs\"\): a file to log to ends in \.csv or"):
+        LogTo("runs")
+    with pytest.raises(OptionError, match=r"LogTo\(every=0\)"):
+        LogTo(Tracker(), every=0)
+
+
+# --- CSVLogger
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_each_epoch_is_a_row_under_the_names_of_the_log(tmp_path: Path) -> None:
+    learn = quiet(cbs=CSVLogger(), path=tmp_path)
+
+    learn.fit(2)
+    learn.validate()
+
+    found = rows(tmp_path / "history.csv")
+    assert list(found[0]) == learn.recorder.metric_names
+    assert [row["epoch"] for row in found] == ["0", "1"]
+    assert [float(row["valid_loss"]) for row in found] == [v[1] for v in learn.recorder.values]
+
+
+@pytest.mark.parametrize(("append", "n"), [(False, 1), (True, 2)])
+def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_path: Path) -> None:
+    learn = quiet(cbs=CSVLogger("logs/log.csv", append=append), path=tmp_path)
+
+    learn.fit(1)
+    learn.fit(1)
+
+    assert len(rows(tmp_path / "logs" / "log.csv")) == n
+
+
+def test_rows_of_other_columns_are_not_appended(tmp_path: Path) -> None:
+    (tmp_path / "history.csv").write_text("epoch,accuracy\n0,0.5\n")
+    learn = quiet(cbs=CSVLogger(append=True), path=tmp_path)
+
+    with pytest.raises(OptionError, match="has the columns epoch,accuracy, this fit has epoch,t"):
+        learn.fit(1)
+
+    assert learn.n_steps == 0
+
+
+def test_it_needs_a_recorder(tmp_path: Path) -> None:
+    learn = quiet(cbs=CSVLogger(), path=tmp_path, default_cbs=False)
+
+    with pytest.raises(OptionError, match="no Recorder among the callbacks"):
+        learn.fit(1)
+
+
+def test_a_row_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hookkit.callbacks.logging.append_lines", full)
+    learn = quiet(cbs=CSVLogger(), path=tmp_path)
+
+    with pytest.warns(HookkitWarning, match=r"CSVLogger writes nothing more.*disk full") as all_:
+        learn.fit(3)
+
+    assert len(all_) == 1
+    assert len(learn.recorder.values) == 3
+
+
+# --- lines
+
+
+def test_lines_are_added_below_an_unfinished_one(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    append_lines(path, ["one"])
+    path.write_text("one\ntw")
+
+    append_lines(path, ["three", "four"])
+
+    assert path.read_text() == "one\ntw\nthree\nfour\n"
+
+
+def test_after_an_error_the_file_ends_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    append_lines(path, ["one"])
+
+    def lines() -> Any:
+        yield "two"
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        append_lines(path, lines())
+
+    assert path.read_text() == "one\n"
+
+
+LOOP = """
+import sys
+from hookkit import ActivationStats, CSVLogger, LogTo
+from hookkit.testing import synth_learner
+
+folder = sys.argv[1]
+cbs = [CSVLogger(), LogTo(f"{folder}/a.csv", every=1), LogTo(f"{folder}/b.jsonl", every=1)]
+learn = synth_learner(cbs=[*cbs, ActivationStats(include_paramless=True)], path=folder)
+learn.logger = lambda row: None
+learn.fit(10_000)
+"""
+
+
+def n_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_killed_training_leaves_whole_lines(tmp_path: Path) -> None:
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen([sys.executable, "-c", LOOP, str(folder)])
+        while process.poll() is None and n_lines(folder / "b.jsonl") < 20 + 7 * attempt:
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+
+        texts = {path.name: path.read_text() for path in folder.iterdir()}
+        assert all(text.endswith("\n") for text in texts.values())
+        assert {len(row) for row in csv.reader(texts["history.csv"].splitlines())} == {4}
+        assert {len(row) for row in csv.reader(texts["a.csv"].splitlines())} == {3}
+        assert len([json.loads(line) for line in texts["b.jsonl"].splitlines()]) >= 20
