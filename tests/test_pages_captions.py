@@ -59,6 +59,19 @@ def test_the_losses_that_are_there_are_named(losses: object, valid: tuple, expec
     assert captions.of_loss(Run(losses=losses, valid=valid)).startswith(f"{expected} by step")
 
 
+def test_a_parameter_that_begins_at_0_is_not_named_as_the_one_that_moves_farthest() -> None:
+    record = made.params(made.small_names(), 9)
+    for row, values in {0: (50.0, np.arange(9.0)), 1: (0.5, np.ones(9))}.items():
+        record = made.with_values(record, "update_ratio", row, values[0])
+        record = made.with_values(record, "weight_norm", row, values[1])
+
+    text = captions.in_words(record)
+
+    n = len(record.names)
+    assert f"update:weight of {n - 1} of {n} rows (others begin at 0 or have" in text
+    assert f"largest 0.5 in {record.labels[1]}" in text
+
+
 def test_of_many_layers_the_largest_and_the_smallest_are_named() -> None:
     record = made.record([(f"{i}", "Linear") for i in range(20)], 9)
     table = np.ones_like(record.values["std"])

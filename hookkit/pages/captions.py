@@ -20,18 +20,26 @@ NAMED = 12
 
 
 def in_words(record: Record) -> str:
-    """What a heat-map of `record` shows, in words and numbers."""
+    """What a heat-map of `record` shows, in words and numbers.
+
+    A parameter that begins at 0 is left out: its relative update is infinite at first, and large
+    then, whatever the learning rate.
+    """
     param = record.kind == "param"
     name = "update:weight" if param else f"RMS of {record.kind}s"
-    table = record.values.get("update_ratio" if param else "rms", np.zeros(0))
-    fine = np.isfinite(table)
+    table = record.values.get("update_ratio" if param else "rms", np.zeros((0, 0)))
+    fine, of = np.isfinite(table), f"{len(record.names)} rows"
+    if param and len(record) and "weight_norm" in record.values:
+        fine &= record.values["weight_norm"][:, :1] != 0
+        if left := int((~fine.any(axis=1)).sum()):
+            of = f"{len(record.names) - left} of {of} (others begin at 0 or have no finite value)"
     if not fine.any():
         return f"{name}: no finite value"
     row, column = np.unravel_index(np.where(fine, table, -np.inf).argmax(), table.shape)
     where = f"{record.labels[row]} at step {record.steps[column]}"
     bad = (record.values.get("nonfinite", np.zeros((1, 1))) > 0).any(axis=1).sum()
     return (
-        f"{name} of {len(record.names)} rows over {len(record)} records: median "
+        f"{name} of {of} over {len(record)} records: median "
         f"{np.median(table[fine]):.2g}, largest {table[row, column]:.2g} in {where}"
         + (f", NaN or Inf in {bad} rows" if bad else "")
     )
@@ -54,7 +62,7 @@ def of_loss(run: Run) -> str:
     norms = [run.grad_norms, run.params.values.get("grad_norm") if run.params else None]
     kinds = ["training"] * _is_known(run.losses)
     kinds += ["validation"] * any("valid_loss" in row for row in run.valid)
-    spikes = " Triangles mark spikes, if any."
+    spikes = " Triangles mark values far above those of the steps before, if any."
     if not kinds:
         none = "The global gradient norm. No loss was recorded."
         return none + spikes if any(map(_is_known, norms)) else ""

@@ -1,8 +1,8 @@
 """The frame of a self-contained page: head, navigation, sections, pictures inside the file.
 
 Builds on `markup`, whose style sheet it extends by a layout. No network, no script: a content
-security policy in the page forbids both. Light and dark follow the reader's system, but pictures
-stay on white, dimmed: inverted colour maps would say something else. Printing is always light.
+security policy in the page forbids both. Light and dark follow the reader's system, also in the
+pictures (see `plotting.svg`). Printing is always light.
 """
 
 from __future__ import annotations
