@@ -144,6 +144,15 @@ def test_values_beyond_the_bins_are_in_open_ones_that_say_so() -> None:
     assert ax.get_xticks()[-1] == pytest.approx(np.mean(drawn(ax)[0][0][-2:]))
 
 
+@pytest.mark.parametrize("axis", ["activations", "equal"])
+def test_an_open_bin_is_as_wide_as_can_be_seen(axis: str) -> None:
+    heights, shown = tile(plotting.color_dim(record_of(EDGES[axis], "huge"), 0))
+
+    ends = np.asarray(heights)[[0, -1]]
+    assert ends / heights.sum() == pytest.approx([1 / 17] * 2, rel=0.01)
+    assert 10 ** np.asarray(shown)[[0, -1], 0] @ ends > 0.6
+
+
 def test_many_layers_are_lines_through_the_middles_of_the_bins() -> None:
     edges = EDGES["activations"]
 

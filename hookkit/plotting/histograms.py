@@ -45,7 +45,7 @@ def color_dim(
     values per decade, for the default bins, whose axis is signed logarithmic (and linear within the
     least bins, around 0). A spike in it is a value that many have, such as the 0 of a ReLU. Bins
     that are equally wide have a linear axis and the share per bin. Values beyond the bins are in
-    the open ones at the ends (`> 4096`), drawn as wide as their neighbours. Grey: nothing was
+    the open ones at the ends (`> 4096`), each a 15th of the axis. Grey: nothing was
     counted; vermilion on top: NaN or Inf.
 
     Args:
