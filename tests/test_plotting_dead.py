@@ -79,7 +79,7 @@ def test_each_relu_is_drawn_once_and_layers_that_cannot_die_are_not() -> None:
 def test_activations_that_cannot_die_may_be_dormant() -> None:
     ax = plotting.plot_dead(trained(net(nn.Tanh), 60, 20, include_paramless=True))
 
-    assert ax.get_title(loc="left") == "Units that are dormant (dashed)"
+    assert ax.get_title(loc="left") == "Units that are dormant (dashed, rings)"
     assert named(ax) == ["1 Tanh"]
 
 
@@ -99,6 +99,18 @@ def test_a_layer_has_one_colour_for_its_dead_and_its_dormant_units() -> None:
     n = len(both) // 2
     assert n == 13
     assert [str(x.get_color()) for x in both[:n]] == [str(x.get_color()) for x in both[n:]]
+
+
+def test_of_layers_with_equal_shares_the_key_says_which_line_is_seen() -> None:
+    run = made.run([(f"{i}", "ReLU") for i in range(3)], 40)
+    table = np.broadcast_to(np.array([[0.5], [0.25], [0.5]]), (3, 40))
+    assert run.activations is not None
+    values = {**run.activations.values, "dead": table, "dormant": table}
+
+    ax = plotting.plot_dead(replace(run.activations, values=values, meta={"window": 10}))
+
+    assert named(ax) == ["0 ReLU = 2 ReLU", "1 ReLU", "2 ReLU"]
+    assert {x.get_marker() for x in ax.lines if x.get_linestyle() == "--"} == {"o"}
 
 
 def test_what_was_judged_over_nan_is_not_drawn() -> None:

@@ -1,10 +1,13 @@
 """The profile through the depth of a net: every layer is seen, and its line is no comb."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import made
 import numpy as np
 import pytest
+
+from hookkit.records import Run
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
@@ -71,6 +74,21 @@ def test_a_layer_that_did_not_run_takes_no_part_in_the_mean_of_its_block() -> No
     line = plotting.plot_depth(record, [0]).axes[0].lines[1]
 
     assert line.get_ydata() == pytest.approx(np.full(27, 2.0))
+
+
+def test_what_is_said_below_deep_nets_fits_below_them() -> None:
+    record = replace(made.record(transformer(24), 4), spans=np.full(4, 2))
+    record = made.with_values(record, "rms", (1, slice(None)), 0.0)
+    record = made.with_values(record, "nonfinite", (2, slice(None)), 1.0)
+    figure = plotting.plot_depth(
+        Run(activations=record, gradients=replace(record, kind="gradient"))
+    )
+    figure.draw_without_rendering()
+
+    left, right = (ax.xaxis.label.get_window_extent() for ax in figure.axes)
+
+    assert figure.axes[0].get_xlabel().count(";") == 3
+    assert 0 <= left.x0 < left.x1 <= right.x0 < right.x1 <= figure.bbox.x1
 
 
 def nets() -> dict[str, list[str]]:

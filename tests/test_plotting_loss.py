@@ -1,8 +1,11 @@
 """The picture of losses: the smooth line, its window, and spikes, as the diagnosis finds them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 
@@ -70,7 +73,7 @@ def test_triangles_and_the_rule_agree_on_what_a_spike_is() -> None:
     losses[[5, 200, 430]] = 9.0
     losses[300:320] = np.nan
 
-    marked = lines(losses)["2 spikes"][:, 0]
+    marked = lines(losses)["2 far above the steps before"][:, 0]
 
     (found,) = [f for f in diagnose(Run(losses=losses)) if f.rule == "spikes"]
     assert marked.tolist() == [200, 430]
@@ -84,9 +87,9 @@ def test_leaving_out_the_start_changes_neither_the_line_nor_the_spikes() -> None
 
     whole, part = lines(losses), lines(losses, skip_start=350)
 
-    name = "running median of 15 values"
+    name, above = "running median of 15 values", "1 far above the steps before"
     assert np.array_equal(part[name], whole[name][350:])
-    assert part["1 spike"].tolist() == whole["1 spike"].tolist() == [[400, 9]]
+    assert part[above].tolist() == whole[above].tolist() == [[400, 9]]
 
 
 def test_jumps_are_found_by_six_sigma_and_never_in_the_first_values() -> None:
@@ -109,6 +112,24 @@ def test_a_running_mean_of_a_falling_series_does_not_begin_below_it() -> None:
     assert np.isnan(mean[40])
 
 
+@pytest.mark.parametrize("decades", [3, 8, 26, 60])
+@pytest.mark.parametrize("usual", [1e-12, 1.0, 1e13])
+def test_numbers_at_a_signed_log_axis_do_not_touch(usual: float, decades: int) -> None:
+    losses = np.linspace(0.5, 1, 90) * usual
+    losses[[0, 50]] = -usual * 10.0**decades, usual * 10.0**decades
+
+    figure = plotting.plot_loss(Run(losses=losses))
+    figure.draw_without_rendering()
+
+    ax = figure.axes[0]
+    low, high = ax.get_ylim()
+    labels = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
+    ends = [text.get_window_extent() for at, text in labels if low <= at <= high]
+    assert ax.get_yscale() == "symlog"
+    assert len(ends) >= 3
+    assert min(upper.y0 - lower.y1 for lower, upper in pairwise(ends)) > 0
+
+
 def test_values_of_merged_records_are_not_called_steps() -> None:
     norms = np.where(np.arange(400) % 8 == 0, 1.0, np.nan)
 
@@ -118,13 +139,17 @@ def test_values_of_merged_records_are_not_called_steps() -> None:
     assert said == ["training loss, each step", "gradient norm, each value"]
 
 
-def test_the_legend_of_gradient_norms_lies_on_no_data() -> None:
-    figure = plotting.plot_loss(Run(losses=falling(400), grad_norms=falling(400)))
+@pytest.mark.parametrize("n", [60, 400])
+def test_legends_lie_on_no_data_and_on_no_number_of_an_epoch(n: int) -> None:
+    run = replace(made.run(n=n, epoch=20), losses=falling(n), grad_norms=falling(n))
+    figure = plotting.plot_loss(run)
     figure.draw_without_rendering()
 
-    norm = figure.axes[1]
-
-    assert norm.get_legend().get_window_extent().y0 >= norm.get_window_extent().y1
+    for ax in figure.axes[:2]:
+        legend = ax.get_legend().get_window_extent()
+        assert legend.y0 >= ax.get_window_extent().y1
+        for top in ax.child_axes:
+            assert legend.y0 >= top.xaxis.get_tightbbox().y1
 
 
 def test_where_no_loss_was_recorded_the_gradient_norm_has_the_room() -> None:

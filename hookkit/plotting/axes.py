@@ -43,7 +43,7 @@ def plain(ax: Any) -> None:
     scalar = isinstance(ax.yaxis.get_major_formatter(), ScalarFormatter)
     if scalar and high - low > 1e-3 * max(abs(low), abs(high)):  # or the digits would be the same
         # ScalarFormatter's "1e−5" above the axis would lie on the numbers of epochs.
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def nothing(ax: Any, why: str, *, keep_x: bool = False) -> Any:
@@ -111,7 +111,7 @@ def log_y(ax: Any, values: Any) -> None:
     ax.set_yscale("log", nonpositive="mask")
     leads = (1, 2, 5) if high < 100 * low else (1,)
     ax.yaxis.set_major_locator(LogLocator(subs=leads))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -124,6 +124,10 @@ def signed_log_if_wide(ax: Any, values: Any) -> None:
         ax.set_ylim(-_HUGE, _HUGE)
     usual = np.clip(np.percentile(size, 75), 1 / _HUGE, _HUGE)
     if size.max() > 100 * usual:
-        ax.set_yscale("symlog", linthresh=10.0 ** np.round(np.log10(usual)))
+        # Above a power of ten, or a rounded logarithm would add a tick within the linear part.
+        least = 10.0 ** np.round(np.log10(usual)) * (1 + 1e-9)
+        decades = np.log10(min(size.max(), _HUGE) / least)
+        room = max(1.0, decades / 5)  # or the labels at 0 and on its two sides would touch
+        ax.set_yscale("symlog", linthresh=least, linscale=room)
         ax.yaxis.get_major_locator().set_params(numticks=7)
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

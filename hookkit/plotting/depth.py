@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -71,11 +72,11 @@ def _profile(ax: Any, record: Record, columns: list[int]) -> None:
         ax.plot(at[bad], np.full(bad.sum(), 0.98), color=ALARM, **edge)
     log_y(ax, table[:, columns][~broken[:, columns]])
     notes = {"× below: all zero": table[:, columns] == 0, "× above: NaN or Inf": broken[:, columns]}
-    words = ["layer, in order", *(word for word, there in notes.items() if there.any())]
+    words = [word for word, there in notes.items() if there.any()]
     words += ["lines: geometric mean of each block"] if blocks is not None else []
     if (merged := int(record.spans[columns].max())) > 1:
         words.append(f"each step over {merged} records")
-    ax.set_xlabel("; ".join(words), fontsize=9)
+    ax.set_xlabel("\n".join(["layer, in order", *wrap("; ".join(words), 65)]), fontsize=9)
     name_layers(ax.xaxis, record, 24, rotation=90)
     ax.set_xlim(-0.5, len(record.names) - 0.5)
     plain(ax)

@@ -86,7 +86,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
 
 
 def plot_dead(record: Any, *, ax: Any = None) -> Any:
-    """The share of each layer's units that are dead (solid) or dormant (dashed), over steps.
+    """The share of each layer's units that are dead (solid) or dormant (dashed, with rings).
 
     Dead units are those of ReLUs, and of layers that a ReLU alone reads: from the step on at which
     they are drawn, they never gave anything above 0 for as long as they were watched (`window`
@@ -122,11 +122,13 @@ def _units(ax: Any, record: Record, dead: Floats, dormant: Floats) -> None:
     begin, end = arrays.judged_windows(record, rows)
     steps = record.steps
     since, dead = np.append(steps[begin], steps[end[-1:]]), dead[:, np.append(end, end[-1:])]
-    curves(ax, record, since, 100 * dead, rows=rows, key=True)
-    middle = (steps[begin] + steps[end]) / 2
-    curves(ax, record, middle, 100 * dormant[:, end], rows=rows, key=False, ls="--")
+    middle, dormant = (steps[begin] + steps[end]) / 2, dormant[:, end]
     has_dead, has_dormant = bool(np.isfinite(dead).any()), bool(np.isfinite(dormant).any())
-    words = [f"dead{_how_long(record)} (solid)"] * has_dead + ["dormant (dashed)"] * has_dormant
+    ring = {"ls": "--", "marker": "o", "mfc": "none", "ms": 6}  # seen around a point of dead units
+    curves(ax, record, middle, 100 * dormant, rows=rows, key=not has_dead, **ring)
+    curves(ax, record, since, 100 * dead, rows=rows, key=has_dead)
+    rings = ["dormant (dashed, rings)"] * has_dormant
+    words = [f"dead{_how_long(record)} (solid)"] * has_dead + rings
     title(ax, f"Units that are {' or '.join(words or ['dead'])}")
     ax.set_ylabel("% of units", fontsize=9)
     _step_axis(ax, record, rows)
@@ -224,7 +226,10 @@ def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
 def curves(
     ax: Any, record: Record, x: Any, table: Floats, *, rows: Any = None, key: bool, **style: Any
 ) -> None:
-    """Lines of `rows` coloured by depth, or of those with a value; `key` says which is which."""
+    """Lines of `rows` coloured by depth, or of those with a value; `key` says which is which.
+
+    Of two equal lines only the later one is seen: the key says so of the other.
+    """
     rows = [i for i, y in enumerate(table) if np.isfinite(y).any()] if rows is None else rows
     colours = depth_colours(len(rows))
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
@@ -237,8 +242,10 @@ def curves(
         place = {"loc": "best", "framealpha": 0.6} if alone else beside
         legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
         # set now: a legend skips labels that begin with an underscore
-        for text, i in zip(legend.get_texts(), rows, strict=True):
-            text.set_text(literal(row_label(record, i, 34)))
+        for n, (text, i) in enumerate(zip(legend.get_texts(), rows, strict=True), 1):
+            equal = [j for j in rows[n:] if np.array_equal(table[i], table[j], equal_nan=True)]
+            behind = f" = {row_label(record, equal[0], 16)}" if equal else ""
+            text.set_text(literal(row_label(record, i, 34) + behind))
         return
     bar = ax.figure.colorbar(depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()

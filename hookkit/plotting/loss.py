@@ -31,8 +31,8 @@ def plot_loss(
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
     Grey is each value, blue a running median, whose window is in the legend: about a fortieth of
-    the run. A spike does not move it. From 100 steps on triangles mark spikes, as the rule `spikes`
-    of `diagnose` finds them: 6 standard deviations (by the median) above the 128 steps before, and
+    the run. A spike does not move it. From 100 steps on triangles mark what the rule `spikes` of
+    `diagnose` counts: values 6 standard deviations (by the median) above the 128 steps before, and
     by half of where the line begins. Vermilion bars mark NaN or Inf.
 
     Args:
@@ -67,8 +67,7 @@ def plot_loss(
         _series(axes[1], steps, norms, "gradient norm", skip_start)
         title(axes[1], "Global gradient norm")
         log_y(axes[1], norms[steps >= skip_start])
-        above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "ncols": 3}
-        axes[1].legend(fontsize=8, frameon=False, **above)  # inside it would lie on the lines
+        _key(axes[1])
         _mark_epochs(axes[1], run, label=False)
     count_steps(axes[-1])
     return fig
@@ -80,7 +79,7 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     if len(losses) or points:
         _series(ax, np.arange(len(losses)), losses, "training loss", skip_start)
         valid = _valid_points(ax, points, skip_start)
-        ax.legend(fontsize=8, frameon=False)
+        _key(ax)
         losses = losses[skip_start:]
         low, high = arrays.span(np.concatenate([losses, valid]))
         if high > 100 * low > 0:
@@ -91,6 +90,12 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
         nothing(ax, "no loss was recorded")
     title(ax, "Loss")
     _mark_epochs(ax, run, label=True)
+
+
+def _key(ax: Any) -> None:
+    """Which line is which, above the panel and the numbers of its epochs: it lies on no line."""
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "ncols": 5}
+    ax.legend(fontsize=8, frameon=False, borderaxespad=1.5, columnspacing=1.2, **place)
 
 
 def _mark_epochs(ax: Any, run: Run, *, label: bool) -> None:
@@ -116,8 +121,8 @@ def _series(ax: Any, steps: Any, values: Floats, name: str, skip_start: int) -> 
     at = jumps(values)
     at = at[at >= first]
     if len(at):
-        word = f"{len(at)} spike{'s' * (len(at) > 1)}"
-        ax.plot(steps[at], values[at], "v", color=ink(ax), ms=5 if len(at) < 30 else 3, label=word)
+        style = {"color": ink(ax), "ms": 5 if len(at) < 30 else 3}
+        ax.plot(steps[at], values[at], "v", **style, label=f"{len(at)} far above the steps before")
     plain(ax)
 
 
