@@ -37,11 +37,11 @@ from hookkit.testing import synth_learner
 FIND = re.compile("error: dead|warning: dead")
 
 
-COLUMNS = 500
+COLUMNS, ROWS = 500, 60
 
 
 class Tty(io.StringIO):
-    """A terminal: keeps what it shows in the end. A full line goes on in the next one."""
+    """A terminal: what scrolls off its region, and what its rows show in the end."""
 
     encoding = "utf-8"
 
@@ -50,27 +50,63 @@ class Tty(io.StringIO):
 
     @property
     def shown(self) -> list[str]:
-        rows, y, x = [""], 0, 0
-        for part in re.findall(r"\x1b\[\d*[AKJ]|[\r\n]|[^\x1b\r\n]+", self.getvalue()):
-            if part == "\n":
-                y, x = y + 1, 0
-                rows += [""] * (y == len(rows))
-            elif part == "\r":
-                x = 0
-            elif part.endswith("A") and part[0] == "\x1b":
-                y -= int(part[2:-1])
-                assert y >= 0, "above the screen"
-            elif part == "\x1b[2K":
-                rows[y] = ""
-            elif part == "\x1b[J":
-                rows[y:] = [rows[y][:x]]
-            for c in part if part.isprintable() else "":
-                if x == COLUMNS:
-                    y, x = y + 1, 0
-                    rows += [""] * (y == len(rows))
-                rows[y] = rows[y][:x].ljust(x) + c + rows[y][x + 1 :]
-                x += 1
-        return [row.rstrip() for row in rows if row.rstrip()]
+        self.rows, self.off = [""] * ROWS, list[str]()
+        self.y = self.x = 0
+        self.bottom, self.saved = ROWS - 1, (0, 0)
+        for part in re.findall(
+            r"\x1b\[[\d;]*[A-Za-z]|\x1b[78D]|[\r\n]|[^\x1b\r\n]+", self.getvalue()
+        ):
+            self.obey(part)
+        return [row.rstrip() for row in self.off + self.rows if row.rstrip()]
+
+    @property
+    def all_scrolls(self) -> bool:
+        return self.shown is not None and self.bottom == ROWS - 1
+
+    def obey(self, part: str) -> None:
+        numbers = [int(n) for n in re.findall(r"\d+", part)] if part[0] == "\x1b" else []
+        match part[0] + part[-1]:
+            case "\x1b7":
+                self.saved = self.y, self.x
+            case "\x1b8":
+                self.y, self.x = self.saved
+            case "\x1bD":
+                self.down()
+            case "\x1bA":
+                self.y = max(0, self.y - numbers[0])
+            case "\x1bH":
+                self.y, self.x = numbers[0] - 1, numbers[1] - 1
+            case "\x1bK":
+                self.rows[self.y] = ""
+            case "\x1bJ":
+                self.rows[self.y :] = [self.rows[self.y][: self.x]] + [""] * (ROWS - 1 - self.y)
+            case "\x1br":
+                self.bottom = numbers[1] - 1 if numbers else ROWS - 1
+                self.y = self.x = 0
+            case "\r\r":
+                self.x = 0
+            case "\n\n":
+                self.x = 0
+                self.down()
+            case _:
+                assert part.isprintable(), part
+                for c in part:
+                    self.put(c)
+
+    def down(self) -> None:
+        if self.y == self.bottom:
+            self.off.append(self.rows.pop(0))
+            self.rows.insert(self.bottom, "")
+        else:
+            self.y = min(self.y + 1, ROWS - 1)
+
+    def put(self, c: str) -> None:
+        if self.x == COLUMNS:
+            self.x = 0
+            self.down()
+        row = self.rows[self.y]
+        self.rows[self.y] = row[: self.x].ljust(self.x) + c + row[self.x + 1 :]
+        self.x += 1
 
 
 @pytest.fixture
@@ -86,6 +122,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Tty:
     monkeypatch.setattr(sys, "stdout", made)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("LINES", str(ROWS))
     return made
 
 
@@ -290,7 +327,7 @@ def test_a_terminal_shows_one_block_below_what_is_printed(monkeypatch: pytest.Mo
     assert [line.split(",")[0] for line in (acts, grads)] == ["activations", "gradients"]
     assert params.startswith("update:weight")
     assert verdict == "2 layers, 20 steps: healthy"
-    assert "write" not in vars(tty)
+    assert tty.all_scrolls
 
 
 @pytest.mark.usefixtures("always")
@@ -306,13 +343,13 @@ def test_findings_stay_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_no_block_is_drawn_into_an_open_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_line_goes_on_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     tty = terminal(monkeypatch)
 
     watched(*stats(), ShowHealth(every_s=1e-9), n=20, dead=True, say=lambda i: print(end="."))
 
     assert "".join(line for line in tty.shown if line[0] == ".") == "." * 40
-    assert not [line for line in tty.shown if "update:weight" in line]
+    assert sum("activations, " in line for line in tty.shown) == 1
     assert len(FIND.findall("\n".join(tty.shown))) == 1
 
 
@@ -335,7 +372,8 @@ def test_a_line_that_is_written_over_and_over_stays(monkeypatch: pytest.MonkeyPa
         *stats(), ShowHealth(every_s=1e-9), n=20, say=lambda i: print(f"batch {i:02}", end="\r")
     )
 
-    assert tty.shown == ["batch 39"]
+    assert tty.shown[0] == "batch 39"
+    assert tty.shown[1].startswith("step 20 · ")
 
 
 @pytest.mark.usefixtures("always")
@@ -354,7 +392,7 @@ def test_below_a_line_that_was_cleared_there_is_a_block(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("always")
-def test_two_at_once_show_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_at_once_one_has_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     tty, model = terminal(monkeypatch), net()
 
     with watch(model, None, *stats(), ShowHealth(every_s=1e-9)) as outer:
@@ -366,32 +404,10 @@ def test_two_at_once_show_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             print(*["turn"] * (i < 2), end="\n" * (i < 2))
 
     heads = [line.split(" · ")[0] for line in tty.shown if line.startswith("step")]
-    assert heads == ["step 3"] * 5 + ["step 5"]
+    assert heads == ["step 3"] * 2 + ["step 5"]  # the outer one has it from its second step on
     assert sum(line.startswith("turn") for line in tty.shown) == 2
     assert (inner.n_steps, outer.n_steps) == (3, 5)
-    assert "write" not in vars(tty)
-
-
-def test_no_block_is_drawn_while_another_thread_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    tty = terminal(monkeypatch)
-    write = tty.write
-
-    def slow(text: str) -> int:
-        if text == "log\n":
-            made.show(["block", "more"], found)
-        return write(text)
-
-    vars(tty)["write"] = slow
-    made, found = screens.Terminal(tty), watched(*stats()).diagnose()
-    made.open()
-
-    made.show(["block", "more"], found)
-    tty.write("log\n")
-    made.show(["block", "more"], found)
-    made.close()
-
-    assert tty.shown == ["log", "block", "more"]
-    assert vars(tty)["write"] is slow
+    assert tty.all_scrolls
 
 
 @pytest.mark.usefixtures("always")
@@ -400,9 +416,7 @@ def test_prints_to_a_file_go_on_when_the_terminal_is_gone(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdout", file)
 
     def say(i: int) -> None:
-        assert "write" not in vars(file)
         if i == 9:
-            vars(tty)["write"] = lambda text: 1 / 0
             tty.close()
         print(i)
 
@@ -447,13 +461,13 @@ def test_what_replaces_a_stream_need_not_know_of_terminals(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
-def test_columns_are_those_of_the_terminal_and_not_of_stdout() -> None:
+def test_the_size_is_that_of_the_terminal_and_not_of_stdout() -> None:
     termios, fcntl = pytest.importorskip("termios"), pytest.importorskip("fcntl")
     one, other = os.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
 
     with os.fdopen(other, "w") as stream:
-        assert screens._columns(stream) == 47
+        assert screens._size(stream) == (47, 24)
     os.close(one)
 
 
@@ -472,42 +486,33 @@ def test_an_error_in_the_loop_leaves_the_last_block_and_the_streams(
     print("afterwards")
 
     assert tty.shown[-2:] == ["2 layers, 4 steps: no findings so far", "afterwards"]
-    assert "write" not in vars(tty)
-
-
-def test_a_stream_that_others_have_wrapped_is_given_back_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tty = terminal(monkeypatch)
-    before = vars(tty)["write"] = tty.write
-    first, second = screens.Terminal(tty), screens.Terminal(tty)
-    first.open()
-    second.open()
-
-    first.close()
-    second.close()
-    second.close()
-
-    assert vars(tty)["write"] is not before  # the first was wrapped by then, and does nothing
-    tty.write("text\n")
-    assert tty.shown == ["text"]
+    assert tty.all_scrolls
 
 
 @pytest.mark.usefixtures("always")
-def test_beside_a_bar_only_findings_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_stay_one_line_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
     tty = terminal(monkeypatch)
     bar = tqdm(total=80, file=tty, mininterval=0, ncols=60)
 
     with bar:
-        watched(*stats(), n=40, dead=True, say=lambda i: bar.update())
-        watched(*stats(), ShowHealth(every_s=1e-9), n=40, dead=True, say=lambda i: bar.update())
-        during = tty.shown
+        during = []
 
-    assert sum(bool(FIND.search(line)) for line in during) == 1
-    assert not [line for line in during if "update:weight" in line]
-    assert during[-1].endswith("it/s]")
-    assert sum("it/s]" in line for line in during) == 1
+        def say(i: int) -> None:
+            bar.update()
+            during[:] = [tty.shown] if i == 60 else during
+
+        watched(*stats(), ShowHealth(every_s=1e-9), n=40, dead=True, say=say)
+        bar.update(0)
+        after = tty.shown
+
+    assert during[0][-5].endswith("it/s]")
+    assert sum("it/s]" in line for line in during[0]) == 1
+    assert [line.split(",")[0] for line in during[0][-3:-1]] == ["activations", "gradients"]
+    assert sum(bool(FIND.search(line)) for line in after) == 1
+    assert sum("it/s]" in line for line in after) == 1
+    assert after[-1].endswith("it/s]")
+    assert after[-2] == "2 layers, 40 steps: 2 errors"
 
 
 @pytest.mark.usefixtures("always")
@@ -609,7 +614,7 @@ def test_if_drawing_fails_it_warns_once_and_the_training_goes_on(
 
     assert len(found) == 1
     assert w.n_steps == 30
-    assert "write" not in vars(tty)
+    assert tty.all_scrolls
 
 
 def test_a_stream_that_is_closed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,10 +671,8 @@ def test_nothing_is_left_wherever_ctrl_c_comes(monkeypatch: pytest.MonkeyPatch) 
                 opt.step()
 
     def left() -> str:
-        found = left_behind(model)
-        if vars(tty).pop("write", None) is not None:
-            found += " the terminal"
-        return found
+        region = " the region" * (not tty.all_scrolls)
+        return left_behind(model) + region + " the lock" * screens.Terminal._one.locked()
 
     assert interrupted_everywhere(scenario, left, most=60) == []
 

@@ -1,7 +1,7 @@
 """Where a run is shown while it trains: in a notebook, in a terminal, or as lines.
 
     Notebook   one output, redrawn: the picture if matplotlib is there, and the findings
-    Terminal   a block of a few lines, redrawn below whatever else is printed
+    Terminal   a block of a few lines at the bottom, below whatever else is printed
     Lines      findings alone: in files and pipes nothing can be redrawn
 
 Builds on `markup`, `texts` and `plotting`. IPython and matplotlib are imported where they are used.
@@ -9,14 +9,15 @@ Builds on `markup`, `texts` and `plotting`. IPython and matplotlib are imported 
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
-from threading import get_ident
+from threading import Lock
 from typing import Any
 
 from hookkit.health import Diagnosis
@@ -25,6 +26,9 @@ from hookkit.live.glance import ASCII_BLOCKS, BLOCKS
 from hookkit.markup import fragment, in_notebook
 from hookkit.records import Run
 from hookkit.texts import clip, harmless
+
+SAVE, RESTORE = "\x1b7", "\x1b8"  # of the cursor
+LEAST_ROWS = 4  # that a terminal keeps beside a block
 
 
 class Lines:
@@ -37,9 +41,6 @@ class Lines:
 
     draws = False
     blocks = BLOCKS
-
-    def open(self) -> None:
-        """The training begins. `close` undoes it, also if it is interrupted."""
 
     def tell(self, line: str) -> None:
         """Prints a line that stays, above the bars of tqdm if there are any."""
@@ -112,93 +113,67 @@ class Notebook(Lines):
 
 
 class Terminal(Lines):
-    """A block of lines at the end of what a terminal shows.
+    """A block of lines at the bottom of a terminal; whatever is printed scrolls above it.
 
-    To redraw it the cursor goes up by its lines, so it must be the last thing on the screen. While
-    it may be, `write` of sys.stdout and sys.stderr is wrapped where they are terminals: whatever
-    Python prints first erases the block, and the next look draws it below. The streams themselves
-    are not replaced (as `rich` does), so that loggers and bars which hold them are noticed too.
-    While a line is open, as that of a progress bar, no block is drawn.
+    The last rows are taken out of the region that scrolls (DECSTBM, which terminals have had since
+    the VT100; apt shows its progress so). Nothing that others print need be noticed: the lines of
+    bars, threads, loggers and other processes go where they would have gone. The alternative, to
+    move the cursor up and to draw the block anew, is right only if nobody has printed since.
     """
 
+    _one = Lock()  # a terminal has one region: held while a block is shown
+
     def __init__(self, stream: Any) -> None:
-        self._write: Callable[[str], object] = stream.write
-        self._stream, self._process = stream, os.getpid()
-        self._n, self._line = 0, ""  # lines of the block; what others left of a line: `_rest`
-        self._writers: set[int] = set()  # threads that are about to print, or just do
-        self._wrapped: list[tuple[Any, Any, Any]] = []  # stream, our `write`, the one before
+        self._stream, self._is_mine = stream, False
+        self._rows, self._texts = 0, list[str]()  # of the terminal, as the block was drawn
         coding = str(getattr(stream, "encoding", None) or "").lower()
         self.blocks = BLOCKS if coding.startswith("utf") else ASCII_BLOCKS
 
-    def open(self) -> None:
-        """Begins to notice what others print."""
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):  # some are replaced
-            if hasattr(stream, "__dict__") and not getattr(stream, "closed", False):
-                self._wrap(stream)
+    def tell(self, line: str) -> None:
+        """Prints a line above the block, in a row of its own."""
+        if not _bars():
+            # An open line ends: a row of spaces wraps, unless the cursor is where a row begins.
+            self._stream.write(" " * _size(self._stream)[0] + "\r")
+        super().tell(line)
 
-    def _wrap(self, stream: Any) -> None:
-        if any(stream is known for known, _, _ in self._wrapped) or not _is_terminal(stream):
+    def show(self, lines: Sequence[str], found: Diagnosis) -> None:
+        """Redraws the block, if there is room for it, and no other one."""
+        columns, rows = _size(self._stream)
+        n = len(lines)
+        self._is_mine = self._is_mine or self._one.acquire(blocking=False)
+        if not self._is_mine or rows < n + LEAST_ROWS:
             return
-        write = stream.write
+        texts = [clip(_plain(line, self._stream), columns - 1) for line in lines]
+        drawn = "".join(f"\x1b[{rows - n + i};1H\x1b[2K{t}" for i, t in enumerate(texts, 1))
+        room = ""
+        if (self._rows, len(self._texts)) != (rows, n):
+            atexit.register(self.close)  # also if nobody ends the loop
+            down_and_up = "\x1bD" * n + f"\x1b[{n}A"  # \n would go to the first column
+            room = f"{self._without(rows)}{down_and_up}{SAVE}\x1b[1;{rows - n}r{RESTORE}"
+        self._rows, self._texts = rows, texts  # before it is drawn: Ctrl-C may come in between
+        self._stream.write(room + SAVE + drawn + RESTORE)
+        self._stream.flush()
 
-        def noticed(text: str) -> Any:
-            try:
-                self._writers.add(get_ident())
-                self._make_way(text)
-                return write(text)
-            finally:
-                self._writers.discard(get_ident())
-
-        self._wrapped.append((stream, noticed, vars(stream).get("write")))
-        vars(stream)["write"] = noticed
+    def _without(self, rows: int) -> str:
+        """What erases the block and lets all `rows` scroll; the cursor stays."""
+        known = self._texts and rows == self._rows  # else the block has moved, who knows where
+        erased = f"\x1b[{rows - len(self._texts) + 1};1H\x1b[J" if known else ""
+        return f"{SAVE}\x1b[r{erased}{RESTORE}"
 
     @uninterrupted
     def close(self) -> None:
-        """The block stays, and is erased no more."""
-        self._n = 0
-        while self._wrapped:
-            stream, ours, before = self._wrapped.pop()
-            if vars(stream).get("write") is not ours:
-                continue  # somebody has wrapped it since: ours does nothing any more
-            if before is None:
-                del vars(stream)["write"]
-            else:
-                vars(stream)["write"] = before
-
-    def tell(self, line: str) -> None:
-        """Prints a line above the block."""
-        self._erase()
-        _print("\n" * (self._line != "" and not _bars()) + line, self._stream)
-
-    def show(self, lines: Sequence[str], found: Diagnosis) -> None:
-        """Redraws the block, unless somebody's line is open, such as that of a bar."""
-        columns = _columns(self._stream)
-        texts = [clip(_plain(line, self._stream), columns - 1) for line in lines]
-        below = "\x1b[J" + "".join(f"{text}\n" for text in texts)
-        # Something that was not noticed may have left a line open: with a full line of spaces the
-        # cursor comes to the next one, and stays where it is if it was at the beginning of a line.
-        first = " " * columns + "\r"
-        # A bar may be older than this, and its `write` not wrapped.
-        if self._line or self._writers or _bars():
-            return
-        start = f"\r\x1b[{self._n}A" if self._n else first
-        self._n = len(texts)
-        self._write(start + below)
-        self._stream.flush()
-
-    def _make_way(self, text: str) -> None:
-        """Something else is written: below what was there before the block."""
-        if not text or os.getpid() != self._process:  # a worker's, forked since
-            return
-        self._line = _rest(self._line + text)
-        with suppress(OSError, ValueError):  # the terminal is gone, and not what is printed to
-            self._erase()
-
-    def _erase(self) -> None:
-        n, self._n = self._n, 0
-        if n:
-            self._write(f"\r\x1b[{n}A\x1b[J")
-            self._stream.flush()
+        """The block goes to where the next line would, and stays there; all scrolls again."""
+        atexit.unregister(self.close)
+        with suppress(OSError, ValueError):  # the terminal is gone
+            if self._texts:
+                below = "" if _bars() else "\x1bD\r"  # whatever is in this row stays
+                self._stream.write(self._without(_size(self._stream)[1]) + below)
+            for text in self._texts:
+                _print(text, self._stream)
+        self._texts = []
+        if self._is_mine:
+            self._is_mine = False
+            self._one.release()
 
 
 def screen() -> Lines:
@@ -216,26 +191,13 @@ def _is_terminal(stream: Any) -> bool:
     return isatty is not None and bool(isatty())
 
 
-def _columns(stream: Any) -> int:
-    """Of this terminal: `shutil` asks stdout, which may be a file."""
+def _size(stream: Any) -> tuple[int, int]:
+    """Columns and rows of this terminal: `shutil` asks stdout, which may be a file."""
     with suppress(OSError, ValueError, AttributeError):
-        if columns := os.get_terminal_size(stream.fileno()).columns:
-            return columns
-    return shutil.get_terminal_size().columns
-
-
-def _rest(text: str) -> str:
-    """What `text` leaves in its last line, in short; "" if nothing, with the cursor at its start.
-
-    >>> _rest("a\\n"), _rest("\\rstep 5"), _rest("step 5\\r"), _rest("step 5\\r      \\r")
-    ('', 'x', 'x\\r', '')
-    """
-    line = text.rpartition("\n")[2]
-    shown = next((part for part in reversed(line.split("\r")) if part), "")
-    at_start = line.endswith("\r")
-    if shown.strip():
-        return "x\r" if at_start else "x"
-    return "" if at_start or not shown else " "
+        columns, rows = os.get_terminal_size(stream.fileno())
+        if columns and rows:
+            return columns, rows
+    return shutil.get_terminal_size()
 
 
 def _print(line: str, stream: Any) -> None:

@@ -37,8 +37,8 @@ class ShowHealth(Callback):
 
     In a notebook one output shows how far the run is, its picture (`plot_run`, if matplotlib is
     installed; from the 20th second on, and at the end) and its findings. In a terminal it is a
-    block of a few lines below everything that is printed; beside a progress bar or another line
-    that is left open, and in files and pipes, only findings are printed. What is shown last stays.
+    block of a few lines at the bottom, below everything that is printed and below progress bars;
+    in files and pipes only findings are printed. What is shown last stays.
 
     A finding is clear if the same rule reports it, as a warning or an error, in two looks in a row
     or at the end of the training. It is printed once, as one line; notes are not. If it is there
@@ -103,7 +103,6 @@ class ShowHealth(Callback):
 
     def _open(self) -> None:
         self._screen = screen()
-        self._screen.open()
         jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
         self._next = dict.fromkeys(jobs, self._began + self.every_s)
         if "_draw" in jobs:
