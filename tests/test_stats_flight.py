@@ -160,6 +160,19 @@ def test_a_healthy_run_has_no_incident() -> None:
     assert recorder.incidents == ()
 
 
+def test_finite_gradients_whose_squares_overflow_are_no_incident() -> None:
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-30)
+
+    with watch(model, opt, recorder := FlightRecorder()):
+        for _ in range(3):
+            (model(torch.full((2, 4), 1e3)) * 1e17).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert recorder.incidents == ()
+
+
 def test_overflow_under_a_scaler_is_no_incident() -> None:
     model, recorder = broken(nn.Identity()), FlightRecorder("report")
     opt = torch.optim.SGD(model.parameters(), lr=0.01)

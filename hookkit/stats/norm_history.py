@@ -19,7 +19,7 @@ from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
 from hookkit.moments import plain
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.records import Incident
-from hookkit.stats.param_norms import batched_norms, local_values
+from hookkit.stats.param_norms import grad_norms_by_id, local_values
 from hookkit.stats.parameters import Named
 
 LOSS, INPUT, FIRST = 0, 1, 2
@@ -116,21 +116,16 @@ class NormHistory:
             parameters: of the model, by name.
             only: ids of those that an optimizer has stepped; later calls leave them as they were.
         """
-        found = [
-            (name, kind, local_values(p.grad))
-            for name, kind, p in parameters
-            if (name not in self._of_parts if only is None else id(p) in only)
-            and p.grad is not None
-            and (p.grad.is_floating_point() or p.grad.is_complex())
-            and p.grad.numel()
+        chosen = [
+            one
+            for one in parameters
+            if (one[0] not in self._of_parts if only is None else id(one[2]) in only)
         ]
-        with torch.no_grad():
-            norms = batched_norms([grad for _, _, grad in found])
-        noted = self.grads.setdefault(self.at, {})
-        for (name, kind, _), norm in zip(found, norms, strict=True):
-            noted[name] = kind, norm
+        norms = grad_norms_by_id(p for _, _, p in chosen)
+        found = {name: (kind, norms[id(p)]) for name, kind, p in chosen if id(p) in norms}
+        self.grads.setdefault(self.at, {}).update(found)
         if only is not None:
-            self._of_parts.update(name for name, _, _ in found)
+            self._of_parts.update(found)
 
     def finite(self) -> Tensor:
         """0-d bool on the device: no norm of this batch is NaN or Inf."""

@@ -43,24 +43,26 @@ def local_values(t: Tensor) -> Tensor:
     return values.to(working_dtype(values))
 
 
-def batched_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Their 2-norms, 0-d each; in float32 for 16-bit tensors, where squares overflow early."""
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """(n,) float64 2-norms on the tensors' device; on a CPU right also where squares overflow.
+
+    16-bit tensors are read in float32, since their squares overflow early.
+    """
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
     wide = [t if t.numel() else t.new_zeros(1) for t in wide]
     # Private: `torch._foreach_norm`, and `_foreach_sub_` and `_foreach_copy_`: one operation for a
     # list of tensors, in few kernels on a GPU (since 2.0; torch's optimizers are made of them).
     # Without them each tensor costs a launch of its own.
-    return [n.real for n in torch._foreach_norm(wide, 2)] if wide else []
-
-
-def norms_of(tensors: list[Tensor]) -> Tensor:
-    """(n,) float64 2-norms on the tensors' device; on a CPU right also where squares overflow."""
-    norms = torch.stack(batched_norms(tensors)).double()
+    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
     if norms.is_cpu:
         found = norms.numpy()
         for i in np.flatnonzero((found < _SMALL) | (found == math.inf)):
-            norms[i] = _wider_norm(tensors[i])
+            kind = torch.complex128 if wide[i].is_complex() else torch.float64
+            norms[i] = torch.linalg.vector_norm(wide[i], dtype=kind).real
     return norms
+
+
+_SMALL = 1e-16  # below, squares leave float32; and above 1.8e19, where the norm is Inf
 
 
 def grad_norms_by_id(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -75,15 +77,6 @@ def grad_norms_by_id(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
         for some in by_device.values():
             found |= zip([i for i, _ in some], norms_of([t for _, t in some]), strict=True)
     return found
-
-
-_SMALL = 1e-16  # below, squares leave float32; and above 1.8e19, where the norm is Inf
-
-
-def _wider_norm(t: Tensor) -> Tensor:
-    wider = torch.complex128 if t.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(t, dtype=wider).real.double()
-    return norm
 
 
 class WeightCopies:
