@@ -99,9 +99,7 @@ class StatsAccumulator:
         thread: whose calls of compiled graphs are recorded; None records every thread's.
         unscale: a 0-d tensor that values are multiplied by, or None.
         consumers: by layer, the class of the one activation that reads it; None if not looked for.
-        predecessors: by matrix, the matrix whose output it is given; "" where it is given data.
-        softmaxes: in words, those over another dimension than their products expect.
-        unregistered: names of weights that PyTorch does not know of.
+        facts: what else is known of the model, by its name in `Record.meta`.
         variation: how much of what layers give differs between samples; None if not looked at.
         looks: whether it is looked at in this batch.
 
@@ -126,9 +124,7 @@ class StatsAccumulator:
         self.skipped: dict[str, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self.consumers: dict[str, str | None] | None = None
-        self.predecessors: dict[str, str] = {}
-        self.softmaxes: list[str] = []
-        self.unregistered: list[str] = []
+        self.facts: dict[str, Any] = {}
         self.variation: Variation | None = None
         self.looks = False
         self.thread: int | None = None

@@ -8,6 +8,7 @@ before they are judged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -154,12 +155,7 @@ def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
     meta["unscaled"] = stats.unscaled
     if consumers:
         meta["feeds"] = [consumers.get(name) for name in names]
-    if stats.predecessors:
-        meta["predecessors"] = dict(stats.predecessors)
-    if stats.softmaxes:
-        meta["softmax_dim"] = list(stats.softmaxes)
-    if stats.unregistered:
-        meta["unregistered"] = list(stats.unregistered)
+    meta |= {name: copy(fact) for name, fact in stats.facts.items() if fact}
     if o.window:
         meta["window"] = o.window
     if o.bins is not None:

@@ -137,13 +137,14 @@ class ActivationStats(LayerStats):
 
         From the autograd graphs of a fit's first two batches: a model may change between fits.
         """
+        facts = self.accumulator.facts
         if not (self._n_asked or self._function):
             found = self.accumulator.consumers = consumers(learn.model, learn.pred)
             self.valid_accumulator.consumers = found
-            self.accumulator.predecessors = predecessors(learn.model, learn.pred)
-            self.accumulator.softmaxes = wrong_softmaxes(learn.pred)
+            facts["predecessors"] = predecessors(learn.model, learn.pred)
+            facts["softmax_dim"] = wrong_softmaxes(learn.pred)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
-            self.accumulator.unregistered = unregistered(learn.model, learn.opts, learn.pred)
+            facts["unregistered"] = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
 
