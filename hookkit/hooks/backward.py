@@ -74,7 +74,7 @@ class BothGrads:
         # A layer that tests `query is key` must find it true: training stays bit-identical.
         inputs = GradHooks(self.begin_inputs, True, each_place=False)
         outputs = GradHooks(self.begin_outputs, False, self.leaf)
-        return [*inputs.entries(False, self.block), *outputs.entries(first, self.block)]
+        return [*inputs.entries(False), *outputs.entries(first)]
 
     def begin_inputs(self, module: nn.Module, inputs: Any) -> Receive | None:
         """Before a forward: what receives the gradients of its inputs."""

@@ -160,28 +160,26 @@ class Capture(HookEntry):
             return
         self.callback, self.handles = calls.after, ()
         for entry, where in self._entries(keeps_output(module)):
+            entry.switch = self.switch
             self.handles += (register(module, entry, **where),)
 
     def _entries(self, first: bool) -> list[Placed]:
         """What goes on a module, each entry with its place; `first`: see `GradHooks`."""
-        o, block = self.options, self.switch
+        o = self.options
         if o.entries is not None:
             module = self.module()
-            found = [] if module is None else o.entries(self.name, module, self.leaf)
-            for entry, _ in found:
-                entry.switch = block
-            return found
+            return [] if module is None else o.entries(self.name, module, self.leaf)
         if o.kind == "pre":
-            return [(HookEntry(MethodType(calls.before, self), block, self.edit), {"pre": True})]
+            return [(HookEntry(MethodType(calls.before, self), edit=self.edit), {"pre": True})]
         if o.kind == "backward":
-            check = HookEntry(MethodType(calls.check_output, self), block, keeps_output=False)
-            entry = HookEntry(MethodType(calls.backward, self), block, self.edit)
+            check = HookEntry(MethodType(calls.check_output, self), keeps_output=False)
+            entry = HookEntry(MethodType(calls.backward, self), edit=self.edit)
             return [(check, {}), (entry, {"backward": True})]
         if o.kind == "both":
-            both = BothGrads(MethodType(calls.backward, self), self.leaf, o.detach, block)
+            both = BothGrads(MethodType(calls.backward, self), self.leaf, o.detach, self.switch)
             return both.entries(first)
         begin = MethodType(calls.begin, self)
-        return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first, block)
+        return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first)
 
     def registered(self) -> tuple[tuple[RemovableHandle, HookEntry | None], ...]:
         """What is on the module, each entry with PyTorch's handle; for copies."""

@@ -35,7 +35,6 @@ from hookkit.hooks.entries import (
     Handle,
     HookEntry,
     Placed,
-    Switch,
     check_hookable,
     is_compiling,
     put,
@@ -114,12 +113,11 @@ class GradHooks:
         self.versions: dict[int, int] = {}
         self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
-    def entries(self, first: bool, switch: Switch | None = None) -> list[Placed]:
+    def entries(self, first: bool) -> list[Placed]:
         """The entries to register, in their order, each with its place.
 
         Args:
             first: other hooks may keep the output (`keeps_output(module)`), so `first` is needed.
-            switch: turns them on and off.
         """
         _prepare()
         if self.inputs:
@@ -127,8 +125,7 @@ class GradHooks:
         else:
             callbacks = [self.before, *([self.first] if first else []), self.after]
         return [
-            (HookEntry(f, switch, edit=True, keeps_output=False), _PLACES[f.__name__])
-            for f in callbacks
+            (HookEntry(f, edit=True, keeps_output=False), _PLACES[f.__name__]) for f in callbacks
         ]
 
     def uncounted(self) -> None:

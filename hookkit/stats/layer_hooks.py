@@ -54,7 +54,7 @@ def output_entries(
         else:
             _show(switch, row, seen)
 
-    return [(HookEntry(hook, switch, keeps_output=False), {})]
+    return [(HookEntry(hook, keeps_output=False), {})]
 
 
 def input_entries(switch: RecordSwitch, row: int) -> list[Placed]:
@@ -64,7 +64,7 @@ def input_entries(switch: RecordSwitch, row: int) -> list[Placed]:
         if not switch.late and counts_for(switch.thread, module):
             _show(switch, row, (args, kwargs))
 
-    return [(HookEntry(hook, switch), {"pre": True})]
+    return [(HookEntry(hook), {"pre": True})]
 
 
 def gradient_entries(
@@ -97,7 +97,7 @@ def gradient_entries(
         _show(switch, row, called(function, module, grad_inputs, grad_outputs))
 
     if function is None:
-        return GradHooks(begin, leaf=leaf).entries(keeps_output(module), switch)
+        return GradHooks(begin, leaf=leaf).entries(keeps_output(module))
     return BothGrads(show, leaf, True, switch).entries(keeps_output(module))
 
 
