@@ -35,8 +35,17 @@ from hookkit.health import Finding, diagnose
 from hookkit.health.diagnosis import SEVERITIES
 from hookkit.records import Run
 
-VARIANTS = dict.fromkeys(("no_gradient", "not_in_optimizer", "never_ran"), "unmoved")
-"""Names that one rule gives to its findings, where an author knew the rule's own name only."""
+VARIANTS = {
+    **dict.fromkeys(("no_gradient", "not_in_optimizer", "never_ran"), "unmoved"),
+    **dict.fromkeys(
+        ("mode_collapse", "posterior_collapse", "constant_input"), "representation_collapse"
+    ),
+}
+"""Names of findings, and words of authors, for what one rule is about.
+
+One rule reports three kinds of parameters that never move, and every collapse; that the inputs are
+the same for all samples is the narrower name of one.
+"""
 
 for _found in iter_modules(realistic.__path__):
     import_module(f"realistic.{_found.name}")
@@ -68,14 +77,19 @@ class Verdict:
         return [VARIANTS.get(f.rule, f.rule) for f in self.findings if f.severity != "note"]
 
     @property
+    def names(self) -> set[str]:
+        """The rules that name the cause."""
+        return {VARIANTS.get(name, name) for name in self.trial.names}
+
+    @property
     def is_right(self) -> bool:
         """No alarm in a healthy run, the cause first in a failing one."""
         first = self.alarms[:1]
-        return bool(set(first) & self.trial.names) if self.trial.wrong else not first
+        return bool(set(first) & self.names) if self.trial.wrong else not first
 
     def __str__(self) -> str:
         found = ", ".join(f"{f.rule} ({f.severity})" for f in self.findings) or self.headline
-        wrong = f" [{self.trial.wrong}: {' or '.join(sorted(self.trial.names)) or 'no rule'}]"
+        wrong = f" [{self.trial.wrong}: {' or '.join(sorted(self.names)) or 'no rule'}]"
         mark = "ok   " if self.is_right else "WRONG"
         return (
             f"{mark} {self.trial.name} seed {self.seed}{wrong * bool(self.trial.wrong)} "
@@ -121,7 +135,7 @@ def table(verdicts: list[Verdict]) -> Iterable[str]:
         traced, other = (
             [v for v in own if v.trial.wrong and v.trial.trace is t] for t in (True, False)
         )
-        later = [v for v in traced if not v.is_right and set(v.alarms) & v.trial.names]
+        later = [v for v in traced if not v.is_right and set(v.alarms) & v.names]
         yield (
             f"| {'held' if half else 'tune'} | {sum(not v.is_right for v in well)} of {len(well)} "
             f"| {sum(v.is_right for v in traced)} of {len(traced)} | {len(later)} "

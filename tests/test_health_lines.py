@@ -78,9 +78,13 @@ def with_fact(key, value, made=None):
     return dataclasses.replace(made, meta={**made.meta, key: value})
 
 
-def seen(first, last):
-    """Activations of three linear layers, whose samples differ by these shares."""
-    made = acts(("Linear",) * 3)
+TWO_INPUTS = {"0.weight": "", "2.weight": ""}
+
+
+def seen(first, last, types=("Linear",) * 3, before=None):
+    """Activations of three layers, whose samples differ by these shares."""
+    made = acts(types)
+    made = with_fact("predecessors", before, made) if before else made
     return with_fact("first_variation", first, with_fact("last_variation", last, made))
 
 
@@ -187,6 +191,18 @@ CASES = [
     ),
     (
         Run(seen([0.0, 0.3, 0.3], [0.0, 0.3, 0.3]), losses=falling()),
+        "constant_input",
+        "no difference between samples, in every look",
+        "the same for every sample",
+    ),
+    (
+        Run(seen([1e-4, 0.3, 1e-4], [1e-4, 0.3, 1e-4]), losses=falling()),
+        "constant_input",
+        "below 0.001 of the mean square",
+        "only 0.0001 of the mean square",
+    ),
+    (
+        Run(seen([0.0, 0.3, 0.3], [0.0, 0.3, 0.3], ("Linear", "ReLU", "Linear"), TWO_INPUTS)),
         "constant_input",
         "no difference between samples, in every look",
         "the same for every sample",
@@ -581,7 +597,7 @@ CASES = [
     (
         Run(attention(**QK)),
         "attention_logits",
-        "above 100, which the largest",
+        "above 33, where the largest",
         "by queries and keys, is 144",
     ),
     (
@@ -729,7 +745,7 @@ CASES = [
         Run(losses=-2.3 - 300 * np.linspace(0, 1, 300) ** 3),
         "below_zero",
         "below -23, ten times its start",
-        "ends at -261",
+        "falls to -261",
     ),
     (Run(losses=spiked(200)), "spikes", "above the last 128 steps", "1 loss spike"),
     (

@@ -4,7 +4,20 @@ import dataclasses
 
 import numpy as np
 import pytest
-from health_runs import CE, FLAT, MSE, SHRINKS, N, acts, alarms, falling, found, slow, weights
+from health_runs import (
+    CE,
+    FLAT,
+    MSE,
+    SHRINKS,
+    N,
+    acts,
+    alarms,
+    falling,
+    first,
+    found,
+    slow,
+    weights,
+)
 
 from hookkit.health import diagnose
 from hookkit.records import Run
@@ -117,6 +130,13 @@ def test_a_loss_that_falls_faster_and_faster_has_the_wrong_sign():
 
     assert "wrong sign" in found(Run(losses=-2.3 - 300 * t**3), "below_zero").cause
     assert alarms(Run(losses=-2.3 - 100 * (1 - np.exp(-5 * t)))) == set()
+
+
+def test_a_loss_that_falls_without_end_and_then_blows_up_had_the_wrong_sign():
+    t = np.linspace(0, 1, 300)
+    losses = np.r_[-2.3 - 300 * t**3, np.geomspace(1e3, 1e15, 100)]
+
+    assert first(Run(losses=losses)) == "below_zero"
 
 
 def test_small_losses_vary_by_factors():

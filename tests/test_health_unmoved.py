@@ -48,11 +48,37 @@ def test_a_gradient_of_exactly_zero_is_an_error():
     assert found(Run(params=p), "zero_gradient").severity == "error"
 
 
-def test_a_matrix_that_never_moves_is_named_and_a_bias_is_not():
-    still = {"update_norm": [1, 0, 1, 1]}
+@pytest.mark.parametrize("ndim", [2, 1])
+def test_what_gets_a_gradient_and_never_moves_is_named(ndim):
+    still = weights(update_norm=[1, 0, 1, 1], ndim=ndim)
 
-    assert found(Run(params=weights(**still)), "unmoved").layers == ("1.weight",)
-    assert alarms(Run(params=weights(ndim=1, **still))) == set()  # a bias before batch-norm
+    assert found(Run(params=still), "unmoved").layers == ("1.weight",)
+
+
+def test_a_bias_before_a_batch_norm_may_stay_where_it_is():
+    still = weights(update_norm=[1, 0, 1, 1], ndim=1, grad_rms=[1, 1e-9, 1, 1])
+
+    assert alarms(Run(params=still, info={"lr": [0.1]})) == set()
+
+
+def test_a_norm_in_bfloat16_that_swallows_its_steps_is_named():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
+    net.bfloat16()
+    opt = torch.optim.Adam(net.parameters(), lr=3e-4)
+    with watch(net, opt, ParamStats()) as w:
+        for _ in range(60):
+            x = torch.randn(32, 8, dtype=torch.bfloat16)
+            loss = (net(x).squeeze(1) - x.sum(1)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    f = found(w.run_record(), "unmoved")
+
+    assert "1.weight" in f.layers
+    assert "precision" in f.cause
 
 
 def test_frozen_layers_are_no_finding():

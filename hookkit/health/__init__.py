@@ -12,8 +12,8 @@
     gradients.py          gradients that vanish, explode, or are never zeroed
     activations.py        scale of inputs and of initial weights; dropout, batch norm
     units.py              dead, dormant, saturated units
-    collapse.py           layers that give the same for all samples; data that do not differ
-    data_order.py         batches that come back in the same order, or only a few of them
+    batches.py            batches in one order, only a few of them, or whose samples do not differ
+    collapse.py           layers that give the same for all samples
     unmoved.py            parameters that never move; constant initial weights
     non_finite.py         NaN and Inf, and where they come from
     precision.py          the range of float16
@@ -42,8 +42,8 @@ import numpy as np
 from hookkit.health import (
     activations,
     attention,
+    batches,
     collapse,
-    data_order,
     gradients,
     learning_rate,
     loss,
@@ -75,17 +75,17 @@ RULES: tuple[Rule, ...] = (
     unmoved.zero_init,
     unmoved.constant_init,
     gradients.grads_pile_up,
-    collapse.constant_input,
-    data_order.repeated_data,
-    data_order.unshuffled,
+    batches.constant_input,
+    batches.repeated_data,
+    batches.unshuffled,
     activations.input_scale,
     loss.target_scale,
     activations.bad_init,
     steps.momentum,
     steps.weight_decay,
     learning_rate.lr_too_high,
-    learning_rate.lr_too_low,
     gradients.clipping,
+    learning_rate.lr_too_low,
     activations.dropout,
     activations.small_batch,
     units.dead,

@@ -62,14 +62,18 @@ def attention_logits(run: RunView) -> Iterator[Finding]:
         raise read.Missing("no attention scores, weights, or separate queries and keys")
     largest = {record.names[i]: read.table(record, "max")[i] for i in scores}
     severity = "warning" if run.fails else "note"
-    yield from _huge(run, largest, "the largest logit", attention_logits, severity)
+    yield from _huge(run, largest, HUGE_LOGIT, "the largest logit", attention_logits, severity)
     rms = read.table(record, "rms") if pairs else np.zeros(0)
     sizes = {record.names[q]: rms[q] * rms[k] for q, k in pairs}
-    yield from _huge(run, sizes, "the RMS of logits, by queries and keys,", _BY_RMS, "warning")
+    what = "the RMS of logits, by queries and keys,"
+    yield from _huge(run, sizes, HUGE_LOGIT / 3, what, _BY_RMS, "warning")
     yield from _one_key(run, weights, severity)
 
 
-_BY_RMS = attention_logits.but(threshold="above 100, which the largest of them then exceeds by far")
+_BY_RMS = attention_logits.but(
+    threshold="above 33, where the largest of a hundred logits or more is above 100: three times "
+    "their RMS, if they are normal",
+)
 
 _ON_ONE_KEY = attention_logits.but(
     threshold=f"mean of Σp² over rows above {ONE_KEY}, which the heaviest key gets at least",
@@ -78,13 +82,13 @@ _ON_ONE_KEY = attention_logits.but(
 
 
 def _huge(
-    run: RunView, sizes: dict[str, Floats], what: str, says: Rule, severity: str
+    run: RunView, sizes: dict[str, Floats], line: float, what: str, says: Rule, severity: str
 ) -> Iterator[Finding]:
     """A finding for layers whose logits are huge in the later half."""
     record = run.activations
     window = read.last_half(record)
     ends = {name: float(read.median(size[window])) for name, size in sizes.items()}
-    hit = [name for name, end in ends.items() if end > HUGE_LOGIT]
+    hit = [name for name, end in ends.items() if end > line]
     if hit:
         worst = max(hit, key=lambda name: ends[name])
         first = sizes[worst][np.isfinite(sizes[worst])][0]

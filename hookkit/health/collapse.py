@@ -1,4 +1,4 @@
-"""Rules on what differs between samples: nothing in the data, or nothing behind a layer."""
+"""The rule on representations that collapse: layers that give the same for every sample."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
+from hookkit.health.batches import ALIKE, EQUAL
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data
 from hookkit.health.run_view import RunView
 
-# Of a layer's mean square, what differs between samples: a share below this is a collapse, if it
-# was larger by so much at first (hookkit, measured)
-ALIKE, FELL = 1e-3, 30
-# Values that are equal differ by their last digits, in float32
-EQUAL = 1e-12
+# What differs between samples is a collapse if it was larger by so much at first (measured)
+FELL = 30
 
 
 @rule(
@@ -51,27 +49,3 @@ def representation_collapse(run: RunView) -> Iterator[Finding]:
         what += f"samples in the end, {first[hit].max():.2g} did at first"
         severity = "error" if run.fails else "warning"
         yield representation_collapse.found(severity, what, *read.where(record, hit))
-
-
-@rule(
-    needs=("activations",),
-    threshold="no difference between samples, in every look",
-    source="exact, by what the layers give that are given the data",
-    cause="inputs that are the same for every sample: a batch made of one sample, an index that "
-    "never changes, or data that were multiplied by 0",
-    fix="look at one batch before the model: x.std(0) must not be 0",
-)
-def constant_input(run: RunView) -> Iterator[Finding]:
-    """Data that do not differ from sample to sample."""
-    record = run.activations
-    data = given_data(run, record)
-    shares = np.array(
-        [read.meta(record, f"{w}_variation", np.nan)[data] for w in ("first", "last")]
-    )
-    if not shares.size or not np.isfinite(shares).all():
-        raise read.Missing("nothing known of differences between samples")
-    same = np.flatnonzero((shares < EQUAL).all(axis=0))
-    if len(same):
-        what = "what is given to the model is the same for every sample of a batch"
-        where = read.where(record, [data[i] for i in same])
-        yield constant_input.found("error" if len(same) == len(data) else "warning", what, *where)

@@ -62,6 +62,13 @@ def given_data(run: RunView, record: Record) -> list[int]:
     return which[:1] if alone else []
 
 
+def given_ids(run: RunView, record: Record) -> list[int]:
+    """Rows of the embeddings that no other matrix is before; all of them where it is not known."""
+    before = _predecessors(run)
+    which = read.rows(record, read.EMBEDDINGS)
+    return [int(i) for i in which if not before.get(f"{record.names[i]}.weight")]
+
+
 def ends(run: RunView, record: Record) -> list[int]:
     """Rows of layers whose output no other matrix is given; the last one if that is not known."""
     before = _predecessors(run)

@@ -161,7 +161,6 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
     never = (most < NEVER_MOVES).mean() > 0.5
     cause = lr_too_low.cause
     cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
-    cause += ", or gradients are clipped to almost nothing" * _clipped(record)
     what = f"update:weight of {slow.sum()} of {len(which)} matrices is "
     where = read.where(record, which[slow])
     if run.learns is None and never:
@@ -249,13 +248,6 @@ def too_small(run: RunView) -> str:
     if not adam and (whole < USUAL).mean() > 0.5:
         return f"update:weight of most matrices is {read.median(whole):.2g}"
     return ""
-
-
-def _clipped(record: Record) -> bool:
-    """Whether the norm of all gradients is the same at every step, and small."""
-    norms = np.sqrt(np.nansum(read.table(record, "grad_norm") ** 2, axis=0))
-    norms = norms[np.isfinite(norms) & (norms > 0)]
-    return bool(len(norms) and np.ptp(norms) < 1e-3 * norms[0] and norms[0] < 1e-2)
 
 
 def early_of(record: Record, ratio: Floats) -> Floats:

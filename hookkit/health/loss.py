@@ -14,7 +14,7 @@ from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.jumps import LEAST, jumps, usual
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
-from hookkit.health.reading import end_level, known, start_level
+from hookkit.health.reading import end_level, known, smoothed, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
@@ -235,7 +235,9 @@ def below_zero(run: RunView) -> Iterator[Finding]:
     """A loss that cannot be below 0 and is, or that falls faster and faster without end."""
     series = run.losses_of(50)
     values = known(series)
-    low, start, end = float(values.min()), start_level(values), end_level(values)
+    low, start = float(values.min()), start_level(values)
+    values = values[: max(int(smoothed(values).argmin()) + 5, 50)]  # it may blow up behind that
+    end = end_level(values)
     quarter = len(values) // 4
     levels = [float(np.median(values[i * quarter :][:10])) for i in range(4)] + [end]
     faster = levels[3] - levels[4] > 2 * max(levels[0] - levels[1], 0)
@@ -244,7 +246,7 @@ def below_zero(run: RunView) -> Iterator[Finding]:
         what = f"the loss falls to {low:.3g}, and {run.loss_name} cannot be below 0"
         yield _IMPOSSIBLE.found("error", what, (), (0, len(series) - 1))
     elif end < (line := -ENDLESS * max(abs(start), 1.0)) and faster:
-        what = f"the loss began at {start:.3g}, ends at {end:.3g}, and falls faster and faster"
+        what = f"the loss began at {start:.3g}, falls to {end:.3g}, faster and faster"
         here = below_zero.but(
             threshold=f"below {line:.3g}, ten times its start (or 1) below 0, and a last quarter "
             "that falls twice as far as the first"

@@ -50,12 +50,13 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     severity = "error" if all_cut else "warning"
     yield from _report(record, cut & ~asleep, _NO_GRADIENT, what, severity)
     if not gradients_fade(run):  # else `vanishing` reports why
-        pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1) & read.is_matrix(record)
+        pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1)
         size = read.median(read.table(record, "grad_rms"), axis=1)
+        # a bias before a batch norm gets nothing but rounding errors
         faint = (size < FAINT_GRADIENT) & any(run.info.get("lr", ()))
         yield from _report(record, pushed & ~faint, unmoved, "gets a gradient, but never moves")
         what = f"gets a gradient of RMS {size[pushed & faint].max(initial=0):.2g}, and never moves"
-        yield from _report(record, pushed & faint, _FAINT, what)
+        yield from _report(record, pushed & faint & read.is_matrix(record), _FAINT, what)
     yield from _stops_midway(run, record)
 
 

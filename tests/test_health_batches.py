@@ -1,15 +1,17 @@
-"""Rules on the order of the data: unshuffled, repeated_data."""
+"""Rules on the batches: unshuffled, repeated_data, constant_input."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import alarms, falling, found
+from health_runs import acts, alarms, falling, found
 from torch import nn
 
 from hookkit import watch
 from hookkit.health import diagnose
-from hookkit.health.data_order import period_of
+from hookkit.health.batches import period_of
 from hookkit.records import Run
 
 RNG = np.random.default_rng(0)
@@ -82,3 +84,38 @@ def test_noise_trends_waves_and_spikes_have_no_period():
 
     for losses in (falling(400), walk, RNG.normal(1, 0.3, 400), spiked, np.ones(400)):
         assert period_of(losses) is None
+
+
+def looks(types, first, last, **predecessors):
+    made = acts(types)
+    facts = {"first_variation": first, "last_variation": last, "predecessors": predecessors}
+    return Run(dataclasses.replace(made, meta={**made.meta, **facts}), losses=falling())
+
+
+def test_tokens_that_are_the_same_for_all_samples_are_an_error():
+    types, fed = ("Embedding", "Linear", "Linear"), {"1.weight": "0.weight", "2.weight": "1.weight"}
+
+    f = found(looks(types, [0.0, 0.2, 0.3], [0.0, 0.2, 0.3], **fed), "constant_input")
+
+    assert (f.severity, f.layers) == ("error", ("0",))
+
+
+def test_places_are_the_same_for_all_samples_beside_tokens_that_differ():
+    types, fed = ("Embedding", "Embedding", "Linear"), {"2.weight": "0.weight"}
+
+    assert alarms(looks(types, [0.9, 0.0, 0.3], [0.9, 0.0, 0.3], **fed)) == set()
+
+
+def test_noise_that_is_one_for_the_whole_batch_is_named():
+    almost, types = [1e-4, 5e-4, 2e-4], ("Linear",) * 3
+
+    f = found(looks(types, almost, almost), "constant_input")
+
+    assert f.severity == "warning"
+    assert "0.0001 of the mean square of what the first layers give" in f.evidence
+
+
+def test_data_with_a_large_mean_differ_enough_if_what_comes_out_differs():
+    types = ("Linear",) * 3
+
+    assert alarms(looks(types, [1e-4, 0.1, 0.3], [1e-4, 0.1, 0.3])) == set()

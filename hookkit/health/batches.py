@@ -1,4 +1,4 @@
-"""Rules on the order of the data: batches that come back in the same order, or only a few of them.
+"""Rules on the batches: that come back in one order, that are only a few, whose samples are alike.
 
 The losses of shuffled batches do not repeat. Where the same batches come in the same order, so do
 their losses, around a level that falls.
@@ -13,6 +13,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
+from hookkit.health.layer_order import ends, given_data, given_ids
 from hookkit.health.reading import known, start_level
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats
@@ -27,6 +28,9 @@ FEW = 4
 ENOUGH, TIMES = 40, 4
 # Parts of the data that are as bad as at first, beside others that are learnt
 AS_BAD, LEARNT = 0.5, 0.5
+# Of a layer's mean square, the share that differs between samples: alike (hookkit, measured), and
+# equal but for the last digits of float32
+ALIKE, EQUAL = 1e-3, 1e-12
 
 
 class Period(NamedTuple):
@@ -139,3 +143,43 @@ def _running_median(values: Floats, n: int) -> Floats:
     ends = np.median(values[:n]), np.median(values[-n:])
     wide = np.concatenate([np.full(n // 2, ends[0]), values, np.full(n // 2, ends[1])])
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(wide, n), axis=1))
+
+
+@rule(
+    needs=("activations",),
+    threshold="no difference between samples, in every look",
+    source="exact, by what the layers give that are given the data",
+    cause="inputs that are the same for every sample: a batch made of one sample, an index that "
+    "never changes, or data that were multiplied by 0",
+    fix="look at one batch before the model: x.std(0) must not be 0",
+)
+def constant_input(run: RunView) -> Iterator[Finding]:
+    """Data that do not differ from sample to sample."""
+    record = run.activations
+    data, ids = given_data(run, record), given_ids(run, record)
+    shares = [read.meta(record, f"{when}_variation", np.nan) for when in ("first", "last")]
+    most = np.max(shares, axis=0)  # NaN where one of them is
+    sources, out = most[[*data, *ids]], most[ends(run, record)]
+    if not sources.size or not np.isfinite(sources).all():
+        raise read.Missing("nothing known of differences between samples")
+    what = "what is given to the model is the same for every sample of a batch"
+    same = [i for i in data if most[i] < EQUAL]
+    if (sources < EQUAL).all():
+        yield constant_input.found("error", what, *read.where(record, [*data, *ids]))
+    elif same:  # embeddings of places are the same for all samples
+        yield constant_input.found("warning", what, *read.where(record, same))
+    elif (sources < ALIKE).all() and (out < ALIKE).all():
+        what = f"only {sources.max():.2g} of the mean square of what the first layers give differs "
+        what += f"between samples, and {out.max():.2g} of what the last ones give"
+        yield _ALMOST.found("warning", what, *read.where(record, [*data, *ids]))
+
+
+_ALMOST = constant_input.but(
+    threshold="below 0.001 of the mean square differs between samples, in every look, of what goes "
+    "in and of what comes out",
+    source="hookkit, measured",
+    cause="inputs that are almost the same for every sample: one noise for the whole batch, or "
+    "data of a mean that hides all differences",
+    fix="look at one batch before the model: x.std(0) beside x.mean(0); standardise the data, or "
+    "draw noise for each sample",
+)
