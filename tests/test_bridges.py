@@ -1,5 +1,6 @@
 """The same training in every loop gives the same records, and leaves no hook behind."""
 
+import copy
 import sys
 
 import numpy as np
@@ -367,6 +368,24 @@ def axes(watcher) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     run = watcher.run_record()
     rows = [(row["epoch"], row["step"]) for row in run.valid]
     return run.params.steps.tolist(), run.params.epochs.tolist(), rows
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_copied_trainer_of_lightning_trains_on(tmp_path):
+    pytest.importorskip("lightning")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    trainer = lightning_trainer(tmp_path, 1, bridge := HookkitCallback(ParamStats()))
+    trainer.fit(lightning_module("self"), loader())
+
+    again = copy.deepcopy(trainer)
+    again.fit_loop.max_epochs = 3
+    again.fit(lightning_module("self"), loader())
+
+    (copied,) = (cb for cb in again.callbacks if isinstance(cb, HookkitCallback))
+    steps = list(range(3 * N))
+    assert axes(copied.watcher)[:2] == (steps, [step // N for step in steps])
+    assert axes(bridge.watcher)[0] == steps[: 2 * N]
 
 
 @pytest.mark.filterwarnings("ignore")
