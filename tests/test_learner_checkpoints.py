@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_recording_zoo import trained
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
+from zoo import ZOO, Entry
 
 from hookkit import ActivationStats, FlightRecorder, GradientStats, Learner, ParamStats
 from hookkit.callbacks import (
@@ -27,6 +29,7 @@ from hookkit.callbacks import (
 )
 from hookkit.data import DataLoaders
 from hookkit.errors import HookkitWarning, OptionError
+from hookkit.learner.saving import load_state, save_state
 
 
 def accuracy(pred: Tensor, y: Tensor) -> Tensor:
@@ -197,6 +200,22 @@ def test_in_the_same_learner_the_record_goes_back_to_the_checkpoint(tmp_path: Pa
     again.fit(3, resume="checkpoint")
 
     assert_same(whole, again)
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=repr)
+def test_what_was_recorded_of_any_model_is_stored_whole(entry: Entry, tmp_path: Path) -> None:
+    cbs, again = recorders()[:3], recorders()[:3]
+    trained(entry, cbs)
+
+    save_state(
+        tmp_path / "x.pth", {"model": {}, "callbacks": {cb.name: cb.state_dict() for cb in cbs}}
+    )
+    state = load_state(tmp_path / "x.pth")["callbacks"]
+
+    for cb, other in zip(cbs, again, strict=True):
+        other.load_state_dict(state[cb.name])
+        assert other.record() == cb.record()
+        assert other.state_dict().keys() == state[cb.name].keys()
 
 
 def test_the_file_loads_with_torch_alone(tmp_path: Path) -> None:
