@@ -36,7 +36,7 @@ def run_of(runner: Any, *, local: bool = False) -> Run:
     found = _recorded(runner, mine, quiet=local)
     norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None
     records = {kind: record for kind, (_, record) in found.items()}
-    return Run(
+    run = Run(
         activations=records.get("activation"),
         gradients=records.get("gradient"),
         params=records.get("param"),
@@ -46,6 +46,8 @@ def run_of(runner: Any, *, local: bool = False) -> Run:
         incidents=tuple(i for cb in _all(runner) for i in vars(cb).get("incidents", ())),
         info={**info_of(runner), **vars(runner).get("info", {})},
     )
+    earlier = vars(runner).get("earlier")  # which a watched loop resumes
+    return run if earlier is None else earlier + run
 
 
 def is_recorder(kind: type) -> bool:

@@ -8,6 +8,7 @@ hand, pickled, saved, compared, drawn and judged, long after the model is gone.
     files     save, and the fields in a saved file
     loggers   log_to: TensorBoard
     record    Record, with the methods above
+    joining   Two records as one: what `run + later` is made of
     run       Run, Incident; as_run, as_record of any source; load; by_module, in_order
 """
 

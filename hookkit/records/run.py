@@ -15,6 +15,7 @@ import numpy as np
 
 from hookkit.errors import OptionError
 from hookkit.records import files
+from hookkit.records.joining import joined_record, joined_series
 from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 
@@ -49,6 +50,11 @@ class Incident(Plain):
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     history: dict[str, Floats] = field(default_factory=dict, repr=False)
     note: str = ""
+
+    def _later(self, steps: int, epochs: int) -> Incident:
+        """The same, counted on."""
+        before = self.steps + steps
+        return replace(self, step=self.step + steps, epoch=self.epoch + epochs, steps=before)
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.type})" if self.name else ""
@@ -142,9 +148,62 @@ class Run(Plain, Exports, Views):
         series = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
         return max([0, *series, *(int(r.steps[-1]) + 1 for r in self.records if len(r))])
 
+    def __add__(self, later: Any) -> Run:
+        """This run and a later one of the same model, as one run.
+
+        The later one's steps and epochs follow on this one's: they are counted on, unless they
+        begin behind this run's end already, as after `watch(…, resume=run)`.
+
+        Args:
+            later: a Run, or what `as_run` takes.
+
+        Raises:
+            OptionError: they were recorded with other options.
+        """
+        later = as_run(later)
+        steps, epochs = self._shift(later)
+        after = [_moved(row, steps, epochs) for row in later.valid]
+        known = {name: x for name, x in later.info.items() if x is not None}
+        n, past = self.n_steps, (self.losses, self.grad_norms)
+        series = zip(past, (later.losses, later.grad_norms), strict=True)
+        losses, grad_norms = (joined_series(a, b, n, steps) for a, b in series)
+        of_kind = {
+            slot: joined_record(getattr(self, slot), getattr(later, slot), (steps, epochs))
+            for slot in _SLOTS.values()
+        }
+        return Run(
+            **of_kind,
+            losses=losses,
+            valid=[*self.valid, *after],
+            grad_norms=grad_norms,
+            incidents=(*self.incidents, *(i._later(steps, epochs) for i in later.incidents)),
+            info={**later.info, **self.info, **known},
+        )
+
+    def _shift(self, later: Run) -> tuple[int, int]:
+        """By how many steps and epochs `later` is to be counted on."""
+        firsts = [int(r.steps[0]) for r in later.records if len(r)]
+        for values in (later.losses, later.grad_norms):
+            firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
+        firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
+        follows = min(firsts, default=0) >= self.n_steps
+        return (0, 0) if follows else (self.n_steps, self.n_epochs)
+
+    @property
+    def n_epochs(self) -> int:
+        """Epochs that were begun: one more than the greatest number of one."""
+        known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
+        return max([-1, *known, *(int(r.epochs[-1]) for r in self.records if len(r))]) + 1
+
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
         return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'})"
+
+
+def _moved(row: dict[str, Any], steps: int, epochs: int) -> dict[str, Any]:
+    """An epoch's row, counted on."""
+    by = {"step": steps, "epoch": epochs}
+    return {name: value + by[name] if name in by else value for name, value in row.items()}
 
 
 _SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}

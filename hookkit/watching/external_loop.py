@@ -25,6 +25,7 @@ from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
+from hookkit.records import Run
 from hookkit.watching.checks import warn_unseen
 from hookkit.watching.loop_table import TABLE, Signal, State
 from hookkit.watching.losses import epoch_rows, loss_in
@@ -47,6 +48,7 @@ class ExternalLoop(CallbackRunner):
         stepped: an optimizer step has happened since the last `before_batch`.
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that were made before, in another loop.
+        earlier: the Run that is resumed, or None.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
@@ -85,6 +87,7 @@ class ExternalLoop(CallbackRunner):
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
         self.finds_opts = finds_opts
         self.elsewhere: list[tuple[int, int]] = []
+        self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
         self.groups = OptimizerGroups()
@@ -137,6 +140,7 @@ class ExternalLoop(CallbackRunner):
             "n_steps",
             "epoch",
             "elsewhere",
+            "earlier",
             "losses",
             "spans",
             "n_cancelled_steps",
@@ -159,6 +163,11 @@ class ExternalLoop(CallbackRunner):
         self._reset()
         self.fitting = True
         self("before_fit")
+
+    def resume(self, run: Run) -> None:
+        """Goes on from a run: its steps and epochs come first, here and in what is read."""
+        self.earlier = run
+        self.number_from(run.n_steps, run.n_epochs)
 
     def number_from(self, step: int, epoch: int = 0) -> None:
         """Numbers steps and epochs from these on: those before were made elsewhere."""

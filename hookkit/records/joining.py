@@ -1,0 +1,131 @@
+"""Two records, or the facts of two runs, as one: what `run + later` is made of.
+
+Builds on `record`. The rows and statistics of both are there: NaN where one has them not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hookkit.errors import OptionError
+from hookkit.records.record import Record
+from hookkit.records.values import Floats, same
+
+Shift = tuple[int, int]
+"""By how many steps and epochs what comes later is counted on."""
+
+_OPTIONS = ("eps", "sample", "exact_hist", "window")
+_AS_IT_BEGAN = ("constant", "first_variation")
+
+
+def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | None:
+    """The columns of `a`, then those of `b`.
+
+    Raises:
+        OptionError: they were recorded with other options.
+    """
+    if b is None:
+        return a
+    steps, epochs = b.steps + shift[0], b.epochs + shift[1]
+    if a is None:
+        return Record(**{**vars(b), "steps": steps, "epochs": epochs})
+    _check_options(a, b)
+    types = dict(zip((*a.names, *b.names), (*a.types, *b.types), strict=True))
+    names, values = list(types), dict.fromkeys((*a.values, *b.values))
+    hist = None
+    if a.edges is not None or b.edges is not None:
+        parts = [_placed(r, names, r.hist, 0) for r in (a, b)]
+        width = max(part.shape[1] for part in parts)
+        hist = np.concatenate([np.pad(p, _room(p, width)) for p in parts], 2)
+    return Record(
+        a.kind,
+        tuple(names),
+        tuple(types.values()),
+        np.concatenate([a.steps, steps]),
+        np.concatenate([a.epochs, epochs]),
+        np.concatenate([a.iters, b.iters]),
+        np.concatenate([a.spans, b.spans]),
+        {
+            s: np.hstack([_placed(r, names, r.values.get(s), np.nan) for r in (a, b)])
+            for s in values
+        },
+        hist,
+        a.edges if a.edges is not None else b.edges,
+        _joined_meta(a, b, names),
+    )
+
+
+def _check_options(a: Record, b: Record) -> None:
+    ours, theirs = ({**r.meta, "edges of bins": r.edges} for r in (a, b))
+    for name in (*_OPTIONS, "edges of bins"):
+        known = [x for x in (ours.get(name), theirs.get(name)) if x is not None]
+        if len(known) == 2 and not same(*known):
+            raise OptionError(
+                f"run + later: their {a.kind}s were recorded with another {name} "
+                f"({_brief(known[0])} and {_brief(known[1])}). Record both with the same options, "
+                f"or compare them: compare(run, later)."
+            )
+
+
+def _brief(x: Any) -> str:
+    return f"{len(x) - 1} bins from {x[0]:g} to {x[-1]:g}" if isinstance(x, np.ndarray) else str(x)
+
+
+def _placed(record: Record, names: Sequence[str], table: Any, absent: float) -> Any:
+    """The rows of `table` in the places of their names; `absent` elsewhere."""
+    if table is None:
+        table = np.full((len(record.names), len(record)), absent)
+        table = table[:, None].astype(np.int64) if absent == 0 else table
+    whole = np.full((len(names), *table.shape[1:]), absent, table.dtype)
+    whole[[names.index(name) for name in record.names]] = table
+    return whole
+
+
+def _room(hist: Any, width: int) -> list[tuple[int, int]]:
+    return [(0, 0), (0, width - hist.shape[1]), (0, 0)]
+
+
+def _joined_meta(a: Record, b: Record, names: Sequence[str]) -> dict[str, Any]:
+    """Facts of the later record; of its absent rows, and of how a training began, of the former."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys((*a.meta, *b.meta)):
+        parts = [r.meta.get(key) for r in ((b, a) if key in _AS_IT_BEGAN else (a, b))]
+        known = [x for x in parts if x is not None]
+        if all(isinstance(x, Mapping) for x in known):
+            found[key] = {k: v for x in known for k, v in x.items()}
+        elif all(_by_row(r, key) for r in (a, b)):
+            of_row = [dict(zip(r.names, r.meta[key], strict=True)) for r in (a, b)]
+            found[key] = [_fact(key, *(rows.get(name) for rows in of_row)) for name in names]
+        else:
+            found[key] = known[-1] if known else None
+    return found
+
+
+def _by_row(record: Record, key: str) -> bool:
+    value = record.meta.get(key)
+    return isinstance(value, list) and len(value) == len(record.names)
+
+
+def _fact(key: str, a: Any, b: Any) -> Any:
+    """One row's fact: `moved` in either, how it began in the former, else that of the latter."""
+    if key == "moved":
+        return bool(a or b)
+    first, last = (b, a) if key in _AS_IT_BEGAN else (a, b)
+    return first if last is None else last
+
+
+def joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Floats | None:
+    """(n + …,) float64: the first `n` numbers of `a`, and those of `b` from step `shift` on."""
+    if a is None and b is None:
+        return None
+    many = max(n, shift + (0 if b is None else len(b)))
+    whole = np.full(many, np.nan)
+    if a is not None:
+        whole[: len(a)] = a
+    if b is not None:
+        here = whole[shift : shift + len(b)]
+        np.copyto(here, b, where=~np.isnan(b))
+    return whole
