@@ -32,8 +32,8 @@ class Net(nn.Module):
 
 
 class Rows(Dataset):
-    def __init__(self, keyed: bool = False) -> None:
-        g = torch.Generator().manual_seed(1)
+    def __init__(self, keyed: bool = False, seed: int = 1) -> None:
+        g = torch.Generator().manual_seed(seed)
         self.x = torch.randn(N * BATCH_SIZE, 4, generator=g)
         self.y = self.x.sum(1, keepdim=True)
         self.keyed = keyed
@@ -221,6 +221,23 @@ def test_hugging_face_with_the_bridge(tmp_path, each: int):
         2 * N // each - 1,
     ]
     assert n_hooks(model, *bridge.watcher.loop.opts) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_evaluation_after_the_training_of_hugging_face_changes_no_epoch(tmp_path):
+    pytest.importorskip("transformers")
+    from hookkit.bridges.transformers import HookkitCallback
+
+    bridge = HookkitCallback()
+    trainer = hugging_face(Net(), bridge, out=tmp_path, eval_strategy="epoch")
+    trainer.evaluate()
+    trainer.train()
+    before = bridge.watcher.run_record().valid
+
+    trainer.evaluate(Rows(keyed=True, seed=2))
+
+    assert bridge.watcher.run_record().valid == before
 
 
 class Shares(Net):

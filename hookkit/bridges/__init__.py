@@ -85,13 +85,15 @@ class Bridge:
 
     def epoch(self, **values: Any) -> None:
         """An epoch ends; `values` are its numbers."""
-        if self._watcher is not None:
-            self._watcher.epoch()
-            self.note(**values)
+        self.watcher.epoch()
+        self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Adds numbers to the last epoch; the library's own `epoch` and `step` as `logged_…`."""
-        if self._watcher is not None:
+        """Adds numbers to the last epoch of a training under way; does nothing after it.
+
+        The library's own `epoch` and `step` are added as `logged_…`.
+        """
+        if self._watcher is not None and self._watcher.loop.fitting:
             self._watcher.note(
                 **{f"logged_{k}" if k in COUNTED else k: v for k, v in values.items()}
             )
