@@ -1,21 +1,28 @@
 """Several processes as one: gather, compare, reduce. Only this file imports torch.distributed.
 
 Alone (no process group) every function is the identity, so callers need no `if`. Nothing here is
-ever called inside a hook: a collective that only some ranks reach blocks all of them, so gathering
-happens where the user reads a value, and **every rank has to read it**. Builds on `nested`.
+ever called inside a hook: a collective that only some ranks reach blocks all of them. So ranks meet
+only where the loop or the user calls on each of them, `together` around it says who is waited for,
+and reading what was recorded never waits. Builds on `nested`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Timer
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hookkit.errors import HookError
+from hookkit.interrupts import block
 from hookkit.nested import describe, leaves, named_leaves, tmap
+
+T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -31,6 +38,46 @@ def rank() -> int:
 def world_size() -> int:
     """The number of processes, 1 when alone."""
     return dist.get_world_size() if is_distributed() else 1
+
+
+def this_rank() -> str:
+    """This process in words; "" when alone."""
+    return f"rank {rank()} of {world_size()}" if is_distributed() else ""
+
+
+@block
+def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
+    """Around collectives: says on stderr that it waits, and who failed to come if one fails.
+
+    Args:
+        doing: what every rank has to do, and where this one is: "read `stored` of 'fc'".
+        after_s: how long it waits before it says so.
+
+    Raises:
+        HookError: another rank has ended, or did not come before the process group's time-out.
+    """
+    if not is_distributed():
+        yield
+        return
+    timer = Timer(after_s, _say, [f"hookkit: {this_rank()} waits: every rank has to {doing}.\n"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except HookError:
+        raise
+    except RuntimeError as error:
+        raise HookError(
+            f"{this_rank()} waited for the other ranks: every rank has to {doing}. One of them has "
+            f"ended or did not come in time. Look for the first error of the other ranks."
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def gather(x: Any, names: Sequence[str] | None = None) -> Any:
@@ -55,17 +102,19 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     if not is_distributed():
         return x
     parts, named = ([x], ["the value"]) if names is None else (x, list(names))
-    check_alike(
-        list(zip(named, map(_joinable, parts), strict=True)),
-        [f"{name}, {describe(part)}" for name, part in zip(named, parts, strict=True)],
-        problem="gather: the ranks hold different values",
-        cure="Values are joined by position, and only their first dimension may differ: give all "
-        "ranks the same layers in the same order and read them on all ranks, or pass gather=False "
-        "and join them yourself (ranks.gather_object).",
-    )
-    lengths = gather_object([t.shape[0] if t.ndim else 1 for t in leaves(x)])
-    each = iter(zip(*lengths, strict=True))
-    return tmap(lambda t: _gather_one(t, next(each)), x)
+    more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+    with together(f"read {named[0] if named else 'nothing'}{more}, gathered", after_s=1.0):
+        check_alike(
+            list(zip(named, map(_joinable, parts), strict=True)),
+            [f"{name}, {describe(part)}" for name, part in zip(named, parts, strict=True)],
+            problem="gather: the ranks hold different values",
+            cure="Values are joined by position, and only their first dimension may differ: give "
+            "all ranks the same layers in the same order and read them on all ranks, or pass "
+            "gather=False and join them yourself (ranks.gather_object).",
+        )
+        lengths = gather_object([t.shape[0] if t.ndim else 1 for t in leaves(x)])
+        each = iter(zip(*lengths, strict=True))
+        return tmap(lambda t: _gather_one(t, next(each)), x)
 
 
 def _joinable(x: Any) -> list[Any]:
@@ -77,10 +126,12 @@ def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure:
     """Raises on every rank, or on none: `own` has to be the same on all of them.
 
     Called before collectives that join by position or need one shape: gloo ends the process where
-    shapes differ, and joins the wrong rows where names do. Costs one collective.
+    shapes differ, and joins the wrong rows where names do. Cost: one reduction of two numbers;
+    where it finds a difference, all ranks' `own` and `texts`.
 
     Args:
-        own: this rank's names, shapes, dtypes, steps: picklable objects, compared by `==`.
+        own: this rank's names, shapes, dtypes, steps: picklable objects, compared by `==`, whose
+            `repr` shows all of them.
         texts: each of `own` in a few words.
         problem: the operation and what is wrong; begins the message.
         cure: what to do; ends the message.
@@ -90,6 +141,11 @@ def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure:
 
     >>> check_alike([("fc", 3)], ["fc"], problem="merge: other layers", cure="Name the same.")
     """
+    code = hashlib.blake2b(repr(list(own)).encode(), digest_size=7).digest()
+    number = int.from_bytes(code, "big")
+    low, high = greatest(torch.tensor([-number, number])).tolist()
+    if -low == high:
+        return
     everyone = gather_object((list(own), list(texts)))
     for i in range(max(len(items) for items, _ in everyone)):
         if any(items[i : i + 1] != everyone[0][0][i : i + 1] for items, _ in everyone):
@@ -109,6 +165,29 @@ def gather_object(x: Any) -> list[Any]:
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, x)
     return everyone
+
+
+def union(own: Mapping[str, T]) -> dict[str, T]:
+    """The entries of all ranks' mappings, in one order on each; of a key the first one found.
+
+    A rank that has all keys sends them; then one that has others, until none has. So the bytes are
+    those of one mapping if the ranks' are alike, however many ranks there are.
+
+    >>> union({"fc": "Linear"})
+    {'fc': 'Linear'}
+    """
+    if not is_distributed():
+        return dict(own)
+    found: dict[str, T] = {}
+    while True:
+        more = {key: value for key, value in own.items() if key not in found}
+        behind = world_size() - 1 - rank()  # of equally many the first rank's
+        most = int(greatest(torch.tensor(len(more) * world_size() + behind)))
+        if most < world_size():
+            return found
+        sent = [more]
+        dist.broadcast_object_list(sent, src=world_size() - 1 - most % world_size())
+        found |= sent[0]
 
 
 def stacked(t: Tensor) -> Tensor:
@@ -144,7 +223,7 @@ def greatest(t: Tensor) -> Tensor:
 
 
 def _reduced(t: Tensor, op: str) -> Tensor:
-    if not is_distributed():
+    if not is_distributed() or not t.numel():
         return t.detach().clone()
 
     def reduced(w: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from hookkit.data import DataLoaders
 from hookkit.errors import HookkitWarning
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
 
 accelerate = pytest.importorskip("accelerate")
 DataLoaderConfiguration = accelerate.utils.DataLoaderConfiguration
@@ -185,12 +186,46 @@ def work(rank: int, folder: Path) -> None:
                 seen["fit"] = trained(learn)
                 learn.fit(1, cbs=Callback(before_batch=stop))
                 seen["cancelled"] = learn.recorder.raw_losses()[-1]
+    seen["recorded"] = recorded(rank)
     learn = learner(DataLoader(Stream(N), BS))
     unknown = "have no length, so the rows that accelerate adds"
     with context(learn, "each reads a stream"), pytest.warns(HookkitWarning, match=unknown):
         learn.validate()
     seen["torchmetrics"] = {n: of_torchmetrics(n) for n in SIZES}
     (folder / f"seen{rank}").write_bytes(pickle.dumps(seen))
+
+
+def recorders() -> list[Any]:
+    return [
+        ActivationStats(with_hist=True, units=True, on_valid=True),
+        GradientStats(),
+        ParamStats(),
+    ]
+
+
+def failing(cb: Callback) -> None:
+    raise ZeroDivisionError
+
+
+def recorded(rank: int = 0) -> dict[str, Any]:
+    """Runs as one rank reads them while the others do not: no collective, or it would hang."""
+    learn, found = learner(loaders()["13 rows"]), dict[str, Any]()
+    during = list[str]()
+    look = Callback(after_batch=lambda cb: during.append(str(cb.learn.diagnose())))
+    with context(learn) if ranks.is_distributed() else nullcontext():
+        learn.fit(1, cbs=recorders())
+        if rank == 0:
+            learn.diagnose()
+        found["whole"] = learn.run_record()
+        found["valid"] = learn.activation_stats.record(valid=True)
+        learn.fit(1, cbs=[Callback(before_batch=stop), *([look] * (rank == 0)), *recorders()])
+        found["during"] = during
+        found["cancelled"] = learn.run_record()
+        with pytest.raises(ZeroDivisionError):
+            learn.fit(1, cbs=[Callback(after_epoch=failing), *recorders()])
+        found["failed"] = str(learn.diagnose())
+        found["rescued"] = learn.gather().run_record()
+    return found
 
 
 SIZES = (13, 5)
@@ -233,6 +268,31 @@ def test_losses_and_metrics_are_those_of_the_data_set(seen: Any, case: str) -> N
         for i in same:
             assert found[case][i] == pytest.approx(want[i], rel=1e-6)
         assert found[case] == seen[0][case]
+
+
+@pytest.mark.parametrize("which", ["whole", "cancelled", "rescued"])
+def test_every_rank_reads_the_whole_by_itself(seen: Any, which: str) -> None:
+    runs = [found["recorded"][which] for found in seen]
+    first, one = runs[0], recorded()[which]
+
+    assert all(run == first for run in runs)
+    assert "rank" not in {**first.info, **first.activations.meta, **first.params.meta}
+    assert first.activations.names == one.activations.names
+    # a step takes the batches of all ranks
+    rows = first.activations.value("count", 0)[:1] / one.activations.value("count", 0)[:1]
+    assert rows.tolist() == [len(seen)]
+    if which == "whole":
+        valid = [found["recorded"]["valid"] for found in seen]
+        want = recorded()["valid"]
+        np.testing.assert_array_equal(valid[0].value("count"), want.value("count"))
+
+
+def test_what_was_not_gathered_is_read_at_once_and_names_its_rank(seen: Any) -> None:
+    alone = f"rank 0 of {len(seen)} alone; gather() on every rank merges all"
+
+    assert len(seen[0]["recorded"]["during"]) == 1
+    for text in (*seen[0]["recorded"]["during"], seen[0]["recorded"]["failed"]):
+        assert alone in text.splitlines()[0]
 
 
 @pytest.mark.parametrize("n", SIZES)

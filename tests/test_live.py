@@ -728,7 +728,7 @@ def shows(rank: int, folder: Path) -> None:
     w = watched(*cbs, n=20, dead=True)
     (folder / f"told{rank}").write_text(sys.stderr.getvalue())
     sys.stderr = err
-    w.run_record().save(folder / f"run{rank}.npz")
+    w.gather().run_record().save(folder / f"run{rank}.npz")
     second = watched(*stats(), ShowHealth(every_s=1e-9), n=20, dead=True)
     assert bool(second.show_health.findings) == (rank == 0)
 

@@ -1,5 +1,9 @@
 """Two gloo processes on the CPU; and one alone, where every function is the identity."""
 
+import os
+import re
+import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,6 +16,8 @@ from hookkit import ranks
 from hookkit.errors import HookError, OverwrittenWarning
 from hookkit.hooks import hook_input, hook_output, hook_outputs, hook_tensor
 from hookkit.selecting import select
+from hookkit.stats import ActivationStats
+from hookkit.watching import watch
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -171,6 +177,18 @@ def reduces(r: int) -> None:
     assert ranks.world_size() == 2
 
 
+def unites(r: int) -> None:
+    alike = {"fc": "Linear", "act": "ReLU"}
+
+    assert ranks.union(alike) == alike
+    assert list(ranks.union({"a": 0, f"b{r}": r}).items()) == [("a", 0), ("b0", 0), ("b1", 1)]
+    assert ranks.union({"x": 1, "y": 2, "z": 3} if r else {"w": 0}) == {
+        **{"x": 1, "y": 2, "z": 3},
+        "w": 0,
+    }
+    assert ranks.union({}) == {}
+
+
 CHECKS = (
     gathers_structures,
     gathers_what_hooks_stored,
@@ -181,6 +199,7 @@ CHECKS = (
     refuses_calls_and_gradients_that_only_some_ranks_have,
     says_what_it_does_not_join,
     reduces,
+    unites,
 )
 
 
@@ -193,3 +212,54 @@ def work(rank: int, folder: Path) -> None:
 @pytest.mark.ranks
 def test_two_ranks_with_unequal_batches_get_the_whole(tmp_path: Path) -> None:
     in_ranks(work, tmp_path)
+
+
+def reads_alone(rank: int, folder: Path) -> None:
+    """Rank 1 reads once rank 0 has said that it waits."""
+    with hook_output(layer := nn.Identity(), gather=True) as h:
+        layer(torch.ones(2, 3))
+    said = folder / "said"
+    if rank == 0:
+        sys.stderr = said.open("w")
+    while rank and not (said.exists() and said.read_text()):
+        time.sleep(0.01)
+    assert h.stored.shape == (4, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_who_reads_a_gathered_value_alone_hears_that_every_rank_has_to(tmp_path: Path) -> None:
+    in_ranks(reads_alone, tmp_path)
+
+    assert (tmp_path / "said").read_text() == (
+        "hookkit: rank 0 of 2 waits: every rank has to read the output of Identity, gathered.\n"
+    )
+
+
+def loses_the_other(rank: int, folder: Path) -> None:
+    if rank == 1:
+        (folder / "left1").touch()
+        os._exit(0)
+    stats = ActivationStats()
+    net = nn.Sequential(nn.Linear(3, 2))
+    with watch(net, None, stats, each_forward=True) as w:
+        for _ in range(3):
+            net(torch.ones(2, 3)).sum().backward()
+    try:
+        w.gather()
+    except HookError as e:
+        (folder / "error").write_text(str(e))
+    assert "rank 0 of 2 alone" in str(w.diagnose()).splitlines()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_rank_that_ends_ends_those_that_wait_for_it_with_where_they_were(tmp_path: Path) -> None:
+    in_ranks(loses_the_other, tmp_path)
+
+    assert re.match(
+        r"rank 0 of 2 waited for the other ranks: every rank has to gather what "
+        r"ActivationStats\(1 layers × 3\) recorded in 3 steps\. One of "
+        r"them has ended or did not come in time\. Look for the first error of the other ranks\.",
+        (tmp_path / "error").read_text(),
+    )

@@ -1,13 +1,16 @@
 """What two ranks recorded reads as one: exactly, also where a layer ran on one of them only."""
 
+import json
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from processes import in_ranks
 from torch import Tensor, nn
 
@@ -98,21 +101,26 @@ def refused(rank: int) -> dict[str, str]:
     found = {}
     for case, stats in cases.items():
         try:
-            stats.record()
+            stats._gather()
             found[case] = "none"
         except HookError as e:
             found[case] = str(e)
-        assert len(stats.record(local=True)) >= 3
-    assert len(watched(ParamStats(), 3).record()) == 3  # and goes on
+        assert len(stats.record()) >= 3
+    stats = watched(ParamStats(), 3)
+    stats._gather()
+    assert len(stats.record()) == 3  # and goes on
     return found
 
 
 def work(rank: int, folder: Path) -> None:
     stats = record([rank])
-    seen: dict[str, Any] = {"whole": stats.record(), "local": stats.record(local=True)}
+    seen: dict[str, Any] = {"before": stats.record()}
+    stats._gather()
+    seen |= {"whole": stats.record(), "local": stats.record(local=True)}
     seen["errors"] = refused(rank)
     for window, limit in UNITS:
         stats = units([rank], window, limit)
+        stats._gather()
         whole = stats.record()
         lists = [stats.dead_units(i) for i in range(4)], [stats.dormant_units(i) for i in range(4)]
         again = pickle.loads(pickle.dumps(stats)).record()
@@ -130,7 +138,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_ranks_are_merged_exactly_when_read(seen: list[dict[str, Any]]) -> None:
+def test_ranks_are_merged_exactly_when_gathered(seen: list[dict[str, Any]]) -> None:
     want = record([0, 1]).record()
 
     for one in seen:
@@ -139,6 +147,9 @@ def test_ranks_are_merged_exactly_when_read(seen: list[dict[str, Any]]) -> None:
         for name in ("count", "mean", "std", "min", "max", "near_zero", "zero"):
             np.testing.assert_allclose(got.value(name), want.value(name), rtol=1e-5, err_msg=name)
         np.testing.assert_array_equal(got.hist, want.hist)
+        assert "rank" not in got.meta
+        assert one["before"] == one["local"]
+    assert [one["local"].meta["rank"] for one in seen] == ["rank 0 of 2", "rank 1 of 2"]
     assert seen[0]["local"].value("count", "model.0").tolist() == [16] * 3
     assert np.isnan(seen[0]["local"].value("mean", "side")).all()
 
@@ -173,7 +184,7 @@ def test_what_the_ranks_recorded_differently_is_an_error_on_each(
     assert first == second
     for case, text in first.items():
         assert re.search(f"recorded different steps or layouts.*{EXPECTED[case]}", text), case
-        assert "record(local=True)" in text
+        assert "each still reads its own" in text
 
 
 EXPECTED = {
@@ -187,3 +198,61 @@ EXPECTED = {
     "kinds": r"rank 0: activations.*rank 1: gradients",
     "classes": r"rank 0: activations.*rank 1: params",
 }
+
+
+class Counted:
+    """Counts the collectives of this process, and the bytes that each gives it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.n, self.n_bytes = 0, 0
+        # those that send objects call these too, by the names of their module
+        for module in (dist, dist.distributed_c10d):
+            for name in ("all_reduce", "all_gather", "broadcast"):
+                patch.setattr(module, name, partial(self.call, getattr(module, name)))
+
+    def call(self, f: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+        self.n += 1
+        self.n_bytes += sum(x.nbytes for x in (t if isinstance(t, list) else [t]))
+        return f(t, *args, **kwargs)
+
+
+def counts(rank: int, folder: Path) -> None:
+    """Writes how many collectives, and how many bytes, a merge takes after some steps and more."""
+    found = []
+    for n in (8, 128):
+        net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        stats = ActivationStats(with_hist=True, units=True), GradientStats(), ParamStats()
+        opt = torch.optim.SGD(net.parameters(), lr=0.0)
+        with pytest.MonkeyPatch.context() as patch, watch(net, opt, *stats) as w:
+            for name in ("MIN_COLUMNS", "MAX_COLUMNS"):
+                patch.setattr(history, name, 8)
+            seen = Counted(patch)
+            for _ in range(n):
+                net(torch.ones(2, 3)).sum().backward()
+                opt.step()
+            w.diagnose()
+            assert seen.n == 0  # neither a step nor a reading meets the other ranks
+            w.gather()
+            found.append((seen.n, seen.n_bytes))
+            w.diagnose()
+            assert seen.n == found[-1][0]
+    (folder / f"counts{rank}").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_a_merge_sends_grows_with_neither_ranks_nor_steps(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    found = []
+    for n in (2, 4):
+        folder = tmp_path_factory.mktemp("counts")
+        in_ranks(counts, folder, n)
+        found += [json.loads((folder / f"counts{rank}").read_text()) for rank in range(n)]
+
+    assert all(one == found[0] for one in found)
+    few, many = found[0]
+    assert few == many
+    # of each record of tensors: layouts compared, names united (4), and three reductions; of
+    # parameters: layouts, and which of them moved; how many losses there are
+    assert few[0] == 2 * (1 + 4 + 3) + 2 + 1

@@ -1029,7 +1029,7 @@ def test_facts_of_a_run_are_known_to_its_loop_and_copied_with_it():
     other = copy.copy(w)
     other.info["n_classes"] = 3
 
-    assert run_of(w.loop, local=True).info["n_classes"] == 2
+    assert run_of(w.loop, quiet=True).info["n_classes"] == 2
     assert [each.run_record().info["n_classes"] for each in (w, other)] == [2, 3]
     assert pickle.loads(pickle.dumps(w)).info == {"n_classes": 2}
 

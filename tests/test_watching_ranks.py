@@ -41,6 +41,7 @@ def run(case: str, rank: int) -> dict[str, list[float]]:
             opt.zero_grad()
     assert w.n_steps == 3
     assert n_hooks(model, opt) == 0 or case == "fsdp"  # which has hooks of its own
+    w.gather()
     a, p = acts.record(), params.record()
     return {
         "names": [*a.names, *p.names],

@@ -83,7 +83,7 @@ class LogTo(Callback):
         self._at = self.learn.n_steps
         try:
             target = as_target("LogTo", self.target)
-            send(target, run_of(self.learn, local=True), sent_to(target, self.learn))  # sync
+            send(target, run_of(self.learn, quiet=True), sent_to(target, self.learn))  # sync
         except Exception as error:
             self._alive = False
             warnings.warn(

@@ -127,10 +127,11 @@ class LossHistory:
         """
         start = self._n_gathered
         own = torch.from_numpy(self.by_batch(start))
-        n = int(ranks.greatest(torch.tensor(len(own))))
-        sums = torch.zeros(2, n, dtype=torch.float64)
-        sums[0, : len(own)], sums[1, : len(own)] = own, 1.0
-        total, n_ranks = ranks.total(sums)[:, : len(own)]
+        with ranks.together("average training losses"):
+            n = int(ranks.greatest(torch.tensor(len(own))))
+            sums = torch.zeros(2, n, dtype=torch.float64)
+            sums[0, : len(own)], sums[1, : len(own)] = own, 1.0
+            total, n_ranks = ranks.total(sums)[:, : len(own)]
         self._values.replace(start, (total / n_ranks).numpy())
         self._n_gathered = len(self._values)
 

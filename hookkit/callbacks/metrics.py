@@ -128,17 +128,21 @@ class Metric:
         return [found[name] for name in self.names]
 
 
-def add_up(metrics: Sequence[Mean | Metric]) -> None:
+def add_up(metrics: Sequence[Mean | Metric], where: str) -> None:
     """Replaces the sums of means, and all numbers of batches, by those of all ranks.
 
     Each rank has to call. Two reductions for all of them together, of some numbers for each.
+
+    Args:
+        where: how far the run is, should a rank not come.
     """
     own = [torch.as_tensor(getattr(m, "total", 0.0)).detach().cpu().double() for m in metrics]
-    # a rank without a batch does not know how many numbers a metric gives
-    sizes = ranks.greatest(torch.tensor([t.numel() for t in own])).tolist()
-    sums = [t.flatten().expand(size) for t, size in zip(own, sizes, strict=True)]
     numbers = torch.tensor([m.n for m in metrics], dtype=torch.float64)
-    whole = ranks.total(torch.cat([numbers, *sums]))
+    with ranks.together(f"add up losses and metrics{where}"):
+        # a rank without a batch does not know how many numbers a metric gives
+        sizes = ranks.greatest(torch.tensor([t.numel() for t in own])).tolist()
+        sums = [t.flatten().expand(size) for t, size in zip(own, sizes, strict=True)]
+        whole = ranks.total(torch.cat([numbers, *sums]))
     counts, *totals = torch.split(whole, [len(metrics), *sizes])
     for m, n, total, t in zip(metrics, counts.tolist(), totals, own, strict=True):
         m.n = int(n)
@@ -155,7 +159,8 @@ def take_of_ranks(metrics: Sequence[Metric], learn: Any, done: bool, cancelled: 
     """
     now = learn.pred, learn.yb, learn.loss
     own = None if done or cancelled else tmap(lambda t: t.detach().cpu(), now)
-    everyone = ranks.gather_object((own, done))
+    with ranks.together(f"give its metrics each batch{learn._where()}"):
+        everyone = ranks.gather_object((own, done))
     for batch, _ in everyone:
         if batch is not None:
             learn.pred, learn.yb, learn.loss = to_device(batch, learn.device)

@@ -18,33 +18,54 @@ from hookkit.errors import HookkitWarning
 from hookkit.records import Exports, Record, Run
 
 
-def run_of(runner: Any, *, local: bool = False) -> Run:
+def gather(runner: Any) -> None:
+    """Merges what the callbacks of a Learner or an `ExternalLoop` recorded on all ranks.
+
+    Each rank has to call. Until more is recorded every rank then reads the whole, by itself.
+
+    Raises:
+        HookError: the ranks recorded different steps or layouts; or one of them does not come.
+    """
+    if not ranks.is_distributed():
+        return
+    for held in (*_all(runner), runner):
+        if hasattr(type(held), "_gather"):
+            with ranks.together(f"gather what {held!r} recorded in {runner.n_steps} steps"):
+                held._gather()
+    runner._gathered_at = runner.n_steps
+
+
+def run_of(runner: Any, *, quiet: bool = False) -> Run:
     """Everything that the callbacks of a Learner or an `ExternalLoop` recorded.
 
     A record goes where its kind belongs, whatever the recorder's class is called. Of several
     recorders of a kind a Run holds the latest; a warning names the others.
 
-    Reads from the device: one synchronisation for each recorder.
+    It waits for no other rank: the Run is of all ranks if `gather` was called since the last step,
+    else of this one, and `info["rank"]` says which. Reads from the device: one synchronisation for
+    each recorder.
 
     Args:
         runner: the Learner or the `ExternalLoop`.
-        local: what this rank recorded, to be shown as it trains: without warnings. Otherwise ranks
-            are merged, and each has to call this.
+        quiet: to be shown as it trains: without warnings.
     """
-    # a recorder of the user's own need not know `local`
-    mine: dict[str, Any] = {"local": True} if local and ranks.is_distributed() else {}
-    found = _recorded(runner, mine, quiet=local)
+    found = _recorded(runner, quiet)
     norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None
     records = {kind: record for kind, (_, record) in found.items()}
+    alone = ranks.is_distributed() and runner._gathered_at != runner.n_steps
     run = Run(
         activations=records.get("activation"),
         gradients=records.get("gradient"),
         params=records.get("param"),
         losses=runner._step_losses(),
         valid=runner._epochs(),
-        grad_norms=None if norms is None else norms(runner.n_steps, **mine),
+        grad_norms=None if norms is None else norms(runner.n_steps),
         incidents=tuple(i for cb in _all(runner) for i in vars(cb).get("incidents", ())),
-        info={**info_of(runner), **vars(runner).get("info", {})},
+        info={
+            **info_of(runner),
+            **({"rank": ranks.this_rank()} if alone else {}),
+            **vars(runner).get("info", {}),
+        },
     )
     earlier = vars(runner).get("earlier")  # which a watched loop resumes
     return run if earlier is None else earlier + run
@@ -60,12 +81,12 @@ def _all(runner: Any) -> list[Callback]:
     return [*runner._past, *runner.cbs]
 
 
-def _recorded(runner: Any, mine: dict[str, Any], quiet: bool) -> dict[str, tuple[Any, Record]]:
+def _recorded(runner: Any, quiet: bool) -> dict[str, tuple[Any, Record]]:
     """By kind the latest recorder that has something, else the latest, and its record."""
     found: dict[str, list[tuple[Any, Record]]] = {}
     for cb in _all(runner):
         if is_recorder(type(cb)):
-            record = cb.record(**mine)
+            record = cb.record()
             found.setdefault(record.kind, []).append((cb, record))
     for kind, several in found.items():
         several[:] = [pair for pair in several if len(pair[1])] or several[-1:]

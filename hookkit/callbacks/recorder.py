@@ -205,7 +205,7 @@ class Recorder(Callback):
         while given and not take_of_ranks(given, self.learn, True, False):
             pass  # others have more batches
         if self._is_shared():
-            add_up([m for m in metrics if m not in given])
+            add_up([m for m in metrics if m not in given], self.learn._where())
         return [value for metric in metrics for value in metric.results()]
 
     def _gather(self) -> None:

@@ -52,6 +52,7 @@ class CallbackRunner:
     step_scaler: Any = None
     finds_opts: bool = False
     n_steps: int = 0
+    _gathered_at: int = -1  # the number of steps when what all ranks recorded was last merged
     _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _recorders: list[Any]  # the HookCallbacks: what has a `recording` to switch
     _past: list[Callback]  # added for a fit that is over

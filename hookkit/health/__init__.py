@@ -140,7 +140,9 @@ def diagnose(run: Any) -> Diagnosis:
     silent = _without_values(looked) if looked else ()
     n_layers = len(looked.names) - len(silent) if looked else 0
     kinds = tuple(types[name] for name in silent)
-    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent, kinds)
+    facts = (run.info, *(r.meta for r in run.records))
+    rank = next((str(known["rank"]) for known in facts if "rank" in known), "")
+    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent, kinds, rank)
 
 
 def _judge(run: Run) -> tuple[list[Finding], list[tuple[str, str]]]:

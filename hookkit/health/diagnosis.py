@@ -197,6 +197,7 @@ class Diagnosis(Sequence[Finding]):
         unjudged: rule → what it would have needed.
         silent: layers that were hooked, but gave no value.
         silent_types: parallel to `silent`, the classes of their modules.
+        rank: which of several processes recorded the run alone; "" if it is whole.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
     7 layers, 300 steps: healthy
@@ -208,6 +209,7 @@ class Diagnosis(Sequence[Finding]):
     unjudged: tuple[tuple[str, str], ...] = ()
     silent: tuple[str, ...] = ()
     silent_types: tuple[str, ...] = ()
+    rank: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -226,7 +228,11 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def headline(self) -> str:
-        """One line: how many layers and steps were judged, and the verdict."""
+        """One line: how many layers and steps were judged, and the verdict; of which rank alone."""
+        alone = f" ({self.rank} alone; gather() on every rank merges all)" if self.rank else ""
+        return self._verdict() + alone
+
+    def _verdict(self) -> str:
         if not self.n_layers and not self.n_steps:
             return "nothing was recorded: no verdict"
         if self.silent and not self.n_layers and self.healthy:

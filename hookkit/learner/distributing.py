@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hookkit import ranks
-from hookkit.callbacks import Callback, Recorder
+from hookkit.callbacks import Callback
+from hookkit.callbacks.readout import gather
 from hookkit.data import batch_size, n_batches
 from hookkit.errors import HookkitWarning, missing_extra
 from hookkit.events import CancelBatchException
@@ -63,9 +64,9 @@ class AccelerateCallback(Callback):
         self.cleanup_fit()
 
     def after_fit(self) -> None:
-        """Gathers the losses of an epoch that was cancelled."""
-        for recorder in self.learn._grab_cbs(Recorder) if self.learn.fitting else ():
-            recorder._gather()
+        """Merges what all ranks have recorded, once, where each of them is."""
+        if self.learn.fitting:
+            gather(self.learn)
 
     def cleanup_fit(self) -> None:
         """Closes the context if it is open."""

@@ -17,7 +17,7 @@ from fastcore.basics import PrettyString
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
-from hookkit.callbacks.readout import loop_text, run_of
+from hookkit.callbacks.readout import gather, loop_text, run_of
 from hookkit.callbacks.runner import listed
 from hookkit.checks import check_flag, check_module, check_path
 from hookkit.errors import nearest
@@ -315,6 +315,18 @@ class Learner(Predicting, Tables, Views):
         from hookkit.summaries import learner_summary
 
         return learner_summary(self)
+
+    def gather(self) -> Learner:
+        """Merges what all ranks recorded; the Learner. A fit in `distrib_ctx` ends with it.
+
+        Every rank has to call; reading afterwards waits for none. For fits in a process group of
+        your own, or that an error has ended. Alone it does nothing.
+
+        Raises:
+            HookError: the ranks recorded different steps or layouts; or one of them does not come.
+        """
+        gather(self)
+        return self
 
     def run_record(self) -> Run:
         """Everything recorded so far, as plain values: what pictures, diagnosis and report read.

@@ -147,7 +147,7 @@ class ShowHealth(Callback):
         self._next[job] = now + max(self.every_s, rest)
 
     def _look(self, screen: Lines, last: bool) -> None:
-        run = run_of(self.learn, local=True)  # sync: by the clock, not by batch
+        run = run_of(self.learn, quiet=True)  # sync: by the clock, not by batch
         found = diagnose(run)
         for new in self._judge(found, last):
             screen.tell(f"step {self.learn.n_steps:,}: {_line(new)}")

@@ -31,6 +31,7 @@ from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.histograms import Bins
 from hookkit.moments.history import Place, StepHistory, Table
+from hookkit.moments.merging import RankUnits
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout, layout_of
 from hookkit.moments.units import UnitTables
@@ -128,7 +129,9 @@ class StatsAccumulator:
         self.variation: Variation | None = None
         self.looks = False
         self.thread: int | None = None
-        self._cache: tuple[int, bool, Record, reading.RankUnits | None] | None = None
+        # with the number of records that they are of
+        self._own: tuple[int, Record] | None = None
+        self._whole: tuple[int, Record, RankUnits | None] | None = None
         self.id, self.token = enlist(self), new_token()
 
     def rows(self, names: Sequence[str], types: Sequence[str]) -> list[int]:
@@ -331,30 +334,48 @@ class StatsAccumulator:
     def record(self, *, local: bool = False) -> Record:
         """Everything recorded, as plain numbers; the one place where the host reads the device.
 
-        Ranks of a process group are merged exactly, unless `local`: then every rank has to call
-        it. Read again without a new record in between, it costs nothing.
+        Of all ranks, if they were gathered since the last record and `local` is not set; else of
+        this one, whose name is in `meta["rank"]`. It waits for no other. Read again without a new
+        record in between, it costs nothing.
+        """
+        if not local and self._is_whole():
+            assert self._whole is not None
+            return self._whole[1]
+        if self._own is None or self._own[0] != self.n_records:
+            self._own = self.n_records, self._read(False)[0]
+        return self._own[1]
+
+    def gather(self) -> None:
+        """Merges exactly what all ranks recorded, for `record()`: each of them has to call.
 
         Raises:
             HookError: on every rank, if they recorded different steps, or with other options.
         """
-        if self._cache is None or self._cache[:2] != (self.n_records, local):
-            now = self._state
-            self._cache = self.n_records, local, *reading.record_of(self, local)
-            # What waits is read as part of the history, and goes on waiting: the last digits of
-            # units' sums depend on which records are judged together, and must not on who reads.
-            self._state = now
-        return self._cache[2]
+        if ranks.is_distributed():
+            self._whole = self.n_records, *self._read(True)
+
+    def _is_whole(self) -> bool:
+        return self._whole is not None and self._whole[0] == self.n_records
+
+    def _read(self, whole: bool) -> tuple[Record, RankUnits | None]:
+        now = self._state
+        found = reading.record_of(self, whole)
+        # What waits is read as part of the history, and goes on waiting: the last digits of
+        # units' sums depend on which records are judged together, and must not on who reads.
+        self._state = now
+        return found
 
     def units_now(self, name: str, which: str) -> Tensor | None:
         """Which units of a layer are `"dead"` or `"dormant"` at the last record; None if unseen.
 
-        (units,) bool, of what `record()` has read last: of all ranks or of this one.
+        (units,) bool, of all ranks or of this one, as `record()` is.
         """
-        return reading.units_now(self, self._cache and self._cache[3], name, which)
+        of_ranks = self._whole[2] if self._whole is not None and self._is_whole() else None
+        return reading.units_now(self, of_ranks, name, which)
 
     def forget_reading(self) -> None:
         """The next `record()` reads again, as after a new record."""
-        self._cache = None
+        self._own = self._whole = None
 
     def count_from(self, n: int) -> None:
         """Begin with record number `n`, which selects the values that are sampled."""

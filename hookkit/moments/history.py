@@ -202,9 +202,9 @@ class StepHistory:
         ranks.check_alike(
             [(kind, steps, self.spans, layout)],
             [f"{kind}s of {many}, {found}"],
-            problem="record() merges what all ranks recorded, and they recorded different steps or "
+            problem="what all ranks recorded cannot be merged: they recorded different steps or "
             "layouts",
-            cure="Record the same on every rank, or use record(local=True) for this rank's own.",
+            cure="Record the same on every rank; each still reads its own.",
         )
 
 

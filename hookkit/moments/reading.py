@@ -1,15 +1,13 @@
 """From a `StatsAccumulator`'s tables to a `Record`: of this process, or of all ranks together.
 
-It builds on `history`, `moments.merge` and `ranks`. Ranks are merged from sufficient statistics, in
-at most three reductions: moments, counts of the histogram, and counts of units, which are added up
-before they are judged.
+It builds on `history`, `moments.merge`, and `merging` for the tables of several ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,22 +17,13 @@ from hookkit import ranks
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import sample_error
 from hookkit.moments.history import StepHistory
+from hookkit.moments.merging import RankUnits, Tables, merged
 from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
-from hookkit.moments.units import CLAMPING, FIELDS, UnitTables, judged
+from hookkit.moments.units import CLAMPING, FIELDS
 from hookkit.records import Record
 
 if TYPE_CHECKING:
     from hookkit.moments.accumulator import StatsAccumulator
-
-Tables = dict[str, Tensor]
-"""(columns, rows, fields) on the CPU: "moments", and "counts" and "units" where they are kept."""
-
-
-class RankUnits(NamedTuple):
-    """The units of all ranks together, and the names of their rows."""
-
-    units: UnitTables
-    names: list[str]
 
 
 def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
@@ -58,14 +47,14 @@ def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
     return tables
 
 
-def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits | None]:
-    """Everything recorded, as plain numbers; of all ranks unless `local`."""
+def record_of(stats: StatsAccumulator, whole: bool) -> tuple[Record, RankUnits | None]:
+    """Everything recorded, as plain numbers; `whole`: of all ranks, each of which has to call."""
     history, names, types, options = stats.history, stats.names, stats.types, stats.options
     tables, of_ranks = tables_of(history, len(names), options), None
     if stats.variation is not None:
         tables["variation"] = stats.variation.read(len(names))
-    if not local and ranks.is_distributed():
-        names, types, tables, of_ranks = _over_ranks(stats, tables)
+    if whole:
+        names, types, tables, of_ranks = merged(stats, tables)
     values = statistics(tables["moments"].transpose(0, 1).numpy())
     if options.window:
         units = tables["units"].double().transpose(0, 1).numpy()
@@ -75,6 +64,8 @@ def record_of(stats: StatsAccumulator, local: bool) -> tuple[Record, RankUnits |
     steps, epochs, iters, spans = columns
     edges = options.bins.edges if options.bins else None
     meta = _meta(stats, names)
+    if not whole and ranks.is_distributed():
+        meta["rank"] = ranks.this_rank()
     if (shares := tables.get("variation")) is not None:
         meta |= zip(("first_variation", "last_variation"), shares.T.tolist(), strict=True)
     record = Record(
@@ -163,67 +154,3 @@ def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
         meta["sample"] = None if o.exact_hist else o.sample
         meta["sample_error"] = 0.0 if o.exact_hist else sample_error(o.sample)
     return meta
-
-
-def _over_ranks(
-    stats: StatsAccumulator, tables: Tables
-) -> tuple[list[str], list[str], Tables, RankUnits | None]:
-    """Names, types and tables of all ranks together, in one fixed order on each of them."""
-    o, n = stats.options, len(stats.history)
-    edges = None if o.bins is None else o.bins.edges.tolist()
-    stats.history.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
-    types: dict[str, str] = {}
-    shares: dict[str, list[Tensor]] = {}
-    seen = tables.get("variation", torch.full((len(stats.names), 2), torch.nan))
-    for names, kinds, of_rank in ranks.gather_object((stats.names, stats.types, seen)):
-        types.update((n, t) for n, t in zip(names, kinds, strict=True) if n not in types)
-        for name, share in zip(names, of_rank, strict=True):
-            shares.setdefault(name, []).append(share)
-    order = [list(types).index(name) for name in stats.names]
-    whole = empty_rows(n * len(types)).view(n, len(types), N_FIELDS)
-    whole[:, order] = tables["moments"]
-    merged, *rest = ranks.stacked(whole)
-    for part in rest:
-        merged = merge(merged, part)
-    found, of_ranks = {"moments": merged}, None
-    if "variation" in tables:
-        found["variation"] = torch.stack([torch.stack(x).nanmean(0) for x in shares.values()])
-    if o.bins is not None:
-        counts = tables["counts"].long()
-        sums = counts.new_zeros(n, len(types), counts.shape[2])
-        sums[:, order] = counts
-        found["counts"] = ranks.total(sums)
-    if o.window:
-        found["units"], of_ranks = _units_over_ranks(stats, types)
-    return list(types), list(types.values()), found, of_ranks
-
-
-def _units_over_ranks(stats: StatsAccumulator, types: dict[str, str]) -> tuple[Tensor, RankUnits]:
-    """(n, rows, 6) shares of units: what all ranks counted is added up, and then judged."""
-    history = stats.history
-    n, own = len(history), _own_counts(stats)
-    widths = {name: table.shape[1] for name, table in own.items()}
-    most: dict[str, int] = {}
-    for others in ranks.gather_object(widths):
-        most |= {name: max(width, most.get(name, 0)) for name, width in others.items()}
-    names = [name for name in types if name in most]
-    tables = [torch.zeros(n, most[name], 4, device="cpu") for name in names]
-    for name, table in zip(names, tables, strict=True):
-        if name in own:
-            table[:, : widths[name]] = own[name]
-    whole = ranks.total(torch.cat([torch.zeros(n, 0, 4, device="cpu"), *tables], 1))
-    layers = [(list(types).index(name), types[name], most[name]) for name in names]
-    table, units = judged(whole, layers, stats.options.window, history.stride, len(types))
-    return table, RankUnits(units, list(types))
-
-
-def _own_counts(stats: StatsAccumulator) -> Tables:
-    """By layer the (columns, units, 4) counts of this rank."""
-    found: Tables = {}
-    for units in stats.units:
-        key = "past", units.row_of.device
-        if key in stats.history.tables:
-            whole = stats.history.read(key)
-            for row, (start, n) in units.places.items():
-                found[stats.names[row]] = whole[:, start : start + n]
-    return found

@@ -75,7 +75,9 @@ class ParamStats(Exports, Callback):
         self._known: Parameters | None = None
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
         self._bits, self._compared = Bits(), list[Named]()
-        self._cache: tuple[int, bool, Record] | None = None
+        # with the number of records that they are of
+        self._own: tuple[int, Record] | None = None
+        self._whole: tuple[int, Record] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -171,18 +173,26 @@ class ParamStats(Exports, Callback):
     def record(self, *, local: bool = False) -> Record:
         """Everything recorded so far, as plain numbers. The host reads the device here.
 
-        Args:
-            local: this rank's own. Otherwise shards of all ranks are put together, and each rank
-                has to call this.
+        Of a sharded model: norms of whole parameters, if the ranks were gathered since the last
+        record and `local` is not set; else of this rank's shards, and `meta["rank"]` names it.
+        """
+        n = self.history.n
+        if not local and self._whole is not None and self._whole[0] == n:
+            return self._whole[1]
+        if self._own is None or self._own[0] != n:
+            self._own = n, self._read(False)
+        return self._own[1]
+
+    def _gather(self) -> None:
+        """Puts the shards of all ranks together, for `record()`: each of them has to call.
 
         Raises:
             HookError: on every rank, if they recorded different steps or parameters.
         """
-        if self._cache is None or self._cache[:2] != (self.history.n, local):
-            self._cache = self.history.n, local, self._read(local)
-        return self._cache[2]
+        if ranks.is_distributed():
+            self._whole = self.history.n, self._read(True)
 
-    def _read(self, local: bool) -> Record:
+    def _read(self, whole: bool) -> Record:
         past = self.history
         n, rows = len(past), len(self.names)
         table = torch.zeros(n, rows, len(FIELDS), dtype=torch.float64, device="cpu")
@@ -191,10 +201,12 @@ class ParamStats(Exports, Callback):
             part = past.read(key)
             (rates if key == _RATES else table)[:, : part.shape[1]] += part
         moved = self._moved((table[..., 2] > 0).any(0).tolist())
-        if not local and ranks.is_distributed():
+        if whole:
             table = self._over_ranks(table)
-            moved = ranks.stacked(torch.tensor(moved, **_HOST)).amax(0).bool().tolist()
-        facts = {key: [known[key] for known in self._facts.values()] for key in _FACTS}
+            moved = ranks.greatest(torch.tensor(moved, **_HOST)).bool().tolist()
+        facts: dict[str, Any] = {
+            key: [known[key] for known in self._facts.values()] for key in _FACTS
+        }
         held, never = facts["in_optimizer"], self._never or ()
         facts["in_optimizer"] = [
             x and n not in never for x, n in zip(held, self.names, strict=True)
@@ -202,6 +214,8 @@ class ParamStats(Exports, Callback):
         same = self._constant
         facts["constant"] = [bool(same.get(name, False)) for name in self.names]
         facts["moved"] = moved
+        if not whole and ranks.is_distributed():
+            facts["rank"] = ranks.this_rank()
         values = _values(table.transpose(0, 1).numpy(), np.array(facts["numel"]))
         rate, n_rates = rates.transpose(0, 1).unbind(-1)
         values["lr"] = (rate / n_rates.where(n_rates > 0, math.nan)).numpy()
@@ -225,11 +239,15 @@ class ParamStats(Exports, Callback):
         shards = [facts["sharded"] for facts in self._facts.values()]
         shapes = [(n, facts["shape"], facts["dtype"]) for n, facts in self._facts.items()]
         self.history.check_ranks("param", (shapes, shards), f"{_brief(self.names)}")
+        if not any(shards):
+            return table
         sharded = torch.tensor(shards, device="cpu")
         count = table[..., 5:6].clamp(min=1)
-        squares = ranks.total((table[..., :3] / count).square()).sqrt() * count
+        parts = torch.cat([(table[..., :3] / count).square(), table[..., 4:5]], -1)
+        norms, bad = ranks.total(parts).split([3, 1], -1)  # type: ignore[no-untyped-call]
         whole = table.clone()
-        whole[..., :3] = torch.where(sharded[None, :, None], squares, table[..., :3])
+        whole[..., :3] = torch.where(sharded[:, None], norms.sqrt() * count, table[..., :3])
+        whole[..., 4] = torch.where(sharded, bad[..., 0], table[..., 4])
         ratio = whole[..., 2] / whole[..., 0].clamp(min=1e-300) * table[..., 5]
         whole[..., 3] = torch.where(sharded, ratio, table[..., 3])
         return whole
@@ -248,14 +266,15 @@ class ParamStats(Exports, Callback):
         """Gives back the copy of the weights, and sees which of them have moved."""
         trained = self._present()
         self._live, self._copies, self._known = {}, WeightCopies(), None
-        self._compared, self._cache = [], None
+        self._compared, self._own = [], None
         self._n_opts, self._groups = -1, [None] * len(self._groups)
         self._bits.again(trained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave."""
         super().load_state_dict(state)
-        self._cache, self._n_opts = None, -1
+        self._own = self._whole = None
+        self._n_opts = -1
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:

@@ -188,7 +188,7 @@ class StatsCallback(HookCallback):
 
         Args:
             valid: the validations (one record each, needs `on_valid=True`) instead of training.
-            local: this rank's own. Otherwise ranks are merged, and each has to call this.
+            local: this rank's own, also where what all ranks recorded was gathered.
 
         Raises:
             OptionError: `valid=True`, and validations were not recorded.
@@ -225,6 +225,12 @@ class StatsCallback(HookCallback):
         if self.learn is not None and self.learn.fitting:
             self._remove()
             self._hook_all(self.learn.model)  # the rows of layers are those of the checkpoint
+
+    def _gather(self) -> None:
+        """Merges what all ranks recorded, for `record()`: each of them has to call."""
+        self.accumulator.gather()
+        if self.on_valid:
+            self.valid_accumulator.gather()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:

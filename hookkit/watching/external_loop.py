@@ -144,6 +144,7 @@ class ExternalLoop(CallbackRunner):
             "losses",
             "spans",
             "n_cancelled_steps",
+            "_gathered_at",
         )
         facts = {"info": dict(self.info), "kept_info": info_of(self)}
         return {**{name: getattr(self, name) for name in names}, **facts}
@@ -466,6 +467,9 @@ class ExternalLoop(CallbackRunner):
         self.losses.put(kept, guess, share)
         if self.training:
             self.loss = kept
+
+    def _gather(self) -> None:
+        self.losses.gather()
 
     def _step_losses(self) -> Floats | None:
         losses = self.losses.by_step(self.n_steps)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.readout import is_recorder, run_of
+from hookkit.callbacks.readout import gather, is_recorder, run_of
 from hookkit.checks import check_flag
 from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, nearest
 from hookkit.events import CancelFitException
@@ -311,6 +311,27 @@ class Watcher(Exports, Views):
         if before.losses is not None:
             past[: len(before.losses)] = before.losses
         return np.concatenate([past, losses[own]])
+
+    def gather(self) -> Watcher:
+        """Merges what the ranks of a process group recorded; the Watcher.
+
+        Every rank has to call. Until the next step every rank then reads the whole: losses are
+        means over ranks, statistics those of all values. Without it each reads its own, and says
+        so. Alone it does nothing.
+
+        Raises:
+            HookError: the ranks recorded different steps or layouts; or one of them does not come.
+
+        Example:
+            >>> import torch
+            >>> net = nn.Linear(2, 1)
+            >>> with watch(net, None, ActivationStats(), each_forward=True) as w:
+            ...     loss = net(torch.ones(4, 2)).sum()  # your loop, on every rank
+            >>> w.gather().run_record().info.get("rank", "of all ranks")
+            'of all ranks'
+        """
+        gather(self.loop)
+        return self
 
     def run_record(self) -> Run:
         """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
