@@ -425,6 +425,27 @@ def test_a_resumed_training_of_lightning_goes_on_with_its_numbers(tmp_path, at: 
     assert later.watcher.n_steps == len(later.watcher.losses) == len(steps)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_runs_before_and_after_a_resume_of_lightning_join(tmp_path):
+    pytest.importorskip("lightning")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    def trained(n: int, **options):
+        bridge = HookkitCallback(ParamStats())
+        trainer = lightning_trainer(tmp_path, 1, bridge, max_epochs=n)
+        trainer.fit(lightning_module("self"), loader(), loader(), **options)
+        trainer.save_checkpoint(tmp_path / f"{n}.ckpt")
+        return bridge.watcher.run_record()
+
+    joined = trained(2) + trained(3, ckpt_path=tmp_path / "2.ckpt")
+
+    whole = trained(3)
+    assert joined.valid == whole.valid
+    np.testing.assert_array_equal(joined.losses, whole.losses)
+    for name, values in whole.params.values.items():
+        np.testing.assert_array_equal(joined.params.values[name], values)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [5, N, N + 3])
