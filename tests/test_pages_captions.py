@@ -12,28 +12,6 @@ from hookkit.records import Run
 captions = pytest.importorskip("hookkit.pages.captions")
 
 
-def test_parts_of_blocks_that_are_alike_are_named_once() -> None:
-    names = [name for name, _ in made.transformer_names()]
-
-    text = captions.blocks(names)
-
-    assert text.startswith("each of transformer.h.0 to transformer.h.23 has ln_1, attn.q_proj, ")
-    assert text.count("attn.q_proj") == 1
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["conv1", "relu", "fc"],
-        ["0", "1", "2", "3"],
-        ["h.0.a", "h.1.a"],
-        ["h.0.a", "h.0.b", "h.1.a", "h.2.a", "h.2.c"],
-    ],
-)
-def test_without_three_blocks_that_are_alike_nothing_is_said(names: list[str]) -> None:
-    assert captions.blocks(names) == ""
-
-
 def test_numbers_in_the_heat_maps_are_spoken_of_only_where_a_finding_names_layers() -> None:
     run = made.run(n=20)
 
@@ -104,12 +82,3 @@ def test_the_gradient_norm_is_spoken_of_where_it_is_drawn() -> None:
     assert "gradient norm" in captions.of_loss(with_norms)
     assert "No loss was recorded" in captions.of_loss(Run(grad_norms=np.ones(3)))
     assert captions.of_loss(Run(valid=({"epoch": 0, "step": 9},))) == ""
-
-
-def test_stages_with_the_same_parts_are_named_together() -> None:
-    run = made.run(made.resnet_names(), n=5)
-
-    text = captions.of_run(run, [])
-
-    assert text.count("conv1, bn1, conv2, bn2, relu") == 1
-    assert "Rows of activations and gradients: each of layer1.0 to layer1.2, layer2.0 to" in text

@@ -1,14 +1,13 @@
 """What the pictures of a page show, in words and numbers: their captions and descriptions.
 
 A caption is true of its picture whatever was recorded. Where there are too many layers to name each
-on an axis, it says what the parts of a block are, and which layers have the largest and the
-smallest values. Nothing here needs matplotlib: without it, the words are still on the page.
+on an axis, it says which ones have the largest and the smallest values; the table below names all.
+Nothing here needs matplotlib: without it, the words are still on the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -50,11 +49,7 @@ def of_run(run: Run, findings: Any) -> str:
     text = "Layers from top to bottom, steps from left to right."
     if any(finding.layers for finding in findings):
         text += " Numbers in the picture are those of the findings."
-    alike: dict[str, list[str]] = {}
-    for record in run.records[:2]:
-        if record.kind != "param" and len(record.names) > NAMED and (parts := blocks(record.names)):
-            alike.setdefault(parts, []).append(f"{record.kind}s")
-    return text + "".join(f" Rows of {' and '.join(k)}: {parts}." for parts, k in alike.items())
+    return text
 
 
 def of_loss(run: Run) -> str:
@@ -106,24 +101,3 @@ def last(row: Any) -> float:
     """The last value that was seen, NaN if none was."""
     seen = row[~np.isnan(row)]
     return float(seen[-1]) if len(seen) else float("nan")
-
-
-def blocks(names: Sequence[str]) -> str:
-    """What the blocks of a deep net have in common: their parts, named once.
-
-    Only of three or more blocks that are alike; "" without any.
-
-    >>> blocks([f"net.h.{i}.{part}" for i in range(8) for part in ("ln", "attn", "mlp")])
-    'each of net.h.0 to net.h.7 has ln, attn, mlp'
-    """
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        path = name.split(".")
-        k = next((k for k, part in enumerate(path) if part.isdecimal()), len(path))
-        if k + 1 < len(path):
-            parts.setdefault(".".join(path[: k + 1]), []).append(".".join(path[k + 1 :]))
-    alike = [list(group) for _, group in groupby(parts, lambda b: (b.rpartition(".")[0], parts[b]))]
-    having: dict[str, list[str]] = {}
-    for first, *_, last in (group for group in alike if len(group) > 2):
-        having.setdefault(", ".join(parts[first]), []).append(f"{first} to {last}")
-    return "; ".join(f"each of {', '.join(which)} has {what}" for what, which in having.items())

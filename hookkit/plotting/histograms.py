@@ -109,24 +109,18 @@ def _which(record: Record, rows: list[int]) -> str:
 
 
 class Grid(NamedTuple):
-    """How many tiles are side by side, how high they are (inches), and how long their names."""
+    """How many tiles are on top of each other and side by side, and how high they are (inches)."""
 
     rows: int
     columns: int
     height: float
-    size: float
-    room: int
 
 
 def _grid(n: int) -> Grid:
     """For `n` tiles, at most a page of them."""
-    sizes = (
-        (1, 1, 4.0, 8, 80),
-        (4, 4, 2.4, 8, 31),
-        (PAGE, 4, 1.5, 8, 31),
-    )
-    _, columns, height, size, room = next(s for s in sizes if n <= s[0])
-    return Grid(max(1, -(-n // columns)), min(max(1, n), columns), height, size, room)
+    if n <= 4:
+        return Grid(1, max(1, n), 4.0 if n <= 1 else 2.4)
+    return Grid(-(-n // 4), 4, 1.5)
 
 
 def _check_hist(record: Record) -> None:
@@ -181,8 +175,8 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
         image[r * (high + 1) :, c * len(xs) :][:high, : len(xs) - 1] = tile
         if grid.columns > 1:
             at, text = (c * right + xs[0], r * up + ys[-1]), {"textcoords": "offset points"}
-            name = row_label(record, row, grid.room)  # of long names the end: there they differ
-            ax.annotate(literal(name), at, (0, 3.5), fontsize=grid.size, **text)
+            name = row_label(record, row, 31)  # of long names the end: there they differ
+            ax.annotate(literal(name), at, (0, 3.5), fontsize=8, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
     y = np.concatenate([ys + r * up for r in range(grid.rows)])
     colours = colour_map("viridis", bad="none", under=NEVER, over=ALARM)
@@ -210,16 +204,15 @@ def _tile_axes(ax: Any, record: Record, bins: tuple[int, int], grid: Grid, up: f
     places, labels = bin_ticks(record.edges, *bins, most)
     low = edge_places(record.edges)[bins[0]]
     ys = [place - low + r * up for r in range(grid.rows) for place in places]
-    size = min(8, grid.size + 0.5)
     count_steps(ax)
-    ax.set_yticks(ys, labels * grid.rows, fontsize=size)
+    ax.set_yticks(ys, labels * grid.rows, fontsize=8)
     ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}\n{scale_words(record.edges)}", fontsize=7)
     if grid.columns == 1:
         mark_epochs(ax, record)
-        ax.tick_params(labelsize=size)
+        ax.tick_params(labelsize=8)
     else:
         ends = sorted({int(record.steps[0]), int(record.steps[-1])})
-        ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=size)
+        ax.set_xticks(ends, [f"{end}" for end in ends], fontsize=8)
     ax.grid(False)
     ax.tick_params(length=2)
     ax.spines[:].set_visible(False)
