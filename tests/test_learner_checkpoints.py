@@ -1,5 +1,6 @@
 """A training that was killed goes on from its checkpoint as if nothing had happened."""
 
+import json
 import os
 import pickle
 import random
@@ -23,6 +24,7 @@ from hookkit.callbacks import (
     EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
+    LogTo,
     MixedPrecision,
     SaveModelCallback,
     SchedulerCallback,
@@ -154,6 +156,19 @@ def test_callbacks_go_on_where_they_were(cb: Any, tmp_path: Path) -> None:
 
     assert_same(whole, later)
     assert repr(list(whole._past)) == repr(list(later._past))
+
+
+def test_what_was_logged_is_not_logged_again(tmp_path: Path) -> None:
+    first, later = learner(tmp_path), learner(tmp_path)
+    path = tmp_path / "log.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(3, cbs=[LogTo(path, every=1), killed(1)])
+
+    later.fit(3, cbs=LogTo(path, every=1), resume="checkpoint")
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    # step 9 is sent as the first fit ends, which is after its checkpoint
+    assert [row["step"] for row in rows if "loss" in row] == [*range(10), *range(9, 15)]
 
 
 def test_a_long_history_halves_as_it_would_have(tmp_path: Path) -> None:
@@ -418,6 +433,27 @@ def test_a_file_that_is_not_whole_gets_one_clear_line(
 
     assert all(map(torch.equal, weights(learn), before))
     assert not Path("hacked").exists()
+
+
+def test_a_checkpoint_is_loaded_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
+    learner(tmp_path).fit(1, cbs=SaveAtEnd())
+    path, dice = tmp_path / "models" / "end.pth", random.Random(0)
+    whole, state = path.read_bytes(), load_state(path)
+    torn = [whole[:n] for n in range(0, len(whole), 2000)]
+    for _ in range(100):
+        at = dice.randrange(len(whole))
+        torn.append(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+    refused = 0
+
+    for content in torn:
+        path.write_bytes(content)
+        try:
+            found = load_state(path)
+            assert all(map(torch.equal, found["model"].values(), state["model"].values()))
+        except OptionError:
+            refused += 1
+
+    assert refused > len(torn) // 2
 
 
 @pytest.mark.parametrize("entry", ["fit", "callbacks", "random", "loaders", "opt"])

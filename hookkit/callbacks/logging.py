@@ -94,6 +94,16 @@ class LogTo(Callback):
                 stacklevel=2,
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was sent: a training that is resumed sends the rest."""
+        sent = sent_to(as_target("LogTo", self.target), self.learn) if self._alive else {}
+        return {"sent": dict(sent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        if self._alive:
+            sent_to(as_target("LogTo", self.target), self.learn).update(state["sent"])
+
     def __getstate__(self) -> dict[str, Any]:
         # a writer has threads and connections, which no copy could share
         return {**super().__getstate__(), "target": None, "_alive": False}
