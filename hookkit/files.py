@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from stat import S_IMODE
@@ -55,8 +56,8 @@ def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
         temporary.replace(target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(target)  # a full disk does not say which file
+        if isinstance(error, OSError):  # which may say nothing of a file, or name the other one
+            error.filename = str(target)
         raise
 
 
@@ -94,3 +95,16 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
         except BaseException:
             file.truncate(end)
             raise
+
+
+def check_zip(file: IO[bytes]) -> None:
+    """Raises unless each part of a zip file has its check sum, which few readers look at.
+
+    Raises:
+        ValueError: one has another.
+        Exception: of many kinds, if it is no whole zip file.
+    """
+    with zipfile.ZipFile(file) as parts:
+        if (bad := parts.testzip()) is not None:
+            raise ValueError(f"{bad} has another check sum")
+    file.seek(0)

@@ -4,6 +4,7 @@ import csv
 import gc
 import json
 import math
+import random
 import weakref
 from dataclasses import replace
 from io import BytesIO
@@ -445,6 +446,7 @@ def broken(path: Path) -> None:
     path.write_bytes(whole[:600] + bytes(200) + whole[800:])
 
 
+NO_RECORDS = '{"records": [], "valid": [], "info": {}}'
 FOREIGN: dict[str, Any] = {
     "damaged": broken,
     "cut off": lambda path: path.write_bytes(save(record(), path).read_bytes()[:900]),
@@ -452,6 +454,10 @@ FOREIGN: dict[str, Any] = {
     "no head": lambda path: np.savez(path, x=np.ones(2)),
     "another head": lambda path: np.savez(path, head=np.array("title")),
     "other records": lambda path: np.savez(path, head=np.array('{"records": [{"kind": "x"}]}')),
+    "other facts": lambda path: np.savez(path, head=np.array('{"records": [], "valid": 3}')),
+    "words": lambda path: np.savez(path, head=np.array(NO_RECORDS), losses=np.array(["a"])),
+    "deep": lambda path: np.savez(path, head=np.array("[" * 100_000)),
+    "objects": lambda path: np.savez(path, head=np.array([{}], object)),
     "one array": lambda path: path.write_bytes(npy()),
 }
 
@@ -468,6 +474,26 @@ def test_a_file_of_another_program_or_a_damaged_one_is_refused(what: str, tmp_pa
 
     with pytest.raises(OptionError, match="did not write it, or it is damaged"):
         load(path)
+
+
+def test_a_file_is_loaded_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
+    run = Run(activations=record(), losses=np.ones(2), info={"model": "Net"})
+    whole = run.save(path := tmp_path / "run.npz").read_bytes()
+    dice = random.Random(0)
+    torn = [whole[:n] for n in range(0, len(whole), 50)]
+    for _ in range(300):
+        at = dice.randrange(len(whole))
+        torn.append(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+    refused = 0
+
+    for content in torn:
+        path.write_bytes(content)
+        try:
+            assert Run.load(path) == run
+        except OptionError:
+            refused += 1
+
+    assert refused > len(torn) // 2
 
 
 def test_missing_folders_are_made(tmp_path: Path) -> None:

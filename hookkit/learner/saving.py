@@ -7,7 +7,6 @@ recorders are made of the classes in `RECORDED`, and torch's unpickler makes no 
 
 from __future__ import annotations
 
-import zipfile
 from array import array
 from collections.abc import Mapping
 from io import BytesIO
@@ -20,7 +19,7 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 
 from hookkit.callbacks.losses import LossHistory, Scalars
 from hookkit.errors import OptionError, nearest
-from hookkit.files import atomic_write
+from hookkit.files import atomic_write, check_zip
 from hookkit.moments.accumulator import RECORDED as OF_MOMENTS
 from hookkit.records import Incident
 from hookkit.stats.parameters import Bits
@@ -110,10 +109,9 @@ def load_state(where: Path) -> dict[str, Any]:
 
 
 def _read(where: Path) -> Any:
-    with zipfile.ZipFile(where) as file:  # torch.load does not look at check sums
-        if (bad := file.testzip()) is not None:
-            raise ValueError(f"{bad} is damaged")
-    state = torch.load(where, map_location="cpu", weights_only=True)
+    with where.open("rb") as file:
+        check_zip(file)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     packed = state.get("callbacks") if isinstance(state, dict) else None
     if isinstance(packed, torch.Tensor):
         with _allowed():

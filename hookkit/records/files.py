@@ -7,8 +7,6 @@ are the fields of Records and of a Run; `run` makes the values of them.
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +16,11 @@ import numpy as np
 
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
-from hookkit.files import atomic_write
+from hookkit.files import atomic_write, check_zip
 from hookkit.records.values import read_source, records_of
 
 _SERIES = ("losses", "grad_norms")
-_FACTS = ("valid", "info")
 _ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
-_UNREADABLE = (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def save(source: Any, path: str | Path) -> Path:
@@ -78,25 +74,34 @@ def opened(path: str | Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, A
         OptionError: the file is not one of `save`'s, or is damaged: also if an error of these kinds
             is raised while its fields are used within the `with`.
     """
-    path = check_path("load", path)
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            head = json.loads(str(file["head"]))
-            records = [_record_fields(file, i, each) for i, each in enumerate(head["records"])]
-            run = {name: file[name] for name in _SERIES if name in file}
-            run |= {name: head[name] for name in _FACTS if name in head}
-            run["incidents"] = [_incident_fields(each) for each in head.get("incidents", ())]
-            yield records, run
-    except _UNREADABLE as why:
-        raise OptionError(
-            f"cannot load {path}: hookkit did not write it, or it is damaged. "
-            f"Give a file that save(…, path) wrote."
-        ) from why
+    with check_path("load", path).open("rb") as raw:
+        try:
+            check_zip(raw)
+            with np.load(raw, allow_pickle=False) as file:
+                head = json.loads(str(file["head"]))
+                records = [_record_fields(file, i, each) for i, each in enumerate(head["records"])]
+                run = {name: _numbers(file[name], 1) for name in _SERIES if name in file}
+                run |= {"valid": [dict(row) for row in head["valid"]], "info": dict(head["info"])}
+                run["incidents"] = [_incident_fields(each) for each in head.get("incidents", ())]
+                yield records, run
+        except Exception as why:  # a damaged file may raise anything
+            raise OptionError(
+                f"cannot load {path}: hookkit did not write it, or it is damaged. "
+                f"Give a file that save(…, path) wrote."
+            ) from why
+
+
+def _numbers(x: Any, ndim: int | None = None) -> Any:
+    if x.dtype.kind not in "iufb" or ndim not in (None, x.ndim):
+        raise ValueError(f"{x.ndim} dimensions of {x.dtype} are no numbers of a run")
+    return x
 
 
 def _record_fields(file: Any, i: int, head: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: file.get(f"{i}/{name}") for name in _ARRAYS}
-    fields["values"] = {name: file[f"{i}/values/{name}"] for name in head["statistics"]}
+    there = [name for name in _ARRAYS if f"{i}/{name}" in file]
+    fields: dict[str, Any] = {name: _numbers(file[f"{i}/{name}"]) for name in there}
+    values = {name: file[f"{i}/values/{name}"] for name in head["statistics"]}
+    fields["values"] = {name: _numbers(table) for name, table in values.items()}
     names, types = tuple(head["names"]), tuple(head["types"])
     return {**fields, "kind": head["kind"], "names": names, "types": types, "meta": head["meta"]}
 
