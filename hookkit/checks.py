@@ -3,6 +3,10 @@
 Each returns the checked value, or raises before anything has changed. Its message says what was
 given, what was expected, and what to do. Every public function checks its arguments here, so that
 the same mistake gets the same message everywhere. Builds on `errors`.
+
+All take `who`, the function or class called, and the argument's `name` and `value`; `hint` is what
+to do instead, if there is a likely mistake. A value that is no number or no choice raises
+`OptionError`, anything else `ArgumentError`.
 """
 
 from __future__ import annotations
@@ -22,15 +26,7 @@ from hookkit.errors import ArgumentError, OptionError, nearest
 
 
 def check_module(who: str, module: Any, hint: str = "") -> nn.Module:
-    """`module`, an nn.Module.
-
-    Args:
-        who: the function or class called.
-        module: the argument to check.
-        hint: what to do instead, if there is a likely mistake.
-
-    Raises:
-        ArgumentError: it is something else, such as the class of one.
+    """`module`, an nn.Module; raises for anything else, such as the class of one.
 
     >>> check_module("edit_output", nn.ReLU)
     Traceback (most recent call last):
@@ -48,17 +44,7 @@ Call the class: ReLU(…).
 
 
 def check_flag(who: str, name: str, value: Any, hint: str = "") -> bool:
-    """`value`, True or False (also numpy's, and 0 or 1).
-
-    Args:
-        who: the function or class called.
-        name: the argument's name.
-        value: the argument to check.
-        hint: what to do instead, if there is a likely mistake.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """`value`, True or False (also numpy's, and 0 or 1)."""
     if isinstance(value, (bool, np.bool_)) or (is_whole(value) and value in (0, 1)):
         return bool(value)
     raise ArgumentError(f"{who}({name}={shown(value)}): give True or False.{hint and ' ' + hint}")
@@ -78,22 +64,8 @@ def check_number(
 ) -> Any:
     """`value`, one number from `low` to `high`, above `above` and below `below`.
 
-    Args:
-        who: the function or class called.
-        name: the argument's name.
-        value: the argument to check.
-        low: the smallest value that can work.
-        high: the largest.
-        above: as `low`, but itself too small.
-        below: as `high`, but itself too large.
-        whole: whether only whole numbers will do.
-        what: what the number means, for the message: `"batches in one step"`.
-
-    Returns:
-        An int if `whole`, else a float.
-
-    Raises:
-        OptionError: it is no such number.
+    An int if only `whole` numbers will do, else a float. `what` says in the message what the number
+    means: `"batches in one step"`.
     """
     fits = is_whole(value) if whole else is_number(value)
     if fits and low <= value <= high and above < value < below:
@@ -106,11 +78,7 @@ def check_number(
 
 
 def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> Any:
-    """`value`, one of the strings `choices`.
-
-    Raises:
-        OptionError: it is none of them; names the nearest.
-    """
+    """`value`, one of the strings `choices`; raises with the nearest of them."""
     if isinstance(value, str) and value in choices:
         return value
     near = nearest(value, choices, n=1) if isinstance(value, str) else []
@@ -120,11 +88,7 @@ def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> A
 
 
 def check_path(who: str, path: Any, name: str = "path") -> Path:
-    """`path` as a `Path` of a file to write or to read.
-
-    Raises:
-        ArgumentError: it is neither a string nor a path, or is empty, or holds a null character.
-    """
+    """`path`, a string or a path, as a `Path`; raises if it is empty or holds a null character."""
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         if isinstance(text, str) and text.strip() and "\0" not in text:
@@ -139,11 +103,8 @@ def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -
     if it has one required parameter, or if Python cannot read its signature, as with many of
     torch's own functions (`torch.mean`).
 
-    Returns:
-        `f`, or `OfLast(f)`, which passes the last argument on.
-
-    Raises:
-        ArgumentError: `f` cannot be called, is a class of modules, or takes other arguments.
+    Returns `f`, or `OfLast(f)`, which passes the last argument on. Raises if `f` cannot be called,
+    is a class of modules, or takes other arguments.
 
     >>> check_function("Hook", len, "module", "input", "output")(nn.ReLU(), (), [1.0, 2.0])
     2
@@ -177,12 +138,7 @@ Give f(module, input, output), or f(output).
 
 
 def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any:
-    """`f`, None or something to be called: a function, an object, a class other than of modules.
-
-    Raises:
-        ArgumentError: it cannot be called, or is a class of modules (`nn.MSELoss` for
-            `nn.MSELoss()`).
-    """
+    """`f`, None or something to be called, but no class of modules (`nn.MSELoss`, not called)."""
     is_module_class = isinstance(f, type) and issubclass(f, nn.Module)
     if f is None or (callable(f) and not is_module_class):
         return f

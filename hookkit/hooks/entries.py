@@ -221,15 +221,10 @@ def register(
     always_call: bool = False,
     backward: bool = False,
 ) -> RemovableHandle:
-    """Registers `entry` on `module`; called in an `uninterrupted` function.
+    """Registers `entry`, which is on no module yet; called in an `uninterrupted` function.
 
-    Args:
-        module: any module that `check_hookable` passes.
-        entry: not registered yet.
-        pre: before the forward instead of after it.
-        prepend: before the hooks that are there, instead of after them.
-        always_call: also after a forward that raised; not for `pre`.
-        backward: as PyTorch's full backward hook.
+    `pre`, `prepend` and `always_call` as for `attach`; `backward` makes it PyTorch's full backward
+    hook.
     """
     # PyTorch puts a hook into its dict before the note that it wants keyword inputs, and another
     # thread may call the module in between: the entry does nothing until then.
@@ -247,10 +242,7 @@ def register(
 
 
 def unregister(handles: Iterable[RemovableHandle]) -> None:
-    """Removes the entries of `handles`; called in an `uninterrupted` function.
-
-    None runs again, also not later in a call that is under way. Can be repeated.
-    """
+    """Removes the entries of `handles`, as `Handle.remove`, in an `uninterrupted` function."""
     for handle in handles:
         entry = entry_of(handle)
         if entry is not None:
