@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,15 +146,8 @@ silent = pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
 
 
 @silent
-@pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_stance_that_is_set_in_a_block_stays(
-    block: str, public: bool, net: Net, stance: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if public:  # as in a torch without the private names
-        frames, real = SimpleNamespace(set_stance=None), compiling._set_eager
-        monkeypatch.setattr(compiling, "_set_eager", lambda _: real(frames))
-
+def test_a_stance_that_is_set_in_a_block_stays(block: str, net: Net, stance: Any) -> None:
     with BLOCKS[block](net):
         torch.compiler.set_stance("fail_on_recompile")
 

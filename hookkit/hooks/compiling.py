@@ -11,8 +11,7 @@ code runs (for a warning), and `forget_graphs` has it compiled once more, with t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from types import CodeType
@@ -21,102 +20,70 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private: the compiler's module for frames, whose `_stance` says how compiled functions run and
-# whose `DynamoStance` makes one (since 2.6). `torch._C._dynamo.eval_frame.get_eval_frame_callback`
-# (2.11 has it) says whether this code runs inside of a compiled region. If one of them is missing,
-# the public `torch.compiler.set_stance` is called instead, at 9 µs a block against 1.
+from hookkit.interrupts import uninterrupted
+
 FRAMES = "torch._dynamo.eval_frame"
+"""The compiler's module for frames, loaded with the compiler."""
 
 # -- how compiled code runs inside a block ----------------------------------------------------
 
 
-# The ids of the open blocks of all threads, and how to restore the stance. The process has one
+# The ids of the open blocks of all threads, and what has set the stance. The process has one
 # stance, and blocks of several threads need not end in the reverse order of their beginning.
 _lock = Lock()
 _inside: set[int] = set()
-_undo: Callable[[], object] | None = None
+_eager: Any = None
 
 
+@uninterrupted
 def enter_eager(owner: object) -> None:
     """Compiled functions run eagerly from now on, until `leave_eager(owner)`.
 
     Does nothing if the compiler is not loaded, or while this call itself is being compiled.
     """
-    frames: Any = sys.modules.get(FRAMES)
-    if frames is None or torch.compiler.is_compiling():
+    global _eager
+    if FRAMES not in sys.modules or torch.compiler.is_compiling():
         return
     with _lock:
         _inside.add(id(owner))
-        if _undo is None or _changed(frames):
-            _set_eager(frames)
+        try:
+            now: Any = torch.compiler.set_stance("force_eager")
+        except RuntimeError:  # inside a compiled region, which traces its hooks
+            return
+        if _is_ours(now):
+            now.__exit__(None, None, None)  # an open block has set it, and it stays
+        else:
+            _eager = now
 
 
+@uninterrupted
 def leave_eager(owner: object) -> None:
-    """Undoes `enter_eager`, also half of it; the last block to end restores the stance.
+    """Undoes `enter_eager`; the last block to end restores the stance.
 
     A stance that somebody else has set meanwhile stays.
     """
-    global _undo
+    global _eager
     if id(owner) not in _inside:
         return
     with _lock:
-        if _inside == {id(owner)} and _undo is not None:
-            _undo()
-            _undo = None
         _inside.discard(id(owner))
+        if _inside or _eager is None:
+            return
+        now: Any = torch.compiler.set_stance("default")
+        now.__exit__(None, None, None)
+        if _is_ours(now):
+            _eager.__exit__(None, None, None)
+        else:  # a `with set_stance` that ends after the block restores the block's stance object,
+            # so that object becomes a copy of the stance from before the block
+            vars(_eager.stance).update(vars(_eager.prev))
+        _eager = None
 
 
-def _set_eager(frames: Any) -> None:
-    """Sets the compiler's stance, if it can be set here; first notes how to restore it."""
-    global _undo
-    callback = getattr(
-        getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
-        "get_eval_frame_callback",
-        None,
-    )
-    try:
-        if callback and hasattr(frames, "_stance") and hasattr(frames, "DynamoStance"):
-            if callback() not in (None, False):  # inside a compiled region, which traces its hooks
-                return
-            eager = _force_eager(frames)
-            _undo = partial(_restore, frames, frames._stance)
-            frames._stance = eager
-        elif hasattr(frames, "set_stance"):
-            _undo = partial(_restore_publicly, torch.compiler.set_stance("force_eager"))
-    except RuntimeError:  # inside a compiled region
-        pass
-
-
-_stance: Any = None
-
-
-def _force_eager(frames: Any) -> Any:
-    global _stance
-    if _stance is None:
-        _stance = frames.DynamoStance("force_eager")
-    return _stance
-
-
-def _changed(frames: Any) -> bool:
-    """Whether somebody else has set the stance since a block did."""
-    return getattr(frames, "_stance", _stance) is not _stance
-
-
-def _restore(frames: Any, before: Any) -> None:
-    global _stance
-    if not _changed(frames):
-        frames._stance = before
-    else:  # a `with set_stance` that ends after the block restores the block's stance object,
-        # so that object becomes a copy of the stance from before the block
-        vars(_stance).update(vars(before))
-        _stance = None
-
-
-def _restore_publicly(own: Any) -> None:
-    now = torch.compiler.set_stance("default")  # its `prev` is what was set before
-    now.__exit__(None, None, None)
-    if now.prev is own.stance:
-        own.__exit__(None, None, None)
+def _is_ours(now: Any) -> bool:
+    """Whether the stance that `now` has replaced is the one that a block has set."""
+    # `stance` and `prev`, what a `set_stance` sets and what it restores, are not documented (torch
+    # 2.6 to 2.13). There is no other way to see whether somebody else has set the stance.
+    return _eager is not None and now.prev is _eager.stance
 
 
 # -- which modules compiled code runs ---------------------------------------------------------
