@@ -23,6 +23,7 @@ alone.
         modelinfo · health                      sizes, shapes, compute; diagnosis of a run
      5  features · summaries · plotting         extract; a model at a glance; pictures
      6  pages · callbacks                       report: one page of a run; Callback
+        comparing                               two models, layer by layer
      7  recording · live                        HookCallback, where hooks meet a loop; ShowHealth
      8  stats                                   ActivationStats and other recorders
      9  learner · watching                      hookkit's training loop; yours
@@ -43,6 +44,7 @@ from .callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
+from .comparing import Comparison, compare_models
 from .data import DataLoaders
 from .editing import (
     add,
@@ -128,6 +130,7 @@ __all__ = [
     "CancelTrainException",
     "CancelValidException",
     "Catcher",
+    "Comparison",
     "CompiledWarning",
     "DataLoaders",
     "Diagnosis",
@@ -171,6 +174,7 @@ __all__ = [
     "Wrapper",
     "__version__",
     "add",
+    "compare_models",
     "diagnose",
     "dummy_eval",
     "edit_grad",

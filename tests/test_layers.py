@@ -21,7 +21,7 @@ ROWS = [
     {"hooks", "records"},
     {"moments", "editing", "swapping", "modelinfo", "health"},
     {"features", "summaries", "plotting"},
-    {"pages", "callbacks"},
+    {"pages", "callbacks", "comparing"},
     {"recording", "live"},
     {"stats"},
     {"learner", "watching"},

@@ -7,6 +7,7 @@ whatever happens in it; entering them again registers them again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -21,6 +22,7 @@ from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.hook import Hook, kind_of
 from hookkit.hooks.reading import stored
+from hookkit.hooks.saving import save
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
@@ -155,6 +157,25 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
     def silent(self) -> dict[str, str]:
         """The hooks that have nothing so far, each with the reason as far as it can be known."""
         return reasons(self._captures)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what is stored to a safetensors file, for `compare_models` or any other reader.
+
+        Tensors are called `name`, or `name:call` with `keep="all"`, with `/path` behind it where a
+        module returns a structure; the metadata have the structures in words. What is no tensor is
+        left out. Tensors are moved to the CPU one by one.
+
+        Args:
+            path: of the file; one that exists is replaced as a whole.
+
+        Returns:
+            The path.
+
+        Raises:
+            HookError: nothing is stored, or a sparse, nested or quantized tensor.
+            MissingExtraError: safetensors is not installed.
+        """
+        return save(self, path)
 
     def __len__(self) -> int:
         return len(self._captures)

@@ -72,15 +72,19 @@ def copied_inputs(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
 
 
 @block
-def restore_after(tree: Tree) -> Iterator[None]:
+def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
     """Restores the modules of `tree` at the end: modes, attributes, hooks, buffers' content.
 
     Attributes are restored one level deep (a list that grew shrinks again); tensors that were
-    written get their content back. Cost: one clone of every buffer and parameter.
+    written get their content back. Cost: one clone of every buffer and, with `params`, parameter.
     """
     modules = [(m, type(m), {**vars(m)}, _contents(m)) for m in (*tree.wrappers, *tree.modules)]
     modes = [(m, m.training) for m in tree.scripted]
-    tensors = {id(t): t for t in tree.tensors if not nn.parameter.is_lazy(t)}
+    tensors = {
+        id(t): t
+        for t in tree.tensors
+        if not nn.parameter.is_lazy(t) and (params or not isinstance(t, nn.Parameter))
+    }
     saved = [(t, t._version, t.detach().clone()) for t in tensors.values()]
     try:
         yield

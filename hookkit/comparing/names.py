@@ -1,0 +1,66 @@
+"""Which name in the second model a name in the first one stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hookkit.errors import OptionError, SelectionError, nearest
+
+
+class Names:
+    """Names of one model in another, by patterns: `*` is one part of a name.
+
+    A pattern stands for all names below it too; of those that fit, the one with the most parts
+    counts, and the parts that its stars stand for are put in the place of the stars of the other.
+
+    >>> names = Names({"encoder.layers.*": "h.*", "encoder.layers.*.linear1": "h.*.mlp.fc"})
+    >>> names.of("encoder.layers.3.norm1"), names.of("encoder.layers.3.linear1"), names.of("head")
+    ('h.3.norm1', 'h.3.mlp.fc', 'head')
+    """
+
+    def __init__(self, patterns: Any) -> None:
+        if not isinstance(patterns or {}, Mapping):
+            raise OptionError(
+                f"compare_models: names={patterns!r:.60} is no dict. Give names of the first model "
+                'and those of the second: {"encoder.layers.*": "transformer.h.*"}.'
+            )
+        self.rules = [(p, _pattern(p), str(other)) for p, other in (patterns or {}).items()]
+        self.rules.sort(key=lambda rule: -rule[0].count("."))
+        for p, _, other in self.rules:
+            if p.count("*") != other.count("*"):
+                raise OptionError(
+                    f'compare_models: names={{"{p}": "{other}"}}: each * stands for one part of '
+                    "the name, so that both need as many of them."
+                )
+
+    def of(self, name: str) -> str:
+        """The name in the second model."""
+        other: str
+        for _, pattern, other in self.rules:
+            if found := pattern.match(name):
+                for part in found.groups():
+                    other = other.replace("*", part, 1)
+                return other + name[found.end() :]
+        return name
+
+    def check(self, known: Iterable[str]) -> None:
+        """Raises if a pattern fits none of the names that are `known`.
+
+        Raises:
+            SelectionError: so it is.
+        """
+        known = list(known)
+        for text, pattern, _ in self.rules:
+            if not any(map(pattern.match, known)):
+                near = nearest(text, known) or known[:3]
+                raise SelectionError(
+                    f'compare_models: names: no module of the first model is called "{text}". '
+                    f"Nearest: {', '.join(map(repr, near))}."
+                )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    parts = (re.escape(part).replace(r"\*", "([^.]+)") for part in text.split("."))
+    return re.compile(r"\.".join(parts) + r"(?=\.|$|\[)")

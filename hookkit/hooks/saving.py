@@ -1,0 +1,67 @@
+"""`Hooks.save`: what was captured, in a safetensors file.
+
+A tensor is called `name`, or `name:call` where each call was kept, with `/path` behind it in a
+structure. The metadata have the keys in the order of the hooks, the structures in words, and the
+modules' classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookkit.checks import check_path
+from hookkit.errors import HookError, missing_extra
+from hookkit.files import atomic_write
+from hookkit.nested import describe, named_leaves
+
+
+def save(hooks: Any, path: str | Path) -> Path:
+    """Writes what `hooks`, a `Hooks`, stored; the path."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise missing_extra("safetensors", "collect", "save a capture") from None
+    path = check_path("Hooks.save", path)
+    values = dict(_values(hooks))
+    tensors = {
+        key + (f"/{inner}" if inner else ""): _whole(t)
+        for key, value in values.items()
+        for inner, t in named_leaves(value)
+    }
+    if not tensors:
+        raise HookError("Hooks.save: nothing was stored. Run the model in the block first.")
+    about = {
+        "keys": list(tensors),
+        "structures": {key: describe(value) for key, value in values.items()},
+        "types": {
+            name: type(h.module).__name__ for name, h in zip(hooks.names, hooks, strict=True)
+        },
+    }
+    with atomic_write(path) as file:
+        save_file(tensors, file.name, {name: json.dumps(value) for name, value in about.items()})
+    return path
+
+
+def _values(hooks: Any) -> Iterator[tuple[str, Any]]:
+    """What each hook stored, by the key in the file."""
+    each = hooks.hooks[0]._capture.options.keep == "all" if len(hooks) else False
+    for name, h in zip(hooks.names, hooks.hooks, strict=True):
+        for i, value in enumerate(h.calls if each else [h.stored]):
+            yield f"{name}:{i}" if each else name, value
+
+
+def _whole(t: Tensor) -> Tensor:
+    """`t` as a file holds it: dense, contiguous, with memory of its own."""
+    t = t.detach()
+    if t.is_nested or t.is_quantized or t.layout is not torch.strided:
+        raise HookError(
+            f"Hooks.save: safetensors holds dense tensors only, and this is {t.layout}. Store "
+            "what it is made of: give the hook a function that returns its values."
+        )
+    return t.cpu().clone(memory_format=torch.contiguous_format)
