@@ -119,6 +119,28 @@ def test_a_second_fit_goes_on() -> None:
     assert tracker.steps("loss") == list(range(6))
 
 
+def test_a_resumed_fit_sends_what_is_new(tmp_path: Path) -> None:
+    def stop(cb: Any) -> None:
+        if cb.epoch == 1 and not cb.eval_pass:
+            raise KeyboardInterrupt
+
+    def save(cb: Any) -> None:
+        if cb.learn.fitting:
+            cb.learn.save("checkpoint")
+
+    tracker = Tracker()
+    cbs = [LogTo(tracker, every=1), Callback(after_epoch=save), Callback(before_validate=stop)]
+    with pytest.raises(KeyboardInterrupt):
+        quiet(n_trn=3, cbs=cbs, path=tmp_path).fit(2)
+    assert tracker.steps("loss") == list(range(6))
+    del tracker.got[:]
+
+    quiet(n_trn=3, cbs=LogTo(tracker), path=tmp_path).fit(2, resume="checkpoint")
+
+    assert tracker.steps("loss") == [2, 3, 4, 5]  # the step before the checkpoint was not sent yet
+    assert tracker.steps("epoch/valid_loss") == [2, 5]
+
+
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
     def fail(cb: Any) -> None:
         if cb.train_iter == 4:

@@ -182,7 +182,24 @@ def test_nothing_is_loaded_if_nothing_was_best(tmp_path: Path) -> None:
     learn.fit(1)
 
     assert not torch.equal(weight(learn), before)
-    assert learn.save_model.last_saved_path is None
+
+
+def test_a_resumed_fit_loads_the_best_of_before(tmp_path: Path) -> None:
+    def stop(cb: Any) -> None:
+        if cb.epoch == 1 and not cb.eval_pass:
+            cb.learn.save("checkpoint")
+            raise KeyboardInterrupt
+
+    values = [1.0, 3.0, 2.0]
+    learn = scripted(values, cbs=SaveModelCallback("score"), path=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(3, cbs=Callback(after_epoch=stop))
+
+    later = scripted(values, cbs=SaveModelCallback("score"), path=tmp_path)
+    later.fit(3, resume="checkpoint")
+
+    assert later.save_model.best_epoch == 1
+    assert torch.equal(weight(later), torch.load(tmp_path / "models" / "model.pth")["model"]["a"])
 
 
 @pytest.mark.parametrize(("every", "epochs"), [(True, [0, 1, 2, 3]), (3, [0, 3])])
