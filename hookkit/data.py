@@ -219,7 +219,7 @@ def first_batch(loader: Any, name: str) -> Any:
         loader = copy.copy(loader)
         loader.num_workers = loader.timeout = 0
     with Undo() as undo:
-        for generator in _generators_of(loader):
+        for generator in generators_of(loader):
             undo.callback(generator.set_state, generator.get_state())
         undo.enter_context(torch.random.fork_rng(devices=[]))
         for batch in loader:
@@ -227,7 +227,7 @@ def first_batch(loader: Any, name: str) -> Any:
     raise ModelRunError(no_batches(name))
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """The random generators of a loader and of its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))

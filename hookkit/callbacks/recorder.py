@@ -60,7 +60,6 @@ class Recorder(Callback):
     _renamed: ClassVar[Mapping[str, str]] = {
         "plot": "plot_loss()",
         "plot_losses": "plot_loss()",
-        "plot_lr": "lrs",
         "plot_metrics": "rows()",
         "val_losses": "values",
     }
@@ -296,6 +295,15 @@ class Recorder(Callback):
             )
 
         return plot_loss(self.learn.run_record(), skip_start, with_valid, ax=ax, fig=fig)
+
+    def plot_lr(self, *, ax: Any = None) -> Any:
+        """Draws the learning rate of each training batch, dotted lines between epochs; the Axes.
+
+        Of several parameter groups it is the last one's.
+        """
+        from hookkit.plotting.rates import plot_rates
+
+        return plot_rates(self.lrs, self.iters, ax=ax)
 
 
 def format_time(seconds: float) -> str:

@@ -9,6 +9,7 @@ documentation, and therefore one file of more than 300 lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from hookkit.learner.groups import (
     spread,
     trainable_params,
 )
+from hookkit.learner.lr_finder import SuggestedLRs, find_lr
 from hookkit.learner.predicting import Predicting
 from hookkit.learner.saving import save_state
 from hookkit.records import Floats, Run, Tables, Views
@@ -231,6 +233,40 @@ class Learner(Predicting, Tables, Views):
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
         cbs = [schedule, *listed(cbs)]
         self.fit(n_epoch, lr, wd, cbs, reset_opt, start_epoch, resume=resume)
+
+    def lr_find(
+        self,
+        start_lr: float = 1e-7,
+        end_lr: float = 10,
+        num_it: int = 100,
+        stop_div: bool = True,
+        show_plot: bool = True,
+    ) -> SuggestedLRs:
+        """A learning rate to train with, from a short training with a growing one.
+
+        Of that training nothing stays: model, optimizer, random states, data order and records are
+        as before, however it ends. Your own callbacks run, and what they keep for themselves stays.
+
+        Args:
+            start_lr: the first learning rate, of all parameter groups.
+            end_lr: the last.
+            num_it: how many batches are trained on, of as many epochs as it takes.
+            stop_div: whether to stop when the smoothed loss is over four times its least.
+            show_plot: whether to draw the picture, where matplotlib is installed.
+
+        Returns:
+            `.valley` is the suggestion, fastai's; `.lrs` and `.losses` are what it is read from;
+            `.plot()` draws them.
+
+        Raises:
+            ModelRunError: the loss was a number for too few batches, or there is no training data.
+            OptionError: an option cannot work; a fit is under way.
+        """
+        show_plot = check_flag("lr_find", "show_plot", show_plot)
+        found = find_lr(self, start_lr, end_lr, num_it, stop_div)
+        if show_plot and find_spec("matplotlib") is not None:
+            found.plot()
+        return found
 
     def create_opt(self) -> None:
         """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups.

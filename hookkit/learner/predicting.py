@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from hookkit import ranks
 from hookkit.callbacks import Callback
@@ -90,6 +90,28 @@ class Predicting(Loop):
                     gather.of_all_ranks()
         self._past = [cb for cb in self._past if cb is not gather]  # or its tensors would live on
         return gather.result(concat_dim)
+
+    def predict(self, item: Any, *, act: Callable[[Any], Any] | None = None) -> Any:
+        """The model's output for one sample, on the CPU and without a batch dimension.
+
+        The sample becomes a batch of one as the loader makes its batches (`collate_fn`), and goes
+        through `get_preds`: nothing changes. Unlike fastai's it is not decoded.
+
+        Args:
+            item: what the data set has: inputs with targets, or an input alone.
+            act: applied to the output: `lambda pred: pred.softmax(-1)`.
+
+        >>> from hookkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> x, y = learn.dls.valid_ds[0]
+        >>> learn.predict((x, y)).equal(learn.predict(x)), learn.predict(x).shape == x.shape
+        (True, True)
+        """
+        loader: Any = next((dl for dl in self.dls or () if hasattr(dl, "collate_fn")), None)
+        plain = loader is None or loader.batch_size is None  # its data set has batches
+        batch = (default_collate if plain else loader.collate_fn)([item])
+        preds, _ = self.get_preds(dl=[batch], act=act)
+        return tmap(lambda t: t[0], preds)
 
     def to_detach(self, x: Any, cpu: bool = True, gather: bool = True) -> Any:
         """`x` with its tensors detached, on the CPU or where they are: for fastai's metrics."""

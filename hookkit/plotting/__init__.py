@@ -16,6 +16,7 @@ Inf and nothing else.
     lines       plot_stats, plot_updates, plot_dead, plot_layer_stats
     depth       plot_depth
     loss        plot_loss
+    rates       the learning rate over a training, and what lr_find found
     svg         a picture as SVG for a page, light or dark
 """
 

@@ -1,0 +1,329 @@
+"""`lr_find`, `predict` and `plot_lr`."""
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookkit import (
+    ActivationStats,
+    Callback,
+    CSVLogger,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    LogTo,
+    MixedPrecision,
+    ModelRunError,
+    OptionError,
+    ParamStats,
+    SaveModelCallback,
+)
+from hookkit.learner.lr_finder import valley
+
+X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+def learner(*cbs: Any, opt_func: Any = torch.optim.Adam, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(DATA, 8, shuffle=True, generator=generator)
+    layers = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+    net, valid = nn.Sequential(*layers), DataLoader(DATA, 32)
+    learn = Learner((loader, valid), net, nn.MSELoss(), opt_func, cbs=list(cbs), **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def find(learn: Any, **options: Any) -> Any:
+    return learn.lr_find(**{"num_it": 40, "show_plot": False, **options})
+
+
+def trained(learn: Any) -> list[Any]:
+    """Everything that a training depends on, after one more epoch."""
+    learn.fit(1)
+    weights = [t.clone() for t in learn.model.state_dict().values()]
+    draws = torch.rand(2), random.random(), float(np.random.rand())
+    return [weights, learn.opt.state_dict(), draws, learn.run_record(), learn.recorder.values]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def observers(folder: Path) -> list[Any]:
+    files = [SaveModelCallback(), CSVLogger(append=True), LogTo(folder / "a.jsonl", every=1)]
+    return [ActivationStats(), ParamStats(), EarlyStoppingCallback(), GradientClip(), *files]
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: [],
+    "bf16": lambda: [MixedPrecision("bf16")],
+    "fp16": lambda: [MixedPrecision(init_scale=64.0), GradientAccumulation(2)],
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_nothing_of_it_stays(mode: Any, first: bool, tmp_path: Path) -> None:
+    results, files = [], []
+    for finds in (False, True):
+        folder = tmp_path / str(finds)
+        learn = learner(*mode(), *observers(folder), path=folder)
+        random.seed(0)
+        np.random.seed(0)
+        if not first:
+            learn.fit(1)
+        if finds:
+            find(learn)
+        results.append(trained(learn))
+        clip = learn.gradient_clip.norms.read().tolist()
+        files.append((clip, learn.n_steps, (folder / "a.jsonl").read_text(), len(learn.cbs)))
+
+    assert same(*results)
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", [0, 7])
+def test_it_is_undone_whatever_ends_it(error: Any, when: int) -> None:
+    def fail(cb: Any) -> None:
+        if cb.learn.opt.param_groups[0]["lr"] < 1e-4 and cb.train_iter == when:
+            raise error
+
+    results = []
+    for cbs in ([], [Callback(after_pred=fail)]):
+        learn = learner(*cbs)
+        random.seed(0)
+        np.random.seed(0)
+        if cbs:
+            with pytest.raises(error):
+                find(learn)
+            assert learn.opt is None
+            assert list(learn.cbs)[2:] == cbs
+            learn.remove_cbs(cbs)
+        results.append(trained(learn))
+
+    assert same(*results)
+
+
+def test_modes_attributes_and_gradients_are_as_before() -> None:
+    learn = learner()
+    learn.model.eval()
+    learn.model[0].train()
+
+    find(learn)
+
+    assert [m.training for m in learn.model] == [True, False, False, False, False]
+    assert all(p.grad is None for p in learn.model.parameters())
+    assert (learn.n_steps, learn.train_iter, learn.epoch, learn.recorder.lrs) == (0, 0, 0, [])
+    assert not learn.fitting
+
+
+def test_settings_of_the_optimizer_are_as_before_also_as_tensors() -> None:
+    rate = torch.tensor(0.25)
+    learn = learner(opt_func=lambda groups, lr: torch.optim.Adam(groups, lr=rate))
+    learn.create_opt()
+    learn.opt.param_groups[0]["lr"] = rate
+    before = copy.deepcopy(learn.opt.state_dict())
+
+    find(learn)
+
+    assert same(before, learn.opt.state_dict())
+    assert learn.opt.param_groups[0]["lr"] is rate
+
+
+def test_a_learnable_loss_is_as_before() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, pred: Any, y: Any) -> Any:
+            return (pred - y).pow(2).mean() * self.scale.exp() - self.scale
+
+    learn = learner()
+    learn.loss_func = Weighted()
+    learn.splitter = lambda m: [*m.parameters(), learn.loss_func.scale]
+
+    find(learn)
+
+    assert learn.loss_func.scale.item() == 1.0
+
+
+@pytest.mark.parametrize("num_it", [10, 100])
+def test_the_rates_grow_from_one_end_to_the_other(num_it: int) -> None:
+    found = find(learner(), start_lr=1e-5, end_lr=1e-2, num_it=num_it, stop_div=False)
+
+    assert len(found.lrs) == len(found.losses) == num_it
+    np.testing.assert_allclose(found.lrs, 1e-5 * 1000 ** (np.arange(num_it) / num_it))
+
+
+def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> None:
+    found = learner().lr_find(show_plot=False)
+    losses = {}
+    for factor in (1, 1e-3, 1e3):
+        learn = learner(lr=found.valley * factor)
+        learn.fit(5)
+        losses[factor] = learn.recorder.values[-1][1]
+
+    assert losses[1] < 0.5 * losses[1e-3]
+    assert losses[1] < 0.5 * losses[1e3]
+    assert repr(found) == f"SuggestedLRs(valley={found.valley})"
+
+
+def test_it_stops_where_the_loss_diverges() -> None:
+    found = learner(opt_func=torch.optim.SGD).lr_find(show_plot=False)
+    assert len(found.lrs) < 100
+    assert found.losses[-1] > 4 * found.losses.min() or not np.isfinite(found.losses[-1])
+
+    assert len(find(learner(), end_lr=100, num_it=60, stop_div=False).lrs) == 60
+
+
+def test_one_that_diverges_at_once_says_so() -> None:
+    learn = learner(opt_func=torch.optim.SGD)
+
+    with pytest.raises(ModelRunError, match=r"too large after \d+ of 40 .* smaller start_lr"):
+        find(learn, start_lr=1e6, end_lr=1e9)
+
+    assert learn.validate()[0] < 100
+
+
+def test_batches_without_a_loss_do_not_count() -> None:
+    from hookkit import CancelBatchException
+
+    def cancel(cb: Any) -> None:
+        if cb.learn.iter % 2:
+            raise CancelBatchException
+
+    found = find(learner(Callback(before_batch=cancel)))
+
+    assert len(found.lrs) == len(found.losses) == 20
+
+
+def fastais_valley(losses: Any) -> int:
+    """As fastai 2.8 writes it, in its own two loops."""
+    n, max_start, max_end = len(losses), 0, 0
+    lds = [1] * n
+    for i in range(1, n):
+        for j in range(i):
+            if losses[i] < losses[j] and lds[i] < lds[j] + 1:
+                lds[i] = lds[j] + 1
+            if lds[max_end] < lds[i]:
+                max_end = i
+                max_start = max_end - lds[max_end]
+    sections = (max_end - max_start) / 3
+    return max(max_start + int(sections) + int(sections / 2), 0)
+
+
+def test_the_valley_is_fastais() -> None:
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 10, 85):
+        for slope in (-1.0, 0.0, 1.0):
+            for _ in range(10):
+                losses = rng.normal(size=n) + slope * np.arange(n)
+                assert valley(losses) == fastais_valley(losses)
+
+
+def test_impossible_options_are_errors() -> None:
+    learn = learner()
+    with pytest.raises(OptionError, match=r"lr_find\(start_lr=0\)"):
+        learn.lr_find(start_lr=0)
+    with pytest.raises(OptionError, match=r"lr_find\(end_lr=1e-09\).*above 1e-07"):
+        learn.lr_find(end_lr=1e-9)
+    with pytest.raises(OptionError, match=r"lr_find\(num_it=3\).*whole number from 10"):
+        learn.lr_find(num_it=3)
+    learn.add_cb(Callback(after_batch=lambda cb: cb.learn.lr_find()))
+    with pytest.raises(OptionError, match="lr_find was called inside a fit"):
+        learn.fit(1)
+
+
+# --- pictures
+
+
+def test_its_picture_has_the_suggestion_and_is_drawn_by_default() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+
+    found = learner().lr_find(num_it=60)
+    (number,) = plt.get_fignums()
+    ax = plt.figure(number).axes[0]
+    curve, point = ax.lines
+    plt.close("all")
+
+    assert ax.get_xscale() == "log"
+    assert len(curve.get_xdata()) == len(found.lrs) - 5
+    assert point.get_xdata() == [found.valley]
+    assert ax.get_legend().texts[0].get_text() == f"suggested: {found.valley:.2g}"
+
+
+def test_the_learning_rate_is_drawn_by_batch() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    learn = learner()
+    learn.fit_one_cycle(3)
+
+    ax = learn.recorder.plot_lr()
+
+    assert [*ax.lines[-1].get_ydata()] == learn.recorder.lrs
+    assert [line.get_xdata()[0] for line in ax.lines[:-1]] == [12, 24]
+    plt.close("all")
+    assert "no batch" in learner().recorder.plot_lr().texts[0].get_text()
+    plt.close("all")
+
+
+# --- predict
+
+
+def test_a_prediction_is_that_of_the_whole_pass() -> None:
+    learn = learner()
+    learn.fit(1)
+    preds, _ = learn.get_preds()
+    before = learn.run_record()
+
+    for item in (DATA[3], DATA[3][0], (DATA[3][0],), DATA[3][0].numpy()):
+        torch.testing.assert_close(learn.predict(item), preds[3])
+
+    assert learn.run_record() == before
+    torch.testing.assert_close(learn.predict(DATA[3], act=torch.neg), -preds[3])
+
+
+def test_several_inputs_and_structures_are_predicted_too() -> None:
+    class Two(nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            return {"sum": a + b, "both": (a, b)}
+
+    data = [(torch.ones(2) * i, torch.ones(2), torch.zeros(2)) for i in range(4)]
+    learn = Learner(DataLoader(data, 2), Two(), None)  # type: ignore[arg-type]
+
+    pred = learn.predict(data[2])
+
+    assert pred["sum"].tolist() == [3.0, 3.0]
+    assert pred["both"][0].tolist() == [2.0, 2.0]
+
+
+def test_the_loaders_own_collate_makes_the_batch() -> None:
+    def padded(items: Any) -> Any:
+        return nn.utils.rnn.pad_sequence([torch.as_tensor(x) for x in items], batch_first=True)
+
+    class Sum(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.sum(1)
+
+    learn = Learner(DataLoader([[1.0], [1.0, 2.0]], 2, collate_fn=padded), Sum(), None)
+
+    assert learn.predict([1.0, 2.0, 3.0]).item() == 6.0
+    assert Learner(None, Sum()).predict(torch.ones(3)).item() == 3.0
