@@ -30,6 +30,19 @@ def test_a_matrix_that_moved_is_not_said_to_have_never_moved() -> None:
     assert [text.get_text() for text in ax.texts] == []
 
 
+@pytest.mark.parametrize("n", [2, 12])
+def test_few_lines_are_told_apart_without_colours(n: int) -> None:
+    record = made.record([(f"{i}", "Linear") for i in range(n)], 400)
+
+    left, right = plotting.plot_stats(record).axes[:2]
+
+    for ax in (left, right):
+        smooth = [line for line in ax.lines if line.get_marker() in "os^DvPX<>ph*"]
+        assert len({line.get_marker() for line in smooth}) == n
+        assert len({step for line in smooth for step in line.get_markevery()}) == 6 * n
+    assert [h.get_marker() for h in right.get_legend().legend_handles] == list("os^DvPX<>ph*")[:n]
+
+
 def test_updates_below_the_axis_are_counted() -> None:
     record = made.params(made.small_names(), 20)
     tiny = made.with_values(record, "update_ratio", 0, 1e-20)

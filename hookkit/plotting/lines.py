@@ -36,6 +36,9 @@ from hookkit.records import Floats, Record, as_record
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
 
+SHAPES = "os^DvPX<>ph*"
+"""One for each of a few lines."""
+
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
     """Means and standard deviations of all layers over steps, coloured by depth; the Figure."""
@@ -228,12 +231,15 @@ def curves(
 ) -> None:
     """Lines of `rows` coloured by depth, or of those with a value; `key` says which is which.
 
-    Of two equal lines only the later one is seen: the key says so of the other.
+    Up to 12 have shapes too, for neighbours differ little in colour. Of two equal lines only the
+    later one is seen: the key says so of the other.
     """
     rows = [i for i, y in enumerate(table) if np.isfinite(y).any()] if rows is None else rows
     colours = depth_colours(len(rows))
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
-    lines = [line(ax, x, table[i], color=c, **style) for c, i in zip(colours, rows, strict=True)]
+    shapes = SHAPES if len(rows) <= FEW and "alpha" not in style else [None] * len(rows)
+    shaped = zip(rows, colours, shapes, strict=False)
+    lines = [line(ax, x, table[i], shape, color=colour, **style) for i, colour, shape in shaped]
     if not key or not rows:
         return
     if len(rows) <= FEW:
@@ -252,15 +258,19 @@ def curves(
     name_layers(bar.ax.yaxis, record, 16, rows=rows)
 
 
-def line(ax: Any, x: Any, y: Floats, **style: Any) -> Any:
+def line(ax: Any, x: Any, y: Floats, shape: str | None = None, **style: Any) -> Any:
     """One line, with points where there are few values, or one without neighbours.
 
     A layer that runs every other step has no two values side by side: nothing would be drawn.
+    With a `shape`, that is what points are, and some of all others have one.
     """
     known = np.pad(np.isfinite(y), 1)
-    alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
-    if len(x) < 30:
-        style = {"marker": "."} | style
-    elif len(alone):
-        style = {"marker": ".", "markevery": alone.tolist()} | style
+    points = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+    if shape and known.any():  # not at the same steps in each line, or one would hide the other
+        first = SHAPES.index(shape) / len(SHAPES)
+        some = np.flatnonzero(np.isfinite(y))
+        points = np.union1d(points, some[((np.arange(6) + first) * len(some) / 6).astype(int)])
+    if len(x) < 30 or len(points):
+        every = None if len(x) < 30 else points.tolist()
+        style = {"marker": shape or ".", "markevery": every, "ms": 4 if shape else 6} | style
     return ax.plot(x, y, **style)[0]

@@ -80,7 +80,9 @@ def _clear_and_rasterize(figure: Any) -> None:
 
 def _n_points(line: Any) -> int:
     """Of a line; a marker takes as many bytes as eight points of a path."""
-    return len(line.get_xdata(orig=False)) * (1 if line.get_marker() in NO_MARKER else 8)
+    n, every = len(line.get_xdata(orig=False)), line.get_markevery()
+    marked = 0 if line.get_marker() in NO_MARKER else n if every is None else len(every)
+    return int(n + 7 * marked)
 
 
 def _is_text(colour: Any) -> bool:
