@@ -2,7 +2,7 @@
 
 import pickle
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.data import (
 from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.data import DataLoaders
-from hookkit.errors import HookkitWarning
+from hookkit.errors import HookkitWarning, OptionError
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -187,6 +187,11 @@ def work(rank: int, folder: Path) -> None:
                 learn.fit(1, cbs=Callback(before_batch=stop))
                 seen["cancelled"] = learn.recorder.raw_losses()[-1]
     seen["recorded"] = recorded(rank)
+    n = ranks.world_size()
+    seen["ddp"], seen["fsdp2"] = learnt(n), learnt(n, fsdp_plugin=sharding())
+    learn = learner(None)
+    with pytest.raises(OptionError, match="runs version 1 of FSDP on devices only, and these are"):
+        learn.distrib_ctx(cpu=True, fsdp_plugin=sharding(1)).__enter__()
     learn = learner(DataLoader(Stream(N), BS))
     unknown = "have no length, so the rows that accelerate adds"
     with context(learn, "each reads a stream"), pytest.warns(HookkitWarning, match=unknown):
@@ -226,6 +231,38 @@ def recorded(rank: int = 0) -> dict[str, Any]:
         found["failed"] = str(learn.diagnose())
         found["rescued"] = learn.gather().run_record()
     return found
+
+
+def sharding(version: int = 2) -> Any:
+    return accelerate.utils.FullyShardedDataParallelPlugin(fsdp_version=version)
+
+
+def learnt(ranks: int, **options: Any) -> dict[str, Any]:
+    """A fit of ranks that together take what one process takes: the same batches of 16 rows."""
+    learn = learner(DataLoader(data(N), BS), batch_norm=False)
+    learn.dls.loaders[0] = DataLoader(data(64), 16 // ranks)
+    learn.opt_func = partial(torch.optim.SGD, momentum=0.9)
+    plain, kind = learn.model, type(learn.model)
+    with learn.distrib_ctx(cpu=True, **options) if ranks > 1 else nullcontext():
+        learn.fit(2, 0.05, cbs=[ActivationStats(), GradientStats(of="params"), ParamStats()])
+        names = {type(m).__name__ for m in learn.model.modules()}
+        preds = learn.get_preds()[0]
+    assert learn.model is plain
+    assert type(plain) is kind
+    run = learn.run_record()
+    momenta = [learn.opt.state[p]["momentum_buffer"].clone() for p in plain.parameters()]
+    return {
+        "weights": [p.detach().clone() for p in plain.parameters()],
+        "momenta": momenta,
+        "predictions": preds,
+        "losses": run.losses,
+        "valid": [row["valid_loss"] for row in run.valid],
+        "activations": [run.activations.value(name) for name in ("count", "mean", "std", "max")],
+        "gradients": run.gradients.value("rms"),
+        "parameters": [run.params.value(f"{of}_norm") for of in ("weight", "grad", "update")],
+        "sharded": "FSDPSequential" in names,
+        "later": learn.fit(1),
+    }
 
 
 SIZES = (13, 5)
@@ -293,6 +330,17 @@ def test_what_was_not_gathered_is_read_at_once_and_names_its_rank(seen: Any) -> 
     assert len(seen[0]["recorded"]["during"]) == 1
     for text in (*seen[0]["recorded"]["during"], seen[0]["recorded"]["failed"]):
         assert alone in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_ranks_learn_and_record_what_one_process_does(seen: Any, way: str) -> None:
+    want = learnt(1)
+
+    for found in seen:
+        assert found[way]["sharded"] == (way == "fsdp2")
+        for name in want.keys() - {"sharded"}:
+            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6, equal_nan=True)
+            close(found[way][name], want[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("n", SIZES)

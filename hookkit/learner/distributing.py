@@ -2,11 +2,13 @@
 
 Launching is `accelerate launch` or `torchrun`; DDP, FSDP, mixed precision and gradient accumulation
 are the Accelerator's. Here the Learner's model, optimizer and loaders are only replaced by prepared
-ones, and restored.
+ones, and restored. FSDP2 shards a model in place, so it is given a copy; what that has learnt is
+put into the Learner's own model and optimizer at the end.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.callbacks.readout import gather
 from hookkit.data import batch_size, n_batches
-from hookkit.errors import HookkitWarning, missing_extra
+from hookkit.errors import HookkitWarning, OptionError, missing_extra
 from hookkit.events import CancelBatchException
 from hookkit.interrupts import block
 from hookkit.nested import tmap
@@ -119,6 +121,29 @@ _NO_LENGTH = (
 )
 
 
+def whole(x: Any) -> Any:
+    """`x` with each sharded tensor in it put together, on the CPU: all ranks call."""
+    return tmap(lambda t: t.full_tensor().cpu() if hasattr(t, "full_tensor") else t, x)
+
+
+def _allow_sharding(engine: Any, plugin: Any) -> None:
+    """Has accelerate use its `fsdp_plugin` on CPUs too.
+
+    accelerate (1.15) shards on devices only: with processes on CPUs it ignores the plugin and takes
+    DDP. Its own code for FSDP2 runs there once its state says so.
+    """
+    from accelerate.utils import DistributedType
+
+    if plugin is None or engine.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise OptionError(
+            "distrib_ctx: accelerate runs version 1 of FSDP on devices only, and these are CPUs. "
+            "Use FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    engine.state.distributed_type, engine.state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
 @block
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
     """Yields `learn` with model, optimizer and loaders prepared by accelerate; restores them."""
@@ -127,20 +152,27 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     except ImportError:
         raise missing_extra("accelerate", "distributed", "train over several processes") from None
     engine = Accelerator(**options) if accelerator is None else accelerator
+    _allow_sharding(engine, options.get("fsdp_plugin"))
     learn._needs_data("distrib_ctx")
     if learn.opt is None:
         learn.create_opt()
-    plain = learn.opts[0]
+    own, plain = learn.model, learn.opts[0]
+    sharded = bool(getattr(engine, "is_fsdp2", False))
     loaders, device, logger = list(learn.dls.loaders), learn.dls.device, learn.logger
     try:
         learn.accelerator, learn.dls.device = engine, engine.device
-        learn.model, learn.opt = engine.prepare(learn.model, plain)
+        both = own, plain
+        learn.model, learn.opt = engine.prepare(*copy.deepcopy(both) if sharded else both)
         learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
         if not engine.is_main_process:
             learn.logger = lambda row: None
         with learn.added_cbs(AccelerateCallback()):
             yield learn
+        if sharded:
+            own.load_state_dict(whole(learn.model.state_dict()))
+            plain.load_state_dict(whole(learn.opts[0].state_dict()))
     finally:
-        learn.model = engine.unwrap_model(learn.model, keep_fp32_wrapper=False)
+        model = engine.unwrap_model(learn.model, keep_fp32_wrapper=False)
+        learn.model = own if sharded else model
         learn.opt, learn.accelerator, learn.logger = plain, None, logger
         learn.dls.loaders, learn.dls.device = loaders, device

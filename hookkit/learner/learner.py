@@ -438,10 +438,15 @@ class Learner(Predicting, Tables, Views):
 
         Inside the `with`, model, optimizer and loaders are accelerate's: DDP or FSDP, mixed
         precision, gradient accumulation, each as `accelerate.Accelerator(**options)` says.
-        Afterwards they are the plain ones again. A single process works too.
+        Afterwards they are the plain ones again. A single process works too. With
+        `fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)` the model is sharded, on CPUs
+        too; the Learner's own model, which stays where it was, has learnt nothing if an error ends
+        the `with`. Validation, `get_preds` and records are over all ranks: each of them has to
+        call.
 
         Raises:
             MissingExtraError: accelerate is not installed.
+            OptionError: version 1 of FSDP is wanted on CPUs.
         """
         return distributed(self, accelerator, options)
 
