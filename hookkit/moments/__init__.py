@@ -19,26 +19,5 @@ reading         From its tables to a `Record`, of this process or of all ranks.
 """
 
 from hookkit.moments.histograms import edge_bins, log_bins
-from hookkit.moments.moments import (
-    empty_rows,
-    flat,
-    merge,
-    merge_row,
-    moments,
-    plain,
-    statistics,
-    working_dtype,
-)
 
-__all__ = [
-    "edge_bins",
-    "empty_rows",
-    "flat",
-    "log_bins",
-    "merge",
-    "merge_row",
-    "moments",
-    "plain",
-    "statistics",
-    "working_dtype",
-]
+__all__ = ["edge_bins", "log_bins"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.hooks.snapshot import is_transforming, outside, unwrapped
-from hookkit.moments import plain
 from hookkit.moments.graph_op import enlist, new_token, show_traced
+from hookkit.moments.moments import plain
 from hookkit.records import Incident
 from hookkit.stats.param_norms import grad_norms_by_id, local_values
 from hookkit.stats.parameters import Named
