@@ -3,7 +3,6 @@
 import copy
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -261,28 +260,6 @@ def test_hooks_that_are_on_are_not_part_of_an_export(x: Tensor) -> None:
     torch.testing.assert_close(exported(x), model(x))
     for hooks in (h, i, g):
         hooks.remove()
-
-
-@pytest.mark.parametrize(
-    "hooked",
-    [
-        hook_outputs,
-        partial(hook_outputs, clone=False),
-        partial(hook_outputs, grad=True),
-        hook_inputs,
-        lambda ms: edit_outputs(ms, zero()),
-        lambda ms: attach(ms[0], print),
-    ],
-)
-def test_scripting_a_hooked_model_says_what_to_do(hooked: Callable[[Any], Any], x: Tensor) -> None:
-    model = Block()
-    hooks = hooked([model.fc])
-
-    with pytest.raises(AttributeError, match=r"jit.script compiles.* Script the model before they"):
-        torch.jit.script(model)
-    hooks.remove()
-
-    assert torch.equal(torch.jit.script(model)(x), model(x))
 
 
 # --- replicas

@@ -146,18 +146,6 @@ def test_an_edit_of_gradients_refuses_a_trace() -> None:
     check(model, torch.jit.trace(model, X))
 
 
-def test_a_full_backward_hook_says_what_to_do_instead() -> None:
-    model = net("sequential", training=True)
-
-    with (
-        pytest.raises(ValueError, match="have backward hooks assigned") as found,
-        Hooks(model, None, False),
-    ):
-        torch.jit.trace(model, X)
-
-    assert "cannot trace a model with full backward hooks" in found.value.__notes__[0]
-
-
 @pytest.mark.parametrize("wrapper", [Catcher, GramWrapper])
 def test_a_wrapped_model_is_traced(wrapper: Any) -> None:
     model = net("sequential", training=False)

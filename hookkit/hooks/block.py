@@ -178,26 +178,19 @@ class Registered:
             _report(captures, waiting)
         elif isinstance(e, StopForward):
             return e.owner is block
-        elif isinstance(e, (RuntimeError, ValueError)):
+        elif isinstance(e, RuntimeError):
             _hint(captures, e)
         return False
 
 
-# Parts of PyTorch's error messages that a full backward hook causes, each with hookkit's note.
-_CAUSED_BY_BACKWARD_HOOKS = {
-    "BackwardHookFunction": "the input or output of a layer with a full backward hook ({}) was "
-    "changed in place. Use hook_output(module, grad=True), which allows that.",
-    "have backward hooks assigned": "torch.jit.trace cannot trace a model with full backward hooks "
-    "({}). Trace it outside of the block, or use hook_output(module, grad=True).",
-}
-
-
 def _hint(hooks: Sequence[Capture], e: BaseException) -> None:
-    """Adds a note to an error of PyTorch that a full backward hook of the block has caused."""
+    """Adds a note to PyTorch's error of an in-place operation that a full backward hook refuses."""
     names = ", ".join(h.label() for h in hooks if h.options.kind == "backward")
-    for part, note in _CAUSED_BY_BACKWARD_HOOKS.items():
-        if names and part in str(e):
-            e.add_note("hookkit: " + note.format(names))
+    if names and "BackwardHookFunction" in str(e):
+        e.add_note(
+            f"hookkit: the input or output of a layer with a full backward hook ({names}) was "
+            "changed in place. Use hook_output(module, grad=True), which allows that."
+        )
 
 
 def reasons(hooks: Iterable[Capture]) -> dict[str, str]:

@@ -191,14 +191,6 @@ class HookEntry:
             return None if owner is None else HookEntry(MethodType(f.__func__, owner), edit=True)
         return HookEntry(f, edit=True)
 
-    @property
-    def __name__(self) -> str:
-        # Only torch.jit.script reads a hook's name; this error is what it shows.
-        raise AttributeError(
-            "hookkit: torch.jit.script compiles a module's hooks with it, and cannot compile those "
-            "of hookkit. Script the model before they are registered, or after they were removed."
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> HookEntry:
         return HookEntry(None, edit=self.edit, keeps_output=self.keeps_output)
 
