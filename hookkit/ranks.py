@@ -190,20 +190,6 @@ def union(own: Mapping[str, T]) -> dict[str, T]:
         found |= sent[0]
 
 
-def stacked(t: Tensor) -> Tensor:
-    """`t` of every rank, `(world_size, *t.shape)`; the shape has to be the same on all ranks.
-
-    One collective: the way to merge a table of sums, minima and maxima in one round. Alone:
-    `t[None]`.
-
-    >>> stacked(torch.zeros(4, 2, dtype=torch.float64)).shape
-    torch.Size([1, 4, 2])
-    """
-    if not is_distributed():
-        return t.detach()[None]
-    return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
-
-
 def total(t: Tensor) -> Tensor:
     """The sum of `t` over the ranks, a new tensor like `t`. Alone: a copy of `t`.
 
@@ -238,7 +224,7 @@ def _gather_one(t: Tensor, sizes: Sequence[int]) -> Tensor:
     """Batches of unequal size are padded to the largest, sent, and cut again."""
     t = t.detach()
     if t.ndim == 0:
-        return stacked(t)
+        return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
 
     def joined(w: Tensor) -> Tensor:
         if len(w) < max(sizes):

@@ -1,5 +1,6 @@
 """A Learner in `distrib_ctx` gives the numbers of one process, on every rank."""
 
+import os
 import pickle
 from contextlib import nullcontext
 from functools import cache, partial
@@ -22,7 +23,7 @@ from torch.utils.data import (
 from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.data import DataLoaders
-from hookkit.errors import HookkitWarning, OptionError
+from hookkit.errors import HookError, HookkitWarning, OptionError
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -399,3 +400,21 @@ def test_losses_of_a_cancelled_epoch_are_means_over_ranks_too(seen: Any) -> None
 
     for found in seen:
         assert found["cancelled"] == pytest.approx(want, rel=1e-6)
+
+
+def loses_the_other(rank: int, folder: Path) -> None:
+    learn = learner(loaders()["13 rows"], batch_norm=False)
+    end = Callback(before_validate=lambda cb: os._exit(0))
+    with context(learn):
+        if rank == 1:
+            (folder / "left1").touch()
+            learn.fit(1, cbs=end)
+        words = (
+            r"rank 0 of 2 waited .* give its metrics each batch, epoch 0, batch 0 \(not training"
+        )
+        with pytest.raises(HookError, match=words):
+            learn.fit(1)
+
+
+def test_a_rank_that_ends_in_validation_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    in_ranks(loses_the_other, tmp_path)

@@ -41,7 +41,11 @@ def run(case: str, rank: int) -> dict[str, list[float]]:
             opt.zero_grad()
     assert w.n_steps == 3
     assert n_hooks(model, opt) == 0 or case == "fsdp"  # which has hooks of its own
+    alone = f"rank {rank} of 2 alone"
+    for shown in (acts.record(), params.record(), w.run_record(), w.diagnose()):
+        assert alone in str(shown).splitlines()[0]
     w.gather()
+    assert alone not in f"{acts.record()} {params.record()} {w.run_record()} {w.diagnose()}"
     a, p = acts.record(), params.record()
     return {
         "names": [*a.names, *p.names],

@@ -159,11 +159,12 @@ def take_of_ranks(metrics: Sequence[Metric], learn: Any, done: bool, cancelled: 
     """
     now = learn.pred, learn.yb, learn.loss
     own = None if done or cancelled else tmap(lambda t: t.detach().cpu(), now)
+    device = learn.device or torch.device("cpu")
     with ranks.together(f"give its metrics each batch{learn._where()}"):
         everyone = ranks.gather_object((own, done))
     for batch, _ in everyone:
         if batch is not None:
-            learn.pred, learn.yb, learn.loss = to_device(batch, learn.device)
+            learn.pred, learn.yb, learn.loss = to_device(batch, device)
             for metric in metrics:
                 metric.take(learn)
     learn.pred, learn.yb, learn.loss = now

@@ -53,7 +53,7 @@ class AccelerateCallback(Callback):
         self._only_padding = own == 0
         if 0 < own < n:
             batch = learn.xb, learn.yb
-            learn.xb, learn.yb = tmap(lambda t: t[:own] if len(t.shape[:1]) else t, batch)
+            learn.xb, learn.yb = tmap(lambda t: t[:own] if t.shape[:1] == (n,) else t, batch)
 
     def after_pred(self) -> None:
         """Cancels a batch that has nothing but added rows."""

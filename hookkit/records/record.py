@@ -219,7 +219,8 @@ class Record(Plain, Exports):
         steps = f", steps {self.steps[0]}–{self.steps[-1]}" if len(self) else ""
         hist = ", hist" if self.hist is not None else ""
         records = f"{len(self)} record{'s' * (len(self) != 1)}"
-        return f"Record({self.kind}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
+        what = self.kind + (f", {self.meta['rank']} alone" if "rank" in self.meta else "")
+        return f"Record({what}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
 
 
 _CURES = {

@@ -197,7 +197,8 @@ class Run(Plain, Exports, Views):
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
-        return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'})"
+        alone = f"; {self.info['rank']} alone" if "rank" in self.info else ""
+        return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'}{alone})"
 
 
 def _moved(row: dict[str, Any], steps: int, epochs: int) -> dict[str, Any]:
