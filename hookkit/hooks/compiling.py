@@ -92,76 +92,64 @@ def _is_ours(now: Any) -> bool:
 # conditions on what the code reads, which has a node for each module, with its class. The graph
 # serves any module of that class, so the class is all that there is to know.
 #
-# Private: `_debug_get_cache_entry_list` of FRAMES (the graphs of a code object), `input_codes` of
-# `torch._dynamo.convert_frame` (the code objects that have graphs), and `guard_manager.root` with
-# its methods `get_child_managers`, `get_key_value_managers` and `get_type_of_guarded_value` (the
-# tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and hookkit does not
-# warn of a hook that compiled code ignores.
+# Private: `_debug_get_cache_entry_list` and `reset_code` of FRAMES (the graphs of a code object,
+# and forgetting them), `input_codes` of `torch._dynamo.convert_frame` (the code objects that have
+# graphs), and `guard_manager.root` with its methods `get_child_managers`, `get_key_value_managers`
+# and `get_type_of_guarded_value` (the tree). Torch 2.11 to 2.13 have them. If one is missing,
+# hookkit does not warn of a hook that compiled code ignores, and `forget_graphs` forgets all.
 
 
 def compiled_kinds() -> dict[type, str]:
     """The classes of modules that compiled code runs, and for each which code that is, in words."""
-    frames: Any = sys.modules.get(FRAMES)
-    convert: Any = sys.modules.get("torch._dynamo.convert_frame")
     found: dict[type, str] = {}
     try:
-        for code in filter(None, [weak() for weak in convert.input_codes.seen]):
-            where = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-            for graph in frames._debug_get_cache_entry_list(code):
-                for kind in _guarded(graph.guard_manager.root):
-                    if issubclass(kind, nn.Module):
-                        found.setdefault(kind, where)
+        for code, kind, _ in _graphs():
+            place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            found.setdefault(kind, f"{code.co_name} ({place})")
     except (AttributeError, RuntimeError):
         pass
     return found
 
 
-def _guarded(guard: Any) -> Iterator[type]:
-    """The classes of all values that the tree below `guard` has conditions on."""
+def forget_graphs(model: nn.Module) -> bool:
+    """Forgets the graphs of compiled code that runs `model` or a part of it.
+
+    Its next call compiles it again, with hooks that were added since and stay. Returns True if
+    there was anything to forget. Values do not change.
+    """
+    kinds = {type(m) for m in model.modules()}
+    try:
+        # by id, since code objects of equal functions are equal but have graphs of their own
+        codes = {id(code): code for code, kind, outer in _graphs() if outer and kind in kinds}
+        for code in codes.values():
+            sys.modules[FRAMES].reset_code(code)
+    except (AttributeError, RuntimeError):
+        torch.compiler.reset()
+        return True
+    return bool(codes)
+
+
+def _graphs() -> Iterator[tuple[CodeType, type, bool]]:
+    """For each module that compiled code runs: the code, the module's class, and whether it is
+    outermost, so in no other module."""
+    frames: Any = sys.modules.get(FRAMES)
+    convert: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is None or convert is None:
+        return
+    for code in filter(None, [weak() for weak in convert.input_codes.seen]):
+        for graph in frames._debug_get_cache_entry_list(code):
+            for kind, outer in _guarded(graph.guard_manager.root):
+                yield code, kind, outer
+
+
+def _guarded(guard: Any, outer: bool = True) -> Iterator[tuple[type, bool]]:
+    """The classes of the modules that the tree below `guard` has conditions on."""
     below = [*guard.get_child_managers()]
     if hasattr(guard, "get_key_value_managers"):  # of a dict
         below += [m for pair in guard.get_key_value_managers().values() for m in pair if m]
     for each in below:
         kind = each.get_type_of_guarded_value()
-        if isinstance(kind, type):
-            yield kind
-        yield from _guarded(each)
-
-
-# -- compiling once more ----------------------------------------------------------------------
-
-
-def forget_graphs(model: nn.Module) -> bool:
-    """Forgets what `torch.compile` made of `model` and its parts; their next call compiles again.
-
-    For hooks that stay and are added to a model that has run. Returns True if there was anything to
-    forget. Values do not change. A compiled function of the user that calls the model is not found.
-    """
-    frames: Any = sys.modules.get(FRAMES)
-    reset, entries = (getattr(frames, name, None) for name in _PRIVATE)
-    if frames is None:
-        return False
-    codes = {getattr(getattr(type(m), "forward", None), "__code__", None) for m in model.modules()}
-    codes |= _frames_around_library_modules()
-    if reset is None or entries is None:  # a later torch: everything is compiled again
-        torch.compiler.reset()
-        return True
-    used = [code for code in codes if code is not None and entries(code)]
-    for code in used:
-        reset(code)
-    return bool(used)
-
-
-# Private: `reset_code` forgets the graphs of one code object, `_debug_get_cache_entry_list` lists
-# them (since 2.1). Without them everything that was compiled is compiled again.
-_PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
-
-
-def _frames_around_library_modules() -> set[Any]:
-    """The frames around the forward of a module of torch's own, such as a Sequential."""
-    # Private: torch.compile calls such a forward through a function that `wrap_inline` of
-    # `torch._dynamo.external_utils` makes (2.11 has it). Without it such graphs are not forgotten,
-    # and a hook that is added to a compiled Sequential later is ignored.
-    utils: Any = sys.modules.get("torch._dynamo.external_utils")
-    code = getattr(getattr(utils, "wrap_inline", None), "__code__", None)
-    return {c for c in getattr(code, "co_consts", ()) if isinstance(c, CodeType)}
+        is_module = isinstance(kind, type) and issubclass(kind, nn.Module)
+        if is_module:
+            yield kind, outer
+        yield from _guarded(each, outer and not is_module)
