@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
@@ -257,6 +258,12 @@ class FlightRecorder(HookCallback):
             if self.on_nonfinite == "raise":
                 raise NonFiniteError(f"{incident}\n  {_CURE}")
         return not fine
+
+    def _gather(self) -> None:
+        """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
+        own = {f"{i.step} {i.kind} {i.name}": i for i in self.incidents}
+        found = sorted(ranks.union(own).values(), key=lambda i: i.step)
+        self.incidents = tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_norms": None, "_parameters": None, "_flags": []}
