@@ -1,7 +1,11 @@
 """distrib_ctx: the Learner runs on accelerate's model, optimizer and loaders, then on its own."""
 
+import ast
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hookkit.errors import MissingExtraError
 from hookkit.testing import synth_learner
 
 accelerate = pytest.importorskip("accelerate")
+README = Path(__file__).parent.parent / "README.md"
 
 
 def quiet(**kwargs: Any) -> Any:
@@ -102,35 +107,28 @@ def test_without_accelerate_the_pip_command_is_reported(monkeypatch: Any) -> Non
         quiet().distrib_ctx().__enter__()
 
 
-RANK = """
-import torch, sys
-from hookkit.testing import synth_learner
-torch.manual_seed(0)
-learn = synth_learner(n_trn=4, n_val=2)
-with learn.distrib_ctx(cpu=True):
-    learn.fit(1)
-    rank, world = learn.accelerator.process_index, learn.accelerator.num_processes
-    batches = len(learn.recorder.losses)
-weights = [p.item() for p in learn.model.parameters()]
-found = f"{rank}/{world} {batches} {learn.n_steps} {type(learn.model).__name__} {weights}"
-sys.stderr.write(f"RESULT {found}\\n")
-"""
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_ranks_share_the_batches_and_end_with_the_same_weights(tmp_path: Any) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(RANK)
+def test_the_readmes_script_runs_under_torchrun(tmp_path: Any) -> None:
+    (code,) = re.findall(r"^```py\n(.*?)^```\n", README.read_text(), re.M | re.S)
+    code += """
+found = [p.tolist() for p in learn.model.parameters()], preds.tolist(), learn.recorder.values
+with open(f"seen{torch.distributed.get_rank()}", "w") as file:
+    file.write(repr((type(learn.model).__name__, learn.n_steps, *found)))
+"""
+    (tmp_path / "train.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
-    out = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
-
-    results = sorted(
-        line.split("RESULT ")[1] for line in out.stderr.splitlines() if "RESULT" in line
+    out = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
-    assert [r.split(" ")[0] for r in results] == ["0/2", "1/2"], out.stderr[-2000:]
-    first, second = (r.split(" ", 1)[1] for r in results)
+
+    assert out.returncode == 0, out.stderr[-2000:]
+    first, second = ((tmp_path / f"seen{rank}").read_text() for rank in (0, 1))
     assert first == second
-    assert first.startswith("2 2 RegModel")
-    assert out.stdout.count("[0, ") == 1
+    kind, n_steps, _, preds, rows = ast.literal_eval(first)
+    assert (kind, n_steps, len(preds), len(rows)) == ("Sequential", 3 * 8, 13, 3)
+    printed = out.stdout.splitlines()
+    assert [line[:3] for line in printed[:3]] == ["[0,", "[1,", "[2,"]
+    assert printed[3:] == ["2 layers, 24 steps: healthy (no parameters)"]
