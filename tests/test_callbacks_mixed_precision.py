@@ -24,6 +24,7 @@ from hookkit import (
     OptionError,
     ParamStats,
     SchedulerCallback,
+    watch,
 )
 
 SCALE = 256.0  # torch's first scale overflows in the first steps: it is found by trial
@@ -107,11 +108,11 @@ def test_layers_run_in_half_precision_and_predictions_are_float32(mode: str) -> 
 def test_a_step_that_overflows_is_left_out_and_nothing_moves() -> None:
     schedule = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))
     seen: list[Any] = []
-    watch = Callback(after_step=lambda cb: seen.append((cb.learn.stepped, weights(cb.learn))))
+    note = Callback(after_step=lambda cb: seen.append((cb.learn.stepped, weights(cb.learn))))
     clip, params, acts = GradientClip(), ParamStats(), ActivationStats()
     grads = GradientStats(of="both")
     learn = learner(
-        MixedPrecision(init_scale=SCALE), Overflow(0, 3), schedule, clip, watch, params, acts, grads
+        MixedPrecision(init_scale=SCALE), Overflow(0, 3), schedule, clip, note, params, acts, grads
     )
 
     learn.fit(1)
@@ -214,6 +215,17 @@ def test_impossible_options_are_errors() -> None:
         MixedPrecision("bf16", init_scale=2.0)
     with pytest.raises(TypeError, match="loss_scale"):
         MixedPrecision(loss_scale=512)
+
+
+def test_a_watched_loop_has_its_own() -> None:
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with (
+        pytest.raises(OptionError, match=r"MixedPrecision\(\) in watch.*torch\.autocast"),
+        watch(model, opt, MixedPrecision("bf16")),
+    ):
+        pass
 
 
 def test_accelerate_has_its_own() -> None:

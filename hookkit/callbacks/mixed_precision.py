@@ -36,7 +36,7 @@ class MixedPrecision(Callback):
 
     Raises:
         OptionError: there is no such mode, or options of a scaler for `"bf16"`, which has none; as
-            a fit begins: accelerate trains, which has mixed precision of its own.
+            a fit begins: accelerate trains, which has mixed precision of its own, or your own loop.
         TypeError: GradScaler has no such option.
 
     Attributes:
@@ -64,6 +64,11 @@ class MixedPrecision(Callback):
     def before_fit(self) -> None:
         """Gives the loop its autocast, and the fit its scaler."""
         learn = self.learn
+        if not hasattr(type(learn), "_forget_precision"):
+            raise OptionError(
+                "MixedPrecision() in watch: your own loop runs the model there. Use "
+                "torch.autocast and torch.amp.GradScaler in it: records and steps are right."
+            )
         if learn.accelerator is not None:
             raise OptionError(
                 f"MixedPrecision() within distrib_ctx: accelerate has mixed precision of its own. "
@@ -80,7 +85,8 @@ class MixedPrecision(Callback):
 
     def cleanup_fit(self) -> None:
         """Full precision again."""
-        self.learn._forget_precision()
+        if hasattr(type(self.learn), "_forget_precision"):
+            self.learn._forget_precision()
 
 
 def _as_float32(t: Tensor) -> Tensor:
