@@ -231,5 +231,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """The random generators of a loader and of its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = (getattr(owner, "generator", None) for owner in owners)
+    found = [getattr(owner, "generator", None) for owner in owners]
+    found.append(getattr(loader, "synchronized_generator", None))  # accelerate's, for all ranks
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookkit.callbacks.optimizers import bare_optimizer
+from hookkit.data import generators_of
 from hookkit.errors import HookkitError, HookkitWarning, OptionError
 from hookkit.learner.saving import load_state
 from hookkit.modules import inner_key
@@ -53,7 +54,7 @@ def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
     found = {name: cb.state_dict() for name, cb in names.items()}
     state["callbacks"] = {name: of_cb for name, of_cb in found.items() if of_cb}
     state["random"] = _random_state()
-    state["loaders"] = [_loader_state(dl) for dl in learn.dls.loaders] if learn.dls else []
+    state["loaders"] = [loader_state(dl) for dl in learn.dls.loaders] if learn.dls else []
     return state
 
 
@@ -128,8 +129,8 @@ def resume_from(learn: Any, state: dict[str, Any]) -> None:
         undo.callback(_set_random, _random_state())
         _set_random(state["random"])
         for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
-            undo.callback(_set_loader, dl, _loader_state(dl))
-            _set_loader(dl, each)
+            undo.callback(set_loader, dl, loader_state(dl))
+            set_loader(dl, each)
         waiting = [cb for name, cb in known.items() if name in fit["waiting"]]
         vars(learn._loss_facts).update(fit["loss_facts"])
         vars(learn).update(counts, epoch=max(fit["epoch"] - 1, 0))
@@ -243,24 +244,17 @@ def _set_random(state: dict[str, Any]) -> None:
         module.set_rng_state(each, i)
 
 
-def _generators(dl: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers were given."""
-    samplers = [getattr(dl, "sampler", None), getattr(dl, "batch_sampler", None)]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    found = [getattr(x, "generator", None) for x in (dl, *samplers)]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _loader_state(dl: Any) -> dict[str, Any]:
+def loader_state(dl: Any) -> dict[str, Any]:
     """How far a loader is: its generators, and the epoch that accelerate's shuffle by."""
-    state: dict[str, Any] = {"generators": [g.get_state() for g in _generators(dl)]}
+    state: dict[str, Any] = {"generators": [g.get_state() for g in generators_of(dl)]}
     if isinstance(epoch := getattr(dl, "iteration", None), int):
         state["iteration"] = epoch
     return state
 
 
-def _set_loader(dl: Any, state: dict[str, Any]) -> None:
-    for generator, each in zip(_generators(dl), state["generators"], strict=True):
+def set_loader(dl: Any, state: dict[str, Any]) -> None:
+    """Puts a loader where another, or itself, was."""
+    for generator, each in zip(generators_of(dl), state["generators"], strict=True):
         generator.set_state(each)
     if "iteration" in state and hasattr(dl, "iteration"):
         dl.iteration = state["iteration"]

@@ -29,10 +29,10 @@ from hookkit.callbacks import (
 )
 from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.checks import check_flag, check_number
-from hookkit.data import generators_of
 from hookkit.errors import ModelRunError
 from hookkit.events import CancelFitException, CancelValidException
 from hookkit.interrupts import Undo, block
+from hookkit.learner.checkpoints import loader_state, set_loader
 from hookkit.learner.groups import set_hyper
 from hookkit.live import ShowHealth
 from hookkit.modelinfo.sandbox import preserve_random_states, restore_after
@@ -177,7 +177,7 @@ def valley(losses: Floats) -> int:
 def mock_training(learn: Any) -> Iterator[None]:
     """Around a fit of which nothing stays: all is restored, however the block ends.
 
-    Model, loss, optimizer, counts, random states, the loader's generators. What records, saves or
+    Model, loss, optimizer, counts, random states, how far the loader is. What records, saves or
     schedules does not run; other callbacks do, and what they keep for themselves stays.
     """
     kept = {k: v for k, v in vars(learn).items() if k not in ("cbs", "_by_event", "_recorders")}
@@ -193,8 +193,7 @@ def mock_training(learn: Any) -> Iterator[None]:
         for opt in learn.opts:
             undo.callback(_restore, opt, *_state_of(opt))
         undo.enter_context(preserve_random_states())
-        for generator in generators_of(learn.dls.train):
-            undo.callback(generator.set_state, generator.get_state())
+        undo.callback(set_loader, learn.dls.train, loader_state(learn.dls.train))
         for module in (learn.model, learn.loss_func):
             if isinstance(module, nn.Module):
                 undo.callback(module.zero_grad)

@@ -1,0 +1,77 @@
+"""Callbacks that save, stop, log and try, in a Learner over two processes."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import in_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookkit import (
+    ActivationStats,
+    CSVLogger,
+    EarlyStoppingCallback,
+    Learner,
+    LogTo,
+    SaveModelCallback,
+    ranks,
+)
+
+pytest.importorskip("accelerate")
+
+
+def learner(folder: Path, *cbs: Any, **kwargs: Any) -> Learner:
+    torch.manual_seed(0)
+    x = torch.randn(26, 4)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    loaders = DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
+    return Learner(loaders, net, nn.MSELoss(), cbs=list(cbs), path=folder, **kwargs)
+
+
+def saves_stops_and_logs(r: int, folder: Path) -> None:
+    save, stop = SaveModelCallback("valid_loss"), EarlyStoppingCallback(patience=2)
+    log = LogTo(folder / "run.jsonl", every=2)
+    learn = learner(folder, ActivationStats(), save, stop, log, CSVLogger(), lr=0.3)
+
+    with learn.distrib_ctx(cpu=True), learn.no_logging():
+        learn.fit(8)
+        weights = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+        valid = learn.validate()[0]
+
+    epochs = learn.recorder.values
+    assert ranks.gather_object(len(epochs)) == [len(epochs)] * 2
+    assert valid == pytest.approx(min(values[1] for values in epochs))
+    first, other = ranks.gather_object(weights)
+    assert torch.equal(first, other)
+    rows = [*csv.DictReader((folder / "history.csv").read_text().splitlines())]
+    assert [float(row["valid_loss"]) for row in rows] == [values[1] for values in epochs]
+    sent = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in sent if "loss" in row] == list(range(learn.n_steps))
+
+
+def finds_one_rate(r: int, folder: Path) -> None:
+    plain, learn = learner(folder), learner(folder)
+    found = []
+    for each in (plain, learn):
+        torch.manual_seed(1)  # accelerate draws the order of the data from it
+        with each.distrib_ctx(cpu=True), each.no_logging():
+            if each is learn:
+                found.append(each.lr_find(num_it=30, show_plot=False))
+            each.fit(1)
+
+    a, b = ranks.gather_object(found[0].losses.tolist())
+    assert a == b
+    assert plain.n_steps == learn.n_steps == 4
+    for p, q in zip(plain.model.parameters(), learn.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("work", [saves_stops_and_logs, finds_one_rate])
+def test_on_two_ranks(work: Any, tmp_path: Path) -> None:
+    in_ranks(work, tmp_path)
