@@ -287,12 +287,7 @@ _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad"
 
 
 def check_hookable(module: Any, who: str) -> None:
-    """Raises unless `module` is an nn.Module that runs its Python hooks.
-
-    Raises:
-        ArgumentError: it is no module.
-        HookError: it is scripted, or inside a traced module, and PyTorch would not call the hook.
-    """
+    """Raises unless `module` is an nn.Module that runs its Python hooks: not scripted or traced."""
     if not isinstance(module, nn.Module):
         several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
         check_module(who, module, f"{who}s takes several." if several else "")
@@ -390,10 +385,7 @@ Label = Callable[[], str]
 
 
 def part_at(x: Any, path: str, who: str, label: Label) -> Any:
-    """The part of `x` at `path`, such as `[0]`; all of it without a path.
-
-    Raises:
-        HookError: there is none; names the layer and the paths that there are.
+    """The part of `x` at `path`, such as `[0]`; all of it without a path. Or it raises `HookError`.
 
     >>> part_at({"a": (1, 2)}, "['a'][1]", "Hook", lambda: "Linear")
     2

@@ -187,15 +187,9 @@ class StepHistory:
         return sum(table.full.nbytes for table in self.tables.values())
 
     def check_ranks(self, kind: str, layout: Any, found: str) -> None:
-        """Raises on every rank, unless all of them recorded the same steps in the same `layout`.
+        """Raises `HookError` on every rank unless all recorded the same steps in the same layout.
 
-        Args:
-            kind: of the record.
-            layout: what else the tables of all ranks have to share before they are merged.
-            found: `layout` in a few words.
-
-        Raises:
-            HookError: the ranks differ.
+        `layout` is what else the tables of all ranks have to share, `found` the same in few words.
         """
         steps, n = self.column(0), self.n
         many = f"{n} step{'s' * (n != 1)}" + (f" from {steps[0]} on" if n else "")

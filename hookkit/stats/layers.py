@@ -257,11 +257,7 @@ MOST_SAMPLED = 2**20
 
 
 def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> Options:
-    """Options from what the user gave, each checked.
-
-    Raises:
-        OptionError: a value that cannot work.
-    """
+    """Options from what the user gave, each checked."""
     what = "the size up to which a value is near zero"
     eps = check_number(who, "eps", given["eps"], 0, below=math.inf, what=what)
     what = "how many values a histogram samples; exact_hist=True counts all"
@@ -278,11 +274,7 @@ def checked_options(who: str, with_hist: bool, default: Bins, **given: Any) -> O
 
 
 def check_scaler(who: str, scaler: Any) -> None:
-    """Raises if `scaler` is neither None nor a GradScaler.
-
-    Raises:
-        OptionError: it is a class, a number, or else no GradScaler.
-    """
+    """Raises an `OptionError` if `scaler` is neither None nor a GradScaler."""
     is_class = isinstance(scaler, type)
     if scaler is None or (not is_class and callable(getattr(scaler, "is_enabled", None))):
         return
@@ -293,11 +285,7 @@ def check_scaler(who: str, scaler: Any) -> None:
 
 
 def checked_bins(who: str, bins: Any, default: Bins) -> Bins:
-    """The bins a user means: None, a `Bins`, `(low, high)`, `(low, high, n)` or edges.
-
-    Raises:
-        OptionError: it is none of these, they do not increase, or are too many.
-    """
+    """The bins a user means: None, a `Bins`, `(low, high)`, `(low, high, n)` or edges."""
     if bins is None:
         return default
     ranged = isinstance(bins, tuple) and len(bins) in (2, 3)

@@ -121,12 +121,7 @@ def after_names(part: str, n: int) -> list[str]:
 
 
 def as_columns(columns: Any) -> tuple[str, ...] | None:
-    """Checked names of columns; one name alone is one column, None stays None.
-
-    Raises:
-        ArgumentError: these are no names.
-        OptionError: there is no such column, or none at all.
-    """
+    """Checked names of columns; one name alone is one column, None stays None."""
     if columns is None:
         return None
     try:
@@ -154,11 +149,7 @@ def sums_of(line: Line) -> str:
 
 
 def check_counted(counted: bool, names: Iterable[str] | None, what: str) -> None:
-    """Raises if "macs" is among `names` of a summary that did not count them.
-
-    Raises:
-        OptionError: as said.
-    """
+    """Raises an `OptionError` if "macs" is among `names` of a summary that did not count them."""
     if not counted and "macs" in (names or ()):
         raise OptionError(f"{what}: with macs=False MACs are not counted. Leave one of them out.")
 
