@@ -570,25 +570,42 @@ def test_a_notebook_shows_one_output_with_picture_and_findings(
     pytest.importorskip("matplotlib")
     cell = Cell(monkeypatch)
     drawn: list[int] = []
-    monkeypatch.setattr("hookkit.plotting.png", lambda figure: drawn.append(1) or b"picture")
+    monkeypatch.setattr("hookkit.plotting.svg.svg", lambda *_: drawn.append(1) or "<svg></svg>")
 
     watched(*stats(), ShowHealth(every_s=1e-9), n=12, dead=True)
 
     html, text = cell.drawn[-1]["text/html"], cell.drawn[-1]["text/plain"]
     assert cell.n == 1
     assert len(cell.drawn) > len(drawn) > 1
-    assert 'src="data:image/png;base64,cGljdHVyZQ=="' in html
+    assert "<svg></svg>" in html
     assert re.search('class="finding (error|warning)".*dead', html)
     assert "12 steps: " in html
     assert text.startswith("step 12 · ")
-    assert "<img" not in cell.drawn[0]["text/html"]
+    assert "<svg" not in cell.drawn[0]["text/html"]
     assert "no findings so far" in cell.drawn[0]["text/html"]
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("always")
+def test_the_picture_in_a_notebook_has_the_colours_of_its_theme_and_a_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    cell = Cell(monkeypatch)
+
+    watched(*stats(), ShowHealth(every_s=1e-9), n=3)
+
+    html = cell.drawn[-1]["text/html"]
+    assert html.count("<svg ") == 1
+    assert 'fill="currentColor"' in html
+    assert re.search(
+        'aria-label="Layer by step heat-maps of the run. step 3 .*2 layers, 3 st', html
+    )
+
+
 def test_a_notebook_without_matplotlib_shows_text(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell(monkeypatch)
-    monkeypatch.setitem(sys.modules, "hookkit.plotting", None)
+    monkeypatch.setitem(sys.modules, "hookkit.plotting.svg", None)
 
     watched(*stats(), ShowHealth(), n=12)
 

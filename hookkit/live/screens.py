@@ -13,7 +13,6 @@ import atexit
 import os
 import shutil
 import sys
-from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
@@ -68,9 +67,9 @@ class Notebook(Lines):
         self._handle: Any = None
         self._lines: Sequence[str] = ()
         self._found: Diagnosis | tuple[()] = ()
-        self._picture = b""
+        self._picture = ""
         try:
-            import hookkit.plotting  # noqa: F401  a second, which the training must not wait for
+            import hookkit.plotting.svg  # noqa: F401  a second, which the training must not wait for
         except ImportError:
             return
         self.draws = True
@@ -85,10 +84,12 @@ class Notebook(Lines):
 
     def draw(self, run: Run, found: Diagnosis) -> None:
         """Draws the picture anew."""
-        from hookkit.plotting import offscreen, plot_run, png
+        from hookkit.plotting import offscreen, plot_run
+        from hookkit.plotting.svg import svg
 
         with offscreen():
-            self._picture = png(plot_run(run, findings=found.findings))
+            alt = "Layer by step heat-maps of the run. " + "; ".join(self._lines)
+            self._picture = svg(plot_run(run, findings=found.findings), alt, 100)
         self._update()
 
     def _update(self) -> None:
@@ -103,11 +104,8 @@ class Notebook(Lines):
 
     def _html(self) -> str:
         first, *rest, verdict = self._lines
-        if self._picture:
-            source = f"data:image/png;base64,{b64encode(self._picture).decode()}"
-            body = f'<img src="{source}" alt="the run at a glance" style="max-width:100%">'
-        else:
-            body = f"<pre>{escape(chr(10).join(rest))}</pre>"
+        body = self._picture or f"<pre>{escape(chr(10).join(rest))}</pre>"
+        body += "<style>.hk svg{max-width:100%;height:auto}</style>"
         html = fragment(f"<p>{escape(first)}</p>{body}")
         return html + (self._found._repr_html_() if self._found else f"<p>{escape(verdict)}</p>")
 
