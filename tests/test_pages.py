@@ -130,7 +130,6 @@ def test_the_page_of_148_layers_and_2000_steps_is_below_2_megabytes(
     html = html_of(made.run([*names, ("lm_head", "Linear")], 250, every=8, epoch=500), tmp_path)
 
     assert len(html) < 2_000_000
-    assert "each of transformer.h.0 to transformer.h.23 has ln_1, attn.c_attn" in html
 
 
 @pytest.mark.slow
@@ -360,7 +359,7 @@ def test_a_failure_while_writing_leaves_the_earlier_page_and_nothing_beside_it(
     path = report(Run(), tmp_path / "run.html", title="first")
 
     def full(*_: Any) -> Any:
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="disk full"):
