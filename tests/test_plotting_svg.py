@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import made
+import numpy as np
 import pytest
 
 from hookkit.errors import ArgumentError
@@ -85,6 +86,18 @@ def test_a_large_image_has_a_palette_and_a_small_one_all_its_colours() -> None:
     modes = {image.size[0] * image.size[1] > 50_000: image.mode for image in images(drawn(dpi=100))}
 
     assert modes == {True: "P", False: "RGBA"}
+
+
+def test_a_gradient_in_a_heat_map_has_no_steps_of_its_own() -> None:
+    record = made.record(made.small_names(), 400)
+    slope = np.logspace(-3, 0, 400)[None].repeat(len(record.names), axis=0)
+    run = made.with_values(record, "rms", slice(None), slope)
+
+    image = max(images(drawn(run=run, dpi=100)), key=lambda i: i.width)
+    pixels = np.asarray(image.convert("RGBA"), int)[image.height // 8, :, :3]
+
+    assert len(np.unique(pixels, axis=0)) > 60
+    assert np.abs(np.diff(pixels, axis=0)).max(axis=1)[2:-2].max() <= 16
 
 
 def test_its_size_is_that_of_the_figure_at_100_dots_to_an_inch() -> None:

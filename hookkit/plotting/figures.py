@@ -172,13 +172,14 @@ def literal(text: str) -> str:
     return " ".join(text.replace("$", r"\$").splitlines())
 
 
-def colour_map(name: str, **extremes: Any) -> Any:
-    """A copy of a named colour map, with colours for `bad`, `under` and `over`.
+def colour_map(name: str, n: int = 64, **extremes: Any) -> Any:
+    """`n` colours of a named colour map, with colours for `bad`, `under` and `over`.
 
+    Steps of 64 are not seen; with all 256 a page of pictures would be a third larger.
     Maps other than viridis lose their two ends, which are nearly black: black means zero here.
     """
     ends = (0.0, 1.0) if name == "viridis" else (0.1, 0.9)
-    return ListedColormap(mpl.colormaps[name](np.linspace(*ends, 256))).with_extremes(**extremes)
+    return ListedColormap(mpl.colormaps[name](np.linspace(*ends, n))).with_extremes(**extremes)
 
 
 def depth_colours(n: int) -> list[Any]:

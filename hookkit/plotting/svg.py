@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.colors import is_color_like, same_color, to_hex
 from PIL import Image  # matplotlib needs it too
 
@@ -123,13 +124,30 @@ _SHORTER = {
 
 
 def _with_palette(encoded: str) -> str:
-    """A PNG image with the nearest of 256 colours: a third of the bytes, and alike to the eye.
-
-    But not a small one: in the gradient of a colour bar the steps would be seen.
-    """
+    """A PNG image with the nearest of 256 colours: a third of the bytes, and alike to the eye."""
     image = Image.open(BytesIO(b64decode(encoded))).convert("RGBA")
     if image.width * image.height > SMALL:
-        image = image.quantize(256, method=Image.Quantize.FASTOCTREE)  # the only one with alpha
+        image = _with_its_own(image) or image.quantize(256, method=Image.Quantize.FASTOCTREE)
     out = BytesIO()
     image.save(out, "png", optimize=True)
     return f"data:image/png;base64,{b64encode(out.getvalue()).decode()}"
+
+
+def _with_its_own(image: Any) -> Any:
+    """`image` with the 256 colours that it has most; None if these are not nearly all of it.
+
+    A heat-map has those of its colour map. `quantize` would choose among all there could be, and
+    leave a dozen of them in a smooth gradient: steps that are not in the data.
+    """
+    pixels = np.ascontiguousarray(image).reshape(-1, 4).view(np.uint32).ravel()
+    colours, which, n = np.unique(pixels, return_inverse=True, return_counts=True)
+    most = np.argsort(-n, kind="stable")[:256]
+    if len(colours) > 4096 or n[most].sum() < 0.98 * len(pixels):
+        return None
+    parts = colours.view(np.uint8).reshape(-1, 4).astype(np.int32)
+    apart = np.square(parts[:, None] - parts[most]).sum(axis=-1)
+    places = apart.argmin(axis=1).astype(np.uint8)[which]
+    found = Image.frombytes("P", image.size, places.tobytes())
+    found.putpalette(parts[most, :3].astype(np.uint8).tobytes())
+    found.info["transparency"] = parts[most, 3].astype(np.uint8).tobytes()
+    return found
