@@ -31,7 +31,7 @@ from hookkit import (
 )
 from hookkit.errors import HookkitWarning, OptionError
 from hookkit.live import screens, show_health
-from hookkit.live.glance import ASCII_BLOCKS, bars, glance
+from hookkit.live.glance import bars, glance
 from hookkit.testing import synth_learner
 
 FIND = re.compile("error: dead|warning: dead")
@@ -766,7 +766,6 @@ def test_the_first_rank_shows_its_own_without_the_others(tmp_path: Path) -> None
 
 def test_bars_reach_from_the_smallest_to_the_greatest() -> None:
     assert bars(np.arange(8.0)) == "▁▂▃▄▅▆▇█"
-    assert bars(np.arange(8.0), ASCII_BLOCKS) == "_.-=+*%#"
     assert bars(np.array([1.0, np.nan, np.inf, 2.0])) == "▁  █"
     assert bars(np.ones(3)) == "▁▁▁"
     assert bars(np.array([np.nan])) == bars(np.array([])) == ""

@@ -20,28 +20,26 @@ from hookkit.records import Floats, Record, Run
 from hookkit.texts import pad, width
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = "_.-=+*%#"
 MOST_BARS = 24
 _LATEST = 5  # records whose median is shown
 
 
-def glance(head: str, run: Run, blocks: str = BLOCKS) -> list[str]:
+def glance(head: str, run: Run) -> list[str]:
     """`head` with the loss, and a line for each record that is there.
 
     Args:
         head: how far the run is.
         run: what was recorded.
-        blocks: characters from low to high.
 
     >>> glance("step 4", Run(losses=np.array([4.0, 3.0, 1.0, 1.0])))
     ['step 4 · loss 2  █▆▁▁']
     """
-    rows = [_loss(head, run, blocks), *_layers(run, blocks)]
+    rows = [_loss(head, run), *_layers(run)]
     most = max(width(text) for text, _ in rows)
     return [f"{pad(text, most)}  {drawn}".rstrip() for text, drawn in rows]
 
 
-def bars(values: Floats, blocks: str = BLOCKS) -> str:
+def bars(values: Floats) -> str:
     """A row of at most `MOST_BARS` characters, from the smallest value to the greatest.
 
     >>> bars(np.array([0.0, 1.0, np.nan, 7.0]))
@@ -52,23 +50,23 @@ def bars(values: Floats, blocks: str = BLOCKS) -> str:
     if not _any(means):
         return ""
     low, high = np.nanmin(means), np.nanmax(means)
-    heights = (means - low) / (high - low if high > low else 1.0) * (len(blocks) - 1)
-    return "".join(" " if np.isnan(h) else blocks[round(float(h))] for h in heights)
+    heights = (means - low) / (high - low if high > low else 1.0) * (len(BLOCKS) - 1)
+    return "".join(" " if np.isnan(h) else BLOCKS[round(float(h))] for h in heights)
 
 
 def _any(values: Any) -> bool:
     return bool(np.isfinite(values).any())
 
 
-def _loss(head: str, run: Run, blocks: str) -> tuple[str, str]:
+def _loss(head: str, run: Run) -> tuple[str, str]:
     if run.losses is None or not _any(run.losses):
         return head, ""
     known = run.losses[np.isfinite(run.losses)]
     now = np.nan if stops_being_a_number(run.losses) else float(np.median(known[-_LATEST:]))
-    return f"{head} · loss {now:.4g}", bars(known, blocks)
+    return f"{head} · loss {now:.4g}", bars(known)
 
 
-def _layers(run: Run, blocks: str) -> Iterator[tuple[str, str]]:
+def _layers(run: Run) -> Iterator[tuple[str, str]]:
     """Of each record what it is, from where to where it reaches, and the bars of its layers."""
     for record, what in (
         (run.activations, "activations, RMS"),
@@ -82,7 +80,7 @@ def _layers(run: Run, blocks: str) -> Iterator[tuple[str, str]]:
         if len(known):
             low, high = f"{known.min():.2g}", f"{known.max():.2g}"
             reach = low if low == high else f"{low} to {high}"
-            yield f"{what} {reach}, {_count(len(values), record.kind)}", bars(values, blocks)
+            yield f"{what} {reach}, {_count(len(values), record.kind)}", bars(values)
 
 
 def _count(n: int, kind: str) -> str:

@@ -21,7 +21,6 @@ from typing import Any
 
 from hookkit.health import Diagnosis
 from hookkit.interrupts import uninterrupted
-from hookkit.live.glance import ASCII_BLOCKS, BLOCKS
 from hookkit.markup import fragment, in_notebook
 from hookkit.records import Run
 from hookkit.texts import clip, harmless
@@ -35,11 +34,9 @@ class Lines:
 
     Attributes:
         draws: whether it shows pictures.
-        blocks: characters for bars that it can show.
     """
 
     draws = False
-    blocks = BLOCKS
 
     def tell(self, line: str) -> None:
         """Prints a line that stays, above the bars of tqdm if there are any."""
@@ -124,8 +121,6 @@ class Terminal(Lines):
     def __init__(self, stream: Any) -> None:
         self._stream, self._is_mine = stream, False
         self._rows, self._texts = 0, list[str]()  # of the terminal, as the block was drawn
-        coding = str(getattr(stream, "encoding", None) or "").lower()
-        self.blocks = BLOCKS if coding.startswith("utf") else ASCII_BLOCKS
 
     def tell(self, line: str) -> None:
         """Prints a line above the block, in a row of its own."""

@@ -155,7 +155,7 @@ class ShowHealth(Callback):
         shown = replace(found, findings=tuple(clear))
         self._now = run, shown
         verdict = self._verdict(found if last else shown, last)
-        screen.show([*glance(self._head(), run, screen.blocks), verdict], shown)
+        screen.show([*glance(self._head(), run), verdict], shown)
 
     def _verdict(self, found: Diagnosis, last: bool) -> str:
         """The headline, and which findings that were printed are not there any more."""
