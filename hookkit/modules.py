@@ -78,6 +78,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class, also of a module that FSDP2 has sharded.
+
+    `fully_shard` makes a class of the module's own and `FSDPModule`, and puts it in its place.
+    """
+    first, *others = type(module).__bases__
+    sharded = first.__name__ == "FSDPModule" and others
+    return others[0].__name__ if sharded else type(module).__name__
+
+
 def is_parametrization(key: str, module: nn.Module) -> bool:
     """True for the container that `torch.nn.utils.parametrize` puts into a module.
 

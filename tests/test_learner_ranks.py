@@ -235,7 +235,11 @@ def recorded(rank: int = 0) -> dict[str, Any]:
 
 
 def sharding(version: int = 2) -> Any:
-    return accelerate.utils.FullyShardedDataParallelPlugin(fsdp_version=version)
+    return accelerate.utils.FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+    )
 
 
 def learnt(ranks: int, **options: Any) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def learnt(ranks: int, **options: Any) -> dict[str, Any]:
     with learn.distrib_ctx(cpu=True, **options) if ranks > 1 else nullcontext():
         learn.fit(2, 0.05, cbs=[ActivationStats(), GradientStats(of="params"), ParamStats()])
         names = {type(m).__name__ for m in learn.model.modules()}
-        preds = learn.get_preds()[0]
+        preds, within = learn.get_preds()[0], learn.run_record()
     assert learn.model is plain
     assert type(plain) is kind
     run = learn.run_record()
@@ -261,7 +265,9 @@ def learnt(ranks: int, **options: Any) -> dict[str, Any]:
         "activations": [run.activations.value(name) for name in ("count", "mean", "std", "max")],
         "gradients": run.gradients.value("rms"),
         "parameters": [run.params.value(f"{of}_norm") for of in ("weight", "grad", "update")],
-        "sharded": "FSDPSequential" in names,
+        "classes": (within.info["model"], run.info["model"], *run.activations.types),
+        "of parameters": run.params.types,
+        "sharded": {"FSDPSequential", "FSDPLinear"} <= names,
         "later": learn.fit(1),
     }
 
@@ -339,7 +345,9 @@ def test_ranks_learn_and_record_what_one_process_does(seen: Any, way: str) -> No
 
     for found in seen:
         assert found[way]["sharded"] == (way == "fsdp2")
-        for name in want.keys() - {"sharded"}:
+        for name in ("classes", "of parameters"):
+            assert found[way][name] == want[name]
+        for name in want.keys() - {"sharded", "classes", "of parameters"}:
             close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6, equal_nan=True)
             close(found[way][name], want[name], msg=lambda text, name=name: f"{name}: {text}")
 

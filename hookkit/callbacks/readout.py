@@ -15,6 +15,7 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.loss_facts import loss_name
 from hookkit.errors import HookkitWarning
+from hookkit.modules import class_name, unwrap
 from hookkit.records import Exports, Record, Run
 
 
@@ -117,7 +118,7 @@ def info_of(runner: Any) -> dict[str, Any]:
     groups = [] if opt is None else opt.param_groups
     dtypes = {p.dtype for p in runner.model.parameters() if p.is_floating_point()}
     return {
-        "model": type(runner.model).__name__,
+        "model": class_name(unwrap(runner.model)),
         "loss_func": loss_name(runner.loss_func),
         "optimizer": None if opt is None else type(opt).__name__,
         "lr": [float(g["lr"]) for g in groups],

@@ -24,7 +24,7 @@ from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks.entries import Placed, graph_task
-from hookkit.modules import unwrap
+from hookkit.modules import class_name, unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.selecting import select
@@ -111,7 +111,7 @@ class FlightRecorder(HookCallback):
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
         if name == _INPUT:
             return input_entries(self._switch, INPUT)
-        row = self._norms.row(name, type(module).__name__)
+        row = self._norms.row(name, class_name(module))
         return output_entries(self._switch, row, leaf, self._function)
 
     # --- events

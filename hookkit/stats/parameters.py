@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.modules import Parts, is_parametrization, join, submodules, walk
+from hookkit.modules import Parts, class_name, is_parametrization, join, submodules, walk
 from hookkit.moments.moments import has_numbers
 from hookkit.stats.param_norms import local_values
 
@@ -37,7 +37,7 @@ def named_parameters(model: nn.Module) -> Iterator[Named]:
         for key, p in held:
             if id(p) not in seen and not _is_empty(p):
                 seen.add(id(p))
-                yield join(place, key), type(module).__name__, p
+                yield join(place, key), class_name(module), p
 
 
 def _is_empty(p: nn.Parameter) -> bool:

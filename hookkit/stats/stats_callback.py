@@ -20,6 +20,7 @@ from torch import nn
 
 from hookkit.errors import HookkitWarning, OptionError
 from hookkit.hooks.entries import Placed
+from hookkit.modules import class_name
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.numba_loader import machine
@@ -69,7 +70,7 @@ class StatsCallback(HookCallback):
     # --- hooks
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
-        (row,) = self.accumulator.rows([name], [type(module).__name__])
+        (row,) = self.accumulator.rows([name], [class_name(module)])
         if self.is_forward:
             return output_entries(self._switch, row, leaf, self._function)
         return gradient_entries(self._switch, row, leaf, self._function, module)
