@@ -254,3 +254,32 @@ def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     elif dist.get_backend() == "gloo" and w.is_cuda:
         w = w.cpu()
     return f(w).to(t.device)
+
+
+def whole(x: Any) -> Any:
+    """`x` with each sharded tensor (a DTensor, of FSDP2) whole, on the CPU: every rank has to call.
+
+    Other tensors are as they are, and the same objects.
+
+    >>> t = torch.ones(2)
+    >>> whole({"w": t})["w"] is t
+    True
+    """
+    return tmap(lambda t: t.full_tensor().cpu() if hasattr(t, "full_tensor") else t, x)
+
+
+def sharded_as(t: Any, like: Any) -> Any:
+    """`t`, sharded as `like` is if that has the same shape: every rank has to call.
+
+    >>> t = torch.ones(2)
+    >>> sharded_as(t, torch.zeros(2)) is t
+    True
+    """
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None or not isinstance(t, Tensor) or hasattr(t, "device_mesh"):
+        return t
+    if t.shape != like.shape:
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t.to(like.device), mesh, like.placements)

@@ -145,7 +145,7 @@ class Callback:
         Raises:
             OptionError: it is of another class, or damaged.
         """
-        own = self.state_dict()
+        own = Callback.state_dict(self)
         if own.keys() != state.keys() or not all(_alike(own[name], state[name]) for name in own):
             raise OptionError(
                 f"{type(self).__name__}.load_state_dict: the state is of another class. It has "

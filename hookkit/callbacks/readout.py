@@ -36,6 +36,11 @@ def gather(runner: Any) -> None:
     runner._gathered_at = runner.n_steps
 
 
+def across_ranks(runner: Any) -> bool:
+    """Whether every rank is here: in `distrib_ctx`. After it, one of them may be alone."""
+    return getattr(runner, "accelerator", None) is not None and ranks.is_distributed()
+
+
 def run_of(runner: Any, *, quiet: bool = False) -> Run:
     """Everything that the callbacks of a Learner or an `ExternalLoop` recorded.
 

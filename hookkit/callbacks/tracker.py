@@ -246,9 +246,8 @@ class SaveModelCallback(TrackerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave."""
-        super().load_state_dict(state)
         path = state["last_saved_path"]
-        self.last_saved_path = None if path is None else Path(path)
+        super().load_state_dict({**state, "last_saved_path": None if path is None else Path(path)})
 
 
 def _less(new: Any, best: Any) -> Any:

@@ -21,23 +21,46 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from hookkit import ranks
 from hookkit.callbacks.optimizers import bare_optimizer
+from hookkit.callbacks.readout import across_ranks
 from hookkit.data import generators_of
 from hookkit.errors import HookkitError, HookkitWarning, OptionError
-from hookkit.learner.saving import load_state
+from hookkit.learner.saving import load_state, save_state
 from hookkit.modules import inner_key
 from hookkit.stats.unscaling import known_scaler
 
 _COUNTS = "n_steps", "train_iter", "pct_train"
 
 
+def write(learn: Any, where: Path, with_opt: bool) -> Path:
+    """Writes the training as it stands; within `distrib_ctx` rank 0 does, and every rank calls.
+
+    Raises:
+        OptionError: a state dict has objects that could not be loaded again.
+        OSError: the file cannot be written.
+    """
+    if not across_ranks(learn):
+        return save_state(where, checkpoint(learn, with_opt))
+    with ranks.together(f"call learn.save({where.stem!r}){learn._where()}"):
+        state, error = checkpoint(learn, with_opt), None
+        try:
+            if ranks.rank() == 0:
+                save_state(where, state)
+        except (OptionError, OSError) as why:
+            error = why
+        if (error := ranks.gather_object(error)[0]) is not None:  # all have waited for the file
+            raise error
+    return where
+
+
 def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
     """The training as it stands; without `with_opt` the weights alone."""
-    state: dict[str, Any] = {"model": plain_model(learn.model).state_dict()}
+    state: dict[str, Any] = {"model": ranks.whole(plain_model(learn.model).state_dict())}
     if not with_opt:
         return state
     if learn.opt is not None:
-        state["opt"] = learn.opt.state_dict()
+        state["opt"] = ranks.whole(learn.opt.state_dict())
         state["opt_class"] = type(learn.opts[0]).__name__
     if (scaler := known_scaler(learn)) is not None:
         state["scaler"] = scaler.state_dict()
@@ -53,7 +76,8 @@ def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
     }
     found = {name: cb.state_dict() for name, cb in names.items()}
     state["callbacks"] = {name: of_cb for name, of_cb in found.items() if of_cb}
-    state["random"] = _random_state()
+    own = _random_state()
+    state["random"] = ranks.gather_object(own) if across_ranks(learn) else [own]
     state["loaders"] = [loader_state(dl) for dl in learn.dls.loaders] if learn.dls else []
     return state
 
@@ -122,12 +146,15 @@ def resume_from(learn: Any, state: dict[str, Any]) -> None:
         counts = {name: type(getattr(learn, name))(fit[name]) for name in _COUNTS}
         for name, cb in known.items():
             if name in state["callbacks"]:
-                _take(cb, state["callbacks"][name], undo)
+                undo.callback(vars(cb).update, dict(vars(cb)))
+                cb.load_state_dict(state["callbacks"][name])
         _take_weights(learn, state, True, True, undo)
         if (scaler := known_scaler(learn)) is not None and "scaler" in state:
-            _take(scaler, state["scaler"], undo)
+            undo.callback(scaler.load_state_dict, scaler.state_dict())
+            scaler.load_state_dict(state["scaler"])
         undo.callback(_set_random, _random_state())
-        _set_random(state["random"])
+        for own in state["random"][ranks.rank() :][:1]:  # a rank that was not there has its own
+            _set_random(own)
         for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
             undo.callback(set_loader, dl, loader_state(dl))
             set_loader(dl, each)
@@ -159,11 +186,6 @@ def _all_or_nothing(where: Path) -> Iterator[ExitStack]:
         raise OptionError(_MISFIT.format(where, text[:300])) from why
 
 
-def _take(part: Any, state: Any, undo: ExitStack) -> None:
-    undo.callback(part.load_state_dict, copy.copy(part.state_dict()))
-    part.load_state_dict(state)
-
-
 def _take_weights(
     learn: Any, state: dict[str, Any], with_opt: bool, strict: bool, undo: ExitStack
 ) -> None:
@@ -174,10 +196,24 @@ def _take_weights(
         _check_groups(learn.opt, state)
         undo.callback(learn.opt.load_state_dict, copy.deepcopy(learn.opt.state_dict()))
     model = plain_model(learn.model)
-    undo.callback(model.load_state_dict, copy.deepcopy(model.state_dict()))
-    model.load_state_dict(state["model"], strict=strict)
+    own = model.state_dict()
+    undo.callback(model.load_state_dict, copy.deepcopy(own))
+    found = {name: ranks.sharded_as(t, own.get(name)) for name, t in state["model"].items()}
+    model.load_state_dict(found, strict=strict)
     if with_opt and "opt" in state:
-        learn.opt.load_state_dict(state["opt"])
+        learn.opt.load_state_dict(_sharded_opt(learn.opt, state["opt"]))
+
+
+def _sharded_opt(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state, with what it has of each parameter sharded as that is."""
+    parameters = [p for group in opt.param_groups for p in group["params"]]
+    ids = [i for group in state["param_groups"] for i in group["params"]]
+    held = {
+        i: {name: ranks.sharded_as(x, p) for name, x in state["state"][i].items()}
+        for i, p in zip(ids, parameters, strict=True)
+        if i in state["state"]
+    }
+    return {**state, "state": {**state["state"], **held}}
 
 
 def _check_groups(opt: Any, state: dict[str, Any]) -> None:
@@ -253,8 +289,8 @@ def loader_state(dl: Any) -> dict[str, Any]:
 
 
 def set_loader(dl: Any, state: dict[str, Any]) -> None:
-    """Puts a loader where another, or itself, was."""
-    for generator, each in zip(generators_of(dl), state["generators"], strict=True):
+    """Puts a loader where another, or itself, was; accelerate's have a generator more."""
+    for generator, each in zip(generators_of(dl), state["generators"], strict=False):
         generator.set_state(each)
     if "iteration" in state and hasattr(dl, "iteration"):
         dl.iteration = state["iteration"]

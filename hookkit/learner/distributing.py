@@ -121,11 +121,6 @@ _NO_LENGTH = (
 )
 
 
-def whole(x: Any) -> Any:
-    """`x` with each sharded tensor in it put together, on the CPU: all ranks call."""
-    return tmap(lambda t: t.full_tensor().cpu() if hasattr(t, "full_tensor") else t, x)
-
-
 def _allow_sharding(engine: Any, plugin: Any) -> None:
     """Has accelerate use its `fsdp_plugin` on CPUs too.
 
@@ -169,8 +164,8 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         with learn.added_cbs(AccelerateCallback()):
             yield learn
         if sharded:
-            own.load_state_dict(whole(learn.model.state_dict()))
-            plain.load_state_dict(whole(learn.opts[0].state_dict()))
+            own.load_state_dict(ranks.whole(learn.model.state_dict()))
+            plain.load_state_dict(ranks.whole(learn.opts[0].state_dict()))
     finally:
         model = engine.unwrap_model(learn.model, keep_fp32_wrapper=False)
         learn.model = own if sharded else model

@@ -24,7 +24,7 @@ from hookkit.checks import check_flag, check_module, check_path
 from hookkit.errors import nearest
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
-from hookkit.learner.checkpoints import checkpoint, load_weights, read_for_fit, resume_from
+from hookkit.learner.checkpoints import load_weights, read_for_fit, resume_from, write
 from hookkit.learner.checks import (
     as_loaders,
     check_decay,
@@ -47,7 +47,6 @@ from hookkit.learner.groups import (
 )
 from hookkit.learner.lr_finder import SuggestedLRs, find_lr
 from hookkit.learner.predicting import Predicting
-from hookkit.learner.saving import save_state
 from hookkit.records import Floats, Run, Tables, Views
 
 
@@ -305,6 +304,8 @@ class Learner(Predicting, Tables, Views):
 
         It has all that a fit goes on from: weights, the optimizer's state, schedule, GradScaler,
         random numbers, epochs and steps, and what the callbacks recorded (`Callback.state_dict`).
+        In `distrib_ctx` every rank has to call; rank 0 writes, of sharded weights the whole, and
+        the file fits any number of processes.
 
         Args:
             file: its name, or a path.
@@ -318,7 +319,7 @@ class Learner(Predicting, Tables, Views):
         with_opt = check_flag("save", "with_opt", with_opt)
         where = self._file("save", file)
         try:
-            return save_state(where, checkpoint(self, with_opt))
+            return write(self, where, with_opt)
         except OSError as error:
             if not self.fitting:
                 raise

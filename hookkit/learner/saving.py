@@ -99,7 +99,7 @@ def load_state(where: Path) -> dict[str, Any]:
     except Exception as why:  # a damaged file may raise anything, of the kinds in its own content
         what = "is damaged, was not written by torch.save, or holds more than tensors and numbers"
         raise OptionError(_FOREIGN.format(where, what)) from why
-    for entry in ("model", "opt", "fit", "callbacks", "random"):
+    for entry in ("model", "opt", "fit", "callbacks"):
         if not isinstance(state, dict) or not isinstance(state.get(entry, {}), Mapping):
             raise OptionError(_FOREIGN.format(where, f"has something else as its {entry!r}"))
     if "model" not in state:

@@ -18,6 +18,7 @@ is one class, and almost every method reads or replaces its one `_State`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from hookkit.moments.buffers import Buffers, Options
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.histograms import Bins
 from hookkit.moments.history import Place, StepHistory, Table
-from hookkit.moments.merging import RankUnits
+from hookkit.moments.merging import RankUnits, merged
 from hookkit.moments.moments import floats_of, plain, working_dtype
 from hookkit.moments.unit_layouts import UnitLayout, layout_of
 from hookkit.moments.units import UnitTables
@@ -373,9 +374,45 @@ class StatsAccumulator:
         of_ranks = self._whole[2] if self._whole is not None and self._is_whole() else None
         return reading.units_now(self, of_ranks, name, which)
 
-    def forget_reading(self) -> None:
-        """The next `record()` reads again, as after a new record."""
-        self._own = self._whole = None
+    def stored(self, like: StatsAccumulator | None = None, *, whole: bool) -> StatsAccumulator:
+        """A copy on the CPU, without what was read, to be written to a file.
+
+        Args:
+            like: a copy whose rows this one shares, as the originals do.
+            whole: with what all ranks recorded; each of them has to call.
+        """
+        new = copy(self)
+        new._own = new._whole = None
+        if whole:
+            new._take_all_ranks(self)
+        if like is not None:
+            new._layers = like._layers
+        return new
+
+    def _take_all_ranks(self, own: StatsAccumulator) -> None:
+        history = own.history
+        tables = reading.tables_of(history, len(own.names), own.options)
+        names, types, found, units = merged(own, tables)
+        self._layers = _Layers()
+        self.rows(names, types)
+        row_of = [names.index(name) for name in own.names]
+        self.dtypes = {row_of[row]: dtype for row, dtype in own.dtypes.items()}
+        if own.variation is not None:
+            self.variation = own.variation.moved(row_of)
+        history = replace(history, tables={})
+        for name, table in found.items():
+            table = table.to(tables[name].dtype) if name in tables else table
+            history = history.with_table((name, _CPU), table)
+        buffers = Buffers(own.options, _CPU, len(names), units.units) if units else None
+        self._state = _State(own.n_records, history, (), {_CPU: buffers} if buffers else {})
+
+    def empty(self) -> None:
+        """Keeps rows and steps and forgets all values, which another rank has."""
+        units = [each.blanked() for each in self.units]
+        buffers = {each.row_of.device: each for each in units}
+        made = {d: Buffers(self.options, d, len(self.names), each) for d, each in buffers.items()}
+        history = self.history.emptied()
+        self._state = _State(self.n_records, history, (), made)
 
     def count_from(self, n: int) -> None:
         """Begin with record number `n`, which selects the values that are sampled."""

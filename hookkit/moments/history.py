@@ -181,6 +181,15 @@ class StepHistory:
             history = history.with_table((name, cpu), table)
         return history
 
+    def emptied(self) -> StepHistory:
+        """The same records of nothing."""
+        history = self
+        for key, table in self.tables.items():
+            history = history.with_table(
+                key, _blank(len(self), table.full.new_empty(table.full.shape[1:]), key)
+            )
+        return history
+
     @property
     def n_bytes(self) -> int:
         """Memory of all tables."""

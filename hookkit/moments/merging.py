@@ -68,7 +68,7 @@ def merged(
         layers = [(i, kinds[i], width) for i, width in enumerate(widths) if width]
         counts = sums["units"].float()
         found["units"], seen = judged(counts, layers, o.window, history.stride, len(names))
-        of_ranks = RankUnits(seen, names)
+        found["past"], of_ranks = counts, RankUnits(seen, names)
     return names, kinds, found, of_ranks
 
 

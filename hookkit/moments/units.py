@@ -140,6 +140,11 @@ class UnitTables:
         mean = (seen[:, 1] / seen[:, 2].clamp(min=1)).mean()
         return tuple(flags[0] for flags in _verdict(seen, mean))
 
+    def blanked(self) -> UnitTables:
+        """The same units, not seen so far."""
+        blank = blank_table(self.n_units, self.row_of.device)
+        return replace(self, older=blank, newer=blank)
+
     def on_cpu(self) -> UnitTables:
         """A copy on the CPU."""
         names = ("older", "newer", "row_of", "bounded")

@@ -8,6 +8,7 @@ collapse, which is a matter of powers of ten. Nothing here waits for a device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,12 @@ class Variation:
         for row, (first, *latest) in known.items():
             table[row, 0], table[row, 1] = first, sorted(latest or [first])[len(latest) // 2]
         return table
+
+    def moved(self, row_of: Sequence[int]) -> Variation:
+        """A copy in which row `i` is row `row_of[i]`."""
+        new = Variation()
+        new._looks = {row_of[row]: [*found] for row, found in self._looks.items()}
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_looks": {row: [x.cpu() for x in looks] for row, looks in self._looks.items()}}

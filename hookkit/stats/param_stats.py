@@ -1,7 +1,8 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
 The true update, not learning rate times gradient: the weights are copied before a recorded step and
-subtracted after it (`param_norms.WeightCopies`).
+subtracted after it (`param_norms.WeightCopies`). One class, on whose tables checkpoints,
+ranks and readers have to agree, and therefore one file of more than 300 lines.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.readout import across_ranks
 from hookkit.checks import check_flag, check_number
 from hookkit.moments.history import Key, StepHistory
 from hookkit.moments.numba_loader import machine
@@ -270,9 +272,21 @@ class ParamStats(Exports, Callback):
         self._n_opts, self._groups = -1, [None] * len(self._groups)
         self._bits.again(trained)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded, on the CPU; in `distrib_ctx` of whole parameters: all ranks call."""
+        state = super().state_dict()
+        if across_ranks(self.learn) and _NORMS in state["history"].tables:
+            table = self._over_ranks(state["history"].read(_NORMS))
+            state["history"] = state["history"].with_table(_NORMS, table)
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave."""
         super().load_state_dict(state)
+        if across_ranks(self.learn) and ranks.rank() and _NORMS in self.history.tables:
+            table = self.history.read(_NORMS).clone()
+            table[:, [f["sharded"] for f in self._facts.values()], :5] = 0.0  # rank 0 has it
+            self.history = self.history.with_table(_NORMS, table)
         self._own = self._whole = None
         self._n_opts = -1
 
@@ -297,6 +311,7 @@ def _brief(names: list[str]) -> str:
 _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 _OF_TENSOR = "ndim", "numel", "shape", "requires_grad", "dtype"
 _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
+_NORMS: Key = "params", torch.device("cpu")
 _RATES: Key = "rates", torch.device("cpu")
 """Of each row the sum of its learning rates, and of how many."""
 

@@ -13,11 +13,12 @@ have the same rows, so one hook serves them.
 from __future__ import annotations
 
 import warnings
-from copy import copy
 from typing import Any, ClassVar
 
 from torch import nn
 
+from hookkit import ranks
+from hookkit.callbacks.readout import across_ranks
 from hookkit.errors import HookkitWarning, OptionError
 from hookkit.hooks.entries import Placed
 from hookkit.modules import class_name
@@ -203,12 +204,11 @@ class StatsCallback(HookCallback):
         return (self.valid_accumulator if valid else self.accumulator).record(local=local)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded, on the CPU; without the batch under way."""
-        state = super().state_dict()
-        for name in ("accumulator", "valid_accumulator"):
-            state[name] = copy(state[name])
-            state[name].forget_reading()
-        return state
+        """What was recorded, on the CPU; in `distrib_ctx` on all ranks, and each has to call."""
+        whole = across_ranks(self.learn)
+        stats = self.accumulator.stored(whole=whole)
+        valid = self.valid_accumulator.stored(stats, whole=whole and self.on_valid)
+        return {**super().state_dict(), "accumulator": stats, "valid_accumulator": valid}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; the hooks then add to it.
@@ -223,6 +223,9 @@ class StatsCallback(HookCallback):
                 f"{found}. Make it with the same options, or leave it out and record anew."
             )
         super().load_state_dict(state)
+        if across_ranks(self.learn) and ranks.rank():  # rank 0 has it for all
+            self.accumulator.empty()
+            self.valid_accumulator.empty()
         if self.learn is not None and self.learn.fitting:
             self._remove()
             self._hook_all(self.learn.model)  # the rows of layers are those of the checkpoint
