@@ -181,7 +181,7 @@ def test_a_writer_gets_scalars_and_the_recorded_bins() -> None:
     log_to(writer, record())
 
     tag, value, step = writer.scalars[0]
-    assert (tag, step) == ("activation/mean/body/conv", 0)
+    assert (tag, step) == ("activation/mean/body.conv", 0)
     assert value == record().value("mean", 0)[0]
     assert len(writer.scalars) == 3 * 2 * 3 - 1  # mean, std, rms; one is NaN
     open_ended = writer.histograms[-1]
@@ -347,7 +347,7 @@ def test_a_tracker_gets_one_dict_for_each_step() -> None:
 
     assert [step for step, _ in got] == [0, 10, 20] * 2
     assert got[0] == got[3]
-    assert got[1][1]["activation/mean/body/conv"] == record().value("mean", 0)[1]
+    assert got[1][1]["activation/mean/body.conv"] == record().value("mean", 0)[1]
 
 
 def test_a_run_sends_its_losses_epochs_and_rate() -> None:
@@ -389,8 +389,8 @@ def test_names_have_no_brackets_which_mlflow_refuses() -> None:
     log_to(writer, replace(record(), names=("lstm[1][0]", "out['x']")), statistics="std")
 
     assert {tag for tag, *_ in writer.scalars} == {
-        "activation/std/lstm/1/0",
-        "activation/std/out/x",
+        "activation/std/lstm-1-0",
+        "activation/std/out-x",
     }
 
 

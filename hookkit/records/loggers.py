@@ -31,7 +31,7 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
     `w.log_to(writer)` can be called after each epoch; a Record or a Run is sent whole. `LogTo` does
     the same while it trains.
 
-    Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1/0`. Histograms
+    Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`. Histograms
     go to TensorBoard, with the bins they were recorded in (`add_histogram_raw`): a kilobyte each,
     where `add_histogram` of a layer's output costs a pass over all of it.
 
@@ -136,12 +136,14 @@ def _checked(statistics: Any, records: list[Record]) -> list[str]:
 
 
 def _tag(record: Record, row: int) -> str:
-    """The layer's name as a path: `lstm/1` for `lstm[1]`, since trackers refuse brackets."""
-    name = record.names[row].translate(_PATH)
-    return name or "model"
+    """The layer's name: `lstm-1` for `lstm[1]`, since mlflow refuses brackets.
+
+    With its dots: mlflow makes files of names, and `layer1/0` would be one in the file `layer1`.
+    """
+    return record.names[row].translate(_PLAIN) or "model"
 
 
-_PATH = str.maketrans({".": "/", "[": "/", "]": None, "'": None})
+_PLAIN = str.maketrans({"[": "-", "]": None, "'": None})
 
 
 def _send_hist(target: Target, record: Record, row: int, sent: Sent) -> None:
