@@ -12,10 +12,13 @@ from typing import Any
 
 from hookkit.nested import leaves
 
-VIEWS = frozenset(
-    ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze")
+SAME_ORDER = frozenset(
+    ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 )
-"""Operations that change the shape of a tensor and none of its values."""
+"""Operations whose result holds the values that they are given, in the same order."""
+
+SAME_VALUES = SAME_ORDER | {"Transpose", "T", "Permute"}
+"""The same in any order."""
 
 
 def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookkit.autograd_graph import (
-    VIEWS,
+    SAME_ORDER,
+    SAME_VALUES,
     first_input,
     graph_nodes,
     op_name,
@@ -36,11 +37,6 @@ _LIKELIHOODS = ("NllLoss", "NllLoss2D", "CtcLoss")
 """Losses that expect logarithms of probabilities."""
 
 _DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
-
-_SAME_PLACES = frozenset(
-    ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
-)
-_SHAPES_ONLY = VIEWS | _SAME_PLACES
 
 _LAYERS = frozenset(
     ("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution", "NativeLayerNorm", "NativeBatchNorm")
@@ -77,7 +73,7 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     top = loss.grad_fn
-    if op_name(top) in _SHAPES_ONLY:
+    if op_name(top) in SAME_VALUES:
         top = _before(top)
     if own := _by_hand(top):
         found |= {"loss_func": own, "loss_input": ""}
@@ -189,7 +185,7 @@ def _before(node: Any, scaled: bool = False) -> Any:
     """The node whose output is the first input of `node`, behind views and factors."""
     for before in _behind(node):
         by_factor = scaled and op_name(before) in ("Mul", "Div") and takes_one(before)
-        if op_name(before) not in _SHAPES_ONLY and not by_factor:
+        if op_name(before) not in SAME_VALUES and not by_factor:
             return before
     return None
 
@@ -213,7 +209,7 @@ def _wrong_dim(loss: Any, name: str) -> str:
             right = 1 if name == "NllLoss2D" else len(shape) - 1
             dim %= len(shape)
             return f"over dimension {dim} of {shape}" if dim != right else ""
-        if op_name(node) not in _SAME_PLACES:
+        if op_name(node) not in SAME_ORDER:
             return ""  # dimensions may have changed places
     return ""
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookkit.autograd_graph import (
-    VIEWS,
+    SAME_ORDER,
+    SAME_VALUES,
     first_input,
     graph_nodes,
     op_name,
@@ -24,9 +25,9 @@ from hookkit.autograd_graph import (
 )
 from hookkit.modules import join, walk
 
-_PARTS = {"Alias", "Expand", "Slice", "Select", "Split", "Chunk", "Unbind", "Clone", "ToCopy"}
+_PARTS = {"Alias", "Expand", "Slice", "Select", "Split", "Chunk", "Unbind"}
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
-_PASSES_ON = VIEWS | _PARTS | _POOLS
+_PASSES_ON = SAME_VALUES | _PARTS | _POOLS
 """Operations behind which a unit that is never above 0 stays so."""
 
 
@@ -104,7 +105,7 @@ def _in_order(users: dict[Any, list[Any]]) -> Iterator[Any]:
                 ready.append(user)
 
 
-_SAME_MATRIX = {"Expand", "View", "UnsafeView", "ReshapeAlias", "Clone", "ToCopy", "NativeDropout"}
+_SAME_MATRIX = SAME_ORDER | {"Expand", "NativeDropout"}
 """Operations behind which rows are rows and columns are columns, where the matrix is as before."""
 
 
