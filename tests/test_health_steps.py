@@ -152,6 +152,15 @@ def test_matrices_of_another_rate_are_judged_by_themselves():
     assert "lr_too_high" not in alarms(Run(params=one, losses=FLAT))
 
 
+def test_one_matrix_with_a_rate_of_its_own_is_no_majority():
+    made = weights(lr=[0.1, 1e-3, 1e-3, 1e-3], update_ratio=[0.3, 1e-3, 1e-3, 1e-3])
+    own = dataclasses.replace(made, meta={**made.meta, "optimizer": ["Adam"] * 4})
+    alone = weights(1, update_ratio=[0.3])
+
+    assert "lr_too_high" not in alarms(Run(params=own, losses=FLAT))
+    assert "lr_too_high" in alarms(Run(params=alone, losses=FLAT))
+
+
 def test_a_rate_that_is_almost_nothing_for_half_of_the_run_is_named():
     early = np.where(np.arange(N) < 30, 0.1, 1e-5)
     late = np.where(np.arange(N) < 80, 0.1, 1e-5)

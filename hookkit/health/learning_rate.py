@@ -51,7 +51,9 @@ def lr_too_high(run: RunView) -> Iterator[Finding]:
     What counts as fast depends on the loss: while it falls, large steps are often meant.
     """
     record, which, ratio = _update_ratios(run)
-    for own in _by_rate(record, which):
+    groups = _by_rate(record, which)
+    # one matrix is no majority, where others have rates of their own
+    for own in [own for own in groups if own.sum() > 1] or groups:
         yield from _fast_group(run, record, which[own], ratio[own])
 
 
