@@ -134,16 +134,15 @@ def gat_communities(watch: Watch, *, dim: int = 1, lr: float = 0.01) -> float:
 class Sage(nn.Module):
     """Mean of sampled neighbours beside the node's own features, twice, each of length 1."""
 
-    def __init__(self, softmax: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.out = nn.Softmax(1) if softmax else nn.Identity()
         self.one, self.two = nn.Linear(64, 48), nn.Linear(96, 48)
         self.head = nn.Linear(48, N_KINDS)
 
     def forward(self, x: Tensor, a: Tensor) -> Tensor:
         for layer in (self.one, self.two):
             x = F.normalize(F.relu(layer(torch.cat([x, a @ x], 1))), dim=1)
-        return self.out(self.head(x))
+        return self.head(x)
 
 
 def sampled(a: Tensor, n: int) -> Tensor:
@@ -153,13 +152,11 @@ def sampled(a: Tensor, n: int) -> Tensor:
 
 
 @healthy
-def sage_communities(
-    watch: Watch, *, lr: float = 0.1, shuffled: bool = False, softmax: bool = False
-) -> float:
+def sage_communities(watch: Watch, *, lr: float = 0.1, shuffled: bool = False) -> float:
     """GraphSAGE with sampled neighbours, batches of nodes, SGD with Nesterov momentum."""
     x, a, kind = communities(signal=1.5)
     train, test = torch.randperm(N_NODES).split([200, 200])
-    net = Sage(softmax)
+    net = Sage()
     opt = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3, nesterov=True)
     with watch(net, opt) as w:
         for _ in range(40):

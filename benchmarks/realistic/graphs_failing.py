@@ -39,11 +39,6 @@ def gat_communities_lr_1(watch: Watch) -> float:
     return gat_communities(watch, lr=1.0)
 
 
-@failing("a softmax before cross-entropy", names=("probabilities",), trace=True)
-def sage_communities_softmax_twice(watch: Watch) -> float:
-    return sage_communities(watch, softmax=True)
-
-
 @failing("labels are shuffled in each batch", names=(), trace=False)
 def sage_communities_labels(watch: Watch) -> float:
     return sage_communities(watch, shuffled=True)

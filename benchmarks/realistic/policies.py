@@ -82,7 +82,6 @@ def cartpole_ppo(
     watch: Watch,
     *,
     lr: float = 2e-3,
-    entropy: float = 0.01,
     sign: float = 1.0,
     reward: float = 1.0,
     net: nn.Module | None = None,
@@ -103,7 +102,7 @@ def cartpole_ppo(
                 ratio, gain = (dist.log_prob(a[i]) - old[i]).exp(), adv[i] * sign
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
                 won = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = -won + 0.5 * F.mse_loss(value, ret[i]) - entropy * dist.entropy().mean()
+                loss = -won + 0.5 * F.mse_loss(value, ret[i]) - 0.01 * dist.entropy().mean()
                 opt.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)

@@ -65,11 +65,6 @@ def cartpole_ppo_lr_300(watch: Watch) -> float:
     return cartpole_ppo(watch, lr=0.6)
 
 
-@failing("an entropy coefficient of 10: the policy stays at random", names=(), trace=True)
-def cartpole_ppo_entropy_10(watch: Watch) -> float:
-    return cartpole_ppo(watch, entropy=10.0)
-
-
 @failing("returns of 1000 drown the policy in the trunk", names=("target_scale",), trace=True)
 def cartpole_ppo_shared_returns(watch: Watch) -> float:
     return cartpole_ppo_shared(watch, reward=20.0)
