@@ -124,29 +124,6 @@ def test_the_bias_of_one_unit_is_no_large_input():
     assert "input_scale" in diagnose(Run(gate, params=open_, losses=FLAT)).rules
 
 
-@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "warning"), (falling(), "note")])
-def test_inputs_that_are_almost_0_show_in_the_first_gradients(losses, severity):
-    f = found(Run(acts(), params=first_layer(1e-4), losses=losses), "input_scale")
-
-    assert (f.severity, f.layers) == (severity, ("0",))
-    assert "inputs of size 0.00013" in f.evidence  # 1e-4 / 0.1 / √64
-
-
-@pytest.mark.parametrize(
-    ("types", "params"),
-    [
-        (("Linear", "ReLU", "Linear"), first_layer(0.1)),
-        (("Linear", "ReLU", "Linear"), first_layer(0.0)),  # `zero_gradient`
-        (("Linear", "ReLU", "Linear"), first_layer(1e-4, bias_grad=0.0)),
-        (("Linear", "LayerNorm", "Linear"), first_layer(1e-4)),
-        (("Embedding", "Linear", "Linear"), first_layer(1e-4)),
-        (("Linear", "ReLU", "Linear"), weights(4)),  # no bias to compare with
-    ],
-)
-def test_inputs_that_are_not_known_to_be_small_are_no_finding(types, params):
-    assert "input_scale" not in diagnose(Run(acts(types), params=params, losses=FLAT)).rules
-
-
 @pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "note")])
 def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
     calms = np.where(np.arange(N) > 20, 3.0, 5e3)

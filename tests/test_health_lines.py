@@ -24,7 +24,6 @@ from health_runs import (
     N,
     acts,
     falling,
-    first_layer,
     found,
     slow,
     weights,
@@ -275,13 +274,6 @@ CASES = [
         "at most 3e-07",
     ),
     (
-        Run(params=weights(update_norm=[8e-5] * 4), losses=slow(0.09),
-            info={"optimizer": "Adam", "lr": [1e-3]}),
-        "lr_too_low",
-        "below 3e-2 in the last records",
-        "by 0.01 of its learning rate",
-    ),
-    (
         Run(losses=FLAT, info={"momentum": [0.999]}),
         "momentum",
         "above 0.99, where the loss does not fall",
@@ -317,12 +309,6 @@ CASES = [
         "input_scale",
         "above 20, where",
         "standard deviation 80 before",
-    ),
-    (
-        Run(acts(), params=first_layer(1e-4), losses=FLAT),
-        "input_scale",
-        "below 3e-3, where",
-        "inputs of size 0.00013",
     ),
     (
         Run(acts(("Linear",) * 8, std=[10.0**-i for i in range(8)]), losses=FLAT),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import CE, FLAT, N, acts, alarms, falling, found, slow, weights
+from health_runs import CE, FLAT, N, acts, alarms, falling, found, weights
 from torch import nn
 
 from hookkit import ParamStats, watch
@@ -241,20 +241,6 @@ def test_a_high_weight_decay_comes_before_the_steps_it_makes():
     d = diagnose(Run(params=weights(update_ratio=[0.3] * 4), losses=FLAT, info=info))
 
     assert [f.rule for f in d][:2] == ["weight_decay", "lr_too_high"]
-
-
-def test_an_eps_that_makes_adams_steps_small_is_named():
-    info = {"optimizer": "Adam", "lr": [1e-3]}
-    held = weights(update_norm=[8e-5] * 4)  # of 64 weights: 1e-5 each
-
-    f = found(Run(params=held, losses=slow(0.09), info=info), "lr_too_low")
-
-    assert (f.severity, "eps" in f.cause) == ("warning", True)
-    assert "by 0.01 of its learning rate" in f.evidence
-    assert "Adam moves" in f.evidence
-    for other in ({"optimizer": "SGD", "lr": [1e-3]}, {**info, "lr": [1e-5]}):
-        assert alarms(Run(params=held, losses=slow(0.09), info=other)) == set()
-    assert alarms(Run(params=held, losses=falling(), info=info)) == set()
 
 
 def trained(sign=1.0, lr=0.01, steps=60):

@@ -16,8 +16,8 @@ from hookkit.health.layer_order import given_data
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
 
-# Sizes of the first layer's output, and of its inputs, where 1 is usual (hookkit, measured)
-LARGE_INPUT, FAINT_INPUT = 20, 3e-3
+# The size of the first layer's output, where 1 is usual (hookkit, measured)
+LARGE_INPUT = 20
 # SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
 VARIANCE_RATIO = 10.0
 # PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half
@@ -46,7 +46,7 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     "of the training set",
 )
 def input_scale(run: RunView) -> Iterator[Finding]:
-    """A layer that is given the data, and they are huge, or almost 0: each input of the model."""
+    """A layer that is given the data, and they are huge: each input of the model."""
     record = run.activations
     for row in [*given_data(run, record), *_given_other_data(run, record)]:
         name = record.names[row]
@@ -57,18 +57,6 @@ def input_scale(run: RunView) -> Iterator[Finding]:
             what = f"the output of {name}, which is given the data, has standard deviation "
             what += f"{size:.3g} before training"
             yield input_scale.found(severity, what, *read.where(record, [row], read.FIRST))
-        elif not normed and (size := read.input_size(run.recorded.params, name)) < FAINT_INPUT:
-            severity = "warning" if run.fails else "note"
-            what = f"by its gradients {name} is given inputs of size {size:.2g}"
-            yield _FAINT.found(severity, what, *read.where(record, [row]))
-
-
-_FAINT = input_scale.but(
-    threshold="below 3e-3, where standardised inputs give about 1: |gradient of the weight| over "
-    "|gradient of the bias|, by input",
-    source=f"{LECUN}; 3e-3: hookkit, measured",
-    cause="inputs that are almost 0: divided by 255 twice, say",
-)
 
 
 def _given_other_data(run: RunView, record: Record) -> Iterator[int]:

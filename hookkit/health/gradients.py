@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.activations import FAINT_INPUT
 from hookkit.health.diagnosis import Finding, Rule, rule
 from hookkit.health.layer_order import chains
 from hookkit.health.learning_rate import too_small
@@ -42,9 +41,6 @@ def vanishing(run: RunView) -> Iterator[Finding]:
     if not faded:
         return
     which, size, _, early = min(faded, key=lambda c: c.early[0] / c.early[-1])
-    first = run.params.names[which[0]]
-    if read.input_size(run.params, first.rpartition(".")[0]) < FAINT_INPUT:
-        return  # errors arrive, and are multiplied by inputs that are small: `input_scale`
     # of a loss that need not fall: actor and critic, both players, are no depth of one net
     severity = "error" if run.fails else "note" if run.excused else "warning"
     yield _first_and_last(run, vanishing, severity, which, size, early)

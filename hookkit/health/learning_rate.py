@@ -2,7 +2,7 @@
 
 The size of a step is the ratio of update to weight, `update_ratio`, of each matrix. A learning rate
 is judged by the majority of the matrices that share it: one that moves fast or slowly may be meant
-to. The file is longer than 300 lines, since "too small" is measured in five ways that share what
+to. The file is longer than 300 lines, since "too small" is measured in four ways that share what
 they read.
 """
 
@@ -149,15 +149,7 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         what = f"all steps together move {(path < WHOLE_PATH).sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(path))} of their weight"
         yield _NO_PATH.found("warning", what, *read.where(record, which[path < WHOLE_PATH]))
-    if run.learns:
-        return
-    if run.fails and (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
-        what = f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate a "
-        what += "step, and the loss hardly falls"
-        window = slice(-read.MIN_RECORDS, None)
-        yield _EPS.found("warning", what, *read.where(record, which, window))
-        return
-    if slow.mean() <= 0.5:
+    if run.learns or slow.mean() <= 0.5:
         return
     most = np.nan_to_num(ratio).max(axis=1)
     never = (most < NEVER_MOVES).mean() > 0.5
@@ -228,16 +220,6 @@ def _rates(run: RunView, record: Record, which: Ints) -> Floats:
         return read.table(record, "lr")[which]
     rates = [lr for lr in run.info.get("lr", ()) if lr > 0]
     return np.full((len(which), len(record)), min(rates, default=np.nan))
-
-
-_EPS = lr_too_low.but(
-    threshold="below 3e-2 in the last records",
-    source="Kingma & Ba 2015, Adam, 2.1: its steps are about as large as the learning rate; "
-    "3e-2: hookkit, measured",
-    cause="an eps that is large against the gradients (eps itself, gradients clipped to almost "
-    "nothing, or a loss that is scaled down)",
-    fix="use Adam's default, torch.optim.Adam(model.parameters(), eps=1e-8), or scale the loss up",
-)
 
 
 def too_small(run: RunView) -> str:

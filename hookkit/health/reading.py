@@ -164,23 +164,6 @@ def has_no_gradient(record: Record) -> Bools:
     return np.asarray(np.isfinite(grads).any(axis=1) & (np.nan_to_num(grads) == 0).all(axis=1))
 
 
-def input_size(params: Record | None, layer: str) -> float:
-    """About how large a layer's inputs are, estimated from the gradients of its weight and bias.
-
-    The weight's gradient is a sum of errors times inputs, the bias's a sum of the errors alone, so
-    that their ratio, per input, is the size of an input. 1 where a gradient is not known or is 0.
-    """
-    names = [f"{layer}.weight", f"{layer}.bias"]
-    if params is None or not set(names) <= set(params.names):
-        return 1.0
-    rows = [params.names.index(name) for name in names]
-    weight, bias = table(params, "grad_norm")[rows]
-    n_weights, n_biases = meta(params, "numel", 0)[rows]
-    ratio = float(median(weight / bias))
-    sized = n_weights and n_biases and ratio > 0
-    return ratio / float(np.sqrt(n_weights / n_biases)) if sized else 1.0
-
-
 # Series of losses:
 
 
