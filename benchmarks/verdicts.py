@@ -1,7 +1,7 @@
 """What `diagnose` says of trainings that people run: 40 and more healthy ones, 60 and more failing.
 
     python benchmarks/verdicts.py --runs DIR [--half tune|held|all] [--only WORD …] [--seeds 3]
-                                  [--workers 2] [--verbose] [--list]
+                                  [--workers 2] [--verbose] [--write] [--list]
 
 Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
 runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and changed
@@ -10,7 +10,9 @@ and each rule's hits and false alarms.
 
 A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
 first if its first alarm is by a rule of which its author said, before any run, that it names the
-cause.
+cause. From both halves `--write` makes `hookkit/health/rates.py`, by which a finding is "clear" or
+"likely": of each rule, the trainings (in any seed) in which it came first and was right, and those
+in which it came first and was not, or alarmed a healthy one.
 """
 
 import argparse
@@ -32,11 +34,12 @@ import torch
 from realistic.trials import TRIALS, Trial, watcher_of
 
 from hookkit.health import Finding, diagnose
+from hookkit.health import rates as rates_module
 from hookkit.health.diagnosis import SEVERITIES
 from hookkit.records import Run
 
 VARIANTS = {
-    **dict.fromkeys(("no_gradient", "not_in_optimizer", "never_ran"), "unmoved"),
+    **dict.fromkeys(("no_gradient", "not_in_optimizer", "never_ran", "unregistered"), "unmoved"),
     **dict.fromkeys(
         ("mode_collapse", "posterior_collapse", "constant_input"), "representation_collapse"
     ),
@@ -144,17 +147,49 @@ def table(verdicts: list[Verdict]) -> Iterable[str]:
 
 
 def by_rule(verdicts: list[Verdict]) -> Iterable[str]:
-    """Of each rule: how often its alarm came first and was right, was wrong, was a false alarm."""
-    right, wrong, false = Counter(), Counter(), Counter()  # type: ignore[var-annotated]
+    """Of each rule, by half: trainings where it came first and was right, was not; healthy ones."""
+    yield "| rule | tune: right | wrong | healthy | held: right | wrong | healthy |"
+    yield "|---|---|---|---|---|---|---|"
+    halves = [_counts(v for v in verdicts if v.trial.is_held is half) for half in (False, True)]
+    for rule in sorted({rule for half in halves for counts in half for rule in counts}):
+        cells = (str(counts[rule] or "") for half in halves for counts in half)
+        yield f"| {rule} | {' | '.join(cells)} |"
+
+
+def _counts(verdicts: Iterable[Verdict]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """By the rule of an alarm, trainings (not seeds): right, wrong, and healthy ones alarmed.
+
+    Of a failing one with a trace the first alarm counts, of a healthy one all do.
+    """
+    seen: tuple[set[tuple[str, str]], ...] = (set(), set(), set())
     for v in verdicts:
+        alarms = [f.rule for f in v.findings if f.severity != "note"]
         if not v.trial.wrong:
-            false.update(set(v.alarms))
-        elif v.alarms:
-            (right if v.is_right else wrong)[v.alarms[0]] += 1
-    yield "| rule | first and right | first and wrong | in healthy runs |"
-    yield "|---|---|---|---|"
-    for rule in sorted({*right, *wrong, *false}):
-        yield f"| {rule} | {right[rule]} | {wrong[rule]} | {false[rule]} |"
+            seen[2].update((rule, v.trial.name) for rule in alarms)
+        elif alarms and v.trial.trace:
+            seen[0 if v.is_right else 1].add((alarms[0], v.trial.name))
+    right, wrong, healthy = (Counter(rule for rule, _ in pairs) for pairs in seen)
+    return right, wrong, healthy
+
+
+def rates(verdicts: list[Verdict]) -> str:
+    """The lines of `RATES` in `hookkit/health/rates.py`: how often each rule was right, or not."""
+    right, wrong, healthy = _counts(verdicts)
+    wrong += healthy
+    rules = sorted({*right, *wrong})
+    return "".join(f'    "{rule}": ({right[rule]}, {wrong[rule]}),\n' for rule in rules)
+
+
+def check_rates(verdicts: list[Verdict], write: bool) -> None:
+    """Compares the measured rates with those in the code, or writes them there."""
+    path = Path(rates_module.__file__)
+    head, rest = path.read_text().split("RATES: dict[str, tuple[int, int]] = {", 1)
+    table, rest = rest.split("}", 1)
+    new = rates(verdicts)
+    if write:
+        path.write_text(f"{head}RATES: dict[str, tuple[int, int]] = {{\n{new}}}{rest}")
+    elif table.strip() != new.strip():
+        print(f"{path.name} differs from what was measured: run with --write")
 
 
 def main() -> None:
@@ -165,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="all lines, with their findings")
+    parser.add_argument("--write", action="store_true", help="with --half all: writes rates.py")
     parser.add_argument("--list", action="store_true", help="what there is; nothing is trained")
     o = parser.parse_args()
     chosen = [t for t in TRIALS.values() if any(word in t.name for word in o.only)]
@@ -186,6 +222,8 @@ def main() -> None:
             if o.verbose:
                 print(*v.findings, sep="\n")
     print("", *table(verdicts), "", *by_rule(verdicts), sep="\n")
+    if o.half == "all" and o.only == [""]:
+        check_rates(verdicts, o.write)
 
 
 if __name__ == "__main__":

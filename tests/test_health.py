@@ -17,6 +17,8 @@ import hookkit
 from hookkit import ActivationStats, watch
 from hookkit.errors import ArgumentError
 from hookkit.health import RULES, Diagnosis, Finding, diagnose
+from hookkit.health.diagnosis import Rule
+from hookkit.health.rates import RATES
 from hookkit.records import Record, Run
 
 
@@ -101,8 +103,12 @@ def test_the_most_severe_findings_come_first_and_print_their_reasons():
     )
     assert d.headline == "3 layers, 300 steps: 1 error, 2 warnings"
     text = " ".join(str(d).split())
-    assert re.search(r"✗ error dead: Up to 100% of [^.]* \(1 ReLU · steps 50–99\)\. Likely", text)
-    assert re.search(r"\n    Likely cause: .*\.\n    Fix: .*\.\n    Line: over 90 % of ", str(d))
+    assert re.search(
+        r"✗ error dead: Up to 100% of [^.]* \(1 ReLU · steps 50–99\)\. (Likely c|C)ause", text
+    )
+    assert re.search(
+        r"\n    (?:Likely c|C)ause: .*\.\n    Fix: .*\.\n    Line: over 90 % of ", str(d)
+    )
     assert d.rules == ("dead", "not_in_optimizer", "not_learning")
     assert d[0].rule == "dead"
     assert not d.healthy
@@ -117,6 +123,41 @@ def test_a_finding_reads_as_three_sentences_above_its_line():
         "· note  r: A is 3 (fc1 · steps 0–9).",
         *("    Likely cause: an eps.", "    Fix: lower it.", "    Line: over 2. Source: us."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "sure"),
+    [(3, 0, "clear"), (8, 1, "clear"), (2, 0, "likely"), (7, 2, "likely"), (0, 5, "likely")],
+)
+def test_a_cause_is_clear_where_its_rule_was_nearly_always_right(monkeypatch, right, wrong, sure):
+    monkeypatch.setitem(RATES, "r", (right, wrong))
+    f = Finding("r", "warning", (), (0, 9), "a is 3", "over 2", "us", "an eps", "lower it")
+
+    assert f.certainty == sure
+    assert f.sentences[1] == {"clear": "Cause: an eps.", "likely": "Likely cause: an eps."}[sure]
+    assert f.line.endswith(f"Right in {right} of {right + wrong} trainings: {sure}.")
+    assert f.sentences[1] in str(f)
+    assert f.sentences[1] in Diagnosis((f,), 1, 10)._repr_html_()
+
+
+def test_a_note_is_never_clear_since_only_alarms_were_measured(monkeypatch):
+    monkeypatch.setitem(RATES, "r", (9, 0))
+    f = Finding("r", "note", (), (0, 9), "a is 3", "over 2", "us", "an eps", "lower it")
+
+    assert f.certainty == "likely"
+    assert f.line == "Line: over 2. Source: us."
+
+
+def test_every_rate_is_of_a_rule():
+    names = {
+        made.name
+        for rule in RULES
+        for made in vars(sys.modules[rule.check.__module__]).values()
+        if isinstance(made, Rule)
+    }
+
+    assert RATES.keys() <= names
+    assert all(right + wrong > 0 for right, wrong in RATES.values())
 
 
 def test_text_is_at_most_100_columns_wide():

@@ -1,6 +1,7 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
 
     diagnosis.py          Rule: texts, needs and a check; Finding; Diagnosis: text and HTML
+    rates.py              how often each rule was right, as measured: is its cause clear or likely?
     reading.py            how rules read records and losses: windows, rows by type, medians, levels
     run_view.py           RunView: a run as rules see it; does its loss fall?
     loss_expectations.py  losses that need not fall

@@ -7,8 +7,8 @@
 The decorated name is then a `Rule`. Its function reads a `RunView` (see `run_view`) and yields a
 `Finding` for each problem that it sees: how severe, what was measured, where and when; the rest is
 the rule's own text. A branch with a line, a cause or a fix of its own is a variant of the rule:
-`dormant.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Likely
-cause: `cause`."
+`dormant.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Cause:
+`cause`.", or "Likely cause: `cause`." where the rule was less often right (see `rates`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING, overload
 
+from hookkit.health.rates import RATES, certainty
 from hookkit.markup import details, fragment, prose, terms
 from hookkit.records import label
 
@@ -100,16 +101,29 @@ class Finding:
         return f"{names}{more} · {steps}" if names else steps
 
     @property
+    def certainty(self) -> str:
+        """`"clear"` or `"likely"`: by how often the rule named the cause where it was measured.
+
+        A note is never clear: only alarms were measured.
+        """
+        return "likely" if self.severity == "note" else certainty(self.rule)
+
+    @property
     def sentences(self) -> tuple[str, str, str]:
         """What was seen and where, its likely cause, and what to do."""
         seen = f"{self.evidence} ({self.where})"
-        cause, fix = f"Likely cause: {self.cause}", f"Fix: {self.fix}"
+        likely = "Cause" if self.certainty == "clear" else "Likely cause"
+        cause, fix = f"{likely}: {self.cause}", f"Fix: {self.fix}"
         return _sentence(seen), _sentence(cause), _sentence(fix)
 
     @property
     def line(self) -> str:
-        """The line that was crossed, and where it comes from: the small print."""
-        return f"{_sentence(f'Line: {self.threshold}')} {_sentence(f'Source: {self.source}')}"
+        """The small print: the line that was crossed, its source, how often the rule was right."""
+        parts = [f"Line: {self.threshold}", f"Source: {self.source}"]
+        if self.rule in RATES and self.severity != "note":
+            right, wrong = RATES[self.rule]
+            parts.append(f"Right in {right} of {right + wrong} trainings: {self.certainty}")
+        return " ".join(map(_sentence, parts))
 
     def __str__(self) -> str:
         seen, *rest = self.sentences

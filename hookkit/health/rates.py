@@ -1,0 +1,53 @@
+"""How often each rule was right in trainings of the kinds that people run: measured, not chosen.
+
+Written by `python benchmarks/verdicts.py --runs DIR --half all --write`, which says what counts.
+"""
+
+RATES: dict[str, tuple[int, int]] = {
+    "ascent": (1, 0),
+    "attention_logits": (1, 0),
+    "bad_init": (1, 0),
+    "below_zero": (2, 0),
+    "broadcast": (3, 0),
+    "clipping": (5, 0),
+    "constant_init": (1, 0),
+    "constant_input": (3, 1),
+    "dead": (1, 2),
+    "dropout": (2, 0),
+    "grads_pile_up": (3, 0),
+    "input_scale": (6, 0),
+    "lr_too_high": (14, 1),
+    "lr_too_low": (6, 1),
+    "momentum": (3, 0),
+    "no_gradient": (2, 0),
+    "non_finite": (4, 1),
+    "not_in_optimizer": (6, 0),
+    "not_learning": (2, 7),
+    "probabilities": (4, 0),
+    "representation_collapse": (0, 1),
+    "saturated": (2, 0),
+    "softmax_dim": (2, 0),
+    "spikes": (0, 2),
+    "target_scale": (5, 0),
+    "unmoved": (2, 0),
+    "unshuffled": (3, 0),
+    "vanishing": (1, 0),
+    "weight_decay": (6, 3),
+    "zero_gradient": (2, 1),
+    "zero_init": (1, 0),
+}
+"""Rule → trainings in which its alarm came first and named the cause; those in which it did not."""
+
+SURE = 0.8
+"""From which share on a rule is "clear", by Laplace's rule of succession: of n trainings, in r of
+which it was right, (r + 1) / (n + 2). So 3 of 3 are enough, 2 of 2 are not, and 8 of 9 are."""
+
+
+def certainty(rule: str) -> str:
+    """`"clear"` or `"likely"`: how sure the cause is that a rule names.
+
+    >>> certainty("a rule that was never measured")
+    'likely'
+    """
+    right, wrong = RATES.get(rule, (0, 0))
+    return "clear" if (right + 1) / (right + wrong + 2) >= SURE else "likely"
