@@ -15,9 +15,9 @@ from interrupting import interrupted_everywhere, left_behind
 from processes import started
 from torch import nn
 
-from hookkit import Learner, files, records, report
+from hookkit import ActivationStats, Learner, ParamStats, files, records, report
 from hookkit.files import atomic_write
-from hookkit.learner.saving import load_state, save_state
+from hookkit.learner.saving import save_state
 from hookkit.records import Record, Run
 from hookkit.testing import synth_learner
 
@@ -177,28 +177,42 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         pass
 
 
-def saves_for_ever(path: Path, ready: Any) -> None:
-    state = {"model": nn.Linear(100, 100).state_dict()}
-    ready.set()
+def trained() -> Learner:
+    learn: Learner = synth_learner(n_trn=4, cbs=[ActivationStats(True, modules=""), ParamStats()])
+    with learn.no_logging():
+        learn.fit(1)
+    return learn
+
+
+def saves_for_ever(folder: Path, ready: Any) -> None:
+    learn = trained()
+    learn.path = folder
     while True:
-        save_state(path, state)
+        learn.save("net")
+        learn.run_record().save(folder / "run.npz")
+        learn.to_csv(folder / "run.csv")
+        ready.set()
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
-    state = {"model": nn.Linear(100, 100).state_dict()}
-    save_state(path := tmp_path / "net.pth", state)
-    for wait_s in (0.0, 0.013, 0.031):
-        ready = multiprocessing.get_context("forkserver").Event()
-        process = started(saves_for_ever, path, ready)
+def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    for wait_s in (0.0, 0.013, 0.031, 0.047):
+        process = started(saves_for_ever, tmp_path, ready := context.Event())
         assert ready.wait(60)
         time.sleep(wait_s)
         process.kill()
         process.join()
 
-        assert load_state(path)["model"]["weight"].shape == (100, 100)
-    rest = [name for name in os.listdir(tmp_path) if name != path.name]
-    assert all(name.startswith(".hookkit-") and name.endswith(".tmp") for name in rest)
+        for path in [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".tmp"]:
+            if path.suffix == ".pth":
+                trained().fit(1, resume=path)
+            elif path.suffix == ".npz":
+                assert Run.load(path).n_steps == 4
+            else:
+                assert path.read_text().endswith("\n")
+    whole = {path.name for path in tmp_path.rglob("*.*") if not path.name.startswith(".hookkit-")}
+    assert whole == {"net.pth", "run.npz", "run.csv"}
 
 
 def test_a_learner_saves_over_its_last_file(tmp_path: Path) -> None:
