@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,15 +205,15 @@ class Counted:
     """Counts the collectives of this process, and the bytes that each gives it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.n, self.n_bytes = 0, 0
+        self.n, self.n_bytes = 0, Counter[str]()
         # those that send objects call these too, by the names of their module
         for module in (dist, dist.distributed_c10d):
             for name in ("all_reduce", "all_gather", "broadcast"):
-                patch.setattr(module, name, partial(self.call, getattr(module, name)))
+                patch.setattr(module, name, partial(self.call, name, getattr(module, name)))
 
-    def call(self, f: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, f: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
         self.n += 1
-        self.n_bytes += sum(x.nbytes for x in (t if isinstance(t, list) else [t]))
+        self.n_bytes[name] += sum(x.nbytes for x in (t if isinstance(t, list) else [t]))
         return f(t, *args, **kwargs)
 
 
@@ -236,7 +237,19 @@ def counts(rank: int, folder: Path) -> None:
             found.append((seen.n, seen.n_bytes))
             w.diagnose()
             assert seen.n == found[-1][0]
+            assert seen.n_bytes["all_reduce"] == as_the_page_says(w)
     (folder / f"counts{rank}").write_text(json.dumps(found))
+
+
+def as_the_page_says(w: Any) -> int:
+    """What docs/processes.md says that the reductions of a merge are, in bytes."""
+    act, gradient, params = w.activation_stats.record(), w.gradient_stats.record(), w.param_stats
+    s, n_bins, n_units = len(act), act.hist.shape[1], 3 + 3
+    n_bytes = 8 + 16 + 8 * len(params.names)  # how many losses; layouts, and what has moved
+    for record, each in ((act, 8 * s * 4 * n_units + 32 * len(act.names)), (gradient, 0)):
+        n, bins = len(record.names), n_bins + 3 if record is act else 0
+        n_bytes += 16 + 16 + 8 * n * (2 * s + 1) + 8 * s * n * (6 + bins) + each + 8 * n * s
+    return n_bytes
 
 
 @pytest.mark.slow
