@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.moments import buffers, history, moments, statistics, units
+from hookkit.moments import buffers, history, units
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import log_bins
 from hookkit.moments.history import StepHistory
+from hookkit.moments.moments import moments, statistics
 from hookkit.moments.unit_layouts import layout_of
 from hookkit.moments.units import UnitTables, blank_table
 

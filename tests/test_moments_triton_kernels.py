@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments import flat, moments, plain, triton_kernels
+from hookkit.moments import triton_kernels
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options, narrow
 from hookkit.moments.histograms import log_bins, sample_of
+from hookkit.moments.moments import flat, moments, plain
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 

@@ -14,8 +14,8 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
 )
-from hookkit.moments import merge, moments
 from hookkit.moments.cpu import cpu_row, norms
+from hookkit.moments.moments import merge, moments
 from hookkit.records import load
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats, param_norms
 from hookkit.stats.param_norms import norms_of
