@@ -1,6 +1,7 @@
 """Runs that follow each other are one run: `run + later`, and `watch(…, resume=run)`."""
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ def test_a_resumed_watch_is_saved_copied_and_resumed_again(
     assert w.run_record().diagnose() is not None
     trained(w, 1)
     assert np.isfinite(w.run_record().losses).sum() == 12  # type: ignore[arg-type]
+
+
+def test_a_resumed_watch_logs_what_is_new(nets: list[nn.Module], tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = trained(watched(nets[0]), 1)
+    first.log_to(path)
+
+    later = trained(watched(nets[0], resume=first.run_record()), 1)
+    later.log_to(path)
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(6))
+    assert [row["step"] for row in rows if "epoch/score" in row] == [2, 5]
 
 
 def test_resume_takes_a_run_alone() -> None:

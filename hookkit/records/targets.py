@@ -18,7 +18,7 @@ from hookkit.texts import csv_line
 
 
 class Target:
-    """Takes numbers by step: what all targets have in common.
+    """Takes numbers by step: what all targets have in common; by itself it keeps nothing.
 
     Attributes:
         in_order: whether it refuses a step that is before the last one.
@@ -31,7 +31,6 @@ class Target:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the numbers of one step, by name."""
-        raise NotImplementedError
 
     def histogram(self, tag: str, step: int, **counts: Any) -> None:
         """Takes a histogram, if it can: `counts` are the arguments of `add_histogram_raw`."""
