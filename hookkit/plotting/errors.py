@@ -16,7 +16,8 @@ def plot_errors(comparison: Any, *, ax: Any = None) -> Any:
     """The relative error ‖a−b‖/‖a‖ of each output, in the order in which layers finish; the Axes.
 
     Blue is the error, orange what a module adds itself (with `isolate=True`). A ring marks the
-    first output beyond the tolerance. Outputs that are equal are drawn at the bottom line.
+    first output beyond the tolerance. Outputs that are equal are drawn at the bottom, which is
+    called so, and errors that are not finite at the top.
 
     Args:
         comparison: what `compare_models` returns.
@@ -31,21 +32,31 @@ def plot_errors(comparison: Any, *, ax: Any = None) -> Any:
     x = np.arange(len(rows))
     errors = np.array([r.rel for r in rows])
     own = np.array([r.own_rel for r in rows])
-    both = np.concatenate([errors, own])
-    seen = both[np.isfinite(both) & (both > 0)]
-    low = 10.0 ** np.floor(np.log10(seen.min()) - 1) if len(seen) else 1e-9
-    high = 10.0 * seen.max() if len(seen) else 1.0
-    ax.set(yscale="log", ylim=(low, high), ylabel="‖a−b‖ / ‖a‖")
+    low, high = _scale(ax, np.concatenate([errors, own]))
     line(ax, x, np.clip(np.nan_to_num(errors, nan=high, posinf=high), low, high), color=BLUE,
-         marker="o", markersize=3, label="error")  # fmt: skip
+         marker="o", ms=3, label="error")  # fmt: skip
     if np.isfinite(own).any():
-        ax.plot(x, np.clip(own, low, high), "s", color=ORANGE, markersize=4, label="own error")
+        ax.plot(x, np.clip(own, low, high), "s", color=ORANGE, ms=4, label="own error")
     first = next((i for i, r in enumerate(rows) if r is comparison.first), None)
     if first is not None:
         at = min(max(errors[first], low), high)
-        ax.plot([first], [at], "o", mfc="none", mec=ORANGE, markersize=12, label="first beyond")
+        ax.plot([first], [at], "o", mfc="none", mec=ORANGE, ms=12, label="first beyond")
     ticks = layer_ticks([r.name or "(model)" for r in rows], [r.type for r in rows], 20, 30)
     ax.set_xticks([i for i, _ in ticks], [literal(t) for _, t in ticks], rotation=35, ha="right")
     ax.legend(frameon=False, fontsize=8)
     plain(ax)
     return ax
+
+
+def _scale(ax: Any, values: Any) -> tuple[float, float]:
+    """Sets a scale of decades, whose ends stand for 0 and what is not finite; its ends."""
+    seen = np.log10(values[np.isfinite(values) & (values > 0)])
+    first, last = (int(seen.min() // 1) - 1, int(seen.max() // 1) + 2) if len(seen) else (-9, 0)
+    step = -(-(last - first) // 8)
+    decades = [*(n for n in range(first, last, step) if last - n >= step), last]
+    labels = {n: f"$10^{{{n}}}$" for n in decades}
+    labels |= {first: "equal"} if (values == 0).any() else {}
+    labels |= {last: "not finite"} if np.isinf(values).any() else {}
+    ax.set(yscale="log", ylim=(10.0**first, 10.0**last), ylabel="‖a−b‖ / ‖a‖")
+    ax.set_yticks([10.0**n for n in decades], [labels[n] for n in decades])
+    return 10.0**first, 10.0**last
