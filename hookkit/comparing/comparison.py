@@ -6,17 +6,17 @@ Builds on `measures`, `texts` and `markup`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from hookkit.errors import SelectionError, missing_extra, nearest
 from hookkit.markup import fragment, table
-from hookkit.texts import clip, harmless, pad, si, wrap
+from hookkit.texts import harmless, pad, si, wrap
 
 _NEAR = 2  # rows shown on each side of the first that differs
-_HEAD = ("layer", "call", "shape", "max |a−b|", "‖a−b‖/‖a‖", "cosine", "beyond")
+_HEAD = ("layer", "shape", "max_abs", "rel", "cosine", "n_different")
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,19 @@ class Comparison:
             width: in columns.
         """
         near = self._near()
-        lines = _lines([_HEAD, *map(self._cells, near)], width) if near else []
-        return "\n".join([self.headline, *lines, *wrap(self._rest(), width, ". ")])
+        marks = ["  ", *("→ " if r is self.first else "  " for r in near)]
+        table = self._table(near)
+        if max(len(r[0]) for r in table) > _room(table, width - 2):
+            table = self._table(near, types=False)
+        lines = _lines(table, width - 2) if near else []
+        marked = [mark + line for mark, line in zip(marks, lines, strict=False)]
+        return "\n".join([self.headline, *marked, *wrap(self._rest(), width, ". ")])
 
     @property
     def headline(self) -> str:
         """In one line: how many tensors were compared, and where the first difference is."""
-        of = f"{len(self.rows)} tensors compared"
+        n, n_different = len(self.rows), len(self.different)
+        of = f"{n} tensor{'s' * (n != 1)} compared"
         if self.first is None:
             return f"{of}: no difference beyond the tolerance" if self.rows else "nothing compared"
         where = _label(self.first)
@@ -138,7 +144,7 @@ class Comparison:
             if self.first.own_different is None
             else f"own error {self.first.own_rel:.3g}"
         )
-        return f"{of}, {len(self.different)} differ, first {where} ({by})"
+        return f"{of}, {n_different} differ{'s' * (n_different == 1)}, first {where} ({by})"
 
     def _near(self) -> tuple[Row, ...]:
         if self.first is None:
@@ -147,28 +153,28 @@ class Comparison:
         at = self.rows.index(self.first)
         return self.rows[max(0, at - _NEAR) : at + _NEAR + 1]
 
-    def _cells(self, r: Row) -> tuple[str, ...]:
-        mark = "→ " if r is self.first else "  "
-        own = () if r.own_different is None else (f"own {r.own_rel:.2g}",)
-        numbers = (f"{r.max_abs:.3g}", f"{r.rel:.3g}", f"{r.cosine:.6f}", si(r.n_different))
-        values = (r.problem,) if r.problem else numbers
-        return (mark + _label(r), str(r.call), "×".join(map(str, r.shape)) or "scalar",
-                *values, *own)  # fmt: skip
+    def _table(self, rows: Iterable[Row], *, types: bool = True) -> list[tuple[str, ...]]:
+        """The heading and a line for each of `rows`; with `own_rel` where one of all has it."""
+        isolated = any(r.own_different is not None for r in self.rows)
+        lines: list[tuple[str, ...]] = [(*_HEAD, *["own_rel"] * isolated)]
+        for r in rows:
+            own = "–" if r.own_different is None else f"{r.own_rel:.3g}"
+            numbers = (f"{r.max_abs:.3g}", f"{r.rel:.3g}", f"{r.cosine:.6f}", si(r.n_different))
+            values = (r.problem, "", "", "") if r.problem else numbers
+            shape = "×".join(map(str, r.shape)) or "scalar"
+            lines.append((_label(r, types=types), shape, *values, *[own] * isolated))
+        return lines
 
     def _rest(self) -> list[str]:
-        below = ["Shown are those that differ most"] if self.first is None and self._near() else []
-        missing = [f"Unpaired: {', '.join(self.unpaired[:6])}"] if self.unpaired else []
-        more = len(self.unpaired) - 6
-        missing[:1] = [f"{m}, and {more} more" if more > 0 else m for m in missing]
-        return [*below, *map(harmless, missing), *self.notes]
+        most = ["Those that differ most are shown"] if self.first is None and self._near() else []
+        names, more = [harmless(text) for text in self.unpaired[:6]], len(self.unpaired) - 6
+        names += [f"and {more} more (.unpaired)"] * (more > 0)
+        return [*most, *[f"Unpaired: {', '.join(names)}"] * bool(names), *self.notes]
 
     def _repr_html_(self) -> str:
         """A table of all rows that differ, else of all, at most 200 of them."""
-        rows = self.different or self.rows
-        cells = [[c.strip() for c in self._cells(r)] for r in rows[:200]]
-        width = max(map(len, cells), default=len(_HEAD))
-        head = [*_HEAD, *[""] * (width - len(_HEAD))]
-        body = table(self.headline, head, [c + [""] * (width - len(c)) for c in cells])
+        head, *cells = self._table((self.different or self.rows)[:200])
+        body = table(self.headline, head, cells)
         return fragment(body + "".join(f"<p>{escape(line)}</p>" for line in self._rest()))
 
     def to_df(self) -> Any:
@@ -200,19 +206,32 @@ class Comparison:
         return plot_errors(self, ax=ax)
 
 
-def _label(r: Row) -> str:
+def _label(r: Row, *, types: bool = True) -> str:
+    name = harmless(r.name)
     what = "" if r.what == "output" else r.what.replace("_", " ")
-    return " ".join(filter(None, [harmless(r.name) or "(model)", harmless(r.type), what]))
+    call = f"call {r.call}" if r.call else ""
+    root = "" if name and name[0] not in "[." else "(model)"
+    return " ".join(filter(None, [root + name, harmless(r.type) if types else "", call, what]))
+
+
+def _room(rows: list[tuple[str, ...]], width: int) -> int:
+    """How wide the first column can be, at least 12."""
+    return max(12, width - sum(_sizes(rows)[1:]) - 2 * (len(rows[0]) - 1))
+
+
+def _sizes(rows: list[tuple[str, ...]]) -> list[int]:
+    whole = [r for r in rows if "" not in r]  # a problem takes the place of all numbers
+    return [max(len(r[i]) for r in (rows if i < 2 else whole)) for i in range(len(rows[0]))]
 
 
 def _lines(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    """Columns that line up; the first is cut where they would be wider than `width`."""
-    n = max(map(len, rows))
-    rows = [(*r, *[""] * (n - len(r))) for r in rows]
-    sizes = [max(len(r[i]) for r in rows) for i in range(n)]
-    sizes[0] = min(sizes[0], max(12, width - sum(sizes[1:]) - 2 * (n - 1)))
-    return [
-        "  ".join(pad(clip(cell, size), size, right=i > 2) for i, (cell, size) in enumerate(
-            zip(r, sizes, strict=True))).rstrip()
-        for r in rows
-    ]  # fmt: skip
+    """Columns that line up; the first loses its beginning where they are wider than `width`."""
+    sizes, lines = _sizes(rows), []
+    sizes[0] = min(sizes[0], _room(rows, width))
+    for label, shape, *values in rows:
+        # the end of a name says more than its beginning, which neighbours share
+        short = label if len(label) <= sizes[0] else "…" + label[1 - sizes[0] :]
+        numbers = [pad(v, n, right=True) for v, n in zip(values, sizes[2:], strict=True)]
+        shown = values[:1] if "" in values else numbers
+        lines.append("  ".join([pad(short, sizes[0]), pad(shape, sizes[1]), *shown]).rstrip())
+    return lines

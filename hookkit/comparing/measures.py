@@ -75,9 +75,13 @@ def difference(a: Tensor, b: Tensor, rtol: float, atol: float) -> Difference:
     sums = torch.zeros(4, dtype=torch.float64)  # of (a − b)², a², b², a·b
     most, n_different = 0.0, 0
     for start in range(0, len(a), _CHUNK):
-        x, y = (_exact(t[start : start + _CHUNK]) for t in (a, b))
+        p, q = (t[start : start + _CHUNK].cpu() for t in (a, b))
+        x, y = _exact(p), _exact(q)
         same = (x == y) | (x.isnan() & y.isnan())
         gap = (x - y).abs().masked_fill(same, 0.0)
+        if not any(t.is_floating_point() or t.is_complex() for t in (p, q)):
+            gap = (p.long() - q.long()).abs().double()  # float64 has not all of int64
+            same = gap == 0
         gap = gap.masked_fill(gap.isnan(), math.inf)
         n_different += int((~same & ~(gap <= atol + rtol * x.abs())).sum())
         most = max(most, float(gap.max()))
@@ -93,8 +97,8 @@ def difference(a: Tensor, b: Tensor, rtol: float, atol: float) -> Difference:
 
 
 def _exact(t: Tensor) -> Tensor:
-    """`t` on the CPU in 64 bits; some accelerators have no float64."""
-    return t.cpu().to(torch.complex128 if t.is_complex() else torch.float64)
+    """`t` in 64 bits. On the CPU, since some accelerators have no float64."""
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def _squares(t: Tensor) -> Tensor:

@@ -12,12 +12,15 @@ from hookkit.errors import OptionError, SelectionError, nearest
 class Names:
     """Names of one model in another, by patterns: `*` is one part of a name.
 
-    A pattern stands for all names below it too; of those that fit, the one with the most parts
-    counts, and the parts that its stars stand for are put in the place of the stars of the other.
+    A pattern stands for all names below it too, `""` for all names. Of those that fit, the one
+    with the most parts and the fewest stars counts, and the parts that its stars stand for are put
+    in the place of the stars of the other.
 
     >>> names = Names({"encoder.layers.*": "h.*", "encoder.layers.*.linear1": "h.*.mlp.fc"})
     >>> names.of("encoder.layers.3.norm1"), names.of("encoder.layers.3.linear1"), names.of("head")
     ('h.3.norm1', 'h.3.mlp.fc', 'head')
+    >>> Names({"": "model"}).of("head"), Names({"model": ""}).of("model.head")
+    ('model.head', 'head')
     """
 
     def __init__(self, patterns: Any) -> None:
@@ -27,7 +30,7 @@ class Names:
                 'and those of the second: {"encoder.layers.*": "transformer.h.*"}.'
             )
         self.rules = [(p, _pattern(p), str(other)) for p, other in (patterns or {}).items()]
-        self.rules.sort(key=lambda rule: -rule[0].count("."))
+        self.rules.sort(key=lambda rule: (-_dotted(rule[0]).count("."), rule[0].count("*")))
         for p, _, other in self.rules:
             if p.count("*") != other.count("*"):
                 raise OptionError(
@@ -37,12 +40,13 @@ class Names:
 
     def of(self, name: str) -> str:
         """The name in the second model."""
-        other: str
+        dotted = _dotted(name)
         for _, pattern, other in self.rules:
-            if found := pattern.match(name):
+            if found := pattern.match(dotted):
+                there = _dotted(other)
                 for part in found.groups():
-                    other = other.replace("*", part, 1)
-                return other + name[found.end() :]
+                    there = there.replace("*", part, 1)
+                return (there + dotted[found.end() :]).removeprefix(".")
         return name
 
     def check(self, known: Iterable[str]) -> None:
@@ -53,7 +57,7 @@ class Names:
         """
         known = list(known)
         for text, pattern, _ in self.rules:
-            if not any(map(pattern.match, known)):
+            if not any(map(pattern.match, map(_dotted, known))):
                 near = nearest(text, known) or known[:3]
                 raise SelectionError(
                     f'compare_models: names: no module of the first model is called "{text}". '
@@ -62,5 +66,9 @@ class Names:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    parts = (re.escape(part).replace(r"\*", "([^.]+)") for part in text.split("."))
-    return re.compile(r"\.".join(parts) + r"(?=\.|$|\[)")
+    return re.compile(re.escape(_dotted(text)).replace(r"\*", "([^.]+)") + r"(?=\.|$|\[)")
+
+
+def _dotted(name: str) -> str:
+    """`name` with a dot before each part, so that the root's, `""`, is the beginning of all."""
+    return f".{name}" if name and name[0] != "[" else name

@@ -7,7 +7,7 @@ second one's outputs are compared in their hooks and not stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from hookkit.checks import check_callable, check_flag, check_module, check_number
 from hookkit.comparing.comparison import Comparison
 from hookkit.comparing.names import Names
-from hookkit.comparing.pairs import Kept, Pairs
+from hookkit.comparing.pairs import Isolated, Kept, Pairs
 from hookkit.comparing.saved import Saved
-from hookkit.comparing.sides import WHO, Side, adapted, chosen_of, entries, is_compiled
-from hookkit.errors import ArgumentError, SelectionError
+from hookkit.comparing.sides import WHO, Chosen, See, Side, adapted, chosen_of, is_compiled
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
-from hookkit.modelinfo.tree import Tree
-from hookkit.modules import find
+from hookkit.modules import find, unwrap
 from hookkit.nested import Inputs, leaves
-from hookkit.selecting import select
 
 Model = nn.Module | str | Path
 
@@ -49,18 +47,19 @@ def compare_models(
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
-    Of a compiled model only what it returns is compared, since hooks inside would change what is
-    compiled.
+    Of a compiled model only what it returns is compared, and with `grads` all its parameters'
+    gradients, since hooks inside would change what is compiled.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run on one machine, compare on another.
         b: the same. A model gets the inputs on its own device, and floating point ones in its own
             dtype where the two models' differ.
         *inputs: for the models; none where both are files.
-        modules: selectors of `a`'s modules, as for `select`; all that run by default.
+        modules: selectors of `a`'s modules, as for `select`; all that run by default, or all
+            that the file `b` has.
         names: names in `a` and the names in `b` that they stand for, where these differ:
-            `{"encoder.layers.*": "transformer.h.*"}`. A name stands for all below it; the longest
-            that fits counts.
+            `{"encoder.layers.*": "transformer.h.*"}`. A name stands for all below it, and the
+            longest that fits counts: `{"": "model"}` where `b` has all of `a` in its `model`.
         rtol: relative tolerance; by default torch.testing's for the looser of the two dtypes.
         atol: absolute tolerance; as `rtol`.
         grads: whether gradients are compared too: of each output, and of the parameters of the
@@ -77,8 +76,9 @@ def compare_models(
 
     Raises:
         ArgumentError: `a` or `b` is neither a model nor a file; there are inputs for files, or
-            gradients of them; nothing has a gradient.
-        OptionError: an option has a value that cannot work, or a file cannot be read.
+            gradients of them; nothing has a gradient, or `loss` gives more than one number.
+        OptionError: an option has a value that cannot work; a file cannot be read, or has no
+            outputs.
         SelectionError: `modules` or `names` match nothing.
         MissingExtraError: safetensors is not installed, for a file.
 
@@ -97,8 +97,8 @@ def compare_models(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             check_number(WHO, name, value, 0)
-    sides = [_checked(x) for x in (a, b)]
-    live = [x for x in sides if isinstance(x, nn.Module)]
+    one, other = _checked(a), _checked(b)
+    live = [x for x in (one, other) if isinstance(x, nn.Module)]
     given = Inputs(inputs, kwargs)
     if check_flag(WHO, "grads", grads) | check_flag(WHO, "isolate", isolate) and len(live) < 2:
         raise ArgumentError(
@@ -106,29 +106,18 @@ def compare_models(
         )
     if not live and leaves(given):
         raise ArgumentError(f"{WHO}: both sides are files, which take no inputs. Give none.")
-    used = (check_callable(WHO, "loss", loss) or _sum) if grads else None
-    mapped = Names(names)
+    if check_callable(WHO, "loss", loss) and not grads:
+        raise ArgumentError(f"{WHO}: loss= is what grads=True differentiates. Give both, or none.")
+    used = (loss or _sum) if grads else None
+    run = _Run(one, other, given, modules, Names(names), isolate, used)
     with Undo() as stack:
-        for model in {id(m): m for m in live}.values():
-            stack.enter_context(sandbox.restore_after(Tree(model), params=False))
         stack.enter_context(sandbox.preserve_global_state())
         torch.set_grad_enabled(grads)
-        one, other = sides
-        first = one if isinstance(one, Saved) else _kept(one, modules, given, isolate, used)
-        known = [*{key.name: None for key in first.keys} | dict.fromkeys(first.types)]
-        mapped.check(known)
-        pairs = Pairs(first, {name: mapped.of(name) for name in known}, rtol, atol)
-        if isinstance(other, Saved):
-            _see_saved(pairs, other)
-        else:
-            _see_model(pairs, one, other, given, isolate, used)
-            if modules is None and isinstance(one, nn.Module):
-                _list_others(pairs, other)
-    return pairs.comparison()
+        return run.compared(rtol, atol)
 
 
 def _checked(x: Any) -> nn.Module | Saved:
-    """A side: a model, or the file that is meant."""
+    """One of the two: a model, or the file that is meant."""
     if isinstance(x, str | Path):
         return Saved(Path(x))
     return check_module(WHO, x, "Give two models, or files that Hooks.save wrote.")
@@ -144,12 +133,108 @@ def _sum(out: Any) -> Tensor:
     return torch.stack([part.to(parts[0]) for part in parts]).sum()
 
 
-def _kept(model: nn.Module, modules: Any, given: Inputs, isolate: bool, loss: Any) -> Kept:
-    """What the first model gives."""
-    side = Side("first", model, chosen_of(model, modules))
-    kept = Kept({name: type(m).__name__ for name, (m, _) in side.chosen.items()})
-    side.run(given, kept.see, see_inputs=kept.see_inputs if isolate else None, loss=loss)
-    return kept
+@dataclass
+class _Run:
+    """The checked arguments of a comparison, and its steps."""
+
+    one: nn.Module | Saved
+    other: nn.Module | Saved
+    given: Inputs
+    modules: Any
+    names: Names
+    isolate: bool
+    loss: Callable[[Any], Tensor] | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether only what the models return is compared, as one of them is compiled."""
+        return any(isinstance(x, nn.Module) and is_compiled(x) for x in (self.one, self.other))
+
+    def compared(self, rtol: float | None, atol: float | None) -> Comparison:
+        """What both sides have, beside each other."""
+        _check_files(saved := [x for x in (self.one, self.other) if isinstance(x, Saved)])
+        if only_last := any(x.last for x in saved):
+            for x in saved:
+                x.forget_all_but_last()
+        first = self.one if isinstance(self.one, Saved) else self._kept(self.one, only_last)
+        self._check_names(first)
+        others = {name: self.names.of(name) for name in first.types}
+        pairs = Pairs(first, others, rtol, atol)
+        pairs.notes += self._notes()
+        if isinstance(self.other, Saved):
+            _see_saved(pairs, self.other)
+        else:
+            self._see_model(pairs, self.other, only_last)
+        return pairs.comparison()
+
+    def _kept(self, model: nn.Module, only_last: bool) -> Kept:
+        """What the first model gives."""
+        chosen = {"": (unwrap(model), "")} if self.whole else chosen_of(model, self.modules)
+        if self.modules is None and isinstance(self.other, Saved):
+            chosen |= _at_leaves(model, {n: n for n in self.other.types}, self.other.leaves)
+            chosen = {n: at for n, at in chosen.items() if self.names.of(n) in self.other.types}
+        kept = Kept(chosen)
+        side = Side("first", model, chosen)
+        receive = kept.receive if self.isolate else None
+        side.run(self.given, _as_one(kept.see, only_last), receive=receive, loss=self.loss)
+        return kept
+
+    def _check_names(self, first: Kept | Saved) -> None:
+        """Raises if a name that is mapped is none of the first side, compared or not."""
+        root = unwrap(self.one) if isinstance(self.one, nn.Module) else nn.Module()
+        self.names.check([*first.types, *(name for name, _ in root.named_modules())])
+
+    def _see_model(self, pairs: Pairs, model: nn.Module, only_last: bool) -> None:
+        """Runs the second model, whose outputs are compared and not stored."""
+        names = {"": ""} if self.whole else pairs.others
+        chosen = _at_leaves(model, names, pairs.first.leaves)
+        others: Chosen = {}
+        if self.modules is None and isinstance(pairs.first, Kept) and not self.whole:
+            partners = {id(m) for m, _ in chosen.values()}
+            every = chosen_of(model, None).items()
+            others = {name: at for name, at in every if id(at[0]) not in partners}
+        side = Side("second", model, chosen, others)
+        given = adapted(self.given, None if isinstance(self.one, Saved) else self.one, model)
+        try:
+            side.run(given, _as_one(pairs.see, only_last), loss=self.loss)
+        except Exception as error:
+            error.add_note(f"{WHO}: until then {pairs.comparison().headline}")
+            raise
+        pairs.list_only(f"{name or '(model)'} (second only)" for name in side.ran)
+        if self.isolate and isinstance(pairs.first, Kept) and not self.whole:
+            isolated = Isolated(pairs.first.inputs, pairs.see_own)
+            side.run(given, isolated.see, receive=isolated.receive)
+
+    def _notes(self) -> list[str]:
+        """What the reader is told about the two sides."""
+        sides = {"first": self.one, "second": self.other}
+        notes = [
+            f"The {which} model is compiled, so that only what it returns is compared"
+            for which, x in sides.items()
+            if isinstance(x, nn.Module) and is_compiled(x)
+        ]
+        unnamed = [x for x in sides.values() if isinstance(x, Saved) and not x.named]
+        if len(unnamed) == 1 and not self.names.rules:
+            notes.append(
+                f"{unnamed[0].path} has positions (0, 1, …) for names: save hooks that were made "
+                "with select(model, …), or give names="
+            )
+        return notes
+
+
+def _check_files(saved: list[Saved]) -> None:
+    """Raises if a file has gradients or inputs, which are no outputs."""
+    for x in saved:
+        if x.kind != "forward" and not (len(saved) == 2 and saved[0].kind == saved[1].kind):
+            raise OptionError(
+                f"{WHO}: {x.path} has what was stored by hooks of kind {x.kind!r}, which are no "
+                "outputs. Save what hook_outputs stored."
+            )
+
+
+def _as_one(see: See, only_last: bool) -> See:
+    """`see`; with `only_last` for all calls as for the first, so that the last one counts."""
+    return (lambda key, value: see(key._replace(call=0), value)) if only_last else see
 
 
 def _see_saved(pairs: Pairs, saved: Saved) -> None:
@@ -157,38 +242,15 @@ def _see_saved(pairs: Pairs, saved: Saved) -> None:
         for key in saved.keys:
             if key.name == other:
                 pairs.see_parts(key._replace(name=name), saved.read(key))
-
-
-def _see_model(
-    pairs: Pairs, one: nn.Module | Saved, other: nn.Module, given: Inputs, isolate: bool, loss: Any
-) -> None:
-    side = Side("second", other, _partners(pairs, other))
-    for which, model in (("first", one), ("second", other)):
-        if isinstance(model, nn.Module) and is_compiled(model):
-            pairs.notes.append(
-                f"The {which} model is compiled, so that only what it returns is compared"
-            )
-    given = adapted(given, one if isinstance(one, nn.Module) else None, other)
-    side.run(given, pairs.see, loss=loss)
-    if isolate and isinstance(pairs.first, Kept) and not side.is_compiled:
-        side.run(given, pairs.see_own, feed=pairs.first.feed)
-
-
-def _partners(pairs: Pairs, other: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The second model's modules by the first one's names."""
-    found: dict[str, tuple[nn.Module, str]] = {}
-    for name, there in ({"": ""} if is_compiled(other) else pairs.others).items():
-        if (place := find(other, there)) is not None:
-            found[name] = place[1], ""
-        elif "[" in there or "." in there:  # a path into what a module returns
-            with suppress(SelectionError):
-                (found[name],) = entries(select(other, there)).values()
-    return found
-
-
-def _list_others(pairs: Pairs, other: nn.Module) -> None:
-    """Notes the modules of the second model that have no partner."""
     partners = {*pairs.others.values()}
-    pairs.only += [
-        f"{n or '(model)'} (second only)" for n in chosen_of(other, None) if n not in partners
-    ]
+    pairs.list_only(f"{n or '(model)'} (second only)" for n in saved.types if n not in partners)
+
+
+def _at_leaves(model: nn.Module, names: dict[str, str], paths: dict[str, str]) -> Chosen:
+    """The modules of `model` that `names` has, by its keys, with the `paths` into their outputs."""
+    found: Chosen = {}
+    for name, there in names.items():
+        path = paths.get(name, "")
+        if (place := find(model, there.removesuffix(path))) is not None:
+            found[name] = place[1], path
+    return found

@@ -18,8 +18,9 @@ from hookkit.hooks import Hooks
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
+from hookkit.modelinfo.tree import Tree
 from hookkit.modules import unwrap
-from hookkit.nested import Inputs, leaves, tmap
+from hookkit.nested import Inputs, describe, leaves, tmap
 from hookkit.selecting import Selection, select
 
 WHO = "compare_models"
@@ -34,7 +35,8 @@ class Key(NamedTuple):
 
 
 See = Callable[[Key, Any], None]
-Feed = Callable[[Key, Inputs], Inputs | None]
+Receive = Callable[[str, Inputs], Inputs | None]
+Chosen = dict[str, tuple[nn.Module, str]]
 
 
 class Side:
@@ -44,73 +46,67 @@ class Side:
         which: `"first"` or `"second"`, for messages.
         model: as the user calls it.
         chosen: its modules by name, with the path of the part of the output that is meant.
+        others: modules of which only is noted whether they run.
+
+    Attributes:
+        ran: the names of the others that ran.
 
     Raises:
         ArgumentError: parameters have no values.
     """
 
     def __init__(
-        self, which: str, model: nn.Module, chosen: dict[str, tuple[nn.Module, str]]
+        self, which: str, model: nn.Module, chosen: Chosen, others: Chosen | None = None
     ) -> None:
         if any(nn.parameter.is_lazy(p) or p.is_meta for p in model.parameters()):
             raise ArgumentError(
                 f"{WHO}: the {which} model has parameters without values: on meta, or lazy. Load "
                 "its weights, or run it once."
             )
-        self.which, self.model, self.chosen = which, model, chosen
+        self.which, self.model, self.chosen, self.others = which, model, chosen, others or {}
         self.is_compiled = is_compiled(model)
+        self.ran: dict[str, None] = {}  # an ordered set
 
     def run(
         self,
         given: Inputs,
         see: See,
         *,
-        see_inputs: See | None = None,
-        feed: Feed | None = None,
+        receive: Receive | None = None,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> None:
         """Runs the model once and shows what its modules give, in the order in which they finish.
 
+        The model and the random states are restored after each run, so that the next one begins
+        as this one did, also where a forward writes into buffers.
+
         Args:
             given: its inputs, which are copied.
             see: called with each output, and with `loss` with the gradients.
-            see_inputs: called with what each call received.
-            feed: called with what each call received, gives what it gets instead (None: nothing).
+            receive: called as a module begins with its name and what it received; gives what it
+                gets instead, None for no change.
             loss: gives what is differentiated.
         """
         with Undo() as stack:
+            stack.enter_context(sandbox.restore_after(Tree(self.model), params=False))
             stack.enter_context(sandbox.preserve_random_states())
-            calls: Counter[str] = Counter()
-            order: list[Key] = []
-
-            def output(name: str, _m: nn.Module, _i: Any, out: Any) -> None:
-                key = Key(name, "output", calls[name])
-                calls[name] += 1
-                order.append(key)
-                see(key, out)
-
-            def inputs(name: str, _m: nn.Module, given: Inputs) -> Inputs | None:
-                key = Key(name, "output", calls[name])
-                if see_inputs is not None:
-                    see_inputs(key, given)
-                return None if feed is None else feed(key, given)
-
             hooks = {} if self.is_compiled else self.chosen
-            for name, (m, leaf) in hooks.items():
-                if see_inputs is not None or feed is not None:
-                    f, edit = partial(inputs, name), feed is not None
-                    _hook(stack, (name, m, ""), "pre", hook_func=f, edit=edit)
-                _hook(stack, (name, m, leaf), "forward", hook_func=partial(output, name))
-            kept = [
-                _hook(stack, (name, m, leaf), "grad", keep="all")
-                for name, (m, leaf) in hooks.items()
+            order = _watch(stack, hooks, see, receive)
+            kept = {
+                name: _hook(stack, (name, *at), "grad", keep="all")
+                for name, at in hooks.items()
                 if loss is not None
-            ]
+            }
+            for name, (m, _) in self.others.items():
+                _hook(stack, (name, m, ""), "forward", hook_func=partial(self._note, name))
             out = self._called(given, differentiable=loss is not None)
             if self.is_compiled:
                 see(Key("", "output", 0), out)
             if loss is not None:
-                self._differentiate(loss(out), see, order, {h.names[0]: h for h in kept})
+                self._differentiate(loss(out), see, order, kept)
+
+    def _note(self, name: str, _m: nn.Module, _i: Any, _o: Any) -> None:
+        self.ran[name] = None
 
     def _called(self, given: Inputs, *, differentiable: bool) -> Any:
         copied = sandbox.real_inputs(given)
@@ -128,10 +124,15 @@ class Side:
         self, loss: Tensor, see: See, order: list[Key], hooks: dict[str, Hooks]
     ) -> None:
         """Shows the gradients of the outputs, the last one first, and of the parameters."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentError(
+                f"{WHO}: loss gave {describe(loss)} for the output of the {self.which} model, and "
+                "one number is differentiated. Give a function that returns a scalar tensor."
+            )
         params = {
-            f"{name}.{key}".lstrip("."): p
+            f"{name}.{key}".lstrip(".").replace("_orig_mod.", ""): p
             for name, (m, _) in self.chosen.items()
-            for key, p in m.named_parameters(recurse=False)
+            for key, p in m.named_parameters(recurse=[*self.chosen] == [""])
             if p.requires_grad
         }
         free = [t for t in leaves(self._inputs) if t.requires_grad]
@@ -145,16 +146,40 @@ class Side:
         by_id = {id(p): grad for p, grad in zip(wanted, found, strict=True)}
         for name, _, call in reversed(order):
             if name in hooks:
-                see(Key(name, "grad", call), hooks[name][0].calls[call])
+                grads = hooks[name][0].calls[call]
+                see(Key(name, "grad", call), grads[0] if len(grads or ()) == 1 else grads)
         for name, p in params.items():
             see(Key(name, "param_grad", 0), by_id.get(id(p)))
 
 
+def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> list[Key]:
+    """Shows what modules receive and return until `stack` closes; the outputs as they come."""
+    calls: Counter[str] = Counter()
+    order: list[Key] = []
+
+    def output(name: str, _m: nn.Module, _i: Any, out: Any) -> None:
+        key = Key(name, "output", calls[name])
+        calls[name] += 1
+        order.append(key)
+        see(key, out)
+
+    def inputs(name: str, _m: nn.Module, given: Inputs) -> Inputs | None:
+        return receive(name, given) if receive else None
+
+    for name, (m, leaf) in hooks.items():
+        if receive is not None:
+            _hook(stack, (name, m, ""), "pre", hook_func=partial(inputs, name), edit=True)
+        _hook(stack, (name, m, leaf), "forward", hook_func=partial(output, name))
+    return order
+
+
 def _hook(stack: Undo, named: tuple[str, nn.Module, str], kind: Any, **options: Any) -> Hooks:
-    """A hook of one module until `stack` closes. Not by `with`, which reports what never fires."""
+    """A hook of one module until `stack` closes. Not by `with`, and not removed by `remove`, which
+    both report what never fires.
+    """
     keep = options.pop("keep", "none")
     hooks = Hooks.of_named([named], Options(WHO, kind, keep=keep, **options))
-    stack.callback(hooks.remove)
+    stack.callback(hooks._remove)
     return hooks
 
 
@@ -170,14 +195,12 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def chosen_of(model: nn.Module, modules: Any) -> dict[str, tuple[nn.Module, str]]:
+def chosen_of(model: nn.Module, modules: Any) -> Chosen:
     """The modules that are compared by name: all that run and the model itself, or the selected.
 
     Scripted ones cannot be hooked; the module around them shows what they give.
     """
     root = unwrap(model)
-    if is_compiled(model):
-        return {"": (root, "")}
     if modules is not None:
         what = modules if isinstance(modules, list | tuple) else [modules]
         return entries(select(root, *what))
@@ -186,7 +209,7 @@ def chosen_of(model: nn.Module, modules: Any) -> dict[str, tuple[nn.Module, str]
     return {n: at for n, at in every.items() if not isinstance(at[0], torch.jit.ScriptModule)}
 
 
-def entries(selection: Selection) -> dict[str, tuple[nn.Module, str]]:
+def entries(selection: Selection) -> Chosen:
     """The modules and paths of a selection by name."""
     return {name: (m, selection.leaf(name)) for name, m in selection.items()}
 

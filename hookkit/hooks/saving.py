@@ -1,8 +1,9 @@
 """`Hooks.save`: what was captured, in a safetensors file.
 
 A tensor is called `name`, or `name:call` where each call was kept, with `/path` behind it in a
-structure. The metadata have the keys in the order of the hooks, the structures in words, and the
-modules' classes.
+structure. The metadata say of each key what it stands for, in the order of the hooks, and have the
+structures in words, the modules' classes, the hooks' paths into what a module returns, and the kind
+of the hooks.
 """
 
 from __future__ import annotations
@@ -28,32 +29,35 @@ def save(hooks: Any, path: str | Path) -> Path:
     except ImportError:
         raise missing_extra("safetensors", "collect", "save a capture") from None
     path = check_path("Hooks.save", path)
-    values = dict(_values(hooks))
-    tensors = {
-        key + (f"/{inner}" if inner else ""): _whole(t)
-        for key, value in values.items()
-        for inner, t in named_leaves(value)
-    }
+    tensors, keys, structures = dict[str, Tensor](), list[Any](), dict[str, str]()
+    for key, name, call, value in _values(hooks):
+        structures[key] = describe(value)
+        for inner, t in named_leaves(value):
+            text = key + (f"/{inner}" if inner else "")
+            tensors[text] = _whole(t)
+            keys.append((text, name, call, inner))
     if not tensors:
         raise HookError("Hooks.save: nothing was stored. Run the model in the block first.")
+    by_name = dict(zip(hooks.names, hooks, strict=True))
     about = {
-        "keys": list(tensors),
-        "structures": {key: describe(value) for key, value in values.items()},
-        "types": {
-            name: type(h.module).__name__ for name, h in zip(hooks.names, hooks, strict=True)
-        },
+        "keys": keys,
+        "structures": structures,
+        "types": {name: type(h.module).__name__ for name, h in by_name.items()},
+        "leaves": {name: h.leaf for name, h in by_name.items()},
+        "kind": hooks.hooks[0]._capture.options.kind,
+        "named": all(h.name is not None for h in hooks),
     }
     with atomic_write(path) as file:
         save_file(tensors, file.name, {name: json.dumps(value) for name, value in about.items()})
     return path
 
 
-def _values(hooks: Any) -> Iterator[tuple[str, Any]]:
-    """What each hook stored, by the key in the file."""
+def _values(hooks: Any) -> Iterator[tuple[str, str, int | None, Any]]:
+    """The key in the file, the name, the number of the call (None: the last), what was stored."""
     each = hooks.hooks[0]._capture.options.keep == "all" if len(hooks) else False
     for name, h in zip(hooks.names, hooks.hooks, strict=True):
         for i, value in enumerate(h.calls if each else [h.stored]):
-            yield f"{name}:{i}" if each else name, value
+            yield (f"{name}:{i}", name, i, value) if each else (name, name, None, value)
 
 
 def _whole(t: Tensor) -> Tensor:

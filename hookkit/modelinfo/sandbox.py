@@ -85,7 +85,9 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
         for t in tree.tensors
         if not nn.parameter.is_lazy(t) and (params or not isinstance(t, nn.Parameter))
     }
-    saved = [(t, t._version, t.detach().clone()) for t in tensors.values()]
+    # an inference tensor has no version, and cannot be written outside of inference mode
+    written = [t for t in tensors.values() if not t.is_inference()]
+    saved = [(t, t._version, t.detach().clone()) for t in written]
     try:
         yield
     finally:
