@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from health_runs import EVEN, FLAT, N, acts, alarms, falling, first, first_layer, found, weights
+from health_runs import EVEN, FLAT, acts, alarms, falling, first, first_layer, found, weights
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, watch
@@ -47,13 +47,6 @@ def test_a_head_behind_a_recurrence_is_given_no_inputs():
                zero=[0, 0], nonfinite=[0, 0])  # fmt: skip
 
     assert alarms(Run(big, losses=falling())) == set()
-
-
-def test_a_recurrence_with_huge_outputs_began_too_large():
-    loud = acts(("RNN", "Linear", "Linear"), rms=[1e4, 1e4, 1e4])
-
-    assert found(Run(loud, losses=FLAT), "bad_init").layers == ("0",)
-    assert alarms(Run(loud, losses=falling())) == set()
 
 
 def test_dropout_that_keeps_nothing_is_named_whatever_the_loss_does():
@@ -122,29 +115,6 @@ def test_the_bias_of_one_unit_is_no_large_input():
 
     assert "input_scale" not in diagnose(Run(gate, params=shut, losses=FLAT)).rules
     assert "input_scale" in diagnose(Run(gate, params=open_, losses=FLAT)).rules
-
-
-@pytest.mark.parametrize(("losses", "severity"), [(FLAT, "error"), (falling(), "note")])
-def test_a_cell_that_grows_in_a_loop_began_too_large(losses, severity):
-    calms = np.where(np.arange(N) > 20, 3.0, 5e3)
-    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, calms, 4e3])
-
-    f = found(Run(cells, losses=losses), "bad_init")
-
-    assert (f.severity, f.layers) == (severity, ("1",))
-
-
-def test_a_cell_that_stays_too_large_is_a_warning_though_the_loss_falls():
-    cells = acts(("Linear", "Linear", "Linear"), std=[0.8, 5e3, 4e3])
-
-    assert found(Run(cells, losses=falling()), "bad_init").severity == "warning"
-
-
-@pytest.mark.parametrize("std", [[0.8, 50, 50], [0.8, 1, 5e3], [50, 4e3, 1]])
-def test_a_large_head_or_large_inputs_are_no_cell_that_grows(std):
-    quiet = acts(("Linear", "Linear", "Linear"), std=std)
-
-    assert "bad_init" not in diagnose(Run(quiet, losses=FLAT)).rules
 
 
 def test_growth_is_seen_though_the_first_layer_is_registered_last():

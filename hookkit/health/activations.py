@@ -14,7 +14,7 @@ from hookkit.health import reading as read
 from hookkit.health.diagnosis import LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.layer_order import given_data
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Ints, Record
+from hookkit.records import Floats, Record
 
 # The size of the first layer's output, where 1 is usual (hookkit, measured)
 LARGE_INPUT = 20
@@ -26,8 +26,6 @@ DEFAULT_SHRINKAGE = 6.0
 BROKEN_RATIO = 1e6
 # A correlation of log size with depth: it grows or shrinks along the depth (measured)
 ALONG_DEPTH = 0.8
-# A recurrence's output, or a layer's against the first one's (hookkit, measured)
-HUGE = 100
 # Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 25 %: half of the least.
 LEAST_KEPT = 0.25
 # Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured
@@ -103,14 +101,9 @@ def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
 def bad_init(run: RunView) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
     record = run.activations
-    yield from _huge_recurrence(run, record)
     which = read.rows(record, read.PRE_ACTIVATION)
-    judge = _scaled_by_depth if len(which) >= 4 else _huge_layer
-    yield from judge(run, record, which)
-
-
-def _scaled_by_depth(run: RunView, record: Record, which: Ints) -> Iterator[Finding]:
-    """Outputs that shrink or grow along four layers or more, before training."""
+    if len(which) < 4:
+        return
     # in the first record alone: later ones show the steps; and not of the head, whose scale is free
     std = read.table(record, "std")[which[:-1]][:, 0]
     if not (std > 0).all():
@@ -120,6 +113,7 @@ def _scaled_by_depth(run: RunView, record: Record, which: Ints) -> Iterator[Find
     threshold = VARIANCE_RATIO * len(which)
     if not (ratio > threshold and abs(trend) > ALONG_DEPTH):
         return
+    # of what PyTorch's own weights give nobody is warned
     usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if trend < 0 else 0.0
     fails = run.fails and ratio > min(usual, BROKEN_RATIO)
     grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
@@ -143,6 +137,7 @@ _BROKEN = bad_init.but(
     source="hookkit, measured",
 )
 
+
 _SHRUNK = bad_init.but(
     source="PyTorch's own weights have variance 1 / (3 fan_in), of which a ReLU leaves half: "
     "6-fold a layer"
@@ -159,64 +154,6 @@ def _trend(sizes: Floats) -> float:
     rest = [np.delete(place, i) for i in place] if len(place) > 4 else []
     orders = [float(np.corrcoef(k, sizes[k])[0, 1]) for k in (place, *rest)]
     return max((x for x in orders if np.isfinite(x)), key=abs, default=0.0)
-
-
-def _huge_recurrence(run: RunView, record: Record) -> Iterator[Finding]:
-    """A recurrence whose output is huge before training: each step makes it larger."""
-    which = read.rows(record, ("RNN",))
-    rms = read.table(record, "rms")[which, 0]
-    if (hit := rms > HUGE).any():
-        severity = "error" if run.fails else "note"
-        what = f"the output of a recurrence has RMS {rms[hit].max():.3g} before training"
-        yield _RECURRENCE.found(severity, what, *read.where(record, which[hit], read.FIRST))
-
-
-_PASCANU = "Pascanu et al. 2013 (arXiv 1211.5063)"
-
-_RECURRENCE = bad_init.but(
-    threshold="above 100, where a tanh keeps it below 1",
-    source=f"{_PASCANU}: a recurrence whose largest singular value is above 1 may explode; "
-    "100: hookkit, measured",
-    cause="recurrent weights that begin too large for the length of the sequence",
-    fix="begin with a smaller orthogonal matrix, torch.nn.init.orthogonal_(rnn.weight_hh_l0, "
-    "gain=0.9), or use nn.LSTM or nn.GRU",
-)
-
-
-def _huge_layer(run: RunView, record: Record, which: Ints) -> Iterator[Finding]:
-    """A layer whose first output is huge though the first layer's is not: a cell in a loop.
-
-    For nets of three layers, which have too few for a trend along the depth.
-    """
-    if len(which) < 3:
-        return
-    table = read.table(record, "std")[which[:-1]]  # without the head, whose scale is free
-    std, late = table[:, 0], read.median(table[:, read.last_half(record)], axis=1)
-    if (hit := (std > HUGE) & (std > HUGE * std[0]) & (std[0] > 0)).any():
-        stays = (late[1:] > np.maximum(HUGE, HUGE * std[0])).any()
-        severity = "error" if run.fails else "warning" if stays else "note"
-        what = f"a layer's output has standard deviation {std.max():.3g} before training, the "
-        what += f"first layer's {std[0]:.3g}"
-        where = read.where(record, which[:-1][hit], read.FIRST)
-        if severity == "warning":
-            what += f", and in the later half still {late[1:].max():.3g}"
-            yield _STAYS_HUGE.found(severity, what, *where)
-        else:
-            yield _HUGE_LAYER.found(severity, what, *where)
-
-
-_HUGE_LAYER = bad_init.but(
-    threshold="above 100, and 100 times the first layer's",
-    source=f"{SAGEMAKER}, PoorWeightInitialization: 10 in variance; {_PASCANU}, of recurrences; "
-    "100: hookkit, measured",
-    cause="weights that begin too large, of a layer that is called again and again perhaps",
-    fix="begin with smaller weights, torch.nn.init.orthogonal_(layer.weight), or put a norm "
-    "between (nn.LayerNorm)",
-)
-
-_STAYS_HUGE = _HUGE_LAYER.but(
-    threshold="above 100, and 100 times the first layer's, before training and in the later half"
-)
 
 
 @rule(
