@@ -194,11 +194,21 @@ def by_global(net: Any) -> None:
     net.a.register_forward_hook(lambda m, i, o: NET.kept.update(a=o))
 
 
+def keep(o: Tensor) -> None:
+    NET.kept["a"] = o
+
+
+def by_helper(net: Any) -> None:
+    global NET
+    NET = net
+    net.a.register_forward_hook(lambda m, i, o: keep(o))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "add",
     [by_closure, by_inner_closure, by_container, by_default, by_partial, by_owner, by_list,
-     by_global],
+     by_global, by_helper],
 )  # fmt: skip
 def test_a_hook_that_refers_to_the_model_refers_to_the_copy(add: Any) -> None:
     net = HooksItself(add)

@@ -10,7 +10,6 @@ hookkit's own hooks run on the copy if they edit, and are not copied if they onl
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from functools import partial
 from operator import is_
@@ -57,6 +56,7 @@ class HookCopies:
         self.owned: set[int] = set()  # ids of the modules and of what their attributes hold
         for m in tree.modules if self.found else ():
             self.owned.update((id(m), *map(id, m.__dict__.values())))
+        self.reached: list[Any] = []  # what the hooks refer to, of what can hold a tensor
 
     def _forward(self) -> list[Any]:
         return [h for _, name, hooks in self.found if name in _FORWARD for h in hooks.values()]
@@ -86,6 +86,7 @@ class HookCopies:
     def put_on(self, memo: dict[int, Any]) -> None:
         """Puts the hooks on the copy of the model that was made with `memo`, in their order."""
         rebound = _Rebound(memo)
+        self.reached = rebound.reached
         for m, name, hooks in self.found:
             made = memo.get(id(m))
             if made is None:  # a module whose __deepcopy__ returns itself
@@ -115,31 +116,11 @@ class HookCopies:
     def containers(self) -> Iterator[Any]:
         """Lists, dicts and cells in which the user's hooks may store what they see.
 
-        Those that a hook refers to, and the attributes of the model's modules.
+        Those that `put_on` found the hooks to refer to, and the attributes of the model's modules.
         """
-        todo = self.of_user()
-        for m in self.tree.modules if todo else ():
-            yield from tables_of(m)
-        seen: set[int] = set()
-        while todo:
-            x = todo.pop()
-            if id(x) in seen:
-                continue
-            seen.add(id(x))
-            if isinstance(x, MethodType):
-                todo += [x.__func__, x.__self__]
-            elif isinstance(x, partial):
-                todo += [x.func, *x.args, *x.keywords.values()]
-            elif isinstance(x, FunctionType):
-                yield from x.__closure__ or ()
-                yield x.__globals__
-                todo += [v for cell in x.__closure__ or () for v in gc.get_referents(cell)]
-                todo += [x.__globals__.get(name) for name in _names(x.__code__)]
-            elif type(x) in (list, dict):
-                yield x
-            elif type(held := getattr(x, "__dict__", None)) is dict and not isinstance(x, type):
-                yield held
-                yield from (v for v in held.values() if type(v) in (list, dict))
+        if self.of_user():
+            yield from (table for m in self.tree.modules for table in tables_of(m))
+        yield from self.reached
 
 
 def n_on_wrappers(tree: Tree) -> int:
@@ -165,11 +146,15 @@ class _Rebound:
     `memo` is that of the `deepcopy`: the copy of each part of the model by the part's id. A cell, a
     namespace and an owner that several hooks share is made again once, so that the hooks still meet
     there. What does not refer to the model stays the user's own object.
+
+    Attributes:
+        reached: the lists, dicts, cells and namespaces on the way.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
         self.made: dict[int, Any] = {}
+        self.reached: list[Any] = []
 
     def of(self, x: Any) -> Any:
         """`x`, a hook or what a hook refers to, with the copy in the model's place."""
@@ -190,21 +175,20 @@ class _Rebound:
             kwargs = {k: self.of(v) for k, v in x.keywords.items()}
             return partial(self.of(x.func), *map(self.of, x.args), **kwargs)
         if isinstance(x, CellType):
+            self.reached.append(x)
             content = content_of(x)
             return x if (new := self.of(content)) is content else CellType(new)
         return self._container(x) if type(x) in (dict, list, tuple) else self._object(x)
 
     def _container(self, x: Any) -> Any:
         """`x`, or a copy of it if it is short and holds a part of the model."""
+        self.reached.append(x)
         held = x.values() if type(x) is dict else x
         if len(x) > _SHORT or not any(id(v) in self.memo for v in held):
             return x
         if type(x) is dict:
-            return self._namespace(x)
+            return {k: self.memo.get(id(v), v) for k, v in x.items()}
         return type(x)(self.memo.get(id(v), v) for v in x)
-
-    def _namespace(self, names: dict[Any, Any]) -> dict[Any, Any]:
-        return {k: self.memo.get(id(v), v) for k, v in names.items()}
 
     def _function(self, f: FunctionType) -> FunctionType:
         cells = f.__closure__ or ()
@@ -219,24 +203,27 @@ class _Rebound:
         return again
 
     def _globals(self, names: dict[str, Any], code: CodeType) -> dict[str, Any]:
-        """The global names for a function: other ones only if it reads a part of the model."""
-        if not any(id(names.get(n)) in self.memo for n in _names(code)):
+        """The global names for a function: other ones only if one that it reads is made again."""
+        self.reached.append(names)
+        read = {n: names[n] for n in _names(code) if n in names}
+        new = {n: again for n, v in read.items() if (again := self.of(v)) is not v}
+        if not new:
             return names
-        if id(names) not in self.made:
-            self.made[id(names)] = self._namespace(names)
-        made: dict[str, Any] = self.made[id(names)]
+        made: dict[str, Any] = self.made.setdefault(id(names), {**names})
+        made.update(new)
         return made
 
     def _object(self, x: Any) -> Any:
         """`x`, or a shallow copy of it if one of its attributes is a part of the model."""
         held = getattr(x, "__dict__", None)
-        if type(held) is not dict or isinstance(x, type | nn.Module) or hasattr(x, "__del__"):
-            return x  # the end of a copy might close the file of the original
+        if type(held) is not dict or isinstance(x, type):
+            return x
+        self.reached.append(held)
         kinds = (dict, list, tuple)
         near = {k: v for k, v in held.items() if id(v) in self.memo or type(v) in kinds}
         new = {k: again for k, v in near.items() if (again := self.of(v)) is not v}
-        if not new:
-            return x
+        if not new or isinstance(x, nn.Module) or hasattr(x, "__del__"):
+            return x  # the end of a copy might close the file of the original
         try:
             again = copy.copy(x)
             again.__dict__.update(new)
