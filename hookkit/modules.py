@@ -62,6 +62,14 @@ def inner_key(module: nn.Module) -> str | None:
     return "module" if wraps and "module" in held else None
 
 
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """`model` and what it wraps (compile, DDP, DataParallel, FSDP), outermost first."""
+    found = [model]
+    while (key := inner_key(found[-1])) is not None:
+        found.append(submodules(found[-1])[key])
+    return found
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside compile, DDP, DataParallel, FSDP, checkpoint and EMA wrappers.
 
@@ -72,10 +80,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     >>> unwrap(nn.DataParallel(net)) is net
     True
     """
-    check_module("unwrap", model)
-    while (key := inner_key(model)) is not None:
-        model = submodules(model)[key]
-    return model
+    return wrappers(check_module("unwrap", model))[-1]
 
 
 def class_name(module: nn.Module) -> str:

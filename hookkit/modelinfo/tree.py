@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hookkit.modules import (
     calls_children,
-    inner_key,
     is_parametrization,
     join,
     submodules,
+    wrappers,
 )
 
 
@@ -77,8 +77,7 @@ class Tree:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.wrappers: list[nn.Module] = []
-        self.model = self._unwrapped(model, self.wrappers)
+        *self.wrappers, self.model = wrappers(model)
         self.root = Place("", self.model)
         self.places: list[Place] = []
         found: list[nn.Module] = []
@@ -100,14 +99,6 @@ class Tree:
         self.modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
         self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
 
-    @staticmethod
-    def _unwrapped(module: nn.Module, wrappers: list[nn.Module]) -> nn.Module:
-        """The module inside all wrappers around `module`, which are appended to `wrappers`."""
-        while (key := inner_key(module)) is not None:
-            wrappers.append(module)
-            module = submodules(module)[key]
-        return module
-
     def _open(self, at: Place) -> list[nn.Module]:
         """Reads what `at` holds; returns its modules that have no place of their own."""
         others: list[nn.Module] = []
@@ -121,7 +112,8 @@ class Tree:
                 at.params |= {f"{key}.{k}": p for k, p in child.named_parameters()}
                 at.buffers += child.buffers()
             else:
-                inner = self._unwrapped(child, others)
+                *around, inner = wrappers(child)
+                others += around
                 at.inside.append(Place(join(at.name, key), inner, at.depth + 1, opened))
         return others
 

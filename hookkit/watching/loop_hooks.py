@@ -39,7 +39,7 @@ from hookkit.hooks.entries import (
     recomputing,
 )
 from hookkit.interrupts import uninterrupted
-from hookkit.modules import inner_key, submodules, unwrap
+from hookkit.modules import unwrap, wrappers
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.losses import one_number
 
@@ -51,14 +51,6 @@ _ANY_OPTIMIZER: Any = (
 _IN_STEP = "num_items_in_batch"
 """A model that transformers' Trainer gives this, the items of the whole step, divides its loss by
 it (since 4.46): the losses of the step's batches then add up to the step's."""
-
-
-def wrappers(model: nn.Module) -> list[nn.Module]:
-    """`model` and what it wraps (compile, DDP, DataParallel, FSDP), outermost first."""
-    found = [model]
-    while (key := inner_key(found[-1])) is not None:
-        found.append(submodules(found[-1])[key])
-    return found
 
 
 class LoopHooks:
