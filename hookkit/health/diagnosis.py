@@ -9,6 +9,8 @@ The decorated name is then a `Rule`. Its function reads a `RunView` (see `run_vi
 the rule's own text. A branch with a line, a cause or a fix of its own is a variant of the rule:
 `dormant.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Cause:
 `cause`.", or "Likely cause: `cause`." where the rule was less often right (see `rates`).
+
+Longer than 300 lines, since all that makes the text of a diagnosis is read together.
 """
 
 from __future__ import annotations
