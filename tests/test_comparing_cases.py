@@ -1,6 +1,7 @@
 """`compare_models` on ports, stateful and in-place models, shared containers and saved captures."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,14 @@ def test_integers_are_compared_exactly() -> None:
 
     assert difference(a, b, 0.0, 0.0)[::3] == (1.0, 1)
     assert difference(a[1:].to(torch.uint8), b[1:].to(torch.uint8) + 1, 0.0, 0.0)[::3] == (255.0, 2)
+
+
+@pytest.mark.parametrize(("a", "b"), [(math.inf, 1.0), (math.inf, -math.inf), (math.nan, 1.0)])
+def test_no_relative_tolerance_covers_what_is_not_finite(a: float, b: float) -> None:
+    for x, y in ((a, b), (b, a)):
+        found = difference(torch.tensor([1.0, x]), torch.tensor([1.0, y]), 1e-2, 1e-2)
+
+        assert (found.max_abs, found.rel, found.n_different) == (math.inf, math.inf, 1)
 
 
 # -- gradients ------------------------------------------------------------------------------------
