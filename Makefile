@@ -32,6 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(INTEG): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group integrations
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps --group fastai
 	touch $(INTEG)
 
 demo: $(STAMP)  ## train on real digits, print and draw what every layer did (ARGS="--epochs 3")
