@@ -4,7 +4,7 @@ Builds on `sandbox` for copies. Two things a fake run needs that PyTorch does no
 
 - Copies that are cheap and keep ties (`fake_copy`, `fake_inputs`).
 - A mask behind `lru_cache`, a global dict, an attribute of a class: a forward may keep tensors
-  there, and the next real forward would meet fake ones. `remember` and `purge` take them out.
+  there, and the next real forward would meet fake ones. `cleaned_up` takes them out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hookkit.interrupts import block
 from hookkit.modelinfo.flops import SPARSE
 from hookkit.modelinfo.hook_copies import HookCopies, content_of, tables_of
 from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
@@ -102,41 +102,44 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
 # --- fake tensors that a forward stored outside of the copy
 
 _LEVELS = 6  # tensor, tuple, link of the cache, its table, the cache
+_Contents = dict[int, tuple[Any, Any]]  # by id: a list, dict or cell, and what it held
 
 
-@dataclass
-class Before:
-    """What a fake run may overwrite outside of the copy, as it was before."""
-
-    classes: dict[type, dict[str, Any]]
-    containers: dict[int, tuple[Any, Any]]  # by id: a list, dict or cell, and its content
-
-
-def remember(tree: Tree, hooks: HookCopies) -> Before:
-    """The attributes of the modules' classes, and what the user's hooks refer to."""
-    kinds = {c for m in tree.modules for c in type(m).__mro__ if issubclass(c, nn.Module)}
-    classes = {c: dict(vars(c)) for c in kinds if not c.__module__.startswith("torch.")}
-    return Before(
-        classes,
-        {
-            id(x): (x, content_of(x) if isinstance(x, CellType) else copy.copy(x))
-            for x in hooks.containers()
-        },
-    )
-
-
-def purge(made: Iterable[weakref.ref[Tensor]], ran: Tree, before: Before) -> None:
-    """Removes what is still alive of `made` from caches and containers, other than the copy's.
+@block
+def cleaned_up(
+    tree: Tree, hooks: HookCopies, copied: nn.Module, made: list[weakref.ref[Tensor]]
+) -> Iterator[None]:
+    """Removes what is still alive of `made` at the end from caches and containers, not the copy's.
 
     The run's tensors are known by weak references; normally all of them have died with the run, and
     this costs nothing. For the others the garbage collector names the containers, one level after
-    the other; what stood in a fake tensor's place before the run is restored.
+    the other. What a fake tensor replaced in an attribute of the modules' classes, or where the
+    user's hooks refer to, is restored.
     """
-    _restore_classes(before.classes)
-    own = {id(t) for t in ran.tensors}
-    lost: list[Any] = [t for ref in made if (t := ref()) is not None and id(t) not in own]
-    seen = {id(lost)} | {id(held) for m in ran.modules for held in tables_of(m)}
-    for _ in range(_LEVELS if lost else 0):
+    kinds = {c for m in tree.modules for c in type(m).__mro__ if issubclass(c, nn.Module)}
+    classes = {c: dict(vars(c)) for c in kinds if not c.__module__.startswith("torch.")}
+    before = {
+        id(x): (x, content_of(x) if isinstance(x, CellType) else copy.copy(x))
+        for x in hooks.containers()
+    }
+    try:
+        yield
+    finally:
+        _restore_classes(classes)
+        if alive := [t for ref in made if (t := ref()) is not None]:
+            ran = Tree(copied)
+            own = {*map(id, ran.tensors)}
+            lost: list[Any] = [t for t in alive if id(t) not in own]
+            tables = {id(held) for m in ran.modules for held in tables_of(m)}
+            _remove(lost, tables | {id(alive)}, before)
+
+
+def _remove(lost: list[Any], seen: set[int], before: _Contents) -> None:
+    """Takes `lost` out of what holds them, and of what holds that; not out of `seen`."""
+    seen.add(id(lost))
+    for _ in range(_LEVELS):
+        if not lost:
+            return  # the next line looks through all objects of the process
         above = [o for o in gc.get_referrers(*lost) if id(o) not in seen]
         seen |= {id(above), *map(id, above)}
         ids = {*map(id, lost)}
@@ -153,16 +156,16 @@ def _restore_classes(classes: dict[type, dict[str, Any]]) -> None:
                 delattr(kind, key)
 
 
-def _emptied(container: Any, lost: set[int], before: Before) -> bool:
+def _emptied(container: Any, lost: set[int], before: _Contents) -> bool:
     """Takes `lost` out of `container`; True if nothing that holds the container needs a look."""
-    _, old = before.containers.get(id(container), (None, None))
+    _, old = before.get(id(container), (None, None))
     if callable(clear := getattr(container, "cache_clear", None)):
         clear()
     elif type(container) is list:
         n = len(old or ())
         kept = [(i, v) for i, v in enumerate(container) if id(v) not in lost or i < n]
         container[:] = [old[i] if id(v) in lost else v for i, v in kept]
-    elif isinstance(container, CellType) and id(container) in before.containers:
+    elif isinstance(container, CellType) and id(container) in before:
         container.cell_contents = old
     else:
         if type(container) is dict and (old is not None or not _is_namespace(container)):

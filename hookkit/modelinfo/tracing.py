@@ -87,19 +87,15 @@ def _run_fake(
         fakes = fake_tensors.fake_inputs(given, mode)
     except Exception:  # whatever cannot be copied without values is run for real
         return None
-    before = fake_tensors.remember(tree, hooks)
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     made = [weakref.ref(t) for t in leaves(fakes)]
     kernels = FakeKernels(mode, real, made, macs=macs)
-    done: Trace | None = None
-    try:
+    with fake_tensors.cleaned_up(tree, hooks, copied.model, made):
         with sandbox.without_collections(), mode:
             done = _run(copied, fakes, training, partial(Tracer, kernels=kernels, macs=macs))
         if done.error is not None:
             done.error = done.error.with_traceback(None)  # its frames hold what the run made
-    finally:
         del fakes
-        fake_tensors.purge(made, done.tree if done else copied, before)
     return done
 
 
