@@ -7,7 +7,7 @@ class over one table, and therefore one file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -32,6 +32,10 @@ from hookkit.watching.losses import epoch_rows, loss_in
 from hookkit.watching.optimizer_groups import OptimizerGroups
 
 _IN_EVAL = (State.EVAL, State.PAUSED)
+_KEPT = (  # in copies and pickles
+    "cbs", "_past", "n_steps", "epoch", "elsewhere", "earlier", "losses", "spans",
+    "n_cancelled_steps", "_gathered_at",
+)  # fmt: skip
 
 
 class ExternalLoop(CallbackRunner):
@@ -134,20 +138,8 @@ class ExternalLoop(CallbackRunner):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was recorded; the model, the optimizers and an open batch stay behind."""
-        names = (
-            "cbs",
-            "_past",
-            "n_steps",
-            "epoch",
-            "elsewhere",
-            "earlier",
-            "losses",
-            "spans",
-            "n_cancelled_steps",
-            "_gathered_at",
-        )
-        facts = {"info": dict(self.info), "kept_info": info_of(self)}
-        return {**{name: getattr(self, name) for name in names}, **facts}
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return {**kept, "info": dict(self.info), "kept_info": info_of(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None)  # type: ignore[misc]
@@ -203,7 +195,7 @@ class ExternalLoop(CallbackRunner):
 
     def _signal(self, signal: str) -> None:
         before = self.state
-        row = ROWS[before].get(signal)
+        row = TABLE[before].get(signal)
         if row is None:
             if before in _IN_EVAL:  # Ctrl-C ended the forward
                 self.state, self.training = self._state_before, before is State.PAUSED
@@ -216,7 +208,7 @@ class ExternalLoop(CallbackRunner):
             self.state, self._state_before = state, before
         try:
             for action in actions:
-                action(self)
+                getattr(self, f"_{action}")()
                 if self.state is State.CANCELLED:
                     break
         except BaseException:  # a callback's: the other actions are skipped
@@ -477,13 +469,3 @@ class ExternalLoop(CallbackRunner):
 
     def _epochs(self) -> list[dict[str, Any]]:
         return epoch_rows(self.spans, self.losses.by_step(self.n_steps))
-
-
-ROWS: dict[str, dict[str, tuple[tuple[Callable[[ExternalLoop], None], ...], str]]] = {
-    state: {
-        signal: (tuple(getattr(ExternalLoop, f"_{name}") for name in actions), after)
-        for signal, (actions, after) in rows.items()
-    }
-    for state, rows in TABLE.items()
-}
-"""`TABLE`, with the methods that its actions name."""
