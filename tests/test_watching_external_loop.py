@@ -45,7 +45,7 @@ class Replay(Callback):
         self.parts = {"x": nn.ReLU(), "y": nn.ReLU()}
         given = [self.known[k] for k in names]
         each = options.get("each_forward", False)
-        self.loop = ExternalLoop(self.model, given, each, not given)
+        self.loop = ExternalLoop(self.model, given, each)
         self.loop.warned = True  # of steps whose forward is not in the log
         self.hooked = HookCallback(modules=[])
         self.loop.add_cbs([self, self.hooked])

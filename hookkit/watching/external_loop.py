@@ -69,7 +69,6 @@ class ExternalLoop(CallbackRunner):
 
     Args:
         model, opts, each_forward: as for `watch`, checked and unwrapped.
-        finds_opts: as the attribute.
     """
 
     eval_pass = False
@@ -81,15 +80,11 @@ class ExternalLoop(CallbackRunner):
     compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        opts: Iterable[Optimizer] = (),
-        each_forward: bool = False,
-        finds_opts: bool = False,
+        self, model: nn.Module, opts: Iterable[Optimizer] = (), each_forward: bool = False
     ) -> None:
         super().__init__()
         self.model, self.opts, self.each_forward = model, list(opts), each_forward
-        self.finds_opts = finds_opts
+        self.finds_opts = not self.opts
         self.elsewhere: list[tuple[int, int]] = []
         self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()

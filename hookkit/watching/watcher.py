@@ -155,7 +155,7 @@ class Watcher(Exports, Views):
         each_forward: bool = False,
     ) -> None:
         self.model, self.loss_func = model, loss_func
-        self.loop = ExternalLoop(unwrap(model), opts, each_forward, finds_opts=not opts)
+        self.loop = ExternalLoop(unwrap(model), opts, each_forward)
         self.loop.loss_func = loss_func
         self.loop.add_cbs(callbacks)
         self.hooks = LoopHooks(model, opts, self.loop)
