@@ -21,6 +21,7 @@ from zoo import ZOO, Entry
 from hookkit import ActivationStats, FlightRecorder, GradientStats, Learner, ParamStats
 from hookkit.callbacks import (
     Callback,
+    CSVLogger,
     EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
@@ -202,6 +203,49 @@ def test_a_fit_that_was_saved_after_its_end_can_be_made_longer(tmp_path: Path) -
     assert later.recorder.values == whole.recorder.values
     later.fit(4, resume=later.save("done"))
     assert later.n_steps == whole.n_steps == 20
+
+
+@pytest.mark.parametrize("order", [0, 99])
+@pytest.mark.parametrize("append", [False, True])
+def test_a_file_of_the_log_goes_on_from_the_checkpoint(
+    append: bool, order: float, tmp_path: Path
+) -> None:
+    path, logs = tmp_path / "history.csv", []
+    for resumed in (False, True):
+        learner(tmp_path, cbs=None).fit(1, cbs=[CSVLogger(), Untimed()])
+        learn, cbs = learner(tmp_path, cbs=None), [CSVLogger(append=append), Untimed()]
+        if resumed:
+            save = Callback(after_epoch=lambda cb: cb.epoch == 1 and cb.learn.save("early"))
+            save.order = order
+            learn.fit(3, cbs=[*cbs, save])  # killed with a row more than the checkpoint has
+            learn = learner(tmp_path, cbs=None)
+            cbs = [CSVLogger(append=append), Untimed()]
+        torch.manual_seed(0)
+        learn.fit(4, cbs=cbs, resume="early" if resumed else None)
+        logs.append(path.read_text())
+
+    assert logs[0] == logs[1]
+    assert len(logs[1].splitlines()) == 5 + append
+
+
+class Untimed(Callback):
+    order = 55
+
+    def after_epoch(self) -> None:
+        self.learn.recorder.log[-1] = "00:00"
+
+
+def test_a_resume_that_fails_leaves_the_file_of_the_log(tmp_path: Path) -> None:
+    learner(tmp_path).fit(2, cbs=[CSVLogger(), SaveAtEnd()])
+    path = tmp_path / "history.csv"
+    before = path.read_text()
+
+    with pytest.raises(OptionError, match=r"has the columns epoch,.*,accuracy,time, this fit has"):
+        learner(tmp_path, metrics=None).fit(3, cbs=CSVLogger(), resume="end")
+    with pytest.raises(OptionError, match="this Learner's SGD"):
+        learner(tmp_path, opt_func=torch.optim.SGD).fit(3, cbs=CSVLogger(), resume="end")
+
+    assert path.read_text() == before
 
 
 def test_in_the_same_learner_the_record_goes_back_to_the_checkpoint(tmp_path: Path) -> None:

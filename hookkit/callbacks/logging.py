@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
@@ -117,23 +117,28 @@ class CSVLogger(Callback):
 
     Args:
         fname: of the file, in `learn.path`.
-        append: whether to add to what the file has; otherwise each fit begins a new file.
+        append: whether to add to what the file has; otherwise each fit begins a new file. A fit
+            that is resumed goes on with the rows up to its checkpoint.
 
     Raises:
         ArgumentError: `fname` is no name of a file.
-        OptionError: as a fit begins: the file to append to has other columns; there is no Recorder.
+        OptionError: as a fit begins: the file to append to, or that of the fit that is resumed, has
+            other columns; there is no Recorder.
         OSError: as a fit begins: the file cannot be written.
     """
 
     order = 60
+    _saved: ClassVar[tuple[str, ...]] = ("_text",)
+    _text = ""  # what the file has, or will have when the first epoch begins
 
     def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:
         self.fname = check_path("CSVLogger", fname, "fname")
         self.append = check_flag("CSVLogger", "append", append)
         self._path: Path | None = None
+        self._names, self._begun = "", False
 
     def before_fit(self) -> None:
-        """Writes the names of the columns, unless they are there."""
+        """Finds what the file begins with: the names of the columns, unless it has rows."""
         learn = self.learn
         if not learn.fitting or ranks.rank():
             return
@@ -143,28 +148,38 @@ class CSVLogger(Callback):
                 "CSVLogger: there is no Recorder among the callbacks, whose log it would write. "
                 "Make the Learner with default_cbs=True, or add a Recorder."
             )
-        path, names = learn.path / self.fname, csv_line(recorder.metric_names)
-        if not self.append or not path.exists() or not path.stat().st_size:
-            with atomic_write(path, text=True) as file:
-                file.write(f"{names}\n")
-        self._check_columns(path, names)
-        self._path = path
+        path, self._names = learn.path / self.fname, csv_line(recorder.metric_names)
+        self._text = f"{self._names}\n"
+        if self.append and path.exists() and path.stat().st_size:
+            self._text = path.read_text(encoding="utf-8").rstrip("\n") + "\n"
+            self._check_columns()
+        self._path, self._begun = path, False
 
-    def _check_columns(self, path: Path, names: str) -> None:
-        with path.open(encoding="utf-8") as file:
-            found = file.readline().rstrip("\r\n")
-        if found != names:
+    def _check_columns(self) -> None:
+        found = self._text.partition("\n")[0]
+        if found != self._names:
             raise OptionError(
-                f"CSVLogger(append=True): {path} has the columns {found}, this fit has {names}. "
-                f"Give another fname, or append=False to begin a new file."
+                f"CSVLogger: {self.fname} has the columns {found}, this fit has {self._names}. Use "
+                f"the same metrics; or give another fname, or append=False to begin a new file."
             )
+
+    def before_epoch(self) -> None:
+        """Begins the file, in the first epoch: a fit that cannot be resumed leaves it."""
+        if self._path is None or self._begun:
+            return
+        with atomic_write(self._path, text=True) as file:
+            file.write(self._text)
+        self._begun = True
 
     def after_epoch(self) -> None:
         """Writes the epoch's row."""
         if self._path is None or not self.learn.fitting:
             return
+        self.before_epoch()  # resumed from a checkpoint of before this row
+        row = csv_line(self.learn.recorder.log)
         try:
-            append_lines(self._path, [csv_line(self.learn.recorder.log)])
+            append_lines(self._path, [row])
+            self._text += f"{row}\n"
         except OSError as error:
             self._path = None
             warnings.warn(
@@ -173,6 +188,12 @@ class CSVLogger(Callback):
                 HookkitWarning,
                 stacklevel=2,
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the rows up to the checkpoint; those after it are written again."""
+        super().load_state_dict(state)
+        if self._path is not None:
+            self._check_columns()
 
     def cleanup_fit(self) -> None:
         """The file is complete."""
