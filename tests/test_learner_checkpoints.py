@@ -201,8 +201,39 @@ def test_a_fit_that_was_saved_after_its_end_can_be_made_longer(tmp_path: Path) -
     later.fit(4, resume=path)
 
     assert later.recorder.values == whole.recorder.values
+    assert later.pct_train == whole.pct_train == 1
     later.fit(4, resume=later.save("done"))
     assert later.n_steps == whole.n_steps == 20
+
+
+def cosine() -> Callback:
+    return SchedulerCallback(torch.optim.lr_scheduler.CosineAnnealingLR)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda learn: learn.fit(4, cbs=cosine(), resume="end"), "T_max=10, this one 20"),
+        (
+            lambda learn: learn.fit_one_cycle(2, resume="end"),
+            "class='CosineAnnealingLR', this one 'One",
+        ),
+        (
+            lambda learn: learn.fit(2, 5.0, cbs=cosine(), resume="end"),
+            r"base_lrs=\[0.01\], this one",
+        ),
+    ],
+)
+def test_another_schedule_is_not_taken_up(call: Any, said: str, tmp_path: Path) -> None:
+    learner(tmp_path).fit(2, cbs=[cosine(), SaveAtEnd()])
+    learn = learner(tmp_path)
+    before = weights(learn)
+
+    with pytest.raises(OptionError, match=f"schedule has {said}.*Resume with"):
+        call(learn)
+
+    assert all(map(torch.equal, weights(learn), before))
+    assert learn.n_steps == 0
 
 
 @pytest.mark.parametrize("order", [0, 99])

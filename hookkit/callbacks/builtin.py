@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from math import ceil
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Scalars
 from hookkit.callbacks.recorder import Recorder
-from hookkit.checks import check_flag, check_number, kind_of
+from hookkit.checks import check_flag, check_number, kind_of, shown
 from hookkit.data import n_batches
 from hookkit.errors import ArgumentError, OptionError
 
@@ -53,7 +54,7 @@ class TrainEvalCallback(Callback):
         learn = self.learn
         learn.train_iter += 1
         if learn.n_iter:
-            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+            learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
 
 class GradientAccumulation(Callback):
@@ -144,6 +145,8 @@ class SchedulerCallback(Callback):
 
     Raises:
         ArgumentError: `make` cannot be called; as the fit begins: what it gives cannot be stepped.
+        OptionError: as the fit begins: the training loader has no length; the fit is resumed, and
+            its checkpoint is of another schedule, such as one of fewer steps.
 
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
     >>> cosine = SchedulerCallback(CosineAnnealingLR)
@@ -180,6 +183,8 @@ class SchedulerCallback(Callback):
                 "SchedulerCallback: ReduceLROnPlateau needs the loss of an epoch, and would run at "
                 "each step. Use SchedulerCallback(…, by_epoch=True)."
             )
+        made = self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else {}
+        self._made = {"class": type(self.scheduler).__name__, **copy.deepcopy(made)}
         if not isinstance(self.scheduler, ReduceLROnPlateau):  # whose steps depend on losses
             self._skip(learn.epoch * n)
 
@@ -221,14 +226,26 @@ class SchedulerCallback(Callback):
         return row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, during a fit."""
+        """The scheduler's, during a fit: now, and as it was made."""
         has_one = self._kept is not None and hasattr(self.scheduler, "state_dict")
-        return {"scheduler": self.scheduler.state_dict()} if has_one else {}
+        return {"scheduler": self.scheduler.state_dict(), "made": self._made} if has_one else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the schedule."""
-        if state:
-            self.scheduler.load_state_dict(state["scheduler"])
+        """Continues the schedule.
+
+        Raises:
+            OptionError: it is another schedule. Taken up, it might end before the fit does.
+        """
+        ours, theirs = self._made, state["made"]
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                raise OptionError(
+                    f"SchedulerCallback: the checkpoint's schedule has {name}="
+                    f"{shown(theirs.get(name))}, this one {shown(ours.get(name))}. Resume with the "
+                    f"same epochs, batches, learning rate and schedule; or use learn.load(…) and "
+                    f"begin another fit."
+                )
+        self.scheduler.load_state_dict(state["scheduler"])
 
     def cleanup_fit(self) -> None:
         """Restores the optimizer's other hyperparameters."""
