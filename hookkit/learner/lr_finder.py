@@ -205,11 +205,6 @@ def mock_training(learn: Any) -> Iterator[None]:
         yield
 
 
-def _only_observes(cb: Callback) -> bool:
-    """Whether it records, saves or schedules, and takes no part in the mock training."""
-    return isinstance(cb, _OBSERVERS) or hasattr(type(cb), "record")
-
-
 def _state_of(opt: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Copies of what an optimizer holds for each parameter, and of its groups' settings."""
     state = {p: copy.deepcopy(of_p) for p, of_p in opt.state.items()}
