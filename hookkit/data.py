@@ -234,3 +234,25 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     found = [getattr(owner, "generator", None) for owner in owners]
     found.append(getattr(loader, "synchronized_generator", None))  # accelerate's, for all ranks
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def loader_state(dl: Any) -> dict[str, Any]:
+    """How far a loader is: its generators, and the epoch that accelerate's shuffle by."""
+    state: dict[str, Any] = {"generators": [g.get_state() for g in generators_of(dl)]}
+    if isinstance(epoch := getattr(dl, "iteration", None), int):
+        state["iteration"] = epoch
+    return state
+
+
+def set_loader(dl: Any, state: dict[str, Any]) -> None:
+    """Puts a loader where another, or itself, was; accelerate's have a generator more."""
+    for generator, each in zip(generators_of(dl), state["generators"], strict=False):
+        generator.set_state(each)
+    if "iteration" in state and hasattr(dl, "iteration"):
+        dl.iteration = state["iteration"]
+
+
+def start_workers(dl: Any) -> None:
+    """Starts workers that stay, which a first epoch seeds from the random numbers, no later one."""
+    if isinstance(dl, DataLoader) and dl.persistent_workers:
+        DataLoader.__iter__(dl)  # its batches are dropped as the next epoch begins

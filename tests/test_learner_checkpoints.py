@@ -236,6 +236,48 @@ def test_another_schedule_is_not_taken_up(call: Any, said: str, tmp_path: Path) 
     assert learn.n_steps == 0
 
 
+def halves(model: nn.Module) -> list[list[nn.Parameter]]:
+    return [list(model[:2].parameters()), list(model[4].parameters())]  # type: ignore[index]
+
+
+class Unfreeze(Callback):
+    def before_epoch(self) -> None:
+        if self.learn.epoch == 1:
+            self.learn.unfreeze()
+
+
+def test_what_a_callback_has_unfrozen_is_trained_on(tmp_path: Path) -> None:
+    whole, first, later = (learner(tmp_path, splitter=halves, cbs=None) for _ in range(3))
+    for learn in (whole, first, later):
+        learn.freeze()
+    whole.fit(4, cbs=Unfreeze())
+    torch.manual_seed(0)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(4, cbs=[Unfreeze(), killed(2)])
+
+    later.fit(4, cbs=Unfreeze(), resume="checkpoint")
+
+    assert_same(whole, later)
+    assert (later.frozen_idx, later.model[0].weight.requires_grad) == (0, True)
+
+
+def test_the_order_of_the_data_goes_on_where_workers_stay(tmp_path: Path) -> None:
+    whole, first, later = (learner(tmp_path, own_generator=False, cbs=None) for _ in range(3))
+    for learn in (whole, first, later):
+        data = learn.dls.train_ds
+        train = DataLoader(data, 8, shuffle=True, num_workers=1, persistent_workers=True)
+        learn.dls = DataLoaders(train, learn.dls.valid)
+    torch.manual_seed(0)
+    whole.fit(3)
+    torch.manual_seed(0)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(3, cbs=killed(0))
+
+    later.fit(3, resume="checkpoint")
+
+    assert_same(whole, later)
+
+
 @pytest.mark.parametrize("order", [0, 99])
 @pytest.mark.parametrize("append", [False, True])
 def test_a_file_of_the_log_goes_on_from_the_checkpoint(

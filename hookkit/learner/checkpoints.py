@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from torch.optim.swa_utils import AveragedModel
 from hookkit import ranks
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.callbacks.readout import across_ranks
-from hookkit.data import generators_of
+from hookkit.data import loader_state, set_loader, start_workers
 from hookkit.errors import HookkitError, HookkitWarning, OptionError
 from hookkit.learner.saving import load_state, save_state
 from hookkit.modules import inner_key
 from hookkit.stats.unscaling import known_scaler
 
-_COUNTS = "n_steps", "train_iter", "pct_train"
+_COUNTS = "n_steps", "train_iter", "frozen_idx"
 
 
 def write(learn: Any, where: Path, with_opt: bool) -> Path:
@@ -72,6 +72,7 @@ def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
         "amid": learn._amid_epoch,
         "waiting": [name for name, cb in names.items() if any(cb is w for w in waiting)],
         **{name: getattr(learn, name) for name in _COUNTS},
+        "frozen": [name for name, p in _parameters(learn) if not p.requires_grad],
         "loss_facts": learn._loss_facts.__getstate__(),
     }
     found = {name: cb.state_dict() for name, cb in names.items()}
@@ -80,6 +81,10 @@ def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
     state["random"] = ranks.gather_object(own) if across_ranks(learn) else [own]
     state["loaders"] = [loader_state(dl) for dl in learn.dls.loaders] if learn.dls else []
     return state
+
+
+def _parameters(learn: Any) -> Iterable[tuple[str, nn.Parameter]]:
+    return plain_model(learn.model).named_parameters()
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -118,7 +123,8 @@ def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
             f"or before the first fit. Use learn.load(…) for the weights, and fit without resume."
         )
     epoch, amid = state["fit"].get("epoch"), state["fit"].get("amid")
-    if type(epoch) is not int or amid not in (True, False) or epoch < 0:
+    counts = [epoch, *(state["fit"].get(name) for name in _COUNTS)]
+    if amid not in (True, False) or not all(type(n) is int and 0 <= n < 2**53 for n in counts):
         raise OptionError(_MISFIT.format(where, "it does not say how many epochs were done"))
     if amid:
         raise OptionError(
@@ -143,7 +149,6 @@ def resume_from(learn: Any, state: dict[str, Any]) -> None:
     fit = state["fit"]
     known = {name: cb for name, cb in learn._named().items() if learn._owns(cb)}
     with _all_or_nothing(state["where"]) as undo:
-        counts = {name: type(getattr(learn, name))(fit[name]) for name in _COUNTS}
         for name, cb in known.items():
             if name in state["callbacks"]:
                 undo.callback(vars(cb).update, dict(vars(cb)))
@@ -152,14 +157,19 @@ def resume_from(learn: Any, state: dict[str, Any]) -> None:
         if (scaler := known_scaler(learn)) is not None and "scaler" in state:
             undo.callback(scaler.load_state_dict, scaler.state_dict())
             scaler.load_state_dict(state["scaler"])
+        for name, p in _parameters(learn):
+            undo.callback(p.requires_grad_, p.requires_grad)
+            p.requires_grad_(name not in fit["frozen"])
         undo.callback(_set_random, _random_state())
-        for own in state["random"][ranks.rank() :][:1]:  # a rank that was not there has its own
-            _set_random(own)
         for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
             undo.callback(set_loader, dl, loader_state(dl))
+            start_workers(dl)
             set_loader(dl, each)
+        for own in state["random"][ranks.rank() :][:1]:  # a rank that was not there has its own
+            _set_random(own)
         waiting = [cb for name, cb in known.items() if name in fit["waiting"]]
         vars(learn._loss_facts).update(fit["loss_facts"])
+        counts = {name: fit[name] for name in _COUNTS}
         vars(learn).update(counts, epoch=max(fit["epoch"] - 1, 0))
     if absent := state["callbacks"].keys() - known.keys():
         warnings.warn(
@@ -278,19 +288,3 @@ def _set_random(state: dict[str, Any]) -> None:
         return
     for i, each in enumerate(state["devices"][: module.device_count()]):
         module.set_rng_state(each, i)
-
-
-def loader_state(dl: Any) -> dict[str, Any]:
-    """How far a loader is: its generators, and the epoch that accelerate's shuffle by."""
-    state: dict[str, Any] = {"generators": [g.get_state() for g in generators_of(dl)]}
-    if isinstance(epoch := getattr(dl, "iteration", None), int):
-        state["iteration"] = epoch
-    return state
-
-
-def set_loader(dl: Any, state: dict[str, Any]) -> None:
-    """Puts a loader where another, or itself, was; accelerate's have a generator more."""
-    for generator, each in zip(generators_of(dl), state["generators"], strict=False):
-        generator.set_state(each)
-    if "iteration" in state and hasattr(dl, "iteration"):
-        dl.iteration = state["iteration"]

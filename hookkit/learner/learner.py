@@ -167,7 +167,9 @@ class Learner(Predicting, Tables, Views):
             start_epoch: the first epoch's number.
             resume: a file that `save` wrote at the end of an epoch (in `after_epoch`, or later) of
                 the same fit. It goes on from there, to the same weights and the same record as if
-                it had not ended: with the file's optimizer, schedule, random numbers and callbacks.
+                it had not ended: with the file's optimizer, schedule, random numbers and callbacks,
+                and the parameters that were frozen then. It does not have what a data set or
+                workers that stay (`persistent_workers`) draw from generators of their own.
 
         Raises:
             ModelRunError: there is no training data, or no loss.

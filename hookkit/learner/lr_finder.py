@@ -29,10 +29,10 @@ from hookkit.callbacks import (
 )
 from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.checks import check_flag, check_number
+from hookkit.data import loader_state, set_loader
 from hookkit.errors import ModelRunError
 from hookkit.events import CancelFitException, CancelValidException
 from hookkit.interrupts import Undo, block
-from hookkit.learner.checkpoints import loader_state, set_loader
 from hookkit.learner.groups import set_hyper
 from hookkit.live import ShowHealth
 from hookkit.modelinfo.sandbox import preserve_random_states, restore_after
