@@ -321,6 +321,16 @@ def test_a_resume_that_fails_leaves_the_file_of_the_log(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+def test_a_metric_more_is_a_column_more(tmp_path: Path) -> None:
+    learner(tmp_path, metrics=None).fit(1, cbs=SaveAtEnd())
+    learn = learner(tmp_path)
+
+    learn.fit(2, resume="end")
+
+    assert learn.recorder.metric_names[3] == "accuracy"
+    assert ["accuracy" in row for row in learn.recorder.rows()] == [False, True]
+
+
 def test_in_the_same_learner_the_record_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     whole, again = learner(tmp_path), learner(tmp_path)
     whole.fit(3)

@@ -54,7 +54,7 @@ class Recorder(Callback):
 
     order = 50
     _saved: ClassVar[tuple[str, ...]] = (
-        *("metric_names", "values", "log", "lrs", "iters", "_losses", "_rows", "_fits", "_smooth"),
+        *("values", "log", "lrs", "iters", "_losses", "_rows", "_fits", "_smooth"),
         *("_average", "_gathered", "_train_part", "_valid_part"),
     )
     _renamed: ClassVar[Mapping[str, str]] = {
