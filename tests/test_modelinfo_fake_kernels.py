@@ -93,7 +93,7 @@ def seen(out: Any, args: Any) -> list[Any]:
 def compared(func: Any) -> int:
     """How many calls of `func` take the fast way; each must be as PyTorch's own."""
     mode = fake_tensors.new_mode()
-    kernels = FakeKernels(mode, {}, [])
+    kernels = FakeKernels(mode, {}, [], macs=False)
     n = 0
     for args, kwargs in arguments(func):
         fakes = {id(t): mode.from_tensor(t) for t in leaves((args, kwargs))}
@@ -161,8 +161,8 @@ def alike(x: Tensor) -> Any:
 
 def test_calls_that_look_alike_are_told_apart() -> None:
     mode = fake_tensors.new_mode()
-    kernels = FakeKernels(mode, {}, [])
-    with mode, Tracer(Tree(nn.Identity()), kernels), torch.no_grad():
+    kernels = FakeKernels(mode, {}, [], macs=False)
+    with mode, Tracer(Tree(nn.Identity()), kernels, macs=False), torch.no_grad():
         alike(mode.from_tensor(torch.rand(3, 4)))  # all of it is known after this
         found = leaves(alike(mode.from_tensor(torch.rand(3, 4))))
         layouts = [(t.shape, t.stride(), t.dtype) for t in found]
@@ -174,7 +174,7 @@ def test_calls_that_look_alike_are_told_apart() -> None:
 
 def test_a_result_that_shares_memory_is_never_repeated() -> None:
     mode = fake_tensors.new_mode()
-    kernels = FakeKernels(mode, {}, [])
+    kernels = FakeKernels(mode, {}, [], macs=False)
     x = mode.from_tensor(torch.ones(2, 3))
     func = torch.ops.aten._reshape_alias.default
 
@@ -196,7 +196,7 @@ def test_a_value_that_torch_knows_is_computed_by_torch() -> None:
 
 def test_references_to_tensors_that_died_do_not_pile_up() -> None:
     mode, made = fake_tensors.new_mode(), []
-    kernels = FakeKernels(mode, {}, made)
+    kernels = FakeKernels(mode, {}, made, macs=False)
     x = mode.from_tensor(torch.ones(2, 3))
     kept = []
 
@@ -239,7 +239,7 @@ def test_a_collector_that_the_user_has_switched_off_stays_off() -> None:
 
 def test_what_depends_on_more_than_shapes_is_not_repeated() -> None:
     mode = fake_tensors.new_mode()
-    kernels = FakeKernels(mode, {}, [])
+    kernels = FakeKernels(mode, {}, [], macs=False)
     x, part = mode.from_tensor(torch.ones(2, 3)), mode.from_tensor(torch.ones(4, 3))[:2]
     func = torch.ops.aten._has_same_storage_numel.default
 

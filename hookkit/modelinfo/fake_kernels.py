@@ -71,12 +71,13 @@ class FakeKernels:
         real: the given inputs by the id of their fakes.
         made: where weak references to the tensors are put that the run makes; those that have died
             are taken out from time to time.
+        macs: whether multiply-accumulates are counted.
     """
 
     def __init__(
-        self, mode: Any, real: Mapping[int, Tensor], made: list[weakref.ref[Tensor]]
+        self, mode: Any, real: Mapping[int, Tensor], made: list[weakref.ref[Tensor]], *, macs: bool
     ) -> None:
-        self.mode, self.real, self.made = mode, real, made
+        self.mode, self.real, self.made, self.macs = mode, real, made, macs
         self._operations: dict[Any, _Operation] = {}
         self._results: dict[tuple[Any, ...], _Result] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
@@ -101,7 +102,7 @@ class FakeKernels:
         check(func, args, self.real)
         out = call(func, args, kwargs)
         self._note(*leaves(out))
-        macs = macs_of(func, args, kwargs, out)
+        macs = macs_of(func, args, kwargs, out) if self.macs else 0
         if known and (result := _result(key, args, kwargs, out, macs)) is not None:
             self._results[tuple(key)] = result
         elif known:

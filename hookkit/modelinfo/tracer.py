@@ -68,7 +68,7 @@ class Trace:
     Attributes:
         tree: the model that ran, a copy in general; let it go when its rows are read.
         how: "fake" or "real"; `why` says what needed a real run.
-        counted: `macs` and `uncounted` are to be shown.
+        counted: `macs` and `uncounted` are known.
         unused: trainable parameters that the output does not depend on.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.
         drew: True if random numbers were drawn from PyTorch's generators; never on fake tensors.
@@ -105,13 +105,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tree: the model.
         kernels: how operations run on fake tensors; None for a real run.
+        macs: whether multiply-accumulates are counted.
     """
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 
-    def __init__(self, tree: Tree, kernels: FakeKernels | None) -> None:
+    def __init__(self, tree: Tree, kernels: FakeKernels | None, *, macs: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(tree, "fake" if kernels else "real")
+        self.trace = Trace(tree, "fake" if kernels else "real", counted=macs)
         self.kernels = kernels
         self.names = {
             place.module: place.name
@@ -144,7 +145,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.kernels is None:
             self.trace.drew |= _may_draw(func)
             out = func(*args, **kwargs)
-            macs = macs_of(func, args, kwargs, out)
+            macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         else:
             out, macs = self.kernels.run(func, args, kwargs)
         if macs is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import GeneratorType
 
@@ -35,7 +37,7 @@ def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool
         tree: the model.
         given: its inputs.
         training: the mode in which the copy runs; None for the model's own.
-        macs: whether its multiply-accumulates are to be shown.
+        macs: whether multiply-accumulates are counted.
 
     Raises:
         ArgumentError: the model is sharded; a run would wait for the other processes.
@@ -44,12 +46,12 @@ def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool
     hooks = HookCopies(tree)
     with sandbox.preserve_global_state():
         with sandbox.preserve_random_states(lambda: False):  # nothing is drawn; a forward may seed
-            done = _run_fake(tree, hooks, given, training)
+            done = _run_fake(tree, hooks, given, training, macs)
         if done is None or done.error is not None:
             why = _reason(done, tree, given)
-            done = _run_real(tree, hooks, given, training)
+            done = _run_real(tree, hooks, given, training, macs)
             done.why = why
-    done.n_hooks, done.counted = hooks.n_running(), macs
+    done.n_hooks = hooks.n_running()
     return done
 
 
@@ -73,7 +75,9 @@ def _reason(done: Trace | None, tree: Tree, given: Inputs) -> str:
 # `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
 # the wait is short: till the next call of a module. A second Ctrl-C is raised at once.
 @uninterrupted
-def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace | None:
+def _run_fake(
+    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
+) -> Trace | None:
     mode = fake_tensors.new_mode()
     if mode is None or fake_tensors.has_sparse(tree, given):
         return None
@@ -85,17 +89,20 @@ def _run_fake(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         return None
     real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
     made = [weakref.ref(t) for t in leaves(fakes)]
-    kernels = FakeKernels(mode, real, made)
+    kernels = FakeKernels(mode, real, made, macs=macs)
     with fake_tensors.cleaned_up(tree, hooks, copied.model, made):
         with sandbox.without_collections(), mode:
-            done = _run(copied, fakes, training, kernels)
+            done = _run(copied, fakes, training, partial(Tracer, kernels=kernels, macs=macs))
         if done.error is not None:
             done.error = done.error.with_traceback(None)  # its frames hold what the run made
         del fakes
     return done
 
 
-def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None) -> Trace:
+def _run_real(
+    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
+) -> Trace:
+    new = partial(Tracer, kernels=None, macs=macs)
     done: Trace | None = None
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
@@ -103,9 +110,9 @@ def _run_real(tree: Tree, hooks: HookCopies, given: Inputs, training: bool | Non
         except Exception:  # it holds a lock, a file, a process group: the model itself runs
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
-                done = _run(tree, sandbox.real_inputs(given), training)
+                done = _run(tree, sandbox.real_inputs(given), training, new)
         else:
-            done = _run(copied, sandbox.real_inputs(given), training)
+            done = _run(copied, sandbox.real_inputs(given), training, new)
     return done
 
 
@@ -117,20 +124,18 @@ def _tree_of_copy(model: nn.Module, original: Tree) -> Tree:
     return tree
 
 
-def _run(
-    tree: Tree, given: Inputs, training: bool | None, kernels: FakeKernels | None = None
-) -> Trace:
+def _run(tree: Tree, given: Inputs, training: bool | None, new: Callable[[Tree], Tracer]) -> Trace:
     """Runs the model, twice if the first call makes layers, which only a second one can see."""
     sandbox.set_mode(tree, training)
     parts = Parts(tree.model)
-    done = _once(Tracer(tree, kernels), given)
+    done = _once(new(tree), given)
     if not parts.changed():
         return done
     tree = Tree(tree.model)
     if done.error is not None:
         done.tree = tree
         return done
-    again = _once(Tracer(tree, kernels), given)
+    again = _once(new(tree), given)
     again.drew |= done.drew
     return again
 

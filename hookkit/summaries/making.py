@@ -228,7 +228,7 @@ def build(
         run=done.how if done else "none",
         why=done.why if done else "",
         wrappers=_wrappers(tree),
-        uncounted=dict(done.uncounted) if done and done.counted else {},
+        uncounted=dict(done.uncounted) if done else {},
         warnings=tuple(_warnings(seen, done, opt)),
         footnotes=(*notes, *(_footnotes(tree, done) if done else ())),
         optimizer=optimizer.read(opt) if opt is not None else None,
