@@ -13,6 +13,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.callbacks.readout import gather
@@ -34,6 +37,20 @@ class AccelerateCallback(Callback):
     order = -8
     _context: Any = None
     _only_padding = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = _trained(model)
+
+    def before_train(self) -> None:
+        """Wraps the model in DDP again where other parameters are trained than when it was."""
+        # DDP averages the gradients of those parameters only that were trained then: of others
+        # each rank would learn its own, and one that is frozen since makes it wait
+        learn, trained = self.learn, _trained(self.learn.model)
+        if trained == self._trained or not isinstance(learn.model, DistributedDataParallel):
+            return
+        self._trained, engine = trained, learn.accelerator
+        plain = engine.unwrap_model(learn.model, keep_fp32_wrapper=False)
+        learn.model = engine.prepare_model(plain)
 
     def before_batch(self) -> None:
         """Opens accelerate's accumulation context; in evaluation, removes added rows."""
@@ -76,6 +93,10 @@ class AccelerateCallback(Callback):
         if context is not None:
             context.__exit__(None, None, None)
             self.learn.steps_now = True
+
+
+def _trained(model: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in model.parameters()]
 
 
 def own_rows(loader: Any, n: int) -> int:
@@ -161,7 +182,7 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
         if not engine.is_main_process:
             learn.logger = lambda row: None
-        with learn.added_cbs(AccelerateCallback()):
+        with learn.added_cbs(AccelerateCallback(learn.model)):
             yield learn
         if sharded:
             own.load_state_dict(ranks.whole(learn.model.state_dict()))
