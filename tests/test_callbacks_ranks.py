@@ -1,7 +1,10 @@
 """Callbacks that save, stop, log and try, in a Learner over two processes."""
 
 import csv
+import io
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from hookkit import (
     EarlyStoppingCallback,
     Learner,
     LogTo,
+    ProgressCallback,
     SaveModelCallback,
     ranks,
 )
@@ -33,16 +37,26 @@ def learner(folder: Path, *cbs: Any, **kwargs: Any) -> Learner:
     return Learner(loaders, net, nn.MSELoss(), cbs=list(cbs), path=folder, **kwargs)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def saves_stops_and_logs(r: int, folder: Path) -> None:
     save, stop = SaveModelCallback("valid_loss"), EarlyStoppingCallback(patience=2)
     log = LogTo(folder / "run.jsonl", every=2)
     learn = learner(folder, ActivationStats(), save, stop, log, CSVLogger(), lr=0.3)
+    if find_spec("tqdm"):
+        sys.stderr = Terminal()
+        learn.add_cb(ProgressCallback())
 
     with learn.distrib_ctx(cpu=True), learn.no_logging():
         learn.fit(8)
         weights = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
         valid = learn.validate()[0]
 
+    if isinstance(sys.stderr, Terminal):
+        assert ("epoch 1/8 train" in sys.stderr.getvalue()) == (r == 0)
     epochs = learn.recorder.values
     assert ranks.gather_object(len(epochs)) == [len(epochs)] * 2
     assert valid == pytest.approx(min(values[1] for values in epochs))
@@ -71,7 +85,11 @@ def finds_one_rate(r: int, folder: Path) -> None:
         assert torch.equal(p, q)
 
 
+def work(r: int, folder: Path) -> None:
+    saves_stops_and_logs(r, folder)
+    finds_one_rate(r, folder)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("work", [saves_stops_and_logs, finds_one_rate])
-def test_on_two_ranks(work: Any, tmp_path: Path) -> None:
+def test_two_ranks_save_stop_and_log_as_one_and_find_one_rate(tmp_path: Path) -> None:
     in_ranks(work, tmp_path)

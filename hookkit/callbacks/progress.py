@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.data import n_batches
 from hookkit.errors import missing_extra
@@ -24,6 +25,7 @@ class ProgressCallback(Callback):
     """A bar over the batches, and a table with a row per epoch in place of the plain log.
 
     The bar is shown in terminals and notebooks, not in files and pipes; the table everywhere.
+    Of several processes the first one shows both.
     The loss beside the bar is read from the device four times a second at most.
 
     Raises:
@@ -88,8 +90,8 @@ class ProgressCallback(Callback):
     def _open(self, part: str) -> None:
         from tqdm import tqdm
 
-        if self._inside():
-            return
+        if self._inside() or ranks.rank():
+            return  # of several processes the first one shows a bar
         self._close()
         learn, self._read_at = self.learn, 0.0
         what = f"epoch {learn.epoch + 1}/{learn.n_epoch} {part}" if learn.fitting else part
