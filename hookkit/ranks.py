@@ -154,16 +154,18 @@ def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure:
             raise HookError(f"{problem} ({each}). {cure}")
 
 
-def gather_object(x: Any) -> list[Any]:
+def gather_object(x: Any, group: Any = None) -> list[Any]:
     """`x` of every rank as a list in rank order; any picklable object. Alone: `[x]`.
+
+    Of the ranks of a process `group` if one is given, which alone have to call.
 
     >>> gather_object("loss")
     ['loss']
     """
     if not is_distributed():
         return [x]
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, x)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, x, group)
     return everyone
 
 

@@ -299,14 +299,25 @@ def of_torchmetrics(n: int) -> list[Any]:
     """What metrics with sums, with tables and with lists find; nothing without torchmetrics."""
     if find_spec("torchmetrics") is None:
         return []
-    from torchmetrics import CatMetric, MeanSquaredError, MetricCollection, PearsonCorrCoef
+    from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
+    from torchmetrics.utilities import dim_zero_cat
 
-    class Errors(CatMetric):
+    class Errors(Metric):
+        """Keeps rows and whole numbers, of which a rank without batches has no example."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for state in ("rows", "signs"):
+                self.add_state(state, [], "cat")
+
         def update(self, pred: Tensor, y: Tensor) -> None:
-            super().update((pred - y).flatten())
+            self.rows.append(pred - y)
+            self.signs.append((pred > y).long())
 
         def compute(self) -> Tensor:
-            return super().compute().sort().values
+            rows, signs = dim_zero_cat(self.rows), dim_zero_cat(self.signs)
+            assert signs.dtype == torch.int64
+            return (rows * signs).flatten().sort().values
 
     learn = learner(DataLoader(data(n), BS))
     learn.metrics = [MeanSquaredError(), MetricCollection([PearsonCorrCoef()]), Errors]

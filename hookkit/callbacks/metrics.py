@@ -95,6 +95,9 @@ class Metric:
         self._fastais = bool(_lacking(metric, _TORCHMETRICS))
         owners = {cls.__module__.partition(".")[0] for cls in type(metric).__mro__}
         self.merges = "torchmetrics" in owners
+        for part in metric.modules() if self.merges else ():
+            if getattr(part, "dist_sync_fn", part) is None:  # the user has set no other
+                part.dist_sync_fn = _one_of_each_rank
         keys = getattr(metric, "keys", None)
         self._several = callable(keys)
         self.names = [str(key) for key in keys()] if callable(keys) else [metric_name(metric)]
@@ -126,6 +129,16 @@ class Metric:
                 f"{', '.join(found)}. Give its metrics by themselves: metrics=[…]."
             )
         return [found[name] for name in self.names]
+
+
+def _one_of_each_rank(t: Tensor, group: Any = None) -> list[Tensor]:
+    """`t` of each rank: torchmetrics' `dist_sync_fn`.
+
+    torchmetrics 1.9 has a flat, empty, float tensor on a rank without a batch, whatever the others
+    have, and its own function ends in an error of gloo then.
+    """
+    everyone = [part.to(t.device) for part in ranks.gather_object(t.detach().cpu(), group)]
+    return [part for part in everyone if part.numel()] or everyone
 
 
 def add_up(metrics: Sequence[Mean | Metric], where: str) -> None:
