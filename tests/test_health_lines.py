@@ -262,10 +262,32 @@ CASES = [
         "is 0.3 a step, by the median",
     ),
     (
-        Run(params=weights(update_ratio=[1e-6] * 4), losses=FLAT),
+        Run(params=weights(update_ratio=[2e-4] * 4), losses=FLAT),
+        "lr_too_low",
+        "below 3e-4 in most matrices, while the loss does not fall",
+        "is 0.0002, and the loss hardly falls",
+    ),
+    (
+        Run(params=weights(update_ratio=[5e-5] * 4)),
         "lr_too_low",
         "below 1e-4 in most matrices",
-        "is 1e-06, and the loss hardly falls",
+        "is 5e-05",
+    ),
+    (
+        Run(
+            params=weights(update_ratio=[5e-4] * 4, update_norm=[8e-5] * 4, lr=[1e-3] * 4),
+            losses=falling(end=2.0),
+            info={"optimizer": "Adam"},
+        ),
+        "lr_too_low",
+        "below 3e-2 of the learning rate in the first 20 steps",
+        "by 0.01 of its learning rate",
+    ),
+    (
+        Run(params=weights(weight_norm=GROWN), losses=FLAT),
+        "lr_too_high",
+        "above 2 times the first weights in the end, in most",
+        "grew 9.55-fold",
     ),
     (
         Run(params=weights(update_ratio=[3e-7] * 4)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import CE, FLAT, N, acts, alarms, falling, found, weights
+from health_runs import CE, FLAT, N, acts, alarms, falling, first, found, weights
 from torch import nn
 
 from hookkit import ParamStats, watch
@@ -329,3 +329,31 @@ def test_momentum_comes_before_its_effects():
         "momentum",
         "diverging",
     )
+
+
+def test_a_usual_weight_decay_is_not_blamed_for_a_learning_rate_that_is_too_high():
+    made = weights(lr=[1.0] * 4, update_ratio=[0.3] * 4)
+    usual, large = (
+        dataclasses.replace(made, meta={**made.meta, "weight_decay": [decay] * 4})
+        for decay in (0.1, 1.0)
+    )
+
+    assert first(Run(params=usual, losses=FLAT)) == "lr_too_high"
+    assert "weight_decay" not in alarms(Run(params=usual, losses=FLAT))
+    assert first(Run(params=large, losses=FLAT)) == "weight_decay"
+
+
+def test_a_model_of_embeddings_alone_can_have_a_rate_that_is_too_low():
+    tokens = dataclasses.replace(weights(update_ratio=[1e-6] * 4), types=("Embedding",) * 4)
+
+    assert "lr_too_low" in alarms(Run(params=tokens, losses=FLAT))
+    assert "lr_too_low" not in alarms(Run(params=tokens, losses=falling()))
+
+
+def test_weights_that_grow_without_a_gain_show_a_rate_that_is_too_high():
+    grown = weights(weight_norm=np.tile(np.linspace(5, 11, N), (4, 1)))
+    steady = weights(weight_norm=np.tile(np.linspace(5, 9, N), (4, 1)))
+
+    assert "lr_too_high" in alarms(Run(params=grown, losses=FLAT))
+    assert "lr_too_high" not in alarms(Run(params=grown, losses=falling()))
+    assert "lr_too_high" not in alarms(Run(params=steady, losses=FLAT))

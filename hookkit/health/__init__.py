@@ -183,6 +183,7 @@ _EFFECTS = {
     "grads_pile_up": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
     "input_scale": {"saturated", "dead", "zero_gradient", "representation_collapse", *_BLOWS_UP},
     "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
+    "target_scale": {"lr_too_high", *_BLOWS_UP},
     "momentum": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
     "weight_decay": {"lr_too_high", "vanishing", "zero_gradient", "representation_collapse"},
     "lr_too_high": {"dead", "saturated", "representation_collapse", *_BLOWS_UP},

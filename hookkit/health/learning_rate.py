@@ -22,10 +22,14 @@ from hookkit.records import Floats, Ints, Record
 
 # TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3
 FAST, SLOW, USUAL = 1e-1, 1e-4, 1e-3
+# Halfway between SLOW and USUAL on a logarithmic axis: too slow where the loss does not fall
+TOO_SLOW = 3e-4
 # One step that changes half of the weights (measured), or replaces them
 LEAP, ERASES = 0.5, 1.0
 # Steps that blow the weights up while the loss falls (hookkit, measured)
 BLOWN_UP = 4
+# Weights that doubled are further from where they began than 0 is
+DOUBLED = 2.0
 # What all steps of a run move of a weight, together: less cannot have taught it much (measured)
 WHOLE_PATH = 0.01
 # A rate below this share of its largest is none, and if it is none for half of the run (measured)
@@ -103,7 +107,11 @@ def _too_fast(
         return hit, f"{read.median(size[hit]):.3g} {when}", f"above {least:g} {when}"
 
     if run.fails:
-        return [crossed(early, FAST, soon), crossed(peak, LEAP, once)]
+        growth = _growth(record, which)
+        size = f"{read.median(growth[growth > DOUBLED]):.3g}-fold"
+        line = f"above {DOUBLED:g} times the first weights in the end"
+        leads_nowhere = growth > DOUBLED, f"so large that the weights grew {size}", line
+        return [crossed(early, FAST, soon), crossed(peak, LEAP, once), leads_nowhere]
     if not run.learns:
         erased = [crossed(peak, ERASES, once)] if len(ratio) > 1 else []
         return [*erased, crossed(whole, FAST, "a step, by the median")]
@@ -130,43 +138,58 @@ _TOO_HIGH_OR_UPHILL = lr_too_high.but(
     fix="multiply the learning rate by 10 (or nothing, if this is fine-tuning and it is meant)",
 )
 def lr_too_low(run: RunView) -> Iterator[Finding]:
-    """Most matrices hardly move; a warning only if the loss does not fall either."""
-    record, which, ratio = _update_ratios(run)
-    whole = read.median(ratio, axis=1)
-    slow = (whole < SLOW) & (not trained_in_turns(record))
+    """Most matrices hardly move; a warning only if the loss hardly falls either.
+
+    Embeddings, of which a batch moves some rows alone, are judged where a model has nothing else.
+    """
+    which = read.matrices(run.params)
+    which = which if len(which) else read.rows(run.params, read.EMBEDDINGS)
+    record, which, ratio = _update_ratios(run, which)
     broke = (early_of(record, ratio) > LEAPT).mean() > 0.5
     if broke or gradients_fade(run):
         return
+    whole, path = read.median(ratio, axis=1), np.nansum(ratio * record.spans, axis=1)
+    where, share = read.where(record, which), _share_of_rate(run, record, which)
     if (gone := _rate_gone(run, record, which)) > HALF_OF_RUN:
-        what = (
-            f"in {gone:.0%} of the records the learning rate is below a thousandth of its largest"
-        )
+        what = f"in {gone:.0%} of the records the learning rate is below a thousandth of its "
         severity = "warning" if run.learns is not False else "error"
-        yield _RATE_GONE.found(severity, what, *read.where(record, which))
-        return
-    path = np.nansum(ratio * record.spans, axis=1)
-    if run.learns and (path < WHOLE_PATH).mean() > 0.5 and _has_learnt_little(run):
+        yield _RATE_GONE.found(severity, f"{what}largest", *where)
+    elif not run.learns:
+        slow = (whole < (TOO_SLOW if run.fails else SLOW)) & (not trained_in_turns(record))
+        if slow.mean() > 0.5:
+            yield _slow_steps(run, record, which[slow], ratio[slow])
+    elif (path < WHOLE_PATH).mean() > 0.5 and _has_learnt_little(run):
         what = f"all steps together move {(path < WHOLE_PATH).sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(path))} of their weight"
         yield _NO_PATH.found("warning", what, *read.where(record, which[path < WHOLE_PATH]))
-    if run.learns or slow.mean() <= 0.5:
-        return
-    most = np.nan_to_num(ratio).max(axis=1)
-    never = (most < NEVER_MOVES).mean() > 0.5
+    elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and _has_learnt_little(run):
+        yield _HELD_BACK.found("warning", _by_share(run, share), *where)
+
+
+def _slow_steps(run: RunView, record: Record, slow: Ints, ratio: Floats) -> Finding:
+    """The finding for matrices that hardly move, of a loss that hardly falls or proves nothing."""
+    whole, most = read.median(ratio, axis=1), np.nan_to_num(ratio).max(axis=1)
     cause = lr_too_low.cause
     cause += ", or most steps are below the precision of the weights" * bool((whole == 0).any())
-    what = f"update:weight of {slow.sum()} of {len(which)} matrices is "
-    where = read.where(record, which[slow])
-    if run.learns is None and never:
+    what, where = f"update:weight of {len(slow)} matrices is ", read.where(record, slow)
+    if run.fails:
+        what += f"{read.median(whole):.2g}, and the loss hardly falls"
         severity = "note" if run.falls_slowly else "warning"
+        return _HARDLY_FALLS.but(cause=cause).found(severity, what, *where)
+    if (most < NEVER_MOVES).mean() > 0.5:
         what += f"at most {read.median(most[most < NEVER_MOVES]):.2g}"
-        yield _NEVER_MOVES.but(cause=cause).found(severity, what, *where)
-    else:
-        severity = "note" if run.learns is None or run.falls_slowly else "warning"
-        what += f"{read.median(whole[slow]):.2g}"
-        what += "" if run.learns is None else ", and the loss hardly falls"
-        yield lr_too_low.but(cause=cause).found(severity, what, *where)
+        return _NEVER_MOVES.but(cause=cause).found("warning", what, *where)
+    what += f"{read.median(whole):.2g}"
+    return lr_too_low.but(cause=cause).found("note", what, *where)
 
+
+_HELD_BACK = lr_too_low.but(
+    threshold="below 3e-2 of the learning rate in the first 20 steps, where Adam's first step is "
+    "as large as that, and update:weight below 1e-3",
+    source=f"Kingma & Ba 2015, 2.1; {CS231N}: about 1e-3; 3e-2: hookkit, measured",
+    cause="an eps that is far larger than the gradients",
+    fix="use Adam's own eps=1e-8",
+)
 
 _RATE_GONE = lr_too_low.but(
     threshold="below a thousandth of its largest, in half of the records or more",
@@ -180,6 +203,11 @@ _RATE_GONE = lr_too_low.but(
 _NO_PATH = lr_too_low.but(
     threshold="below 1 % of the weight in all steps together, in most matrices",
     source="the triangle inequality: weights end no further away; 1 %: hookkit, measured",
+)
+
+_HARDLY_FALLS = lr_too_low.but(
+    threshold="below 3e-4 in most matrices, while the loss does not fall",
+    source=f"{lr_too_low.source}; 3e-4 is halfway on a logarithmic axis",
 )
 
 _NEVER_MOVES = lr_too_low.but(
@@ -203,15 +231,18 @@ def _rate_gone(run: RunView, record: Record, which: Ints) -> float:
 
 
 def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
-    """Adam's late steps as a share of its learning rate, by element; inf for other optimizers."""
+    """Adam's first steps as a share of its learning rate, by element; inf for other optimizers.
+
+    The first one has the size of the rate, but for its eps (Kingma & Ba 2015, 2.1).
+    """
     if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam"):
         return float("inf")
-    window = slice(-read.MIN_RECORDS, None)
-    rate = _rates(run, record, which)[:, window]
+    early = record.steps < record.steps[0] + 20
+    rate = _rates(run, record, which)[:, early]
     size = np.sqrt(read.meta(record, "numel", np.nan)[which])[:, None]
-    step = read.table(record, "update_norm")[which][:, window] / size
-    share = float(read.median(step[rate > 0] / rate[rate > 0])) if (rate > 0).any() else np.inf
-    return float("inf") if np.isnan(share) else share
+    step = read.table(record, "update_norm")[which][:, early] / size
+    share = np.where(rate > 0, step / rate, np.nan).max(axis=1, initial=0.0)
+    return float(np.nan_to_num(read.median(share), nan=np.inf))
 
 
 def _rates(run: RunView, record: Record, which: Ints) -> Floats:
@@ -226,12 +257,16 @@ def too_small(run: RunView) -> str:
     """In words, where the steps are far below what the optimizer is made for; "" if not."""
     record, which, ratio = _update_ratios(run)
     if (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
-        return f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate"
+        return _by_share(run, share)
     whole = read.median(ratio, axis=1)
     adam = np.isfinite(share)
     if not adam and (whole < USUAL).mean() > 0.5:
         return f"update:weight of most matrices is {read.median(whole):.2g}"
     return ""
+
+
+def _by_share(run: RunView, share: float) -> str:
+    return f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate"
 
 
 def early_of(record: Record, ratio: Floats) -> Floats:
@@ -240,8 +275,8 @@ def early_of(record: Record, ratio: Floats) -> Floats:
     return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
 
 
-def _update_ratios(run: RunView) -> tuple[Record, Ints, Floats]:
-    """update:weight of the matrices that did not begin at 0 and that a gradient moves."""
+def _update_ratios(run: RunView, which: Ints | None = None) -> tuple[Record, Ints, Floats]:
+    """update:weight of `which`, all matrices, that did not begin at 0 and that a gradient moves."""
     record = run.params
     if run.info.get("optimizer") == "LBFGS":
         raise read.Missing("LBFGS searches its own step")
@@ -250,7 +285,7 @@ def _update_ratios(run: RunView) -> tuple[Record, Ints, Floats]:
     ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
     by_decay = read.has_no_gradient(record)
     moving = (np.nan_to_num(ratio).max(axis=1) > 0) & ~by_decay & (norm[:, 0] != 0)
-    which = read.matrices(record)
+    which = read.matrices(record) if which is None else which
     which = which[moving[which]]
     if not len(which):
         raise read.Missing("no matrix that began away from 0 moves")

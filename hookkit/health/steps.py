@@ -11,7 +11,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import TAYLOR, Finding, rule
-from hookkit.health.learning_rate import early_of
+from hookkit.health.learning_rate import early_of, lr_too_high
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.run_view import RunView
 from hookkit.records import Record
@@ -20,6 +20,9 @@ from hookkit.records import Record
 HIGH_MOMENTUM = 0.99
 # Weight decay that takes 1 % a step; or weights below 10 % of their first norm (measured)
 DECAY_PER_STEP, SHRUNK = 0.01, 0.1
+# A decay of a usual size is not to blame where the rate is too high. Dosovitskiy et al. 2021 (ViT),
+# table 3: up to 0.3
+USUAL_DECAY = 0.3
 # The same where decay is seen to outweigh the gradient (measured)
 HALVED = 0.5
 # Of the bound in `reading`: twice what steps reach that are too large (hookkit, measured)
@@ -61,7 +64,9 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
     params = run.recorded.params
     if params is None and "weight_decay" not in run.info:
         raise read.Missing("no parameters")
-    share = _decay_per_step(run)
+    share, decay = _decay_per_step(run)
+    if share > DECAY_PER_STEP and decay <= USUAL_DECAY and _rate_is_too_high(run):
+        return  # the other factor
     if share > DECAY_PER_STEP:
         what = f"learning rate × weight decay takes {read.percent(share)} of each weight a step"
         severity = "warning" if run.learns else "error"
@@ -70,14 +75,22 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
         yield from _shrank(run, params)
 
 
-def _decay_per_step(run: RunView) -> float:
-    """The largest share of a weight that decay takes in one step."""
+def _rate_is_too_high(run: RunView) -> bool:
+    try:
+        return any(f.severity != "note" for f in lr_too_high.check(run))
+    except read.Missing:
+        return False
+
+
+def _decay_per_step(run: RunView) -> tuple[float, float]:
+    """The largest share of a weight that decay takes in one step, and the weight decay itself."""
     record = run.recorded.params
     if record is not None and "weight_decay" in record.meta and "lr" in record.values:
-        decay = np.asarray(record.meta["weight_decay"], float)[:, None]
-        return float(np.nan_to_num(record.values["lr"] * decay).max(initial=0.0))
-    pairs = zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)
-    return max((lr * decay for lr, decay in pairs), default=0.0)
+        rates = np.nan_to_num(record.values["lr"]).max(axis=1, initial=0.0)
+        pairs = [*zip(rates.tolist(), record.meta["weight_decay"], strict=True)]
+    else:
+        pairs = [*zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)]
+    return max(((lr * decay, decay) for lr, decay in pairs), default=(0.0, 0.0))
 
 
 def _shrank(run: RunView, params: Record) -> Iterator[Finding]:
