@@ -160,13 +160,7 @@ def resume_from(learn: Any, state: dict[str, Any]) -> None:
         for name, p in _parameters(learn):
             undo.callback(p.requires_grad_, p.requires_grad)
             p.requires_grad_(name not in fit["frozen"])
-        undo.callback(_set_random, _random_state())
-        for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
-            undo.callback(set_loader, dl, loader_state(dl))
-            start_workers(dl)
-            set_loader(dl, each)
-        for own in state["random"][ranks.rank() :][:1]:  # a rank that was not there has its own
-            _set_random(own)
+        _take_random(learn, state, undo)
         waiting = [cb for name, cb in known.items() if name in fit["waiting"]]
         vars(learn._loss_facts).update(fit["loss_facts"])
         counts = {name: fit[name] for name in _COUNTS}
@@ -212,6 +206,16 @@ def _take_weights(
     model.load_state_dict(found, strict=strict)
     if with_opt and "opt" in state:
         learn.opt.load_state_dict(_sharded_opt(learn.opt, state["opt"]))
+
+
+def _take_random(learn: Any, state: dict[str, Any], undo: ExitStack) -> None:
+    undo.callback(_set_random, _random_state())
+    for dl, each in zip(learn.dls.loaders, state["loaders"], strict=True):
+        undo.callback(set_loader, dl, loader_state(dl))
+        start_workers(dl)
+        set_loader(dl, each)
+    for own in state["random"][ranks.rank() :][:1]:  # a rank that was not there has its own
+        _set_random(own)
 
 
 def _sharded_opt(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
