@@ -157,3 +157,14 @@ def percent(part: float, whole: float) -> str:
     if 0 < share < 1:
         return "<1%"
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
+
+
+def format_time(seconds: float) -> str:
+    """A duration as `MM:SS`, with hours when there are any.
+
+    >>> format_time(75), format_time(3675)
+    ('01:15', '1:01:15')
+    """
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"

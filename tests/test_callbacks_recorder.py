@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
 from hookkit.callbacks.losses import Scalars
 from hookkit.callbacks.metrics import Mean
-from hookkit.callbacks.recorder import format_time
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
 from hookkit.testing import synth_learner
+from hookkit.texts import format_time
 
 
 def new_axes() -> Any:

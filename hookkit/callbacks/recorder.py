@@ -19,6 +19,7 @@ from hookkit.callbacks.metrics import Mean, Metric, add_up, as_metric, take_of_r
 from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size
 from hookkit.errors import HookError
+from hookkit.texts import format_time
 
 
 class Recorder(Callback):
@@ -304,14 +305,3 @@ class Recorder(Callback):
         from hookkit.plotting.rates import plot_rates
 
         return plot_rates(self.lrs, self.iters, ax=ax)
-
-
-def format_time(seconds: float) -> str:
-    """A duration as `MM:SS`, with hours when there are any.
-
-    >>> format_time(75), format_time(3675)
-    ('01:15', '1:01:15')
-    """
-    minutes, s = divmod(int(seconds), 60)
-    h, m = divmod(minutes, 60)
-    return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"

@@ -20,13 +20,14 @@ from typing import Any
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.readout import is_recorder, run_of
-from hookkit.callbacks.recorder import Recorder, format_time
+from hookkit.callbacks.recorder import Recorder
 from hookkit.checks import check_number
 from hookkit.errors import HookkitWarning, OptionError
 from hookkit.health import Diagnosis, Finding, diagnose
 from hookkit.live.glance import glance
 from hookkit.live.screens import Lines, screen
 from hookkit.records import Run
+from hookkit.texts import format_time
 
 _MOST = 0.02  # of the time
 _PICTURE_S = 0.2  # what the first picture is taken to cost; 0.2 to 0.4 in a notebook, measured
