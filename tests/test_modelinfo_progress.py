@@ -54,6 +54,7 @@ def test_a_line_says_how_far_a_long_run_is_and_is_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = terminal_of(monkeypatch)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
 
     summary(net(), X)
 
@@ -61,6 +62,20 @@ def test_a_line_says_how_far_a_long_run_is_and_is_gone_afterwards(
     assert parts == [f"{n} of 5 modules, 0 s" for n in range(1, 6)]
     assert shown(terminal.getvalue()) == ""
     assert "\n" not in terminal.getvalue()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_line_is_the_text_of_tqdm_where_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("tqdm")
+    terminal = terminal_of(monkeypatch)
+
+    summary(net(), X)
+
+    assert " 40%|" in terminal.getvalue()
+    assert "| 2/5 [00:00<" in terminal.getvalue()
+    assert shown(terminal.getvalue()) == ""
 
 
 def test_a_short_run_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

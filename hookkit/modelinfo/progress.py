@@ -1,7 +1,7 @@
 """`Progress`: a line on stderr that says how far a long run of a model is, and is gone afterwards.
 
-In terminals and notebooks, not in files and pipes. It is no bar of tqdm's, which starts a thread
-that stays.
+In terminals and notebooks, not in files and pipes. The text is tqdm's where that is installed; its
+bar is not used, as it starts a thread that stays.
 """
 
 from __future__ import annotations
@@ -36,12 +36,23 @@ class Progress:
         self._next = now + _PAUSE_S
         if in_notebook() or (sys.stderr is not None and sys.stderr.isatty()):
             width = shutil.get_terminal_size().columns - 1
-            self._write(f"{n} of {self._n} modules, {now - self._start:.0f} s"[:width])
+            self._write(self._text(n, now - self._start, width)[:width])
 
     def close(self) -> None:
         """Removes the line."""
         if self._drawn:
             self._write("")
+
+    def _text(self, n: int, elapsed_s: float, width: int) -> str:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return f"{n} of {self._n} modules, {elapsed_s:.0f} s"
+        coding = getattr(sys.stderr, "encoding", None) or ""
+        text: str = tqdm.format_meter(
+            n, self._n, elapsed_s, ncols=width, unit=" modules", ascii=not coding.startswith("utf")
+        )
+        return text
 
     def _write(self, text: str) -> None:
         line = "\r" + text.ljust(self._drawn) + ("" if text else "\r")
