@@ -851,7 +851,7 @@ def test_an_edit_left_on_a_compiled_model_is_reported() -> None:
     edits = edit_outputs(select(compiled, "2"), zero())
 
     assert torch.equal(compiled(x), plain)
-    with pytest.warns(CompiledWarning, match=r"'2' \(Linear\) has seen no call, .* runs modules"):
+    with pytest.warns(CompiledWarning, match=r"'2' \(Linear\) has seen no call, .* is part of a"):
         edits.remove()
     torch.compiler.reset()
 
@@ -865,7 +865,7 @@ def test_an_edit_that_a_compiled_function_ignores_is_reported() -> None:
     edits = edit_outputs(select(net, "2"), zero())
     run(x)
 
-    seen = r"'2' \(Linear\) has seen no call, and compiled code, <lambda> \(test_editing"
+    seen = r"'2' \(Linear\) has seen no call, .* is run by the compiled function <lambda>"
     with pytest.warns(CompiledWarning, match=seen):
         edits.remove()
     torch.compiler.reset()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
-from hookkit.hooks.compiling import FRAMES, compiled_kinds, enter_eager, leave_eager
+from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
 from hookkit.hooks.entries import Switch
 from hookkit.interrupts import Guard, uninterrupted
 
@@ -72,7 +72,7 @@ class Block(Switch):
         self.on, self.options = True, options
         self.thread: int | None = None
         self.waiting: dict[int, Capture] | None = None
-        self.compiled: dict[type, str] | None = None  # result of `compiled_kinds`
+        self.compiled: dict[int, str] | None = None  # result of `compiled_modules`
         self.warned: tuple[str, ...] = ()  # the warnings given, each once for all hooks
         self.guard = Guard()
         self.depth = 0
@@ -265,22 +265,22 @@ def _report(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> Non
 
 
 def warn_if_compiled(h: Capture) -> None:
-    """Warns when an empty hook is read outside of a block and compiled code runs such modules."""
+    """Warns when an empty hook is read outside of a block and compiled code runs its module."""
     module, block = h.module(), h.switch
     if h.removed or h.count or h.traced or block.depth or module is None:
         return
     if h.options.kind == "recorder":
         return
     if block.compiled is None:  # searched once: code that is compiled later includes the hooks
-        block.compiled = compiled_kinds()
-    where = block.compiled.get(type(module))
-    if where is not None and "compiled" not in block.warned:
+        block.compiled = compiled_modules()
+    what = block.compiled.get(id(module))
+    if what is not None and "compiled" not in block.warned:
         block.warned += ("compiled",)
         warnings.warn(
-            f"{h.options.who}: the hook on {h.label()} has seen no call, and compiled code, "
-            f"{where}, runs modules of its class: torch.compile ignores hooks that are added after "
-            "its first call, of this model or of another of its class. Add the hook before that "
-            "call, use it in a `with` block, or call torch.compiler.reset().",
+            f"{h.options.who}: the hook on {h.label()} has seen no call, and the module is {what}: "
+            "torch.compile ignores hooks that are added after its first call, of this model or of "
+            "another of its class. Add the hook before that call, use it in a `with` block, or "
+            "call torch.compiler.reset().",
             CompiledWarning,
             stacklevel=5,
         )

@@ -4,23 +4,28 @@ A compiled function ignores a hook that is added after it has run, and does not 
 dicts are not guarded. Inside a `with` block compiled code therefore runs eagerly (the compiler's
 own stance, no recompilation afterwards); a hook that stays has to be there before the first call.
 
-`enter_eager` and `leave_eager` set and restore the stance, `compiled_kinds` finds what compiled
+`enter_eager` and `leave_eager` set and restore the stance, `compiled_modules` finds what compiled
 code runs (for a warning), and `forget_graphs` has it compiled once more, with the new hooks.
 """
 
 from __future__ import annotations
 
+import gc
+import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from threading import Lock
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from hookkit.interrupts import uninterrupted
+from hookkit.modules import unwrap
+from hookkit.nested import pick
 
 FRAMES = "torch._dynamo.eval_frame"
 """The compiler's module for frames, loaded with the compiler."""
@@ -88,68 +93,169 @@ def _is_ours(now: Any) -> bool:
 
 # -- which modules compiled code runs ---------------------------------------------------------
 
-# Compiled code keeps no list of the modules that it runs. But each graph is guarded by a tree of
-# conditions on what the code reads, which has a node for each module, with its class. The graph
-# serves any module of that class, so the class is all that there is to know.
-#
-# Private: `_debug_get_cache_entry_list` and `reset_code` of FRAMES (the graphs of a code object,
-# and forgetting them), `input_codes` of `torch._dynamo.convert_frame` (the code objects that have
-# graphs), and `guard_manager.root` with its methods `get_child_managers`, `get_key_value_managers`
-# and `get_type_of_guarded_value` (the tree). Torch 2.11 to 2.13 have them. If one is missing,
-# hookkit does not warn of a hook that compiled code ignores, and `forget_graphs` forgets all.
 
+def compiled_modules() -> dict[int, str]:
+    """The modules that compiled code runs: for the id of each, what it is part of, in words.
 
-def compiled_kinds() -> dict[type, str]:
-    """The classes of modules that compiled code runs, and for each which code that is, in words."""
-    found: dict[type, str] = {}
-    try:
-        for code, kind, _ in _graphs():
-            place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-            found.setdefault(kind, f"{code.co_name} ({place})")
-    except (AttributeError, RuntimeError):
-        pass
+    Cost: about 50 ms, since it looks at all objects of the process once.
+    """
+    frames: Any = sys.modules.get(FRAMES)
+    if frames is None:
+        return {}
+    objects = gc.get_objects()
+    found: dict[int, str] = {}
+    for what, model in chain(_compiled_models(frames, objects), _run_by_functions(objects)):
+        for module in model.modules():
+            found.setdefault(id(module), what)
     return found
 
 
-def forget_graphs(model: nn.Module) -> bool:
-    """Forgets the graphs of compiled code that runs `model` or a part of it.
+def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Results of `torch.compile(model)` and modules on which `model.compile()` was called."""
+    # Private: `OptimizedModule` is the class of what torch.compile(model) returns (since 2.0), and
+    # `_compiled_call_impl` holds what model.compile() made (since 2.0). Without them an empty hook
+    # on such a model is not warned of.
+    wrapper: Any = getattr(frames, "OptimizedModule", ())
+    for x in objects:
+        kind = type(x)  # not isinstance: that asks proxies for their __class__
+        if not issubclass(kind, nn.Module):
+            continue
+        if issubclass(kind, wrapper) or x.__dict__.get("_compiled_call_impl") is not None:
+            yield f"part of a compiled {type(unwrap(x)).__name__}", x
 
-    Its next call compiles it again, with hooks that were added since and stay. Returns True if
-    there was anything to forget. Values do not change.
+
+# A compiled function keeps no list of the modules that it runs. But each graph that the compiler
+# made is guarded by a tree of conditions on what the function reads, and each node of it has a
+# source, such as `G['model']` or `L['self'].model`: a path from a global or local variable. The
+# path is followed again from there: from a global's value, from a closure's, or, for an argument,
+# from each object of its class, since the graph serves any of them.
+#
+# Private: `_debug_get_cache_entry_list` of FRAMES (the graphs of a code object), `input_codes` of
+# `torch._dynamo.convert_frame` (the code objects that have graphs), and `guard_manager.root` with
+# its methods `get_child_managers`, `get_key_value_managers`, `get_type_of_guarded_value` and
+# `get_source` (the tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and
+# hookkit does not warn of a hook that a compiled function ignores.
+_TORCH = str(Path(torch.__file__).parent)
+_SOURCE = re.compile(r"([GL])\['([^']+)'\](.*)")
+
+
+def _run_by_functions(objects: list[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """`(which function, in words, module)` for the outermost modules that compiled functions run.
+
+    Args:
+        objects: all objects of the process, as `gc.get_objects()` gives them.
     """
-    kinds = {type(m) for m in model.modules()}
-    try:
-        # by id, since code objects of equal functions are equal but have graphs of their own
-        codes = {id(code): code for code, kind, outer in _graphs() if outer and kind in kinds}
-        for code in codes.values():
-            sys.modules[FRAMES].reset_code(code)
-    except (AttributeError, RuntimeError):
-        torch.compiler.reset()
-        return True
-    return bool(codes)
-
-
-def _graphs() -> Iterator[tuple[CodeType, type, bool]]:
-    """For each module that compiled code runs: the code, the module's class, and whether it is
-    outermost, so in no other module."""
     frames: Any = sys.modules.get(FRAMES)
     convert: Any = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is None or convert is None:
+    try:
+        entries = frames._debug_get_cache_entry_list
+        # by id, since code objects of equal functions are equal but have graphs of their own
+        codes = {id(code): code for weak in convert.input_codes.seen if (code := weak())}
+        graphs = [(c, entries(c)) for c in codes.values() if not _is_forward(c) and entries(c)]
+        functions = [f for f in objects if graphs and type(f) is FunctionType]
+        for code, found in graphs:
+            what = f"run by the compiled function {code.co_name} ({_place(code)})"
+            own = [f for f in functions if f.__code__ is code]
+            for graph in found:
+                for module in _modules_of(graph.guard_manager.root, own, code, objects):
+                    yield what, module
+    except (AttributeError, RuntimeError):
         return
-    for code in filter(None, [weak() for weak in convert.input_codes.seen]):
-        for graph in frames._debug_get_cache_entry_list(code):
-            for kind, outer in _guarded(graph.guard_manager.root):
-                yield code, kind, outer
 
 
-def _guarded(guard: Any, outer: bool = True) -> Iterator[tuple[type, bool]]:
-    """The classes of the modules that the tree below `guard` has conditions on."""
+def _place(code: CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _is_forward(code: CodeType) -> bool:
+    """Whether `code` is a model's forward, which `_compiled_models` finds by the model.
+
+    All models of a class share that code, and the others of them need not be compiled.
+    """
+    return code.co_name == "forward" or code.co_filename.startswith(_TORCH)
+
+
+def _modules_of(
+    root: Any, functions: list[FunctionType], code: CodeType, objects: list[Any]
+) -> Iterator[nn.Module]:
+    """The modules that the sources of the guard tree `root` lead to."""
+    kinds: dict[str, type] = {}
+    for source, kind in _sources(root):
+        kinds[source] = kind
+        found = _SOURCE.fullmatch(source)
+        if found is None or not issubclass(kind, nn.Module):
+            continue
+        scope, name, path = found.groups()
+        if scope == "G":
+            starts = [f.__globals__.get(name) for f in functions]
+        elif name in code.co_freevars:
+            at = code.co_freevars.index(name)
+            starts = [_content(f.__closure__[at]) for f in functions if f.__closure__]
+        else:
+            starts = [x for x in objects if type(x) is kinds.get(f"L['{name}']")]
+        for start in starts:
+            try:
+                value = pick(start, path)
+            except (LookupError, AttributeError, TypeError, ValueError):
+                continue
+            if issubclass(type(value), nn.Module):
+                yield value
+
+
+def _sources(guard: Any) -> Iterator[tuple[str, type]]:
+    """The source and the class of each guarded value; values inside a module are left out."""
     below = [*guard.get_child_managers()]
     if hasattr(guard, "get_key_value_managers"):  # of a dict
         below += [m for pair in guard.get_key_value_managers().values() for m in pair if m]
     for each in below:
         kind = each.get_type_of_guarded_value()
-        is_module = isinstance(kind, type) and issubclass(kind, nn.Module)
-        if is_module:
-            yield kind, outer
-        yield from _guarded(each, outer and not is_module)
+        if isinstance(kind, type):
+            yield each.get_source(), kind
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            yield from _sources(each)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+# -- compiling once more ----------------------------------------------------------------------
+
+
+def forget_graphs(model: nn.Module) -> bool:
+    """Forgets what `torch.compile` made of `model` and its parts; their next call compiles again.
+
+    For hooks that stay and are added to a model that has run. Returns True if there was anything to
+    forget. Values do not change. A compiled function of the user that calls the model is not found.
+    """
+    frames: Any = sys.modules.get(FRAMES)
+    reset, entries = (getattr(frames, name, None) for name in _PRIVATE)
+    if frames is None:
+        return False
+    codes = {getattr(getattr(type(m), "forward", None), "__code__", None) for m in model.modules()}
+    codes |= _frames_around_library_modules()
+    if reset is None or entries is None:  # a later torch: everything is compiled again
+        torch.compiler.reset()
+        return True
+    used = [code for code in codes if code is not None and entries(code)]
+    for code in used:
+        reset(code)
+    return bool(used)
+
+
+# Private: `reset_code` forgets the graphs of one code object, `_debug_get_cache_entry_list` lists
+# them (since 2.1). Without them everything that was compiled is compiled again.
+_PRIVATE = ("reset_code", "_debug_get_cache_entry_list")
+
+
+def _frames_around_library_modules() -> set[Any]:
+    """The frames around the forward of a module of torch's own, such as a Sequential."""
+    # Private: torch.compile calls such a forward through a function that `wrap_inline` of
+    # `torch._dynamo.external_utils` makes (2.11 has it). Without it such graphs are not forgotten,
+    # and a hook that is added to a compiled Sequential later is ignored.
+    utils: Any = sys.modules.get("torch._dynamo.external_utils")
+    code = getattr(getattr(utils, "wrap_inline", None), "__code__", None)
+    return {c for c in getattr(code, "co_consts", ()) if isinstance(c, CodeType)}
