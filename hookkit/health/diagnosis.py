@@ -69,8 +69,8 @@ class Finding:
         types: parallel to `layers`, the classes of their modules; empty where they are not known.
 
     >>> why = "over 90 %", "SageMaker Debugger", "a high learning rate", "divide it by 10"
-    >>> print(Finding("dead", "error", ("fc1",), (50, 99), "95% of the units are 0", *why))
-    ✗ error  dead: 95% of the units are 0 (fc1 · steps 50–99).
+    >>> print(Finding("my_rule", "error", ("fc1",), (50, 99), "95% of units are 0", *why))
+    ✗ error  my_rule: 95% of units are 0 (fc1 · steps 50–99).
         Likely cause: a high learning rate.
         Fix: divide it by 10.
         Line: over 90 %. Source: SageMaker Debugger.
