@@ -1,4 +1,4 @@
-"""Rules on what layers give: input_scale, bad_init, dropout, small_batch."""
+"""Rules on what layers give: input_scale, bad_init, dropout."""
 
 import dataclasses
 
@@ -66,23 +66,6 @@ def test_zeros_before_a_dropout_that_another_layer_gives_do_not_count_as_dropped
     assert "dropout" not in alarms(Run(shared, losses=falling()))
 
 
-@pytest.mark.parametrize(
-    ("batch", "free", "seen"), [(2, True, {"small_batch"}), (2, False, set()), (64, True, set())]
-)
-def test_batch_norm_of_two_examples_is_named(batch, free, seen):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    model[1].requires_grad_(free).train(free)
-    opt = torch.optim.SGD(model.parameters(), 0.01)
-    with watch(model, opt, ActivationStats(), ParamStats()) as w:
-        for _ in range(12):
-            opt.zero_grad()
-            model(torch.randn(batch, 4)).pow(2).mean().backward()
-            opt.step()
-
-    assert alarms(w.run_record()) & {"small_batch"} == seen
-
-
 DEFAULT = acts(("Linear",) * 5, std=[1, 0.5, 0.2, 0.08, 1])
 
 
@@ -123,3 +106,19 @@ def test_growth_is_seen_though_the_first_layer_is_registered_last():
 
     assert "grows" in found(Run(first_last, losses=FLAT), "bad_init").evidence
     assert "bad_init" not in alarms(Run(acts(("Linear",) * 17, std=[*mixed, 1]), losses=FLAT))
+
+
+@pytest.mark.parametrize(("gain", "seen"), [(4.0, set()), (6.0, {"bad_init"})])
+def test_weights_that_begin_with_a_gain_above_5_are_too_large(gain, seen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.weight, std=gain / 8)
+    opt = torch.optim.SGD(model.parameters(), 1e-4)
+    with watch(model, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(12):
+            opt.zero_grad()
+            model(torch.randn(32, 64)).pow(2).mean().backward()
+            opt.step()
+
+    assert alarms(w.run_record()) & {"bad_init"} == seen

@@ -68,6 +68,11 @@ def decaying():
     return dataclasses.replace(made, meta={**made.meta, "weight_decay": [1.0] * 4})
 
 
+def shaped(**values):
+    made = weights(**values)
+    return dataclasses.replace(made, meta={**made.meta, "shape": [[64, 64]] * 4})
+
+
 def clipped():
     return weights(grad_norm=[5e-7] * 4, update_ratio=[2e-4] * 4)
 
@@ -358,10 +363,16 @@ CASES = [
         "keeps 9.8%",
     ),
     (
-        Run(acts(("Linear", "BatchNorm1d", "Linear"), count=[64, 192, 64]), params=weights(3)),
-        "small_batch",
-        "4 or fewer",
-        "from 3 values",
+        Run(acts(), params=shaped(weight_rms=[1.0] * 4)),
+        "bad_init",
+        "above 5 in most layers",
+        "with a gain of 8",
+    ),
+    (
+        Run(losses=falling(start=40.0), info={**CE, "chance": np.log(10)}),
+        "initial_loss",
+        "above 23, ten times ln C",
+        "the first loss is 40",
     ),
     # dead, dormant, saturated units
     (Run(acts(dead=[0, 0.904, 0])), "dead", "over 90 % of a layer's units", "up to 90.4%"),

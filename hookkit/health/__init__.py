@@ -11,7 +11,7 @@
     learning_rate.py      steps that are too large or too small for the weights
     steps.py              momentum, weight decay, steps that go uphill
     gradients.py          gradients that vanish, explode, or are never zeroed
-    activations.py        scale of inputs and of initial weights; dropout, batch norm
+    activations.py        scale of inputs and of initial weights; dropout
     units.py              dead, dormant, saturated units
     batches.py            batches in one order, only a few of them, or whose samples do not differ
     collapse.py           layers that give the same for all samples
@@ -88,7 +88,6 @@ RULES: tuple[Rule, ...] = (
     gradients.clipping,
     learning_rate.lr_too_low,
     activations.dropout,
-    activations.small_batch,
     units.dead,
     units.saturated,
     unmoved.zero_gradient,

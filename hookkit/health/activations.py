@@ -18,6 +18,8 @@ from hookkit.records import Floats, Record
 
 # The size of the first layer's output, where 1 is usual (hookkit, measured)
 LARGE_INPUT = 20
+# Three times the largest gain of torch.nn.init.calculate_gain, tanh's 5/3
+LARGE_GAIN = 5.0
 # SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
 VARIANCE_RATIO = 10.0
 # PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half
@@ -28,11 +30,8 @@ BROKEN_RATIO = 1e6
 ALONG_DEPTH = 0.8
 # Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 25 %: half of the least.
 LEAST_KEPT = 0.25
-# Wu & He 2018 (arXiv 1803.08494): batch norm's error grows as the batch shrinks; 4: measured
-FEW_VALUES = 4
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
-_BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 @rule(
@@ -102,6 +101,9 @@ def bad_init(run: RunView) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
     record = run.activations
     which = read.rows(record, read.PRE_ACTIVATION)
+    if too_large := [*_large_weights(run)]:
+        yield from too_large
+        return
     if len(which) < 4:
         return
     # in the first record alone: later ones show the steps; and not of the head, whose scale is free
@@ -131,6 +133,29 @@ def bad_init(run: RunView) -> Iterator[Finding]:
         here = bad_init.but(threshold=line, cause=cause)
         yield here.found("warning" if fails else "note", what, *where)
 
+
+def _large_weights(run: RunView) -> Iterator[Finding]:
+    """Weights that begin several times as large as keeps the size of what they are given."""
+    record = run.recorded.params
+    if record is None or "shape" not in record.meta or "weight_rms" not in record.values:
+        return
+    layers = read.are(record.types, read.PRE_ACTIVATION)
+    which = np.array([i for i in read.matrices(record) if layers[i]], np.int64)
+    fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which])
+    gain = record.values["weight_rms"][which, 0] * np.sqrt(fan_in)
+    hit = gain > LARGE_GAIN
+    if hit.any() and hit.mean() > 0.5:
+        what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
+        what += f"{read.median(gain[hit]):.3g}: their RMS times √fan_in"
+        yield _LARGE_GAIN.found("warning", what, *read.where(record, which[hit], read.FIRST))
+
+
+_LARGE_GAIN = bad_init.but(
+    threshold="above 5 in most layers, where 1 keeps the size of what a layer is given",
+    source="He et al. 2015: √2; torch.nn.init.calculate_gain: 5/3 at most, a third of this",
+    cause="weights that begin too large: a standard deviation that does not shrink with the number "
+    "of inputs",
+)
 
 _BROKEN = bad_init.but(
     threshold="over 1e6-fold along the depth, while the loss does not fall",
@@ -180,28 +205,3 @@ def dropout(run: RunView) -> Iterator[Finding]:
         what = f"dropout keeps {least} of what it is given"
         severity = "error" if run.fails else "warning"
         yield dropout.found(severity, what, *read.where(record, rows[hit]))
-
-
-@rule(
-    needs=("activations", "params"),
-    threshold="4 or fewer",
-    source="Wu & He 2018, Group Normalization (arXiv 1803.08494): batch norm's error grows "
-    "rapidly as the batch shrinks; 4: hookkit, measured",
-    cause="batches that are too small: such statistics are noise, and not those used in evaluation",
-    fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
-)
-def small_batch(run: RunView) -> Iterator[Finding]:
-    """Batch norm whose mean and variance come from four values or fewer."""
-    record, params = run.activations, run.params
-    # a frozen one most likely runs with the statistics that it was given
-    sizes = read.meta(params, "numel", 0) * read.meta(params, "requires_grad", 0)
-    features = dict(zip(params.names, sizes, strict=True))
-    few = {}
-    for i in read.rows(record, _BATCH_NORMS):
-        n = features.get(f"{record.names[i]}.weight", 0)
-        values = float(read.median(read.table(record, "count")[i])) / n if n else 0.0
-        if 0 < values <= FEW_VALUES:
-            few[i] = values
-    if few:
-        what = f"batch norm takes each mean and variance from {min(few.values()):.3g} values"
-        yield small_batch.found("warning", what, *read.where(record, few))

@@ -20,6 +20,8 @@ from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
 # measured. Several heads, whose losses are added up, begin above the chance of one too.
 FIRST_LOSS, GUESSES = 2, 5
+# Beyond this the run is lost in coming down, even if it does (hookkit, measured)
+WILD = 10
 # Where standardised targets give an error of about 1 (hookkit, measured)
 LARGE_ERROR = 20
 # Share of the first loss that all steps can take away (hookkit, measured)
@@ -50,13 +52,16 @@ def initial_loss(run: RunView) -> Iterator[Finding]:
     if excess <= FIRST_LOSS - 1:
         return
     guesses = excess > least - 1 and end_level(run.losses) > chance
-    recovers = run.improved is True and not guesses
+    wild = "chance" in run.info and first > WILD * chance
+    recovers = run.improved is True and not guesses and not wild
     what = f"the first loss is {first:.3g}, where guessing among {run.n_classes} classes gives "
     what += f"{chance:.3g}" + ", and the run does not end below that" * guesses
     line = f"above {FIRST_LOSS * chance:.3g}, twice ln C"
     if guesses:
         times = "twice" if least == FIRST_LOSS else "five times"
         line = f"above {least * chance:.3g}, {times} ln C, and ln C or more at the end"
+    elif wild:
+        line = f"above {WILD * chance:.3g}, ten times ln C"
     elif not recovers:
         line += ", and no loss that falls"
     here = initial_loss.but(threshold=line)
