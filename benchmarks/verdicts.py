@@ -1,12 +1,14 @@
 """What `diagnose` says of trainings that people run: 40 and more healthy ones, 60 and more failing.
 
-    python benchmarks/verdicts.py --runs DIR [--half tune|held|all] [--only WORD …] [--seeds 3]
-                                  [--workers 2] [--verbose] [--write] [--list]
+    python benchmarks/verdicts.py --runs DIR [--half tune|held|all|fresh] [--only WORD …]
+                                  [--seeds 3] [--workers 2] [--verbose] [--scores] [--write]
+                                  [--list]
 
 Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
 runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and changed
-rules are judged in seconds. Prints a table for each half (`Trial.is_held`, by a hash of the name),
-and each rule's hits and false alarms.
+rules are judged in seconds. Prints a table for each half (`Trial.part`, by a hash of the name), and
+each rule's hits and false alarms. The part "fresh" is in neither half, nor in "all"; `--scores`
+trains, and prints how well each training did, without judging it.
 
 A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
 first if its first alarm is by a rule of which its author said, before any run, that it names the
@@ -128,31 +130,44 @@ def judge(trial: Trial, seed: int, folder: Path) -> Verdict:
     return Verdict(trial, seed, tuple(findings), head, facts["score"], facts["seconds"])
 
 
+def scores(trial: Trial, seed: int, folder: Path) -> str:
+    """How well one training did, without a verdict."""
+    facts = json.loads((folder / f"{trial.name}.{seed}.json").read_text())
+    what = trial.wrong or "healthy"
+    return f"{trial.name:36} {seed} {facts['score']:9.3g} {facts['seconds']:5.0f} s  {what}"
+
+
+def parts(verdicts: list[Verdict]) -> list[str]:
+    """The parts that are to be shown: both halves, or the fresh one."""
+    return ["fresh"] if any(v.trial.part == "fresh" for v in verdicts) else ["tune", "held"]
+
+
 def table(verdicts: list[Verdict]) -> Iterable[str]:
-    """A row for each half."""
+    """A row for each part."""
     yield "| half | healthy alarmed | failing with a trace, named first | later | without a trace |"
     yield "|---|---|---|---|---|"
-    for half in (False, True):
-        own = [v for v in verdicts if v.trial.is_held is half]
+    for part in parts(verdicts):
+        own = [v for v in verdicts if v.trial.part == part]
         well = [v for v in own if not v.trial.wrong]
         traced, other = (
             [v for v in own if v.trial.wrong and v.trial.trace is t] for t in (True, False)
         )
         later = [v for v in traced if not v.is_right and set(v.alarms) & v.names]
         yield (
-            f"| {'held' if half else 'tune'} | {sum(not v.is_right for v in well)} of {len(well)} "
+            f"| {part} | {sum(not v.is_right for v in well)} of {len(well)} "
             f"| {sum(v.is_right for v in traced)} of {len(traced)} | {len(later)} "
             f"| {sum(v.is_right for v in other)} of {len(other)} |"
         )
 
 
 def by_rule(verdicts: list[Verdict]) -> Iterable[str]:
-    """Of each rule, by half: trainings where it came first and was right, was not; healthy ones."""
-    yield "| rule | tune: right | wrong | healthy | held: right | wrong | healthy |"
-    yield "|---|---|---|---|---|---|---|"
-    halves = [_counts(v for v in verdicts if v.trial.is_held is half) for half in (False, True)]
-    for rule in sorted({rule for half in halves for counts in half for rule in counts}):
-        cells = (str(counts[rule] or "") for half in halves for counts in half)
+    """Of each rule, by part: trainings where it came first and was right, was not; healthy ones."""
+    names = parts(verdicts)
+    yield "| rule |" + "".join(f" {part}: right | wrong | healthy |" for part in names)
+    yield "|---|" + "---|---|---|" * len(names)
+    by_part = [_counts(v for v in verdicts if v.trial.part == part) for part in names]
+    for rule in sorted({rule for part in by_part for counts in part for rule in counts}):
+        cells = (str(counts[rule] or "") for part in by_part for counts in part)
         yield f"| {rule} | {' | '.join(cells)} |"
 
 
@@ -195,19 +210,21 @@ def check_rates(verdicts: list[Verdict], write: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where recorded runs are kept")
-    parser.add_argument("--half", choices=("tune", "held", "all"), default="tune")
+    parser.add_argument("--half", choices=("tune", "held", "all", "fresh"), default="tune")
     parser.add_argument("--only", nargs="*", default=[""], metavar="WORD")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="all lines, with their findings")
+    parser.add_argument("--scores", action="store_true", help="scores only; nothing is judged")
     parser.add_argument("--write", action="store_true", help="with --half all: writes rates.py")
     parser.add_argument("--list", action="store_true", help="what there is; nothing is trained")
     o = parser.parse_args()
     chosen = [t for t in TRIALS.values() if any(word in t.name for word in o.only)]
-    chosen = [t for t in chosen if o.half == "all" or t.is_held is (o.half == "held")]
+    wanted = ("tune", "held") if o.half == "all" else (o.half,)
+    chosen = [t for t in chosen if t.part in wanted]
     if o.list or not o.runs:
         for t in chosen:
-            print(f"{'held' if t.is_held else 'tune'}  {t.name:36} {t.wrong or 'healthy'}")
+            print(f"{t.part:5} {t.name:36} {t.wrong or 'healthy'}")
         return
     o.runs.mkdir(parents=True, exist_ok=True)
     jobs = [(t.name, seed, o.runs) for t in chosen for seed in range(o.seeds)]
@@ -215,6 +232,9 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(o.workers, maxtasksperchild=20) as pool:
         for i, _ in enumerate(pool.imap_unordered(train, todo), 1):
             print(f"\r{i} of {len(todo)} trained", end="", flush=True)
+    if o.scores:
+        print("", *(scores(TRIALS[name], seed, o.runs) for name, seed, _ in jobs), sep="\n")
+        return
     verdicts = [judge(TRIALS[name], seed, o.runs) for name, seed, _ in jobs]
     for v in verdicts:
         if o.verbose or not v.is_right:

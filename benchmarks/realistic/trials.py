@@ -15,7 +15,11 @@
 
 A function trains as its author would at home, calls `watch(model, opt)` where a user calls
 `hookkit.watch`, and returns a number that says how good the result is; that of a failing training
-can be compared with that of the healthy one beside it.
+can be compared with that of the healthy one beside it. `fit` is the loop of those that have no
+loop of their own.
+
+Files called `fresh_…` are the third part: written after the rules had been judged by the two
+halves, and judged when the rules are next.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.records import Run
@@ -59,9 +63,11 @@ class Trial:
         return self.train.__name__
 
     @property
-    def is_held(self) -> bool:
-        """Whether it belongs to the half that nobody looks at while rules are made."""
-        return crc32(self.name.encode()) % 2 == 1
+    def part(self) -> str:
+        """ "fresh", or the half: "tune", or "held", at which nobody looks while rules are made."""
+        if self.train.__module__.rpartition(".")[2].startswith("fresh_"):
+            return "fresh"
+        return "held" if crc32(self.name.encode()) % 2 else "tune"
 
 
 TRIALS: dict[str, Trial] = {}
@@ -97,3 +103,31 @@ def watcher_of(runs: list[Run]) -> Watch:
                 runs.append(w.run_record())
 
     return watch
+
+
+def fit(
+    watch: Watch,
+    model: Any,
+    opt: Any,
+    loss_of: Callable[[int], Tensor],
+    n_steps: int,
+    *,
+    sched: Any = None,
+    clip: float | None = None,
+    after_step: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> None:
+    """The loop that most people write: `loss_of(step)` is the loss of the step's batch."""
+    with watch(model, opt, **options) as w:
+        for step in range(n_steps):
+            loss = loss_of(step)
+            opt.zero_grad()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+            if sched is not None:
+                sched.step()
+            after_step()
+            if "loss_func" not in options:
+                w.loss(loss)
