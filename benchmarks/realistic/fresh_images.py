@@ -16,9 +16,9 @@ def pick(n: int, size: int = 64) -> Tensor:
 class Dense(nn.Module):
     """BN, ReLU and a convolution, whose output is put beside its input."""
 
-    def __init__(self, n_in: int, n_new: int, momentum: float):
+    def __init__(self, n_in: int, n_new: int):
         super().__init__()
-        self.norm = nn.BatchNorm2d(n_in, momentum=momentum)
+        self.norm = nn.BatchNorm2d(n_in)
         self.conv = nn.Conv2d(n_in, n_new, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,10 +26,10 @@ class Dense(nn.Module):
 
 
 @healthy
-def densenet_restarts(watch: Watch, *, lr: float = 0.1, momentum: float = 0.1) -> float:
+def densenet_restarts(watch: Watch, *, lr: float = 0.1) -> float:
     """A DenseNet, SGD without weight decay, a cosine with warm restarts."""
     x, y, x_test, y_test = standard_digits()
-    blocks = [Dense(16 + 12 * i, 12, momentum) for i in range(4)]
+    blocks = [Dense(16 + 12 * i, 12) for i in range(4)]
     net = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1), *blocks, nn.ReLU(), nn.Flatten())
     net.append(nn.Linear(64 * 16, 10))
     opt = torch.optim.SGD(net.parameters(), lr, momentum=0.8)
@@ -108,17 +108,16 @@ def shapes_multilabel(watch: Watch, *, act: nn.Module | None = None, roll: bool 
     net.eval()
     with torch.no_grad():
         out = net(x[1600:])
-    limit = 0.5 if isinstance(act, nn.Sigmoid) else 0.0
-    return float(((out > limit) != y[1600:].bool()).float().mean())
+    return float(((out > 0) != y[1600:].bool()).float().mean())
 
 
 @healthy
 def keypoint_heatmaps(
-    watch: Watch, *, unit: float = 1.0, lr: float = 3e-3, shift: bool = False, bias: float = 0.0
+    watch: Watch, *, lr: float = 3e-3, shift: bool = False, bias: float = 0.0
 ) -> float:
     """Where a shape's centre is, as a heatmap with MSE; the mean distance in pixels."""
     data = shapes(1800, 9)
-    x, centre = data.image * unit, data.box[:, :2] * 16
+    x, centre = data.image, data.box[:, :2] * 16
     grid = torch.arange(16.0)
     near = ((grid[None, None] - centre[..., None]) ** 2) / 4
     heat = torch.exp(-near[:, 1, :, None] - near[:, 0, None, :])

@@ -25,13 +25,6 @@ def densenet_restarts_lr_1e5(watch: Watch) -> float:
     return densenet_restarts(watch, lr=1e-5)
 
 
-@failing(
-    "batch norm's running statistics move by 0.0001: wrong in eval mode", names=(), trace=False
-)
-def densenet_restarts_norm_momentum(watch: Watch) -> float:
-    return densenet_restarts(watch, momentum=1e-4)
-
-
 @failing("the augmentation erases the whole image", names=("constant_input",), trace=True)
 def convnext_erasing_all(watch: Watch) -> float:
     return convnext_erasing(watch, erased=8)
@@ -49,11 +42,6 @@ def convnext_erasing_drop_path(watch: Watch) -> float:
     return convnext_erasing(watch, drop=0.97)
 
 
-@failing("a sigmoid before the loss with logits", names=("probabilities",), trace=True)
-def shapes_multilabel_sigmoid_twice(watch: Watch) -> float:
-    return shapes_multilabel(watch, act=nn.Sigmoid())
-
-
 @failing("a softmax over labels of which several are true", names=("probabilities",), trace=True)
 def shapes_multilabel_softmax(watch: Watch) -> float:
     return shapes_multilabel(watch, act=nn.Softmax(1))
@@ -62,11 +50,6 @@ def shapes_multilabel_softmax(watch: Watch) -> float:
 @failing("labels moved by one row within each batch", names=("not_learning",), trace=True)
 def shapes_multilabel_rolled(watch: Watch) -> float:
     return shapes_multilabel(watch, roll=True)
-
-
-@failing("images of 0 to 255 where 1 was meant", names=("input_scale",), trace=True)
-def keypoint_heatmaps_255(watch: Watch) -> float:
-    return keypoint_heatmaps(watch, unit=255.0)
 
 
 @failing("a learning rate of 1 with Adam", names=("lr_too_high",), trace=True)

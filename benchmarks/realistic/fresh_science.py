@@ -101,7 +101,7 @@ def fno_heat(watch: Watch, *, std: float = 0.04, unit: float = 1.0, flat: bool =
 
 
 @healthy
-def hamilton_pendulum(watch: Watch, *, sign: float = -1.0, unit: float = 1.0) -> float:
+def hamilton_pendulum(watch: Watch, *, unit: float = 1.0) -> float:
     """An energy whose derivatives are the motion (Greydanus et al. 2019); variance missed."""
     q, p = 5 * torch.rand(1500) - 2.5, 4 * torch.rand(1500) - 2
     x, y = torch.stack([q * unit, p], 1), torch.stack([p, -2 * q.sin()], 1)
@@ -111,7 +111,7 @@ def hamilton_pendulum(watch: Watch, *, sign: float = -1.0, unit: float = 1.0) ->
     def motion(z: Tensor) -> Tensor:
         z = z.clone().requires_grad_()
         dq, dp = torch.autograd.grad(net(z).sum(), z, create_graph=True)[0].T
-        return torch.stack([dp, sign * dq * unit], 1)
+        return torch.stack([dp, -dq * unit], 1)
 
     def loss_of(_: int) -> Tensor:
         i = pick(1200, 100)
@@ -134,9 +134,7 @@ class MaskedLinear(nn.Linear):
 
 
 @healthy
-def made_digits(
-    watch: Watch, *, strict: bool = True, sign: float = 1.0, often: int = 1, lr: float = 2e-3
-) -> float:
+def made_digits(watch: Watch, *, sign: float = 1.0, often: int = 1, lr: float = 2e-3) -> float:
     """MADE over black and white digits; nats for a pixel given those before it."""
     x, _, x_test, _ = digits()
     x, x_test = ((t.flatten(1) > 7).float() for t in (x, x_test))
@@ -146,7 +144,7 @@ def made_digits(
         nn.ReLU(),
         MaskedLinear(hidden, hidden, False),
         nn.ReLU(),
-        MaskedLinear(hidden, pixel, strict),
+        MaskedLinear(hidden, pixel, True),
     )
     opt = torch.optim.Adam(net.parameters(), lr=lr)
     with watch(net, opt) as w:

@@ -49,19 +49,9 @@ def fno_heat_raw_targets(watch: Watch) -> float:
     return fno_heat(watch, unit=3000.0)
 
 
-@failing("a sign of Hamilton's equations is lost", names=(), trace=False)
-def hamilton_pendulum_sign(watch: Watch) -> float:
-    return hamilton_pendulum(watch, sign=1.0)
-
-
 @failing("the angle in thousandths of a degree", names=("input_scale", "saturated"), trace=True)
 def hamilton_pendulum_units(watch: Watch) -> float:
     return hamilton_pendulum(watch, unit=57296.0)
-
-
-@failing("the last mask is not strict: a pixel sees itself", names=(), trace=False)
-def made_digits_sees_itself(watch: Watch) -> float:
-    return made_digits(watch, strict=False)
 
 
 @failing("the log-likelihood is minimised", names=("ascent",), trace=True)

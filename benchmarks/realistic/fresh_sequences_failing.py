@@ -59,11 +59,6 @@ def nbeats_sales_percent(watch: Watch) -> float:
     return nbeats_sales(watch, percent=True)
 
 
-@failing("the plateau scheduler waits for a rise of the loss", names=("lr_too_low",), trace=True)
-def nbeats_sales_mode_max(watch: Watch) -> float:
-    return nbeats_sales(watch, mode="max")
-
-
 @failing("weights and biases begin 3 times too large", names=("exploding", "bad_init"), trace=True)
 def nbeats_sales_init_x3(watch: Watch) -> float:
     return nbeats_sales(watch, gain=3.0)
@@ -77,11 +72,6 @@ def text_cnn_view(watch: Watch) -> float:
 @failing("a learning rate of 2 with Adam", names=("lr_too_high",), trace=True)
 def text_cnn_lr_x1000(watch: Watch) -> float:
     return text_cnn(watch, lr=2.0)
-
-
-@failing("the loss counts all words, not the masked ones", names=(), trace=False)
-def masked_words_everywhere(watch: Watch) -> float:
-    return masked_words(watch, everywhere=True)
 
 
 @failing("a warm-up of 30000 steps in a run of 200", names=("lr_too_low",), trace=True)
@@ -104,11 +94,6 @@ def sasrec_sessions_clip_1e5(watch: Watch) -> float:
 )
 def sasrec_sessions_first_batch(watch: Watch) -> float:
     return sasrec_sessions(watch, first_only=True)
-
-
-@failing("dropout of 0.9", names=("dropout",), trace=True)
-def sasrec_sessions_dropout(watch: Watch) -> float:
-    return sasrec_sessions(watch, rate=0.9)
 
 
 @failing(
