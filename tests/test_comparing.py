@@ -81,6 +81,26 @@ def test_isolated_layers_show_their_own_error_behind_another_one() -> None:
     (behind,) = found["1"]
     assert (behind.own_rel, behind.own_different) == (0.0, 0)
     assert behind.rel > 0.01
+    assert "9 differ, 2 by their own error, first 0 Linear" in found.headline
+
+
+def test_errors_that_only_add_up_are_no_layers_own() -> None:
+    class Scale(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(by, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.by * x
+
+    a, b = (nn.Sequential(*(Scale(by) for _ in range(30))).double() for by in (1.0, 1.0 + 1e-6))
+    x = torch.full((4,), 100.0, dtype=torch.float64)
+
+    found = compare_models(a, b, x, rtol=1.3e-6, atol=0, isolate=True)
+
+    assert found.first is None
+    assert "differ, none by itself: small errors add up" in found.headline
+    assert compare_models(a, b, x, rtol=1.3e-6, atol=0).first is not None
 
 
 def test_figures_are_those_of_float64() -> None:

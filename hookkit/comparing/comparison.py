@@ -134,8 +134,11 @@ class Comparison:
     @property
     def headline(self) -> str:
         """In one line: how many tensors were compared, and where the first difference is."""
-        n, n_different = len(self.rows), len(self.different)
+        n = len(self.rows)
+        n_beyond = sum(bool(r.problem or r.n_different) for r in self.rows)
         of = f"{n} tensor{'s' * (n != 1)} compared"
+        if self.first is None and n_beyond:
+            return f"{of}, {_differ(n_beyond)}, none by itself: small errors add up"
         if self.first is None:
             return f"{of}: no difference beyond the tolerance" if self.rows else "nothing compared"
         where = _label(self.first)
@@ -144,7 +147,12 @@ class Comparison:
             if self.first.own_different is None
             else f"own error {self.first.own_rel:.3g}"
         )
-        return f"{of}, {n_different} differ{'s' * (n_different == 1)}, first {where} ({by})"
+        own = (
+            ""
+            if self.first.own_different is None
+            else f", {len(self.different)} by their own error"
+        )
+        return f"{of}, {_differ(n_beyond)}{own}, first {where} ({by})"
 
     def _near(self) -> tuple[Row, ...]:
         if self.first is None:
@@ -204,6 +212,10 @@ class Comparison:
         from hookkit.plotting.errors import plot_errors
 
         return plot_errors(self, ax=ax)
+
+
+def _differ(n: int) -> str:
+    return f"{n} differ{'s' * (n == 1)}"
 
 
 def _label(r: Row, *, types: bool = True) -> str:
