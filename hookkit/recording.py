@@ -1,8 +1,8 @@
 """`HookCallback`: where hooks meet a training loop. Subclass it with `def hook(self, m, i, o)`.
 
 It builds on `Callback` and `Hooks`, and is the one place that registers and removes a callback's
-hooks: once per fit, whatever ends it. Whether a forward is recorded is one question
-(`_is_recorded`), asked as each batch begins, and its answer one `RecordSwitch` that all hooks of a
+hooks: once per fit, whatever ends it. Whether a forward is recorded is decided in one
+place (`_is_recorded`) when each batch begins, and stored in one `RecordSwitch` that all hooks of a
 callback share. So `every` works at any `order`, and a compiled model, which guards on the switch
 alone, has two graphs at most, unless it gets other modules meanwhile: these are hooked as the next
 recorded batch begins.

@@ -503,7 +503,7 @@ def test_a_resume_begins_at_the_end_of_an_epoch(tmp_path: Path) -> None:
         learner(tmp_path).fit(3, cbs=killed(1, "after_validate"))
     learn = learner(tmp_path)
 
-    with pytest.raises(OptionError, match=r"saved amid epoch 1.*fit\(3, start_epoch=1\)"):
+    with pytest.raises(OptionError, match=r"saved within epoch 1.*fit\(3, start_epoch=1\)"):
         learn.fit(3, resume="checkpoint")
     with pytest.raises(OptionError, match=r"start_epoch=1, resume=…\).*Leave out start_epoch"):
         learn.fit(3, start_epoch=1, resume="checkpoint")
@@ -588,7 +588,7 @@ def test_a_file_made_by_hand_changes_nothing(entry: str, tmp_path: Path) -> None
     learner(tmp_path).fit(1, cbs=SaveAtEnd())
     path = tmp_path / "models" / "end.pth"
     state = torch.load(path)
-    junk = {"loaders": [], "fit": {"epoch": 1, "amid": False}}
+    junk = {"loaders": [], "fit": {"epoch": 1, "within_epoch": False}}
     junk["callbacks"] = {"param_stats": {"history": 3}}  # in place of the packed ones
     torch.save({**state, entry: junk.get(entry, {"torch": 1})}, path)
     learn = learner(tmp_path)

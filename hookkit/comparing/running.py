@@ -206,7 +206,7 @@ class _Run:
             side.run(given, isolated.see, receive=isolated.receive)
 
     def _notes(self) -> list[str]:
-        """What the reader is told about the two sides."""
+        """What else there is to know about the two sides."""
         sides = {"first": self.one, "second": self.other}
         notes = [
             f"The {which} model is compiled, so that only what it returns is compared"

@@ -106,7 +106,7 @@ def _fades(size: Floats) -> bool:
 @rule(
     needs=("params",),
     threshold="the same norm of all gradients in 9 of 10 records, and steps that are almost 0",
-    source="exact: what clip_grad_norm_ leaves has the norm that it was told; steps: as lr_too_low",
+    source="exact: after clip_grad_norm_ the norm is max_norm; steps: as lr_too_low",
     cause="gradients that are clipped to almost nothing: a max_norm that is far below their size",
     fix="use a max_norm near the usual norm of the gradients: clip_grad_norm_(parameters, 1.0) "
     "returns the norm before clipping; print it for some steps",

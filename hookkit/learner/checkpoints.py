@@ -69,7 +69,7 @@ def checkpoint(learn: Any, with_opt: bool) -> dict[str, Any]:
     names = learn._named()
     state["fit"] = {
         "epoch": learn._epochs_done,
-        "amid": learn._amid_epoch,
+        "within_epoch": learn._within_epoch,
         "waiting": [name for name, cb in names.items() if any(cb is w for w in waiting)],
         **{name: getattr(learn, name) for name in _COUNTS},
         "frozen": [name for name, p in _parameters(learn) if not p.requires_grad],
@@ -112,7 +112,7 @@ def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
     """A checkpoint that a fit of `n_epoch` epochs can go on from.
 
     Raises:
-        OptionError: there is no such file, it has weights alone, it was written amid an epoch, or
+        OptionError: there is no such file, it has weights alone, it was written within an epoch, or
             all epochs are done.
     """
     state = load_state(where)
@@ -122,13 +122,13 @@ def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
             f"fit(resume=…): {where} has no {', '.join(lacks)}: it was saved without the optimizer "
             f"or before the first fit. Use learn.load(…) for the weights, and fit without resume."
         )
-    epoch, amid = state["fit"].get("epoch"), state["fit"].get("amid")
+    epoch, within = state["fit"].get("epoch"), state["fit"].get("within_epoch")
     counts = [epoch, *(state["fit"].get(name) for name in _COUNTS)]
-    if amid not in (True, False) or not all(type(n) is int and 0 <= n < 2**53 for n in counts):
+    if within not in (True, False) or not all(type(n) is int and 0 <= n < 2**53 for n in counts):
         raise OptionError(_MISFIT.format(where, "it does not say how many epochs were done"))
-    if amid:
+    if within:
         raise OptionError(
-            f"fit(resume=…): {where} was saved amid epoch {epoch}, and loaders start at the "
+            f"fit(resume=…): {where} was saved within epoch {epoch}, and loaders start at the "
             f"beginning of an epoch. Save in `after_epoch`; or use learn.load(…) and "
             f"fit({n_epoch}, start_epoch={epoch}), which starts that epoch again."
         )

@@ -195,7 +195,7 @@ class Learner(Predicting, Tables, Views):
             self._set_hypers(lr, wd)
             self.opt.zero_grad()  # of a fit that was interrupted, or of somebody's own backward
             self.n_epoch, self.epoch = n_epoch, start
-            self._epochs_done, self._amid_epoch = start, False
+            self._epochs_done, self._within_epoch = start, False
             self._epoch_range = range(start, n_epoch)
             self._with_events(run, "fit", CancelFitException)
 

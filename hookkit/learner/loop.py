@@ -65,7 +65,7 @@ class Loop(CallbackRunner):
         self.dls, self.model, self.loss_func = dls, model, loss_func
         self.accelerator: Any = None
         self.epoch, self.n_epoch, self._epoch_range = 0, 1, range(0)
-        self._epochs_done, self._amid_epoch = 0, False  # of the last fit: see `checkpoints`
+        self._epochs_done, self._within_epoch = 0, False  # of the last fit: see `checkpoints`
         self.iter, self.n_iter = 0, None  # type: int, int | None
         self.train_iter, self.pct_train = 0, 0.0
         self.n_steps, self.stepped, self.steps_now, self.eval_pass = 0, False, True, False
@@ -99,7 +99,7 @@ class Loop(CallbackRunner):
             self._with_events(self._do_epoch, "epoch", CancelEpochException)
 
     def _do_epoch(self) -> None:
-        self._amid_epoch = True
+        self._within_epoch = True
         try:
             self._do_epoch_train()
             if self.dls.valid is not None:
@@ -110,7 +110,7 @@ class Loop(CallbackRunner):
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self._epochs_done, self._amid_epoch = self.epoch + 1, False
+        self._epochs_done, self._within_epoch = self.epoch + 1, False
 
     def _do_epoch_train(self) -> None:
         self.dl = self.dls.train

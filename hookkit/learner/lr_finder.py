@@ -52,7 +52,7 @@ class SuggestedLRs:
     """What `lr_find` found.
 
     Args:
-        valley: a learning rate amid the longest descent of the loss.
+        valley: a learning rate in the middle of the longest descent of the loss.
         lrs: (n,) float64: the learning rate of each batch.
         losses: (n,) float64: the smoothed loss of each batch.
     """
