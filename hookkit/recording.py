@@ -51,13 +51,15 @@ class RecordSwitch(Block):
         late: the model's forward has returned. A layer that is called on its own now is recorded if
             it takes part in the loss.
         target: what recorders show tensors to.
+        given: what they show the inputs of each layer in this batch; None: nobody.
     """
 
-    __slots__ = ("late", "target")
+    __slots__ = ("given", "late", "target")
 
     def __init__(self) -> None:
         super().__init__(Options())
         self.on, self.late, self.target = False, False, None  # type: tuple[bool, bool, Any]
+        self.given: Callable[[int, Any], None] | None = None
 
 
 class HookCallback(Callback):

@@ -59,6 +59,36 @@ def test_it_is_looked_at_in_the_first_step_and_in_some_later_ones():
     assert meta["last_variation"] == [0.0, 0.0]  # inputs are all 0 by then
 
 
+def test_what_a_layer_is_given_is_looked_at_in_the_first_batch_alone():
+    given = []
+
+    def forward(net, x):
+        given.append(5 * x + 100)
+        return net(given[-1])
+
+    meta = trained(30, forward).run_record().activations.meta
+
+    x = given[0]
+    expected = [x.square().mean().sqrt(), x.max(), x.var(0, correction=0).mean() / x.pow(2).mean()]
+    found = [meta[key][0] for key in ("given_rms", "given_max", "given_variation")]
+    assert found == pytest.approx([float(e) for e in expected], rel=1e-5)
+    assert meta["given_rms"][1] > 0  # of what the first layer and a ReLU give
+
+
+@pytest.mark.parametrize("given", [(), (torch.ones(3, 2, dtype=torch.long),), (torch.ones(()),)])
+def test_a_layer_that_is_given_no_batch_of_floats_has_no_size_of_it(given):
+    seen = Variation()
+    seen.see_given(0, (given, {}))
+    assert seen.read(1)[0, 2:].isnan().all()
+
+
+def test_one_sample_has_a_size_and_a_batch_by_keyword_too():
+    seen = Variation()
+    seen.see_given(0, ((), {"x": torch.tensor([[3.0, 4.0]])}))
+    seen.see_given(0, ((torch.ones(2, 2),), {}))  # only the first batch counts
+    assert seen.read(1)[0, 2:].tolist() == pytest.approx([12.5**0.5, 4, 0])
+
+
 def test_gradients_are_not_looked_at():
     w = trained(3, cbs=[GradientStats()])
 

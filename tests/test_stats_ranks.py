@@ -246,7 +246,7 @@ def as_the_page_says(w: Any) -> int:
     act, gradient, params = w.activation_stats.record(), w.gradient_stats.record(), w.param_stats
     s, n_bins, n_units = len(act), act.hist.shape[1], 3 + 3
     n_bytes = 8 + 16 + 8 * len(params.names)  # how many losses; layouts, and what has moved
-    for record, each in ((act, 8 * s * 4 * n_units + 32 * len(act.names)), (gradient, 0)):
+    for record, each in ((act, 8 * s * 4 * n_units + 80 * len(act.names)), (gradient, 0)):
         n, bins = len(record.names), n_bins + 3 if record is act else 0
         n_bytes += 16 + 16 + 8 * n * (2 * s + 1) + 8 * s * n * (6 + bins) + each + 8 * n * s
     return n_bytes

@@ -63,7 +63,8 @@ def merged(
     if "counts" in sums:
         found["counts"] = sums["counts"].long()
     if "variation" in sums:
-        found["variation"] = sums["variation"][:, :2] / sums["variation"][:, 2:]
+        known, n = sums["variation"].chunk(2, dim=1)
+        found["variation"] = known / n
     if o.window:
         layers = [(i, kinds[i], width) for i, width in enumerate(widths) if width]
         counts = sums["units"].float()
@@ -102,7 +103,8 @@ def _aligned(tables: Tables, order: list[int], rows: int) -> Tables:
         found["counts"][:, order] = tables["counts"].double()
     if "variation" in tables:
         shares = tables["variation"].double()
-        found["variation"] = torch.zeros(rows, 4, dtype=torch.float64, device="cpu")
+        width = 2 * shares.shape[1]
+        found["variation"] = torch.zeros(rows, width, dtype=torch.float64, device="cpu")
         seen = ~shares.isnan()
         found["variation"][order] = torch.cat([shares.nan_to_num(0.0), seen.double()], 1)
     return found

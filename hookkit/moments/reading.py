@@ -20,6 +20,7 @@ from hookkit.moments.history import StepHistory
 from hookkit.moments.merging import RankUnits, Tables, merged
 from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
 from hookkit.moments.units import CLAMPING, FIELDS
+from hookkit.moments.variation import COLUMNS
 from hookkit.records import Record
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def record_of(stats: StatsAccumulator, whole: bool) -> tuple[Record, RankUnits |
     if not whole and ranks.is_distributed():
         meta["rank"] = ranks.this_rank()
     if (shares := tables.get("variation")) is not None:
-        meta |= zip(("first_variation", "last_variation"), shares.T.tolist(), strict=True)
+        meta |= zip(COLUMNS, shares.T.tolist(), strict=True)
     record = Record(
         stats.kind,
         tuple(names),

@@ -3,16 +3,21 @@
 The share is var / mean square: the variance over the first dimension, averaged over the others,
 divided by the mean square of all values. 1 minus it is what the samples have in common. It is
 looked at in a few batches only, on some samples and some of their values, since it is to show a
-collapse, which is a matter of powers of ten. Nothing here waits for a device.
+collapse, which is a matter of powers of ten. What a layer is given is looked at once, in the first
+batch: whether the data are of a usual size is a matter of powers of ten, too. Nothing here waits
+for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hookkit.hooks.snapshot import is_transforming
+from hookkit.nested import leaves
 
 EVERY = 16
 """Recorded steps from one look to the next."""
@@ -20,19 +25,26 @@ EVERY = 16
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SAMPLES, _VALUES, _LATEST = 64, 2048, 3
 
+COLUMNS = ("first_variation", "last_variation", "given_rms", "given_max", "given_variation")
+"""What is known of each row, by its name in `Record.meta`."""
+
 
 class Variation:
-    """The share of each row in the first look, and in the latest three.
+    """The share of each row in the first look, and in the latest three; and what it is given.
 
     >>> seen = Variation()
     >>> seen.see(0, torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
     >>> seen.see(1, torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
-    >>> seen.read(3).tolist()
+    >>> seen.read(3)[:, :2].tolist()
     [[0.20000000298023224, 0.20000000298023224], [0.0, 0.0], [nan, nan]]
+    >>> seen.see_given(0, torch.tensor([[3.0], [-5.0]]))
+    >>> dict(zip(COLUMNS, seen.read(3)[0].tolist(), strict=True))["given_max"]
+    5.0
     """
 
     def __init__(self) -> None:
         self._looks: dict[int, list[Tensor]] = {}  # by row: the first, and the latest
+        self._given: dict[int, Tensor] = {}  # by row: RMS, largest size and share
 
     def see(self, row: int, t: Tensor) -> None:
         """Looks at one output of a layer. Tensors without a first dimension of samples are passed.
@@ -41,40 +53,72 @@ class Variation:
             row: of the layer.
             t: (samples, …) of float16, bfloat16, float32 or float64, on any device; it is not kept.
         """
-        usual = type(t) is Tensor and t.dtype in _DTYPES and t.layout is torch.strided
-        if not usual or t.is_nested or t.is_meta or t.ndim < 2 or len(t) < 2 or not t.numel():
+        if not _is_usual(t) or t.ndim < 2 or len(t) < 2:
             return
         with torch.no_grad(), torch.inference_mode(False):
-            x = t.detach()[:_SAMPLES].flatten(1)
-            x = x[:, :: -(-x.shape[1] // _VALUES)].float()
-            share = x.var(0, correction=0).mean() / x.square().mean()
+            share = _share(_some(t))
         looks = self._looks.setdefault(row, [])
         looks.append(share)
         if len(looks) > 1 + _LATEST:
             del looks[1]
 
+    def see_given(self, row: int, inputs: Any) -> None:
+        """Looks at the first tensor that a layer is given, once; others than floats are passed."""
+        t = None if row in self._given or is_transforming() else next(iter(leaves(inputs)), None)
+        if t is None or not _is_usual(t) or not t.ndim:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            x = _some(t)
+            size = x.square().mean().sqrt(), x.abs().amax(), _share(x)
+            self._given[row] = torch.stack(size)
+
     def read(self, rows: int) -> Tensor:
-        """(rows, 2) float64 on the CPU: the first share and the median of the latest, NaN if none.
+        """(rows, 5) float64 on the CPU: `COLUMNS`, of the latest shares the median, NaN if none.
 
         The host reads the device here.
         """
         looks = [(row, x) for row, found in self._looks.items() for x in found]
         known: dict[int, list[float]] = {}
-        for device in dict.fromkeys(x.device for _, x in looks):
-            own = [(row, x) for row, x in looks if x.device == device]
-            shares = torch.stack([x for _, x in own]).tolist()  # sync: one per device
-            for (row, _), share in zip(own, shares, strict=True):
-                known.setdefault(row, []).append(share)
-        table = torch.full((rows, 2), torch.nan, dtype=torch.float64, device="cpu")
+        for row, share in _on_the_host(looks):
+            known.setdefault(row, []).append(share)
+        table = torch.full((rows, len(COLUMNS)), torch.nan, dtype=torch.float64, device="cpu")
         for row, (first, *latest) in known.items():
             table[row, 0], table[row, 1] = first, sorted(latest or [first])[len(latest) // 2]
+        for row, given in _on_the_host([*self._given.items()]):
+            table[row, 2:] = torch.tensor(given, dtype=torch.float64)
         return table
 
     def moved(self, row_of: Sequence[int]) -> Variation:
         """A copy in which row `i` is row `row_of[i]`."""
         new = Variation()
         new._looks = {row_of[row]: [*found] for row, found in self._looks.items()}
+        new._given = {row_of[row]: given for row, given in self._given.items()}
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_looks": {row: [x.cpu() for x in looks] for row, looks in self._looks.items()}}
+        looks = {row: [x.cpu() for x in found] for row, found in self._looks.items()}
+        return {"_looks": looks, "_given": {row: x.cpu() for row, x in self._given.items()}}
+
+
+def _is_usual(t: Tensor) -> bool:
+    usual = type(t) is Tensor and t.dtype in _DTYPES and t.layout is torch.strided
+    return usual and not (t.is_nested or t.is_meta) and t.numel() > 0
+
+
+def _some(t: Tensor) -> Tensor:
+    """(samples, values) float32 of some of both."""
+    x = t.detach()[:_SAMPLES]
+    x = x[:, None] if x.ndim < 2 else x.flatten(1)
+    return x[:, :: -(-x.shape[1] // _VALUES)].float()
+
+
+def _share(x: Tensor) -> Tensor:
+    return x.var(0, correction=0).mean() / x.square().mean()
+
+
+def _on_the_host(rows: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Any]]:
+    """Each row with its numbers."""
+    for device in dict.fromkeys(x.device for _, x in rows):
+        own = [(row, x) for row, x in rows if x.device == device]
+        values = torch.stack([x for _, x in own]).tolist()  # sync: one per device
+        yield from zip((row for row, _ in own), values, strict=True)

@@ -18,7 +18,7 @@ Shift = tuple[int, int]
 """By how many steps and epochs what comes later is counted on."""
 
 _OPTIONS = ("eps", "sample", "exact_hist", "window")
-_AS_IT_BEGAN = ("constant", "first_variation")
+_AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_variation")
 
 
 def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | None:

@@ -100,6 +100,8 @@ class StatsCallback(HookCallback):
         super().before_batch()
         self._begun = self.recording
         self.accumulator.looks = training and self.accumulator.n_records % EVERY == 0
+        seen, first = self.accumulator.variation, training and not self.accumulator.n_records
+        self._switch.given = seen.see_given if seen is not None and first else None
         if self._begun and training and isinstance(self.accumulator, ScaledAccumulator):
             self.accumulator.begin_batch(self._scaler)
 
