@@ -198,7 +198,10 @@ def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
 
     Where two have the same label (modules without names), their positions are added.
     """
-    silent = [(i, h) for i, h in enumerate(hooks) if h.last is None and _is_silent(h)]
+    each = [*hooks]
+    if each and each[0].options.retain_grad:
+        each += [h.grads for h in each if h.count and h.grads is not None]
+    silent = [(i, h) for i, h in enumerate(each) if h.last is None and _is_silent(h)]
     if not silent:
         return {}
     times = Counter(h.label() for _, h in silent)
@@ -247,6 +250,8 @@ def _report(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> Non
     if not o.stop:
         run = "loss.backward()" if _NO_BACKWARD in silent.values() else "the model"
         empty = "Run" if o.keep == "none" else "What they store is None: run"
+        if run != "the model" and o.retain_grad:
+            empty = "Their `grad` is None: run"
         text = (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
             f"{empty} {run} inside the block, or do not hook these modules."

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -41,6 +42,7 @@ from hookkit.hooks.entries import (
 )
 from hookkit.hooks.gradients import GradHooks, keeps_output
 from hookkit.hooks.snapshot import (
+    Kind,
     Options,
     Snapshotter,
     StoredValue,
@@ -72,6 +74,7 @@ class Capture(HookEntry):
         last: what is stored of the last call: a tensor (by the fast path), a `StoredValue`,
             `Grads`, or None.
         all: the same for each call, with `keep="all"`.
+        grads: with `retain_grad=True`, what stores the gradients of the same calls.
         missed: why calls were not recorded, for the report.
         traced: it ran inside a compiled graph, which keeps the last value only.
         version: of a live tensor in `last`; -1 where it is not known.
@@ -82,6 +85,7 @@ class Capture(HookEntry):
         "__weakref__",
         "all",
         "count",
+        "grads",
         "handles",
         "last",
         "leaf",
@@ -95,6 +99,7 @@ class Capture(HookEntry):
 
     switch: Block
     all: list[Any]
+    grads: Gradients | None
     handles: tuple[RemovableHandle, ...]
     last: Any
     missed: str | None
@@ -116,7 +121,7 @@ class Capture(HookEntry):
         self.callback, self.handles = None, ()
         self.count, self.last, self.missed, self.traced = 0, None, None, False
         if not block.options.plain:
-            self.all, self.waiting = [], deque(maxlen=256)
+            self.all, self.waiting, self.grads = [], deque(maxlen=256), None
 
     def clear(self) -> None:
         """Forgets what was stored and counted."""
@@ -154,8 +159,10 @@ class Capture(HookEntry):
         module, o = self.module(), self.switch.options
         if module is None:
             raise HookError(f"{o.who}: the module of this hook is gone. Make a new hook.")
-        if o.kind == "forward":  # as `entries.register`, in fewer calls
-            self.handles = (module.register_forward_hook(self, with_kwargs=True),)
+        if o.kind == "forward" and not o.retain_grad:  # as `entries.register`, in fewer calls
+            self.handles = (
+                module.register_forward_hook(self, with_kwargs=True, prepend=o.prepend),
+            )
             self.callback = calls.after
             return
         self.callback, self.handles = calls.after, ()
@@ -169,17 +176,27 @@ class Capture(HookEntry):
         if o.entries is not None:
             module = self.module()
             return [] if module is None else o.entries(self.name, module, self.leaf)
-        if o.kind == "pre":
-            return [(HookEntry(MethodType(calls.before, self), edit=self.edit), {"pre": True})]
+        if o.kind in ("forward", "pre"):
+            pre = o.kind == "pre"
+            f = MethodType(calls.before if pre else calls.after, self)
+            entry = HookEntry(f, edit=self.edit, keeps_output=self.keeps_output)
+            return [*self._of_grads(first), (entry, {"pre": pre, "prepend": o.prepend})]
         if o.kind == "backward":
             check = HookEntry(MethodType(calls.check_output, self), keeps_output=False)
             entry = HookEntry(MethodType(calls.backward, self), edit=self.edit)
-            return [(check, {}), (entry, {"backward": True})]
+            return [(check, {}), (entry, {"backward": True, "prepend": o.prepend})]
         if o.kind == "both":
             both = BothGrads(MethodType(calls.backward, self), self.leaf, o.detach, self.switch)
             return both.entries(first)
         begin = MethodType(calls.begin, self)
         return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first)
+
+    def _of_grads(self, first: bool) -> list[Placed]:
+        """What stores the gradients, with `retain_grad`: before this hook, which sees aliases."""
+        if not self.options.retain_grad:
+            return []
+        self.grads = Gradients(self)
+        return self.grads._entries(first)
 
     def registered(self) -> tuple[tuple[RemovableHandle, HookEntry | None], ...]:
         """What is on the module, each entry with PyTorch's handle; for copies."""
@@ -189,9 +206,9 @@ class Capture(HookEntry):
         """Has `entries`, on a copied module, call this, and it share `block` with others."""
         self.switch, kind = block, block.options.kind
         self.callback = calls.after if entries else None
-        if kind in ("forward", "recorder"):  # a copy records nothing
+        if kind == "recorder" or (entries and entries[0] is self):  # a copy records nothing
             return
-        first = len(entries) > (4 if kind == "both" else 2)
+        first = len(entries) > 2 + 2 * (kind == "both") + block.options.retain_grad
         for entry, (new, _) in zip(entries, self._entries(first), strict=False):
             if entry is not None:
                 entry.callback, entry.switch = new.callback, block
@@ -201,10 +218,12 @@ class Capture(HookEntry):
         if self.callback is None:
             return
         self.callback, o = None, self.switch.options
-        if o.kind == "forward":
+        if o.kind == "forward" and not o.retain_grad:
             self.handles[0].remove()
         else:
             unregister(self.handles)
+        if o.retain_grad and self.grads is not None:
+            self.grads.callback = None
         if o.live:
             self.settle()
         module = self.module() if o.kind == "backward" else None
@@ -310,6 +329,23 @@ class Capture(HookEntry):
         if self.name is not None:
             return f"'{self.name}'" + (f" ({type(module).__name__})" if module is not None else "")
         return "a module that is gone" if module is None else brief(module)
+
+
+class Gradients(Capture):
+    """The gradients of what another capture stores; registered and removed with it."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, values: Capture) -> None:
+        super().__init__(values.module(), values.switch, values.name, values.leaf)
+        kind: Kind = "pre_grad" if values.options.kind == "pre" else "grad"
+        self.own = replace(values.options, kind=kind, retain_grad=False, prepend=False)
+        self.callback = calls.after
+
+    @property
+    def options(self) -> Options:
+        """Those of the values, for gradients."""
+        return self.own
 
 
 def _gone() -> None:

@@ -1,7 +1,7 @@
 """`Hooks`: many hooks as one, registered all or none.
 
 They are registered when they are made and removed by `remove()` or at the end of a `with` block,
-whatever happens in it; entering them again registers them again.
+whatever happens in it; entering them again registers them again. (Just over 300 lines: one class.)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from fastcore.foundation import L
@@ -21,12 +21,13 @@ from hookkit.hooks.block import Block, Registered, reasons
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
 from hookkit.hooks.hook import Hook, kind_of
-from hookkit.hooks.reading import stored
+from hookkit.hooks.reading import Values, stored
 from hookkit.hooks.saving import save
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
 
+T = TypeVar("T")
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
 Named = tuple[str | None, nn.Module, str]
 """A module's name, the module, and the path of the part of its output that is meant."""
@@ -60,9 +61,11 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
         clone: bool | None = None,
         dtype: torch.dtype | None = None,
         stop: bool = False,
+        prepend: bool = False,
     ) -> None:
         kind = kind_of("Hooks", is_forward, pre)
-        o = Options("Hooks", kind, hook_func, detach, cpu, gather, edit, keep, clone, dtype, stop)
+        how = (detach, cpu, gather, edit, keep, clone, dtype, stop)
+        o = Options("Hooks", kind, hook_func, *how, prepend=prepend)
         self._set_up(ms, o)
 
     @classmethod
@@ -144,14 +147,35 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
 
     @property
     def stored(self) -> L:
-        """What each hook stored in its last call, in order; None where it was not called."""
-        return as_L(stored(self._captures))
+        """What each hook stored in its last call, in order; None where it was not called.
+
+        An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
+        """
+        return Values(stored(self._captures))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What each hook stored in its last call, by its name (or position); as `stored`."""
+        return self._keyed(self.stored)
+
+    def items(self) -> Iterable[tuple[str, Hook]]:
+        """`(name, hook)` for each name (or position): for `stored`, `grad` and `calls` of each.
+
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+        >>> with Hooks(net, None) as h: y = net(torch.ones(1, 2))
+        >>> [(name, tuple(hook.stored.shape)) for name, hook in h.items()]
+        [('0', (1, 3)), ('1', (1, 3))]
+        """
+        return self._keyed(self.hooks).items()
 
     @property
     def n_calls(self) -> dict[str, int]:
         """How many forward calls each hook has seen, by its name or position; `Hook.n_calls`."""
-        n = dict(zip(self.names, (h.n_calls for h in self.hooks), strict=True))
-        return {**n, **{name: n[first] for name, first in self._also.items()}}
+        return self._keyed(h.n_calls for h in self.hooks)
+
+    def _keyed(self, each: Iterable[T]) -> dict[str, T]:
+        """`each`, one for each hook, by every name that it was selected by."""
+        found = dict(zip(self.names, each, strict=True))
+        return {**found, **{name: found[first] for name, first in self._also.items()}}
 
     @property
     def silent(self) -> dict[str, str]:
@@ -257,13 +281,6 @@ def _check(kinds: Iterable[type], ms: Iterable[Any], who: str) -> None:
         if nn.Module not in kind.__mro__ or ScriptModule in kind.__mro__:
             for m in ms:
                 check_hookable(m, who)
-
-
-def as_L(items: list[Any]) -> L:
-    """An `L` of this very list; `L(items)` would inspect it first, for 20 µs."""
-    new = L.__new__(L)
-    new.items = items
-    return new
 
 
 def named_modules_of(ms: Any, who: str) -> list[Named]:

@@ -22,7 +22,7 @@ from hookkit.hooks.block import Block, Registered, warn_if_compiled
 from hookkit.hooks.calls import Grads
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.entries import check_hookable
-from hookkit.hooks.reading import read, stored
+from hookkit.hooks.reading import Values, gradient, read, stored
 from hookkit.hooks.snapshot import Kind, Options, Snapshotter, StoredValue
 from hookkit.nested import describe, is_path
 
@@ -53,6 +53,7 @@ class Hook(Registered):
             not notice what is written through `.data` or numpy).
         dtype: floating point tensors are stored as this.
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
+        prepend: before the hooks that the module has, instead of after them.
         name: what messages call the module.
         leaf: path into the output, such as `[0]`: stands for the output everywhere.
 
@@ -87,11 +88,13 @@ class Hook(Registered):
         clone: bool | None = None,
         dtype: torch.dtype | None = None,
         stop: bool = False,
+        prepend: bool = False,
         name: str | None = None,
         leaf: str = "",
     ) -> None:
         kind = kind_of("Hook", is_forward, pre)
-        o = Options("Hook", kind, hook_func, detach, cpu, gather, edit, keep, clone, dtype, stop)
+        how = (detach, cpu, gather, edit, keep, clone, dtype, stop)
+        o = Options("Hook", kind, hook_func, *how, prepend=prepend)
         check_hookable(m, "Hook")
         if not isinstance(leaf, str) or not is_path(leaf):
             raise OptionError(
@@ -216,6 +219,14 @@ class Hook(Registered):
         return stored([self._capture])[0]
 
     @property
+    def grad(self) -> Any:
+        """The gradient of `stored`, of the same call and structure; needs `retain_grad=True`.
+
+        None until a backward pass has brought it, in a structure where none arrived.
+        """
+        return gradient(self._capture)
+
+    @property
     def calls(self) -> L:
         """What each call stored, in the order of the forward calls; needs `keep="all"`."""
         c = self._capture
@@ -228,7 +239,7 @@ class Hook(Registered):
         if not c.all:
             warn_if_compiled(c)
         each = [(c, kept, f" in call {i}") for i, kept in enumerate(c.all)]
-        return L(read(each, c.options.gather))
+        return Values(read(each, c.options.gather))
 
     @property
     def n_calls(self) -> int:

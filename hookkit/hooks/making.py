@@ -25,6 +25,8 @@ def hook_output(
     clone: bool | None = None,
     dtype: torch.dtype | None = None,
     stop: bool = False,
+    retain_grad: bool = False,
+    prepend: bool = False,
 ) -> Hook:
     """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
 
@@ -35,16 +37,24 @@ def hook_output(
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
     arrived), filled in by the backward pass: what every use of that tensor sends back, also by
     another hook that keeps it. Uses inside the module by its other outputs do not count, nor,
-    where the module returns its input, those of the input.
+    where the module returns its input, those of the input. With `retain_grad` both are stored: the
+    output in `stored`, its gradient in `grad`, in the same structure.
+
+    With `prepend` it sees the output before the hooks that the module has, and their edits.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_output(m) as h:
     ...     y = m(torch.randn(4, 5))
     >>> torch.equal(h.stored, y), h.stored.requires_grad
     (True, False)
+    >>> with hook_output(m, retain_grad=True) as h:
+    ...     m(torch.randn(4, 5)).sum().backward()
+    >>> h.stored.shape, h.grad[0]
+    (torch.Size([4, 3]), tensor([1., 1., 1.]))
     """
     kind: Kind = "grad" if check_flag("hook_output", "grad", grad, BY_NAME) else "forward"
-    o = Options("hook_output", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_output", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
     return Hook.made(module, o)
 
 
@@ -59,6 +69,8 @@ def hook_outputs(
     clone: bool | None = None,
     dtype: torch.dtype | None = None,
     stop: bool = False,
+    retain_grad: bool = False,
+    prepend: bool = False,
 ) -> Hooks:
     """`Hooks` that store what each of `modules` returns, or the gradients of that: `hook_output`.
 
@@ -69,10 +81,12 @@ def hook_outputs(
     [(4, 10), (4, 10), (4, 3)]
     """
     usual = detach is True and cpu is False and grad is False and gather is False
+    usual = usual and retain_grad is False and prepend is False
     if usual and clone is None and dtype is None and stop is False and keep is _LAST:
         return Hooks.of(modules, _PLAIN)
     kind: Kind = "grad" if check_flag("hook_outputs", "grad", grad, BY_NAME) else "forward"
-    o = Options("hook_outputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_outputs", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
     return Hooks.of(modules, o)
 
 
@@ -87,6 +101,8 @@ def hook_input(
     clone: bool | None = None,
     dtype: torch.dtype | None = None,
     stop: bool = False,
+    retain_grad: bool = False,
+    prepend: bool = False,
 ) -> Hook:
     """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
 
@@ -94,7 +110,8 @@ def hook_input(
     positional inputs and then the keyword inputs, None where none arrived. Each place has its own
     gradient, so a tensor that is passed twice comes to the module as two views of it, as with
     PyTorch's full backward hook. `MultiheadAttention`, which tests `query is key`, then computes
-    its projections one by one, and the last digits can differ.
+    its projections one by one, and the last digits can differ. `retain_grad` and `prepend` as in
+    `hook_output`.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_input(m) as h:
@@ -103,7 +120,8 @@ def hook_input(
     torch.Size([4, 5])
     """
     kind: Kind = "pre_grad" if check_flag("hook_input", "grad", grad, BY_NAME) else "pre"
-    o = Options("hook_input", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_input", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
     return Hook.made(module, o)
 
 
@@ -118,6 +136,8 @@ def hook_inputs(
     clone: bool | None = None,
     dtype: torch.dtype | None = None,
     stop: bool = False,
+    retain_grad: bool = False,
+    prepend: bool = False,
 ) -> Hooks:
     """`Hooks` that store what each of `modules` is called with, or the gradients: `hook_input`.
 
@@ -128,5 +148,6 @@ def hook_inputs(
     [(4, 5), (4, 10)]
     """
     kind: Kind = "pre_grad" if check_flag("hook_inputs", "grad", grad, BY_NAME) else "pre"
-    o = Options("hook_inputs", kind, None, detach, cpu, gather, False, keep, clone, dtype, stop)
+    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
+    o = Options("hook_inputs", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
     return Hooks.of(modules, o)

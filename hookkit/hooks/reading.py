@@ -6,18 +6,39 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastcore.foundation import L
 from torch import Tensor
 
 from hookkit import ranks
-from hookkit.errors import OverwrittenWarning
+from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks.block import warn_if_compiled
+from hookkit.hooks.calls import Grads
 from hookkit.hooks.references import warning_of
 from hookkit.hooks.snapshot import Kind, StoredValue
+from hookkit.nested import tmap
 
 if TYPE_CHECKING:
     from hookkit.hooks.capture import Capture
 
 Stored = tuple["Capture", StoredValue | None, str]  # the last is which call, in words
+
+
+class Values(L, list[Any]):  # type: ignore[misc]
+    """An `L` that is a list: PyTorch takes no other sequence of tensors (`torch.stack`).
+
+    The values are the list's own; `items`, which all methods of `L` read, is a copy.
+    """
+
+    def __init__(self, items: Any = (), **_: Any) -> None:
+        list.__init__(self, items)
+
+    @property
+    def items(self) -> list[Any]:
+        """The values as a plain list."""
+        return list.copy(self)
+
+    __len__, __iter__ = list.__len__, list.__iter__
+    __setitem__, __delitem__ = list.__setitem__, list.__delitem__
 
 
 _WHAT: dict[Kind, str] = {
@@ -45,6 +66,23 @@ def stored(captures: Sequence[Capture]) -> list[Any]:
     ):
         return read([_last(c) for c in captures], False)
     return bare
+
+
+def gradient(c: Capture) -> Any:
+    """The gradient of what `c` stored at its last call, in the same structure; None for none."""
+    if not c.options.retain_grad:
+        raise OptionError(
+            f"{c.options.who}: .grad of {c.label()} is not kept. Make the hook with "
+            "retain_grad=True, or with grad=True, which stores gradients alone, in `stored`."
+        )
+    grads = c.grads
+    if grads is None or (isinstance(grads.last, Grads) and grads.last.index < grads.count):
+        return None  # the gradient is an earlier call's, and `stored` the last one's
+    found = stored([grads])[0]
+    if found is None:
+        return None
+    each = iter(found)
+    return tmap(lambda t: next(each), stored([c])[0])
 
 
 def _last(c: Capture) -> Stored:

@@ -2,7 +2,8 @@
 
 A stored tensor is a snapshot: a later in-place operation cannot change it. On the CPU that is
 torch's lazy clone (copy-on-write, 0.5 µs whatever the size), elsewhere a clone. What is stored
-live instead is watched by its version counter, and reading it warns if it was overwritten.
+live instead is watched by its version counter, and reading it warns if it was overwritten. (Over
+300 lines, since what an option means and what is stored for it are read together.)
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ outside: Callable[[], AbstractContextManager[Any]] = getattr(
 # values would not be noticed, and gradients of views and of returned inputs would be wrong. PyTorch
 # has no public name for them, so there is no fallback.
 _USUAL = ("forward", None, "last", None)
+_FLAGS = ("detach", "cpu", "gather", "edit", "stop", "clone", "retain_grad", "prepend")
 
 
 FUNCTION_OF: dict[Kind, tuple[str, ...]] = {
@@ -83,11 +85,13 @@ class Options:
     dtype: torch.dtype | None = None
     stop: bool = False
     entries: Callable[..., list[Any]] | None = None
+    retain_grad: bool = False
+    prepend: bool = False
     plain: bool = field(init=False)  # the last output and nothing more: the fast path
     live: bool = field(init=False)  # as it is: a later in-place operation changes what is stored
 
     def __post_init__(self) -> None:
-        for what in ("detach", "cpu", "gather", "edit", "stop", "clone"):
+        for what in _FLAGS:
             flag = getattr(self, what)
             if flag is not True and flag is not False and (what != "clone" or flag is not None):
                 object.__setattr__(self, what, check_flag(self.who, what, flag, BY_NAME))
@@ -99,7 +103,9 @@ class Options:
 
         # compared as one tuple, since this runs at each `with hook_outputs(…)`
         usual = (self.kind, self.hook_func, self.keep, self.dtype) == _USUAL
-        plain = usual and not (self.clone or self.cpu or self.gather or self.stop)
+        plain = usual and not (
+            self.clone or self.cpu or self.gather or self.stop or self.retain_grad
+        )
         live = self.clone is False or (self.clone is None and not self.detach)
         object.__setattr__(self, "plain", plain)
         object.__setattr__(self, "live", live)
@@ -109,7 +115,18 @@ class Options:
             raise OptionError(
                 f"{self.who}: dtype={self.dtype!r} is no torch dtype. Use one, as torch.float32."
             )
-        if self.stop and self.kind not in ("forward", "pre"):
+        of_values = self.kind in ("forward", "pre")
+        if self.retain_grad and not of_values:
+            raise OptionError(
+                f"{self.who}: grad=True stores gradients alone, in `stored`; retain_grad=True "
+                "stores values, and their gradients in `grad`. Give one of the two."
+            )
+        if self.prepend and self.kind in ("grad", "pre_grad"):
+            raise OptionError(
+                f"{self.who}: prepend=True puts a hook before those that its module has, and "
+                "grad=True hooks tensors. Drop prepend=True."
+            )
+        if self.stop and (self.retain_grad or not of_values):
             raise OptionError(
                 f"{self.who}: stop=True ends the forward pass, but gradients need all of it. "
                 "Drop stop=True, or capture values instead."

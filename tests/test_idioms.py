@@ -1,0 +1,213 @@
+"""A researcher's daily idioms around hooks, each beside plain PyTorch."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fastcore.foundation import L
+from hooked import n_hooks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.errors import NeverFiredWarning, OptionError
+from hookkit.hooks import Hooks, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.nested import Inputs
+from hookkit.selecting import select
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+# --- names and values of many hooks
+
+
+def test_hooks_are_read_by_name_as_a_dict_or_pair_by_pair() -> None:
+    net = mlp()
+    with hook_outputs(select(net, "0", {"2": "last"})) as h:
+        y = net(X)
+
+    assert h.names == ("0", "last")
+    assert list(h.as_dict()) == ["0", "last"]
+    torch.testing.assert_close(h.as_dict()["last"], y, rtol=0, atol=0)
+    assert [(name, hook is h[name]) for name, hook in h.items()] == [("0", True), ("last", True)]
+    with hook_outputs([net[0], net[2]]) as h:  # without names: positions
+        net(X)
+    assert list(h.as_dict()) == ["0", "1"]
+
+
+def test_both_names_of_a_shared_module_are_in_the_dict() -> None:
+    act = nn.Tanh()
+    net = nn.Sequential(act, nn.Linear(4, 4), act)
+    with hook_outputs(select(net, "0", "2")) as h:
+        y = net(X)
+
+    assert h.as_dict().keys() == {"0", "2"} == dict(h.items()).keys()
+    assert torch.equal(h.as_dict()["2"], y)
+
+
+def test_what_is_stored_is_an_L_and_a_list_which_torch_takes() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with hook_outputs(net, keep="all") as h:
+        y = [net(X), net(2 * X)]
+
+    assert isinstance(h.stored, L)
+    assert isinstance(h.stored, list)
+    assert torch.equal(torch.stack(h.stored)[1], y[1])
+    assert torch.equal(torch.stack(h[1].calls), torch.stack(y))
+    assert torch.equal(torch.cat(h.stored[1:]), y[1])
+    assert h.stored.map(lambda t: tuple(t.shape)) == [(2, 4), (2, 4)]
+    assert [len(h.stored[[0]]), len(h.stored[[False, True]]), len(h.stored)] == [1, 1, 2]
+    for again in (copy.deepcopy(h.stored), pickle.loads(pickle.dumps(h.stored))):
+        assert type(again) is type(h.stored)
+        assert torch.equal(again[1], y[1])
+
+
+# --- outputs and their gradients in one block
+
+
+def _retained(net: nn.Sequential, x: Tensor) -> tuple[list[Tensor], list[Any]]:
+    """Each layer's output and its gradient, by PyTorch's `retain_grad`; without in-place layers."""
+    found = []
+    for layer in net:
+        layer = nn.ReLU() if isinstance(layer, nn.ReLU) else layer
+        x = layer(x)
+        x.retain_grad()
+        found.append(x)
+    x.square().sum().backward()
+    return [t.detach() for t in found], [t.grad for t in found]
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_outputs_and_their_gradients_in_one_block(detach: bool) -> None:
+    net = mlp()
+    values, grads = _retained(net, X)
+
+    with hook_outputs(net, detach=detach, clone=True, retain_grad=True) as h:
+        net(X).square().sum().backward()
+
+    assert all(map(torch.equal, h.stored, values))
+    assert h[0].stored.requires_grad is not detach
+    for hook, grad in zip(h, grads, strict=True):
+        torch.testing.assert_close(hook.grad, grad, rtol=0, atol=0)
+    assert n_hooks(net) == 0
+
+
+def test_gradients_have_the_structure_of_what_is_stored() -> None:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 3)
+    x = X.clone().requires_grad_()
+    with hook_output(lstm, retain_grad=True) as o, hook_input(lstm, retain_grad=True) as i:
+        out, (hidden, _) = lstm(x)
+        (out.sum() + 3 * hidden.sum()).backward()
+
+    assert torch.equal(o.grad[0], torch.ones(2, 3))
+    assert torch.equal(o.grad[1][0], torch.full((1, 3), 3.0))
+    assert o.grad[1][1] is None
+    assert isinstance(i.grad, Inputs)
+    torch.testing.assert_close(i.grad[0], x.grad, rtol=0, atol=0)
+    assert torch.equal(i.stored[0], X)
+
+
+def test_gradients_of_the_last_call_or_none() -> None:
+    layer = nn.Linear(4, 2)
+    with hook_output(layer, retain_grad=True) as h:
+        layer(X).sum().backward()
+        layer(X)
+        assert h.grad is None  # `stored` is of the second call by now
+        layer(X).sum().mul(2).backward()
+    assert torch.equal(h.grad, torch.full((2, 2), 2.0))
+    assert h.n_calls == 3
+
+    with h:
+        checkpoint(layer, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    assert torch.equal(h.grad, torch.ones(2, 2))
+    assert h.n_calls == 1
+
+
+def test_a_kept_output_counts_its_use_by_the_keeper() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
+    x = X.clone().requires_grad_()
+    with hook_output(net[0], detach=False, retain_grad=True) as h:
+        (net(x).sum() + h.stored.sum()).backward()
+
+    torch.testing.assert_close(h.grad, net[1].weight.sum(0).expand(2, 4) + 1)
+
+
+class Owner(nn.Module):
+    """A module that has a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.seen = hook_output(self.fc, retain_grad=True)
+
+
+def test_copies_keep_gradients_of_their_own() -> None:
+    for other in (copy.deepcopy(owner := Owner()), pickle.loads(pickle.dumps(owner))):
+        other.fc(X).sum().backward()
+
+        assert torch.equal(other.seen.grad, torch.ones(2, 2))
+        assert other.seen.stored.shape == (2, 2)
+        assert owner.seen.grad is None
+        other.seen.remove()
+        assert n_hooks(other) == 0
+
+
+def test_no_backward_pass_in_the_block_is_reported() -> None:
+    net = mlp()
+    with (
+        pytest.warns(NeverFiredWarning, match=r"1 of 1 hooks never .* no backward .* `grad` is No"),
+        hook_outputs(select(net, "2"), retain_grad=True) as h,
+    ):
+        y = net(X)
+    assert torch.equal(h["2"].stored, y)
+    assert h["2"].grad is None
+    with (
+        pytest.warns(NeverFiredWarning, match=r"1 of 1 hooks .* not called .* is None: run t"),
+        hook_outputs(select(net, "2"), retain_grad=True),
+    ):
+        pass
+
+
+def test_grad_needs_its_option_and_not_the_other_one() -> None:
+    layer = nn.Linear(4, 2)
+    with hook_output(layer) as h:
+        layer(X)
+    with pytest.raises(OptionError, match=r"hook_output: \.grad of Linear.* is not kept"):
+        _ = h.grad
+    for make in (hook_output, hook_input):
+        with pytest.raises(OptionError, match="grad=True stores gradients alone"):
+            make(layer, grad=True, retain_grad=True)
+    with pytest.raises(OptionError, match="stop=True ends the forward pass"):
+        hook_outputs([layer], stop=True, retain_grad=True)
+    assert n_hooks(layer) == 0
+
+
+# --- before the hooks that are there
+
+
+def test_a_prepended_hook_comes_before_those_that_are_there() -> None:
+    layer = nn.Identity()
+    handle = layer.register_forward_hook(lambda m, i, o: o + 1)
+    pre = layer.register_forward_pre_hook(lambda m, i: (i[0] * 10,))
+    with (
+        hook_output(layer, prepend=True) as own,
+        hook_outputs([layer]) as edited,
+        hook_inputs([layer], prepend=True) as given,
+        hook_input(layer) as taken,
+        Hooks([layer], lambda m, i, o: o * 2, edit=True, prepend=True, keep="none"),
+    ):
+        layer(torch.ones(1))
+
+    seen = own.stored, edited[0].stored, given[0].stored[0], taken.stored[0]
+    assert [t.item() for t in seen] == [20, 21, 1, 10]  # the last one prepended is the first
+    handle.remove(), pre.remove()
+    with pytest.raises(OptionError, match="prepend=True puts a hook before those"):
+        hook_output(layer, grad=True, prepend=True)
