@@ -63,3 +63,54 @@ def test_probabilities_before_a_reported_cross_entropy_are_found():
     finding = next(iter(diagnose(w)))
     assert (finding.rule, finding.severity) == ("probabilities", "error")
     assert "the loss is given what a softmax gives" in finding.evidence
+
+
+def train_on_numbers(loss_of, divide=1.0, shown=1.0, model=None, **options):
+    """Two steps of which the loss is reported as a number, `shown` times what it is."""
+    model = net(3) if model is None else model
+    opt = sgd(model)
+    with watch(model, opt, ActivationStats(), **options) as w:
+        for _ in range(2):
+            loss = loss_of(model(torch.randn(5, 4)))
+            (loss / divide if divide != 1 else loss).backward()
+            opt.step()
+            w.loss(shown * loss.item())
+    return w.run_record().info
+
+
+def test_a_loss_that_is_a_number_is_known_by_the_backward_pass():
+    info = train_on_numbers(lambda y: F.cross_entropy(y, CLASSES))
+
+    assert (info["loss_func"], info["n_classes"], info["loss_input"]) == ("cross_entropy", 3, "")
+
+
+@pytest.mark.parametrize("change", [{"divide": 4.0}, {"shown": 5.0}])
+def test_a_number_that_is_not_what_backward_began_with_has_no_known_chance(change):
+    info = train_on_numbers(lambda y: F.cross_entropy(y.softmax(1), CLASSES), **change)
+
+    assert info["loss_func"] is None
+    assert not {"chance", "n_classes"} & set(info)
+    assert info["loss_input"] == "Softmax"  # a mistake all the same
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_named_loss_shows_its_mistakes_too():
+    model = nn.Linear(4, 1)
+    loss = nn.MSELoss()
+
+    info = train_on_numbers(lambda y: loss(y, torch.randn(5)), model=model, loss_func=loss)
+
+    assert info["loss_func"] == "MSELoss"
+    assert info["broadcast"] == "(5, 1) is compared with (5,), which makes (5, 5)"
+
+
+def test_looking_for_the_backward_pass_leaves_nothing_on_the_parameters():
+    model = net(3)
+    opt = sgd(model)
+    with watch(model, opt, ActivationStats()):
+        model(torch.randn(5, 4)).sum().backward()
+        assert not any(p._backward_hooks for p in model.parameters())
+        model(torch.randn(5, 4))
+        opt.step()
+
+    assert not any(p._backward_hooks for p in model.parameters())

@@ -39,14 +39,34 @@ class LossFacts:
         self._sizes: list[int] | None = None  # of the scores' dimensions that may be the classes
         self._by_class = False
         self._by_graph: dict[str, Any] | None = None
+        self._by_root: dict[str, Any] | None = None
+        self._root: tuple[Tensor, int] | None = None  # its value, and its batch
+        self._number: tuple[Tensor, int] | None = None
 
     def see_loss(self, loss: Tensor, own: Iterable[Tensor] = ()) -> None:
         """Reads the graph of a loss: see `loss_by_graph`, and `others_weights` beside `own`."""
         if self._by_graph is None:
-            self._by_graph = loss_by_graph(loss)
-            if n_others := others_weights(loss, own):
-                self._by_graph["others_weights"] = n_others
+            self._by_graph = _facts_of(loss, own)
             self._by_class |= self._by_graph.get("loss_func") in ("cross_entropy", "nll_loss")
+
+    def see_root(self, root: Tensor, own: Iterable[Tensor], batch: int, named: bool) -> None:
+        """Reads the graph of what backward() is called on, which may be another number.
+
+        A loss that is divided (by the batches of a step), scaled or a part of the reported one
+        shows its mistakes all the same; what it is, and how high chance is, is taken from it only
+        if it has the value that is reported for its `batch` (see `see_number`). `named`: the user
+        has said what it is.
+        """
+        if self._by_root is None:
+            self._by_root = _facts_of(root, own)
+            if named:
+                self._by_root.pop("loss_func", None)
+            self._root = root.detach().sum().clone(), batch
+
+    def see_number(self, loss: Tensor, batch: int) -> None:
+        """Notes the first loss that is reported in the batch of the root, or before it is seen."""
+        if self._root is None or (self._number is None and self._root[1] == batch):
+            self._number = loss, batch
 
     def see_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
         """Looks at a classifier's scores, without reading from the device.
@@ -77,7 +97,23 @@ class LossFacts:
 
         Reads the device once.
         """
-        return {**self._of_scores(), **(self._by_graph or {})}
+        return {**self._of_scores(), **self._of_root(), **(self._by_graph or {})}
+
+    def _of_root(self) -> dict[str, Any]:
+        facts = dict(self._by_root or {})
+        if not self._is_reported():
+            for name in _OF_ITS_SIZE:
+                facts.pop(name, None)
+            if not facts.get("loss_input"):
+                facts.pop("loss_input", None)
+        return facts
+
+    def _is_reported(self) -> bool:
+        """Whether what backward() was called on is what was reported for that batch."""
+        if self._root is None or self._number is None or self._root[1] != self._number[1]:
+            return False
+        root, number = (float(t) for t, _ in (self._root, self._number))  # sync: one per read-out
+        return abs(root - number) <= _SAME * abs(root)
 
     def _of_scores(self) -> dict[str, Any]:
         if not self._sizes:
@@ -91,7 +127,28 @@ class LossFacts:
         return {**classes, "output_is_probabilities": bool(hit)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return {k: _on_cpu(v) for k, v in vars(self).items()}
+
+
+_OF_ITS_SIZE = ("loss_func", "chance", "n_classes")
+"""Facts from which follows how high a loss should be."""
+
+# Relative: a loss may have been rounded to four digits, or computed in half precision
+_SAME = 2e-3
+
+
+def _facts_of(loss: Tensor, own: Iterable[Tensor]) -> dict[str, Any]:
+    facts = loss_by_graph(loss)
+    if n_others := others_weights(loss, own):
+        facts["others_weights"] = n_others
+    return facts
+
+
+def _on_cpu(kept: Any) -> Any:
+    """A tensor, or one in a pair, where any machine can load it."""
+    if isinstance(kept, tuple):
+        return tuple(map(_on_cpu, kept))
+    return kept.cpu() if isinstance(kept, Tensor) else kept
 
 
 def _is_by_class(loss_func: Any) -> bool:

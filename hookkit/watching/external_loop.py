@@ -98,7 +98,7 @@ class ExternalLoop(CallbackRunner):
         self.groups.stepped = []
         self.other_thread = False
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
-        self._last_step_iter = self._most_batches = 0
+        self._last_step_iter = self._most_batches = self._n_begun = 0
         self._first_part: nn.Module | None = None
         self._paused: list[Any] = []
 
@@ -340,6 +340,7 @@ class ExternalLoop(CallbackRunner):
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
         self.training, self.stepped, self._marked, self.loss = True, False, False, None
+        self._n_begun += 1
         self.losses.begin(self.n_steps)
         self._fire_in_batch("before_batch")
 
@@ -447,13 +448,23 @@ class ExternalLoop(CallbackRunner):
 
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """Takes the loss of the current batch, or of the step just made."""
-        if self.loss_func is None:
-            groups = (group["params"] for opt in self.opts for group in opt.param_groups)
-            self._loss_facts.see_loss(loss, chain(self.model.parameters(), *groups))
+        if self.loss_func is None and loss.requires_grad:
+            self._loss_facts.see_loss(loss, self._own())
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
+        self._loss_facts.see_number(kept, self._n_begun)
         self.losses.put(kept, guess, share)
         if self.training:
             self.loss = kept
+
+    def backward_began(self, root: Tensor) -> None:
+        """The first backward pass was called on `root`: the loss, however it is reported."""
+        named = self.loss_func is not None
+        self._loss_facts.see_root(root, self._own(), self._n_begun, named)
+
+    def _own(self) -> Iterable[Tensor]:
+        """The parameters that are trained, of the model and beside it."""
+        groups = (group["params"] for opt in self.opts for group in opt.param_groups)
+        return chain(self.model.parameters(), *groups)
 
     def _gather(self) -> None:
         self.losses.gather()

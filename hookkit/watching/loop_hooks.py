@@ -40,6 +40,7 @@ from hookkit.hooks.entries import (
 )
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap, wrappers
+from hookkit.watching.backward import BackwardRoot
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.losses import one_number
 
@@ -79,6 +80,7 @@ class LoopHooks:
         self._depth, self._reporting = 0, False
         self._steps: list[Optimizer] = []  # under way: a step may call another's, or super().step
         self._error: BaseException | None = None
+        self._root = BackwardRoot(loop.backward_began)
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]]
         self._owned = weakref.WeakKeyDictionary()
 
@@ -110,6 +112,7 @@ class LoopHooks:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._root.remove()
         for handle in (self._handle, self._handle_of_children):
             handle.remove()
         self._handle, self._handle_of_children = Handle(), Handle()
@@ -171,6 +174,12 @@ class LoopHooks:
             self.loop.root_ran = True
             self._handle_of_children.remove()
         self.loop.forward_began(training)
+        if training:
+            self._expect_backward()
+
+    def _expect_backward(self) -> None:
+        if self._thread is not None:
+            self._root.expect(self.root.parameters(), self._thread)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or _is_replica(module):
@@ -192,6 +201,7 @@ class LoopHooks:
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
                 self.loop.part_began(module)
+                self._expect_backward()
             else:
                 self.loop.other_thread = True
 
