@@ -65,13 +65,25 @@ def takes_one(node: Any) -> bool:
     return sum(before is not None for before, _ in node.next_functions) == 1
 
 
+def saved(node: Any, name: str) -> Any:
+    """An argument that an operation was called with, with signs; None if it is not known.
+
+    >>> import torch
+    >>> saved(torch.ones(2, 3, requires_grad=True).sum(-1).grad_fn, "dim")
+    (-1,)
+    """
+    # Private: `_saved_NAME`, where autograd keeps what it needs (since 1.9): dimensions, as
+    # unsigned numbers. Tensors among them are freed by backward() and never read here.
+    value = getattr(node, f"_saved_{name}", None)
+    if isinstance(value, tuple):
+        return tuple(v - (1 << 64) if v >> 63 else v for v in value)
+    return value - (1 << 64) if isinstance(value, int) and value >> 63 else value
+
+
 def softmax_dim(node: Any) -> int | None:
     """The dimension of a softmax, or log softmax, as it was given; None if it is not known."""
-    # Private: `_saved_dim`, since 1.9, an unsigned number; other operations keep lists in it.
-    dim = getattr(node, "_saved_dim", None)
-    if not isinstance(dim, int) or "Softmax" not in op_name(node):
-        return None
-    return dim - (1 << 64) if dim >> 63 else dim
+    dim = saved(node, "dim") if "Softmax" in op_name(node) else None
+    return dim if isinstance(dim, int) else None
 
 
 def shape_of(node: Any) -> tuple[int, ...]:

@@ -251,7 +251,7 @@ CASES = [
     (
         Run(with_fact("softmax_dim", ["over dimension 2 of (4, 2, 5, 5)"]), losses=falling()),
         "softmax_dim",
-        "over the rows of a matrix",
+        "over which the weighted values are added up",
         "1 softmax inside the model",
     ),
     (

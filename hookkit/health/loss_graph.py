@@ -43,12 +43,14 @@ def softmax_dim(run: RunView) -> Iterator[Finding]:
     if record is not None and (inside := record.meta.get("softmax_dim")):
         what = f"{len(inside)} softmax{'es' * (len(inside) > 1)} inside the model, before a product"
         what += f" with values, {'are' if len(inside) > 1 else 'is'} taken {inside[0]}"
-        yield _OF_QUERIES.found("warning", what, (), run.all_steps)
+        yield _NOT_OF_KEYS.found("warning", what, (), run.all_steps)
 
 
-_OF_QUERIES = softmax_dim.but(
-    threshold="over the rows of a matrix whose columns are multiplied by values and added up",
+_NOT_OF_KEYS = softmax_dim.but(
+    threshold="over any dimension but the one over which the weighted values are added up",
     source="exact, by the model's operations; Vaswani et al. 2017 (arXiv 1706.03762), eq. 1",
-    cause="attention whose weights are shared among the queries and not among the keys",
-    fix="use softmax(dim=-1) for weights that are multiplied as weights @ values",
+    cause="attention whose weights are shared among the queries, the heads or the samples, and not "
+    "among the keys",
+    fix="use softmax(dim=-1) for weights that are multiplied as weights @ values, and dim=k for "
+    "(weights * values).sum(k)",
 )

@@ -14,14 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookkit.autograd_graph import (
-    SAME_ORDER,
     SAME_VALUES,
-    first_input,
     graph_nodes,
     op_name,
-    shape_of,
-    softmax_dim,
-    takes_one,
 )
 from hookkit.modules import join, walk
 
@@ -103,47 +98,6 @@ def _in_order(users: dict[Any, list[Any]]) -> Iterator[Any]:
             waits[user] -= 1
             if not waits[user]:
                 ready.append(user)
-
-
-_SAME_MATRIX = SAME_ORDER | {"Expand", "NativeDropout"}
-"""Operations behind which rows are rows and columns are columns, where the matrix is as before."""
-
-
-def wrong_softmaxes(output: Any) -> list[str]:
-    """In words, each softmax over the rows of a matrix whose columns are then weights of a product.
-
-    Attention's weights are multiplied by values: their columns, of which each row sums to 1, are
-    added up. A softmax over the rows shares the weights among the queries instead. Where the
-    weights are divided again (slot attention) that is meant.
-
-    >>> import torch
-    >>> x = torch.ones(2, 3, 4, requires_grad=True)
-    >>> wrong_softmaxes((x @ x.mT).softmax(-1) @ x), wrong_softmaxes((x @ x.mT).softmax(-2) @ x)
-    ([], ['over dimension 1 of (2, 3, 3)'])
-    """
-    users, _ = _graph(output)
-    found = []
-    for node in users:
-        shape, dim = shape_of(node), softmax_dim(node)
-        if op_name(node) != "Softmax" or dim is None or len(shape) < 2:
-            continue
-        if dim % len(shape) == len(shape) - 2 and _is_first_factor(users, node, shape[-2:]):
-            found.append(f"over dimension {dim % len(shape)} of {shape}")
-    return found
-
-
-def _is_first_factor(users: dict[Any, list[Any]], node: Any, matrix: tuple[int, ...]) -> bool:
-    """Whether matrices of a node's result, as they are, are the left side of a product."""
-    todo = [node]
-    while todo:
-        at = todo.pop()
-        for user in users[at]:
-            if op_name(user) in ("Bmm", "Mm") and first_input(user) is at:
-                return True
-            by_mask = op_name(user) == "Mul" and takes_one(user)  # dropout, on a CPU
-            if (by_mask or op_name(user) in _SAME_MATRIX) and shape_of(user)[-2:] == matrix:
-                todo.append(user)
-    return False
 
 
 def unregistered(model: nn.Module, opts: Iterable[Optimizer], output: Any) -> list[str]:

@@ -24,9 +24,10 @@ from hookkit.hooks.entries import graph_task
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import Bins, edge_bins, log_bins, range_bins
 from hookkit.records import Record
-from hookkit.stats.graph import consumers, predecessors, unregistered, wrong_softmaxes
+from hookkit.stats.graph import consumers, predecessors, unregistered
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
+from hookkit.stats.softmaxes import wrong_softmaxes
 
 
 class ActivationStats(LayerStats):
