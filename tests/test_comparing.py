@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_summaries_zoo import fingerprint
 from torch import Tensor, nn
-from zoo import ZOO, Entry
 
 from hookkit import compare_models, hook_outputs, select
 from hookkit.comparing.measures import difference
@@ -36,29 +34,6 @@ def nudged(model: nn.Module, *names: str) -> nn.Module:
 
 
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-
-
-# those whose forward differentiates, which compare_models runs without gradients, or without values
-WITHOUT = ("needs_grad", "meta_device", "lazy")
-RUNS = [e for e in ZOO if "raises" not in e.tags and e.name not in WITHOUT]
-
-
-@pytest.mark.zoo
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)
-def test_a_copy_does_not_differ_and_nothing_is_changed(e: Entry) -> None:
-    model = e.build()
-    try:
-        other = copy.deepcopy(model)
-    except Exception:
-        pytest.skip("it cannot be copied")
-    args, kwargs = e.args(), e.kwargs()
-    before = fingerprint(model, args, kwargs)
-
-    both = [compare_models(a, b, *args, **kwargs) for a, b in ((model, other), (other, model))]
-
-    assert [found.first for found in both] == [None, None], str(both[0])
-    assert fingerprint(model, args, kwargs) == before
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "4.0.weight", "5.bias"])

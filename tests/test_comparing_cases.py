@@ -210,6 +210,21 @@ def test_each_run_begins_with_the_same_state() -> None:
     assert (model[1].n, float(model[1].total)) == (0, 0.0)
 
 
+def test_what_a_generator_yields_is_compared_and_its_layers_too() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        for layer in (m.a, m.b):
+            x = layer(x)
+            yield x * m.scale
+
+    model, other = Net(forward), Net(forward)
+    model.scale, other.scale = 1.0, 2.0
+
+    found = compare_models(model, other, X)
+
+    assert [r.name for r in found] == ["a", "b", "[0]", "[1]"]
+    assert [r.name for r in found.different] == ["[0]", "[1]"]
+
+
 def test_models_made_in_inference_mode_are_compared() -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()

@@ -48,7 +48,8 @@ def compare_models(
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
     Of a compiled model only what it returns is compared, and with `grads` all its parameters'
-    gradients, since hooks inside would change what is compiled.
+    gradients, since hooks inside would change what is compiled. A generator that a model returns
+    is run to its end.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run on one machine, compare on another.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class Side:
             }
             for name, (m, _) in self.others.items():
                 _hook(stack, (name, m, ""), "forward", hook_func=partial(self._note, name))
-            out = self._called(given, differentiable=loss is not None)
+            out = self._called(given, see, differentiable=loss is not None)
             if self.is_compiled:
                 see(Key("", "output", 0), out)
             if loss is not None:
@@ -108,14 +109,19 @@ class Side:
     def _note(self, name: str, _m: nn.Module, _i: Any, _o: Any) -> None:
         self.ran[name] = None
 
-    def _called(self, given: Inputs, *, differentiable: bool) -> Any:
+    def _called(self, given: Inputs, see: See, *, differentiable: bool) -> Any:
         copied = sandbox.real_inputs(given)
         if differentiable and not any(p.requires_grad for p in self.model.parameters()):
             for t in leaves(copied):
                 t.requires_grad_(t.is_floating_point())
         self._inputs = copied
         try:
-            return self.model(*copied, **copied.kwargs)
+            out = self.model(*copied, **copied.kwargs)
+            if isinstance(out, GeneratorType):  # whose layers run only now
+                out = list(out)
+                if "" in self.chosen:
+                    see(Key("", "output", 0), out)
+            return out
         except Exception as error:
             error.add_note(f"{WHO}: raised by the {self.which} model")
             raise
@@ -158,6 +164,8 @@ def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> lis
     order: list[Key] = []
 
     def output(name: str, _m: nn.Module, _i: Any, out: Any) -> None:
+        if isinstance(out, GeneratorType):
+            return  # the model's own is shown when it has ended
         key = Key(name, "output", calls[name])
         calls[name] += 1
         order.append(key)

@@ -1,0 +1,147 @@
+"""`compare_models` on the zoo: equal copies, and each layer found whose weights are others.
+
+What it says is held against what plain hooks see: the first output that changes is the first row
+beyond the tolerance, and of two layers with other weights both have an error of their own.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_summaries_zoo import fingerprint
+from torch import Tensor, nn
+from zoo import ZOO, Entry
+
+from hookkit import compare_models, select
+from hookkit.nested import leaves
+
+# those whose forward differentiates, which compare_models runs without gradients, or without values
+WITHOUT = ("needs_grad", "meta_device", "lazy")
+RUNS = [e for e in ZOO if "raises" not in e.tags and e.name not in WITHOUT]
+MOST = 12  # layers of one model that are changed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception:
+        pytest.skip("it cannot be copied")
+
+
+def weights(m: nn.Module) -> list[Tensor]:
+    return [p for p in m.parameters(recurse=False) if p.is_floating_point() or p.is_complex()]
+
+
+def nudged(model: nn.Module, *names: str) -> nn.Module:
+    """A copy of the model, in which the first weight of each of these layers is another."""
+    other, random = copied(model), torch.Generator().manual_seed(1)
+    for name in names:
+        weight = weights(dict(other.named_modules())[name])[0].data
+        weight += torch.randn(weight.shape, generator=random).to(weight.dtype)
+    return other
+
+
+def outputs(model: nn.Module, e: Entry) -> list[tuple[str, list[Tensor]]]:
+    """What plain hooks see of a copy, in the order in which modules finish."""
+    copy_, seen = copied(model), list[tuple[str, list[Tensor]]]()
+    inner = dict(select(copy_)) if next(copy_.children(), None) is not None else {}
+    for name, m in {**inner, "": copy_}.items():
+        if not isinstance(m, torch.jit.ScriptModule):
+            m.register_forward_hook(
+                lambda m, i, o, name=name: seen.append((name, [plain(t) for t in leaves(o)]))
+            )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        e.run(copy_)
+    return seen
+
+
+def plain(t: Tensor) -> Tensor:
+    if t.is_nested:
+        return torch.cat([part.flatten() for part in t.unbind()])
+    return (t if t.layout is torch.strided else t.to_dense()).clone()
+
+
+def first_change(before: list[Any], after: list[Any]) -> str | None:
+    for (name, old), (_, new) in zip(before, after, strict=False):
+        try:
+            torch.testing.assert_close(new, old, equal_nan=True)
+        except AssertionError:
+            return name
+    return None
+
+
+def changes(model: nn.Module, e: Entry) -> dict[str, str]:
+    """Layers whose weights change something, and the module whose output changes first by it."""
+    layers = [name for name, m in model.named_modules() if weights(m)]
+    before, found = outputs(model, e), {}
+    most = MOST if len(layers) < 100 else 3  # each comparison of those takes half a second
+    for name in layers[:: -(-len(layers) // most)]:
+        if (first := first_change(before, outputs(nudged(model, name), e))) is not None:
+            found[name] = "" if "compiled" in e.tags else first  # of those, the result is compared
+    return found
+
+
+def layer_of(row: Any, model: nn.Module) -> str:
+    """The module's name: a row of an LSTM is called `lstm[0]`."""
+    names = dict(model.named_modules())
+    return row.name if row.name in names else row.name.partition("[")[0]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)
+def test_a_copy_does_not_differ_and_nothing_is_changed(e: Entry) -> None:
+    model = e.build()
+    other = copied(model)
+    args, kwargs = e.args(), e.kwargs()
+    before = fingerprint(model, args, kwargs)
+
+    both = [compare_models(a, b, *args, **kwargs) for a, b in ((model, other), (other, model))]
+
+    assert [found.first for found in both] == [None, None], str(both[0])
+    assert fingerprint(model, args, kwargs) == before
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("e", [e for e in RUNS if e.n_params], ids=lambda e: e.name)
+def test_a_layer_with_another_weight_is_the_first_that_differs(e: Entry) -> None:
+    model = e.build()
+    expected = changes(model, e)
+    args, kwargs = e.args(), e.kwargs()
+
+    found = {name: compare_models(model, nudged(model, name), *args, **kwargs) for name in expected}
+
+    assert {name: c.first and layer_of(c.first, model) for name, c in found.items()} == expected
+
+
+# not of compiled models, whose modules are not run one by one, nor where other weights send the
+# values to other layers, which then have no counterpart
+ISOLATED = [e for e in RUNS if e.n_params and not {"compiled", "data_dependent"} & e.tags]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("e", ISOLATED, ids=lambda e: e.name)
+def test_only_layers_with_other_weights_have_their_own_error(e: Entry) -> None:
+    model = e.build()
+    own = {name: at for name, at in changes(model, e).items() if f"{name}.".startswith(at)}
+    args, kwargs = e.args(), e.kwargs()
+
+    for name in list(own)[1:]:
+        broken = next(iter(own)), name
+        other = nudged(model, *broken)
+        found = compare_models(model, other, *args, isolate=True, **kwargs)
+
+        different = {layer_of(r, model) for r in found.different if r.own_different}
+        assert {own[layer] for layer in broken} <= different
+        assert not {layer for layer in different if not changed_in(layer, model, other)}
+
+
+def changed_in(layer: str, model: nn.Module, other: nn.Module) -> bool:
+    """Whether any weight in this layer is another."""
+    pairs = zip(*(m.get_submodule(layer).parameters() for m in (model, other)), strict=True)
+    return not all(torch.equal(a, b) for a, b in pairs)
