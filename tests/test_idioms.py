@@ -1,7 +1,9 @@
 """A researcher's daily idioms around hooks, each beside plain PyTorch."""
 
+import contextlib
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,18 @@ from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.errors import NeverFiredWarning, OptionError
-from hookkit.hooks import Hooks, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.editing import (
+    edit_grad,
+    edit_input,
+    edit_inputs,
+    edit_output,
+    edit_outputs,
+    patch_from,
+    scale,
+    zero,
+)
+from hookkit.errors import ArgumentError, CompiledWarning, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks import Hook, Hooks, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import Inputs
 from hookkit.selecting import select
 
@@ -211,3 +223,199 @@ def test_a_prepended_hook_comes_before_those_that_are_there() -> None:
     handle.remove(), pre.remove()
     with pytest.raises(OptionError, match="prepend=True puts a hook before those"):
         hook_output(layer, grad=True, prepend=True)
+
+
+# --- edits at some calls
+
+
+def _seen(net: nn.Module, n: int, *edits: Any) -> list[float]:
+    """What `net` gives for 1, in `n` calls inside of the edits."""
+    with contextlib.ExitStack() as stack:
+        for edit in edits:
+            stack.enter_context(edit)
+        return [net(torch.ones(1)).item() for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "wanted"),
+    [
+        ([0, 2], [5, 1, 5, 1]),
+        (1, [1, 5, 1, 1]),
+        (range(1, 3), [1, 5, 5, 1]),
+        (lambda n: n > 0, [1, 5, 5, 5]),
+        (None, [5, 5, 5, 5]),
+    ],
+)
+def test_edits_are_limited_to_calls_by_number(calls: Any, wanted: list[float]) -> None:
+    net = nn.Identity()
+    edit = edit_output(net, scale(5), calls=calls)
+
+    assert _seen(net, 4, edit) == wanted
+    assert edit.n_calls == {"0": 4}
+    assert _seen(net, 4, edit) == wanted  # numbers begin again with each `with`
+    assert _seen(net, 4, edit_input(net, lambda x: (x[0] * 5,), calls=calls)) == wanted
+
+
+def test_calls_are_counted_for_each_module_alone_also_within_one_forward() -> None:
+    act, other = nn.Identity(), nn.Identity()
+    net = nn.Sequential(act, other, act)
+
+    assert _seen(net, 2, edit_outputs([act, other], scale(2), calls=[1])) == [2, 2]
+    assert _seen(net, 2, edit_inputs([act], scale(3), calls=[1, 2])) == [3, 3]
+
+
+def test_a_patch_call_by_call_at_some_calls() -> None:
+    net = nn.Identity()
+    with hook_output(net, keep="all") as clean:
+        [net(torch.tensor([float(n)])) for n in (7, 8, 9)]
+
+    assert _seen(net, 3, edit_output(net, patch_from(clean), calls=[1])) == [1, 8, 1]
+
+
+def test_calls_that_never_come_are_reported() -> None:
+    net = nn.Identity()
+    with pytest.warns(NeverFiredWarning, match="`calls` is true of none of the calls that it got"):
+        assert _seen(net, 2, edit_output(net, zero(), calls=[5])) == [1, 1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_an_edited_call(reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    net = nn.Sequential(layer, nn.Tanh())
+
+    def run(n: int, call: Any) -> Tensor | None:
+        x = y = X.clone().requires_grad_()
+        with edit_output(layer, scale(3), calls=[0]):
+            for _ in range(n):
+                y = call(net, y)
+            y.sum().backward()
+        return x.grad
+
+    again = partial(checkpoint, use_reentrant=reentrant)
+    torch.testing.assert_close(run(1, again), run(1, lambda net, x: net(x)))
+    with pytest.raises(HookError, match=r"which of its 2 calls that is cannot be known. Drop"):
+        run(2, again)
+
+
+def test_a_compiled_model_runs_edits_at_calls_in_a_block() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(net, backend="eager")
+    plain = compiled(X)
+    with edit_output(net[0], zero(), calls=[1]):
+        ys = [compiled(X) for _ in range(2)]
+    assert torch.equal(ys[0], plain)
+    assert not ys[1].any()
+    torch.compiler.reset()
+
+    edit = edit_output(net[0], zero(), calls=[1])
+    with pytest.raises(Exception, match="compiled code does not count calls"):
+        torch.compile(net, backend="eager", fullgraph=True)(X)
+    with pytest.warns(CompiledWarning, match="has seen no call"):
+        edit.remove()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("calls", [-1, [0, -2], ["a"], "0", 1.5, [0.5], torch.ones(2)])
+def test_calls_are_numbers(calls: Any) -> None:
+    net = nn.Identity()
+    with pytest.raises(OptionError, match=r"edit_output\(calls=.*numbered 0, 1, … in each `with`"):
+        edit_output(net, zero(), calls=calls)
+    assert n_hooks(net) == 0
+
+
+def test_a_function_of_calls_takes_the_number() -> None:
+    with pytest.raises(ArgumentError, match=r"calls <lambda>\(a, b\) takes 2 .* Give f\(number\)"):
+        edit_output(nn.Identity(), zero(), calls=lambda a, b: True)
+
+
+@pytest.mark.parametrize("calls", [None, [0]])
+def test_an_error_in_a_function_of_one_argument_names_the_layer(calls: Any) -> None:
+    net = nn.Identity()
+    with (
+        pytest.raises(ZeroDivisionError) as e,
+        edit_output(net, lambda o: 1 / 0, calls=calls),
+    ):
+        net(X)
+    assert [n for n in e.value.__notes__ if "raised by the hook" in n and "<lambda> on Id" in n]
+
+
+def test_a_prepended_edit_is_seen_by_the_hooks_that_are_there() -> None:
+    layer = nn.Identity()
+    with hook_output(layer) as seen, edit_output(layer, scale(2), prepend=True):
+        layer(torch.ones(1))
+    assert seen.stored.item() == 2
+    with hook_input(layer) as given, edit_inputs([layer], scale(2), prepend=True):
+        layer(torch.ones(1))
+    assert given.stored[0].item() == 2
+
+
+# --- one clean sample for a batch
+
+
+@pytest.mark.parametrize(
+    "at", [None, (slice(None), 1), (slice(None), slice(1, 3)), (..., 0), 0, torch.tensor([1, 0])]
+)
+def test_one_clean_sample_patches_a_batch(at: Any) -> None:
+    layer = nn.Identity()
+    batch, clean = torch.zeros(3, 4, 2), torch.arange(8.0).reshape(1, 4, 2)
+    with hook_output(layer) as run:
+        layer(clean)
+    wanted = batch.clone()
+    wanted[... if at is None else at] = clean.expand(3, 4, 2)[... if at is None else at]
+
+    with edit_output(layer, patch_from(run, at=at)):
+        assert torch.equal(layer(batch), wanted)
+
+
+def test_a_clean_batch_of_two_does_not_patch_three() -> None:
+    layer = nn.Identity()
+    with hook_output(layer) as run:
+        layer(torch.ones(2, 4))
+    with (
+        pytest.raises(HookError, match=r"patch_from on Identity.*: 2×4 does not fit what is there"),
+        edit_output(layer, patch_from(run, at=(slice(None), 1))),
+    ):
+        layer(torch.ones(3, 4))
+
+
+# --- messages
+
+
+@pytest.mark.parametrize("make", [hook_output, edit_output, edit_input, edit_grad])
+def test_the_projection_that_attention_does_not_call_is_explained(make: Any) -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.ones(1, 3, 4)
+    given = () if make is hook_output else (zero(),)
+    with (
+        pytest.warns(
+            NeverFiredWarning, match="MultiheadAttention uses its weights without calling"
+        ),
+        make(attention.out_proj, *given),
+    ):
+        attention(x, x, x)
+
+
+def test_a_wrong_leaf_lists_those_that_are_there() -> None:
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 3)})
+    with hook_outputs(select(model, "lstm")) as clean:
+        model["lstm"](X)
+    there = r"'lstm\[5\]' \(LSTM\) has nothing at \[5\].*a path that is there: \[0\], \[1\]\[0\]"
+    wrong = select(model, "lstm[5]")
+
+    for block in (hook_outputs(wrong), edit_outputs(wrong, patch_from(clean))):
+        with pytest.raises(HookError, match=there), block:
+            model["lstm"](X)
+    with (
+        pytest.raises(
+            HookError, match=r"patch_from: 'lstm\[1\]\[0\]' .* nothing at \[1\]\[0\]; th"
+        ),
+        edit_outputs(select(model, "lstm[1][0]"), patch_from(hook_of(model["lstm"], {"h": X}))),
+    ):
+        model["lstm"](X)
+
+
+def hook_of(module: nn.Module, value: Any) -> Hook:
+    """A hook of `module` that has stored `value` and nothing else."""
+    with Hook(module, lambda o: value) as hook:
+        module(X)
+    return hook

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks
-from hookkit.hooks.entries import brief, recomputing
+from hookkit.hooks.entries import brief, part_at, recomputing
 from hookkit.hooks.taps import tap
-from hookkit.nested import describe, leaves, named_leaves, pick, tmap
+from hookkit.nested import describe, leaves, named_leaves, tmap
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
             of the same containers, whose tensors take the places of its tensors.
-        at: as in `zero`; from a `t` of the full shape the same part is taken.
+        at: as in `zero`; from a `t` that broadcasts to the full shape the same part is taken.
 
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
@@ -139,6 +139,8 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
             values by layer name. A layer is found by its name, else as the same module. With
             `keep="all"`, call by call; else each call gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
+
+    What the other run had is broadcast: one clean sample patches every sample of a batch.
 
     >>> from hookkit.hooks import hook_outputs
     >>> from hookkit.editing import edit_outputs
@@ -245,13 +247,19 @@ def _replaced(value: Any, t: Any, at: Any, word: str, where: Where) -> Any:
     def one(x: Tensor) -> Tensor:
         v = next(values)[1]
         if isinstance(v, Tensor):
-            v = v[at] if at is not None and v.shape == x.shape else v
+            if at is not None and _broadcasts(v, x):
+                v = v.expand(x.shape)[at]
             v = _like(v, x)  # a copy, since what follows may write; of the user's own no lazy one
             v = v.clone() if word == "replace" else tap(v)
         _part(x, at, word, where)
         return _set(x, at, v, word, where)
 
     return tmap(one, value)
+
+
+def _broadcasts(v: Tensor, x: Tensor) -> bool:
+    """Whether `v` stands for all of `x`: the same dimensions, or 1 in the place of some."""
+    return v.dim() == x.dim() and all(n in (1, m) for n, m in zip(v.shape, x.shape, strict=True))
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
@@ -267,7 +275,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
         return _value(h, where)
     for h in same:
         if not h.leaf:
-            return pick(_value(h, where), where.leaf)
+            return part_at(_value(h, where), where.leaf, "patch_from", lambda: where.label)
     raise HookError(_absent(where, [h.label for h in hooks]))
 
 

@@ -12,24 +12,28 @@ The ready-made edits (`zero`, `scale`, `add`, `replace`, `patch_from`) are in `c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
 
-from hookkit.checks import check_function
+from hookkit.checks import check_function, is_whole, shown
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
-from hookkit.errors import ArgumentError
+from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hooks
+from hookkit.hooks.calls import call
 from hookkit.hooks.collection import Modules, Named, named_modules_of
-from hookkit.hooks.entries import check_hookable
+from hookkit.hooks.entries import brief, check_hookable, recomputing
 from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 
 Function = Callable[..., Any]
+Calls = int | Collection[int] | Callable[[int], bool] | None
 _MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
 
 
-def edit_output(module: nn.Module, f: Function) -> Hooks:
+def edit_output(
+    module: nn.Module, f: Function, *, calls: Calls = None, prepend: bool = False
+) -> Hooks:
     """Replaces what `module` returns by what `f(module, input, output)` returns.
 
     Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
@@ -42,6 +46,10 @@ def edit_output(module: nn.Module, f: Function) -> Hooks:
             the replacement, of the same structure, or None to leave it. A function of one argument
             gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
             `patch_from`. It must not write into the output.
+        calls: which calls of the module are edited, by their number, from 0 in each `with`: a
+            collection of numbers, one number, or a function `f(number)`; None edits all. In
+            `generate` 0 is the prompt, and each further call a token; give each its own `with`.
+        prepend: before the hooks that the module has, which then see what is edited.
 
     Returns:
         `Hooks` that store nothing. `n_calls` counts the calls that reached each layer (or the
@@ -49,7 +57,10 @@ def edit_output(module: nn.Module, f: Function) -> Hooks:
 
     Raises:
         ArgumentError: `module` is no module, or `f` no function.
-        HookError: `module` is scripted; later, in the forward: a replacement of another structure.
+        OptionError: `calls` has what is no number of a call.
+        HookError: `module` is scripted; later, in the forward: a replacement of another structure,
+            or `calls` where numbers are not known: outside of a `with` in a graph compiled with
+            `fullgraph=True`, and in a checkpoint's recomputation of one of several calls.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Identity(), nn.Flatten())
@@ -57,16 +68,18 @@ def edit_output(module: nn.Module, f: Function) -> Hooks:
     ...     net(torch.zeros(1, 2))
     tensor([[1., 1.]])
     """
-    return _edits("edit_output", "forward", _one(module, "edit_output"), f)
+    return _edits("edit_output", "forward", _one(module, "edit_output"), f, calls, prepend)
 
 
-def edit_outputs(modules: Modules, f: Function) -> Hooks:
+def edit_outputs(
+    modules: Modules, f: Function, *, calls: Calls = None, prepend: bool = False
+) -> Hooks:
     """`edit_output` for several modules, registered all or none. One given twice is edited once.
 
     Args:
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
             which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
-        f: as in `edit_output`.
+        f, calls, prepend: as in `edit_output`; the calls of each module are counted by themselves.
 
     >>> import torch
     >>> from hookkit.selecting import select
@@ -75,10 +88,14 @@ def edit_outputs(modules: Modules, f: Function) -> Hooks:
     ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
     (0.0, {'0': 1, '2': 1})
     """
-    return _edits("edit_outputs", "forward", named_modules_of(modules, "edit_outputs"), f)
+    return _edits(
+        "edit_outputs", "forward", named_modules_of(modules, "edit_outputs"), f, calls, prepend
+    )
 
 
-def edit_input(module: nn.Module, f: Function) -> Hooks:
+def edit_input(
+    module: nn.Module, f: Function, *, calls: Calls = None, prepend: bool = False
+) -> Hooks:
     """Replaces what `module` is called with by what `f(module, input)` returns.
 
     Otherwise as `edit_output`. `input` is an `Inputs`: a tuple of the positional inputs, keyword
@@ -90,10 +107,12 @@ def edit_input(module: nn.Module, f: Function) -> Hooks:
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return _edits("edit_input", "pre", _one(module, "edit_input"), f)
+    return _edits("edit_input", "pre", _one(module, "edit_input"), f, calls, prepend)
 
 
-def edit_inputs(modules: Modules, f: Function) -> Hooks:
+def edit_inputs(
+    modules: Modules, f: Function, *, calls: Calls = None, prepend: bool = False
+) -> Hooks:
     """`edit_input` for several modules, see `edit_outputs`; leaf paths are into the inputs.
 
     >>> import torch
@@ -102,7 +121,7 @@ def edit_inputs(modules: Modules, f: Function) -> Hooks:
     ...     net(torch.ones(2))
     tensor([9., 9.])
     """
-    return _edits("edit_inputs", "pre", named_modules_of(modules, "edit_inputs"), f)
+    return _edits("edit_inputs", "pre", named_modules_of(modules, "edit_inputs"), f, calls, prepend)
 
 
 def edit_grad(module: nn.Module, f: Function) -> Hooks:
@@ -141,7 +160,14 @@ def _one(module: nn.Module, who: str) -> list[Named]:
     return [(None, module, "")]
 
 
-def _edits(who: str, kind: Kind, modules: Iterable[Named], f: Function) -> Hooks:
+def _edits(
+    who: str,
+    kind: Kind,
+    modules: Iterable[Named],
+    f: Function,
+    calls: Calls = None,
+    prepend: bool = False,
+) -> Hooks:
     """Registered hooks that edit and store nothing."""
     if any(f is maker for maker in _MAKERS):
         raise ArgumentError(
@@ -149,4 +175,53 @@ def _edits(who: str, kind: Kind, modules: Iterable[Named], f: Function) -> Hooks
             f"{'zero()' if f is zero else f.__name__ + '(…)'}."
         )
     f = check_function(who, f, *FUNCTION_OF[kind], name="f")
-    return Hooks.of_named(modules, Options(who, kind, f, edit=True, keep="none"))
+    if calls is not None:
+        f = _AtCalls(who, f, calls)
+    options = Options(who, kind, f, edit=True, keep="none", prepend=prepend)
+    return Hooks.of_named(modules, options)
+
+
+class _AtCalls:
+    """An edit that is made at some calls of its module only, by their number."""
+
+    wants_hook = True
+
+    def __init__(self, who: str, f: Function, calls: Any) -> None:
+        self.who, self.f = who, f
+        self.wanted: Callable[[int], bool]
+        if callable(calls):
+            self.wanted = check_function(who, calls, "number", name="calls")
+            return
+        numbers = calls if isinstance(calls, Collection) else [calls]
+        if isinstance(calls, str) or not all(is_whole(n) and n >= 0 for n in numbers):
+            raise OptionError(
+                f"{who}(calls={shown(calls)}): calls are numbered 0, 1, … in each `with`. Give a "
+                "collection of such numbers, or a function f(number) that is true for some."
+            )
+        self.wanted = frozenset(numbers).__contains__
+
+    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
+        """What the edit gives, at a call that is wanted; else None."""
+        if hook is None:
+            raise HookError(
+                f"{self.who} on {brief(module)}: compiled code does not count calls, so `calls` "
+                "cannot be followed. Use the edit in a `with` block around the calls."
+            )
+        if not self._is_wanted(hook):
+            if not hook.count:  # nothing was edited so far
+                hook.missed = "calls"
+            return None
+        if hook.missed == "calls":
+            hook.missed = None
+        return call(hook, self.f, module, *seen)
+
+    def _is_wanted(self, hook: Any) -> bool:
+        if not recomputing():
+            return bool(self.wanted(hook.count))
+        answers = {bool(self.wanted(n)) for n in range(hook.count)}
+        if len(answers) > 1:
+            raise HookError(
+                f"{self.who} on {hook.label()}: a checkpoint runs this layer again, and which of "
+                f"its {hook.count} calls that is cannot be known. Drop `calls`, or the checkpoint."
+            )
+        return True in answers

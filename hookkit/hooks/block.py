@@ -36,6 +36,7 @@ _MISSED = {
     "recomputed": "seen only while a checkpoint recomputed it; run the forward in the block too",
     "traced": "called only by torch.jit.trace, of which hooks record nothing; run the model itself "
     "in the block",
+    "calls": "`calls` is true of none of the calls that it got",
     "no_gradient": "no gradient arrived inside the block",
     "frozen": "none of its outputs requires a gradient (its parameters and inputs are frozen)",
     "no_grad": "it ran with gradients switched off (no_grad or inference_mode)",
@@ -218,7 +219,11 @@ def _is_silent(h: Capture) -> bool:
     """
     if h.traced or h.options.kind == "recorder":
         return False
-    return not h.count or (h.options.keep != "none" and h.options.kind in ("grad", "pre_grad"))
+    return (
+        not h.count
+        or h.missed == "calls"
+        or (h.options.keep != "none" and h.options.kind in ("grad", "pre_grad"))
+    )
 
 
 def _reason(h: Capture) -> str:

@@ -116,14 +116,18 @@ def _flat(output: Any) -> bool:
 
 def _function(hook: Capture) -> Callable[..., Any]:
     """The user's function, with a note on its exceptions; a ready-made edit also gets the hook."""
-    func: Any = hook.options.hook_func
 
     def run(module: nn.Module, *seen: Any) -> Any:
-        if getattr(func, "wants_hook", False) and not is_compiling():
-            return func(module, *seen, hook=hook)
-        return called(func, module, *seen)
+        return call(hook, hook.options.hook_func, module, *seen)
 
     return run
+
+
+def call(hook: Capture | None, func: Any, module: nn.Module, *seen: Any) -> Any:
+    """`func(module, *seen)`, to which one that `wants_hook` also gets the hook."""
+    if getattr(func, "wants_hook", False) and not is_compiling():
+        return func(module, *seen, hook=hook)
+    return called(func, module, *seen)
 
 
 def observe(hook: Capture, module: nn.Module, given: Any, f: Callable[..., Any], *seen: Any) -> Any:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.checks import check_module
+from hookkit.checks import OfLast, check_module
 from hookkit.errors import ArgumentError, HookError
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import can_run
@@ -362,6 +362,7 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
 
 def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
     """Notes on `e` which hook raised it, unless the hook is hookkit's own."""
+    fn = fn.f if isinstance(fn, OfLast) else fn
     if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
         return
     where = f"on {brief(module)}"
