@@ -92,6 +92,15 @@ def seen(first, last, types=("Linear",) * 3, before=None):
     return with_fact("first_variation", first, with_fact("last_variation", last, made))
 
 
+def given(rms, most, variation):
+    """Activations of three layers, the first of which is given data of this size."""
+    nan = float("nan")
+    made = with_fact("predecessors", {"0.weight": "", "2.weight": "0.weight"})
+    for key, value in (("rms", rms), ("max", most), ("variation", variation)):
+        made = with_fact(f"given_{key}", [value, nan, nan], made)
+    return made
+
+
 def repeating(n, size=1.0, noise=1.0):
     """Losses of `n` batches that come back in the same order."""
     swing = np.linspace(-size, size, n)[np.random.default_rng(0).permutation(n)]
@@ -336,6 +345,19 @@ CASES = [
         "input_scale",
         "above 20, where",
         "standard deviation 80 before",
+    ),
+    (Run(given(80, 255, 0.5)), "input_scale", "RMS above 20", "has RMS 80"),
+    (
+        Run(given(0.02, 0.06, 0.5)),
+        "input_scale",
+        "below 0.1 in size",
+        "is at most 0.06 in size",
+    ),
+    (
+        Run(given(1, 1.2, 0.004), losses=FLAT),
+        "input_scale",
+        "below 0.01",
+        "only 0.004 of the mean square",
     ),
     (
         Run(acts(("Linear",) * 5, std=[1, 0.2, 0.05, 0.01, 1]), losses=FLAT),

@@ -11,7 +11,8 @@
     learning_rate.py      steps that are too large or too small for the weights
     steps.py              momentum, weight decay, steps that go uphill
     gradients.py          gradients that vanish, explode, or are never zeroed
-    activations.py        scale of inputs and of initial weights; dropout
+    inputs.py             data that are too large, too small, or far from 0
+    activations.py        scale of initial weights; dropout
     units.py              dead, dormant, saturated units
     batches.py            batches in one order, only a few of them, or whose samples do not differ
     collapse.py           layers that give the same for all samples
@@ -46,6 +47,7 @@ from hookkit.health import (
     batches,
     collapse,
     gradients,
+    inputs,
     learning_rate,
     loss,
     loss_graph,
@@ -79,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     batches.constant_input,
     batches.repeated_data,
     batches.unshuffled,
-    activations.input_scale,
+    inputs.input_scale,
     loss.target_scale,
     activations.bad_init,
     steps.momentum,

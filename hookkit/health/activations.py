@@ -1,7 +1,7 @@
 """Rules on what layers give: badly scaled from the start, or too noisy in training.
 
-Units that give nothing are in `units`; NaN, Inf and the range of float16 in `precision`;
-attention's logits in `attention`.
+What they are given is in `inputs`; units that give nothing are in `units`; NaN, Inf and the range
+of float16 in `precision`; attention's logits in `attention`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import LECUN, SAGEMAKER, Finding, rule
-from hookkit.health.layer_order import given_data
+from hookkit.health.diagnosis import SAGEMAKER, Finding, rule
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Record
+from hookkit.records import Floats
 
-# The size of the first layer's output, where 1 is usual (hookkit, measured)
-LARGE_INPUT = 20
 # Three times the largest gain of torch.nn.init.calculate_gain, tanh's 5/3
 LARGE_GAIN = 5.0
 # SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
@@ -32,61 +29,6 @@ ALONG_DEPTH = 0.8
 LEAST_KEPT = 0.25
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
-
-
-@rule(
-    needs=("activations",),
-    threshold="above 20, where standardised inputs give about 1",
-    source=f"{LECUN}; 20: hookkit, measured",
-    cause="inputs that are not standardised (0-255 images), or a first layer that begins too large",
-    fix="scale the inputs to mean 0 and standard deviation 1: (x - mean) / std, with mean and std "
-    "of the training set",
-)
-def input_scale(run: RunView) -> Iterator[Finding]:
-    """A layer that is given the data, and they are huge: each input of the model."""
-    record = run.activations
-    for row in [*given_data(run, record), *_given_other_data(run, record)]:
-        name = record.names[row]
-        normed = "Norm" in "".join(record.types[row : row + 2])
-        size = _spread_without_bias(run, record, row)
-        if size > LARGE_INPUT:
-            severity = "note" if normed else "error" if run.fails else "warning"
-            what = f"the output of {name}, which is given the data, has standard deviation "
-            what += f"{size:.3g} before training"
-            yield input_scale.found(severity, what, *read.where(record, [row], read.FIRST))
-
-
-def _given_other_data(run: RunView, record: Record) -> Iterator[int]:
-    """Rows whose inputs are huge, though the embedding before is not: numbers stand beside it."""
-    params, names = run.recorded.params, {name: i for i, name in enumerate(record.names)}
-    before = record.meta.get("predecessors", {})
-    if params is None or "shape" not in params.meta:
-        return
-    for row in read.rows(record, read.PRE_ACTIVATION):
-        weight = f"{record.names[row]}.weight"
-        other = names.get(before.get(weight, "").rpartition(".")[0])
-        if other is None or record.types[other] not in read.EMBEDDINGS:
-            continue
-        if weight not in params.names:
-            continue
-        at = params.names.index(weight)
-        norm, n_out = read.table(params, "weight_norm")[at, 0], params.meta["shape"][at][0]
-        # of independent inputs of size s a layer makes outputs of size s |W| / √n
-        size = _spread_without_bias(run, record, row) * np.sqrt(n_out) / norm if norm else 0.0
-        if size > LARGE_INPUT and size > LARGE_INPUT * read.table(record, "rms")[other, 0]:
-            yield int(row)
-
-
-def _spread_without_bias(run: RunView, record: Record, row: int) -> float:
-    """The spread of a layer's first output, without what its bias adds where that is known."""
-    rms, std = (read.table(record, s)[row, 0] for s in ("rms", "std"))
-    name, params = f"{record.names[row]}.bias", run.recorded.params
-    if params is None or name not in params.names:
-        return float(std)
-    at = params.names.index(name)
-    n = read.meta(params, "numel", 0)[at]
-    bias = np.square(read.table(params, "weight_norm")[at, 0]) / n if n else 0.0
-    return float(min(std, np.sqrt(max(np.square(rms) - bias, 0.0))))
 
 
 @rule(

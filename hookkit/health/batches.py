@@ -159,6 +159,8 @@ def constant_input(run: RunView) -> Iterator[Finding]:
     data, ids = given_data(run, record), given_ids(run, record)
     shares = [read.meta(record, f"{when}_variation", np.nan) for when in ("first", "last")]
     most = np.max(shares, axis=0)  # NaN where one of them is
+    own = read.meta(record, "given_variation", np.nan)  # a bias may hide that data differ
+    most[data] = np.fmax(most, own)[data]
     sources, out = most[[*data, *ids]], most[ends(run, record)]
     if not sources.size or not np.isfinite(sources).all():
         raise read.Missing("nothing known of differences between samples")

@@ -13,6 +13,9 @@ from hookkit.health import reading as read
 from hookkit.health.run_view import RunView
 from hookkit.records import Ints, Record
 
+# Inputs that are so many times as large as the embedding before are others (hookkit, measured)
+BESIDE = 20
+
 
 def chains(run: RunView, which: Ints) -> list[Ints]:
     """The parameters `which`, by chain: each from what is given data to what gives the output.
@@ -60,6 +63,24 @@ def given_data(run: RunView, record: Record) -> list[int]:
         return [i for i in known if not before[f"{record.names[i]}.weight"]]
     alone = which[:1] and not set(record.types[: which[0]]) & _GIVEN_NO_INPUTS
     return which[:1] if alone else []
+
+
+def given_numbers(run: RunView, record: Record) -> list[int]:
+    """Rows of all layers with a matrix that are given data, or data beside a small embedding.
+
+    As the graph shows; what an embedding gives is no data, but numbers may stand beside it.
+    """
+    rows = {name: i for i, name in enumerate(record.names)}
+    sizes = read.table(record, "rms")[:, 0]
+    given, found = read.meta(record, "given_rms", np.nan), []
+    for weight, before in _predecessors(run).items():
+        at, other = (rows.get(name.rpartition(".")[0]) for name in (weight, before))
+        if at is None or record.types[at] in read.EMBEDDINGS:
+            continue
+        embedded = other is not None and record.types[other] in read.EMBEDDINGS
+        if not before or (embedded and given[at] > BESIDE * sizes[other]):
+            found.append(at)
+    return [*dict.fromkeys(found)]
 
 
 def given_ids(run: RunView, record: Record) -> list[int]:

@@ -158,11 +158,11 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         slow = (whole < (TOO_SLOW if run.fails else SLOW)) & (not trained_in_turns(record))
         if slow.mean() > 0.5:
             yield _slow_steps(run, record, which[slow], ratio[slow])
-    elif (path < WHOLE_PATH).mean() > 0.5 and _has_learnt_little(run):
+    elif (path < WHOLE_PATH).mean() > 0.5 and has_learnt_little(run):
         what = f"all steps together move {(path < WHOLE_PATH).sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(path))} of their weight"
         yield _NO_PATH.found("warning", what, *read.where(record, which[path < WHOLE_PATH]))
-    elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and _has_learnt_little(run):
+    elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and has_learnt_little(run):
         yield _HELD_BACK.found("warning", _by_share(run, share), *where)
 
 
@@ -216,7 +216,7 @@ _NEVER_MOVES = lr_too_low.but(
 )
 
 
-def _has_learnt_little(run: RunView) -> bool:
+def has_learnt_little(run: RunView) -> bool:
     """Whether a loss falls by less than half, and not because the model had learnt before."""
     start, end = read.start_level(run.losses), read.end_level(run.losses)
     begins_good = start < 0.5 * run.chance
