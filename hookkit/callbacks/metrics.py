@@ -8,7 +8,9 @@ both have `names`, `reset`, `take` and `results`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from hookkit.nested import tmap
 
 _TORCHMETRICS = ("reset", "update", "compute")
 _FASTAI = ("reset", "accumulate", "value")
+_CODE = type, partial, FunctionType, BuiltinFunctionType, MethodType
 
 
 class Mean:
@@ -77,6 +80,14 @@ class Mean:
         """`compute`, in a list."""
         return [self.compute()]
 
+    def state(self) -> dict[str, Any]:
+        """What was added so far."""
+        return {"total": self.total, "n": self.n}
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self.total, self.n = state["total"], state["n"]
+
 
 class Metric:
     """An object that accumulates by itself, as those of torchmetrics, torcheval and fastai do.
@@ -129,6 +140,21 @@ class Metric:
                 f"{', '.join(found)}. Give its metrics by themselves: metrics=[…]."
             )
         return [found[name] for name in self.names]
+
+    def state(self) -> dict[str, Any]:
+        """What the object has counted so far: its `state_dict`, else its attributes."""
+        if self.merges:
+            self.metric.persistent(True)  # or torchmetrics' `state_dict` is empty
+        if callable(of := getattr(self.metric, "state_dict", None)):
+            return {"n": self.n, "counted": dict(of())}
+        own = vars(self.metric).items()
+        return {"n": self.n, "counted": {k: v for k, v in own if not isinstance(v, _CODE)}}
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        take = getattr(self.metric, "load_state_dict", vars(self.metric).update)
+        take(state["counted"])
+        self.n = state["n"]
 
 
 def _one_of_each_rank(t: Tensor, group: Any = None) -> list[Tensor]:

@@ -13,11 +13,13 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Floats, LossHistory
 from hookkit.callbacks.metrics import Mean, Metric, add_up, as_metric, take_of_ranks
 from hookkit.checks import check_flag, check_number
-from hookkit.data import batch_size
+from hookkit.data import batch_size, to_device
 from hookkit.errors import HookError
 from hookkit.texts import format_time
 
@@ -267,7 +269,16 @@ class Recorder(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What was recorded; reads the losses from the device."""
         self._losses.by_batch()
-        return super().state_dict()
+        counted = [metric.state() for metric in self._metrics[True]]
+        return {**super().state_dict(), "train_metrics": counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        state = dict(state)
+        if counted := state.pop("train_metrics", None):
+            for metric, each in zip(self._metrics[True], counted, strict=True):
+                metric.take_up(to_device(each, self.learn.device or torch.device("cpu")))
+        super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         # metrics in use belong to a fit; each fit begins with those of its Learner

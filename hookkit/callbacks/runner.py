@@ -56,7 +56,7 @@ class CallbackRunner:
     _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _recorders: list[Any]  # the HookCallbacks: what has a `recording` to switch
     _past: list[Callback]  # added for a fit that is over
-    _firing: tuple[str, Any] = "", iter(())  # the event under way, and who has still to get it
+    _firing: tuple[str, Any] = "", ()  # the event under way; who has still to get it, last first
 
     def __init__(self) -> None:
         self.cbs, self._past = L(), []
@@ -222,18 +222,25 @@ class CallbackRunner:
                 self._fire(event, callbacks)
 
     def _fire(self, event: str, callbacks: list[tuple[Callback, Callable[[], object]]]) -> None:
-        outer, self._firing = self._firing, (event, iter(callbacks))
+        outer, self._firing = self._firing, (event, callbacks[::-1])
         try:
-            for cb, f in self._firing[1]:
-                if cb.run and cb.learn is self and in_phase(cb, event, self.training):
-                    f()
-        except CANCEL_EXCEPTIONS:
-            raise
-        except Exception as error:
-            error.add_note(f"in callback {cb!r}, event {event}{self._where()}")
-            raise
+            self._fire_rest()
         finally:
             self._firing = outer
+
+    def _fire_rest(self) -> None:
+        """Calls the callbacks that have still to get the event under way."""
+        event, rest = self._firing
+        while rest:
+            cb, f = rest.pop()
+            try:
+                if cb.run and cb.learn is self and in_phase(cb, event, self.training):
+                    f()
+            except CANCEL_EXCEPTIONS:
+                raise
+            except Exception as error:
+                error.add_note(f"in callback {cb!r}, event {event}{self._where()}")
+                raise
 
     def _where(self) -> str:
         """How far the run is, for a note: `, epoch 0, batch 3 (training)`."""

@@ -24,7 +24,7 @@ from hookkit.checks import check_flag, check_module, check_path
 from hookkit.errors import nearest
 from hookkit.events import CancelFitException
 from hookkit.interrupts import block
-from hookkit.learner.checkpoints import load_weights, read_for_fit, resume_from, write
+from hookkit.learner.checkpoints import end_event, load_weights, write
 from hookkit.learner.checks import (
     as_loaders,
     check_decay,
@@ -47,6 +47,7 @@ from hookkit.learner.groups import (
 )
 from hookkit.learner.lr_finder import SuggestedLRs, find_lr
 from hookkit.learner.predicting import Predicting
+from hookkit.learner.resuming import read_for_fit, resume_from
 from hookkit.records import Floats, Run, Tables, Views
 
 
@@ -170,6 +171,9 @@ class Learner(Predicting, Tables, Views):
                 it had not ended: with the file's optimizer, schedule, random numbers and callbacks,
                 and the parameters that were frozen then. It does not have what a data set or
                 workers that stay (`persistent_workers`) draw from generators of their own.
+                Within an epoch a file of `after_batch` will do, after a step, in one process, where
+                the training loader has `state_dict` and `load_state_dict`, as torchdata's
+                StatefulDataLoader. `before_epoch` and `before_train` of that epoch run again.
 
         Raises:
             ModelRunError: there is no training data, or no loss.
@@ -307,7 +311,8 @@ class Learner(Predicting, Tables, Views):
         It has all that a fit goes on from: weights, the optimizer's state, schedule, GradScaler,
         random numbers, epochs and steps, and what the callbacks recorded (`Callback.state_dict`).
         In `distrib_ctx` every rank has to call; rank 0 writes, of sharded weights the whole, and
-        the file fits any number of processes.
+        the file fits any number of processes. In `after_batch` or `after_epoch` the callbacks that
+        come later get that event first: the file is of its end.
 
         Args:
             file: its name, or a path.
@@ -320,8 +325,9 @@ class Learner(Predicting, Tables, Views):
         """
         with_opt = check_flag("save", "with_opt", with_opt)
         where = self._file("save", file)
+        cancelled = end_event(self) if with_opt else ""
         try:
-            return write(self, where, with_opt)
+            return write(self, where, with_opt, cancelled)
         except OSError as error:
             if not self.fitting:
                 raise

@@ -66,6 +66,7 @@ class Loop(CallbackRunner):
         self.accelerator: Any = None
         self.epoch, self.n_epoch, self._epoch_range = 0, 1, range(0)
         self._epochs_done, self._within_epoch = 0, False  # of the last fit: see `checkpoints`
+        self._resumed: Callable[[], int] | None = None  # takes up an epoch: which batch comes next
         self.iter, self.n_iter = 0, None  # type: int, int | None
         self.train_iter, self.pct_train = 0, 0.0
         self.n_steps, self.stepped, self.steps_now, self.eval_pass = 0, False, True, False
@@ -89,7 +90,14 @@ class Loop(CallbackRunner):
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made during a fit is not in one, and holds no graph
         rest = dict.fromkeys(("fitting", "training", "eval_pass", "_broken", "_in_batch"), False)
-        return {**vars(self), **BATCH, **rest, "_step_hooks": [], "_firing": Loop._firing}
+        return {
+            **vars(self),
+            **BATCH,
+            **rest,
+            "_step_hooks": [],
+            "_firing": Loop._firing,
+            "_resumed": None,
+        }
 
     # --- the loop, from the outside in
 
@@ -125,8 +133,11 @@ class Loop(CallbackRunner):
         """Runs every batch of `dl`."""
         self.n_iter = n_batches(self.dl)
         self._device = self.device
-        i = -1
-        for i, b in enumerate(self.dl):
+        batches, first = iter(self.dl), 0
+        if self.training and self._resumed is not None:
+            first, self._resumed = self._resumed(), None
+        i = first - 1
+        for i, b in enumerate(batches, first):
             self.one_batch(i, b)
         if i < 0 and self.training:
             raise ModelRunError(no_batches("the training loader"))
@@ -264,6 +275,7 @@ class Loop(CallbackRunner):
             finally:
                 torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
                 self.fitting = self.training = self._broken = False
+                self._resumed = None
                 self.opt = self._opt
                 self._forget_batch()
 
