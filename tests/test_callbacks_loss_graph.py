@@ -180,3 +180,124 @@ def test_watch_knows_of_another_model_in_the_loss_but_not_of_a_head_in_the_same_
 
     assert facts(net, head, net.parameters())["others_weights"] == 2
     assert "others_weights" not in facts(net, head, [*net.parameters(), *head.parameters()])
+
+
+def encoder(width=3):
+    """An encoder of two views of each sample."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, width))
+    return [net(torch.randn(N, 5)) for _ in "ab"]
+
+
+def cosine(a, b):
+    return F.cosine_similarity(a, b).mean()
+
+
+def dots(a, b):
+    return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
+
+
+def sampled(word, context):
+    """Negative sampling, of which the first context is right and the others are not."""
+    logits = (word[:, None] * context).sum(-1)
+    return (-F.logsigmoid(logits[:, 0]) - F.logsigmoid(-logits[:, 1:]).sum(1)).mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda a, b: -cosine(a, b),
+        lambda a, b: 1 - dots(a, b).mean(),
+        lambda a, b: 2 - cosine(a, b) - cosine(b, a),
+        lambda a, b: -(cosine(a, b) + cosine(b, a)) / 2,
+        lambda a, b: F.mse_loss(a, b),
+        lambda a, b: (a - b).square().sum(1).mean(),
+        lambda a, b: (F.normalize(a, dim=1) - F.normalize(b, dim=1)).norm(dim=1).mean(),
+        lambda a, b: F.pairwise_distance(a, b).mean(),
+        lambda a, b: -F.logsigmoid((a * b).sum(1)).mean(),
+        lambda a, b: F.softplus(-(a * b).sum(1)).mean(),
+        lambda a, b: sampled(a, b[:, None]),
+    ],
+)  # fmt: skip
+def test_a_loss_that_only_pulls_outputs_together(loss):
+    loss = loss(*encoder())
+    loss.backward()
+
+    assert loss_by_graph(loss)["pulls"].startswith(f"two outputs of shape ({N}, ")
+
+
+def against(a, b):
+    return F.cross_entropy(F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(N))
+
+
+def spread(z):
+    return F.relu(1 - z.std(0)).mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        against,  # in-batch negatives
+        lambda a, b: -cosine(a, b.detach()) - cosine(b, a.detach()),  # a stopped gradient
+        lambda a, b: cosine(a, b),  # pushed apart
+        lambda a, b: F.triplet_margin_loss(a, b, b.flip(0)),
+        lambda a, b: sampled(a, torch.stack([b, b.flip(0)], 1)),
+        lambda a, b: F.mse_loss(a, b) + spread(a) + spread(b),  # VICReg
+        lambda a, b: -F.logsigmoid((a * b).sum(1) - (a * b.flip(0)).sum(1)).mean(),  # BPR
+        lambda a, b: -F.logsigmoid(dots(a, b)).mean() - F.logsigmoid(-dots(a, b.flip(0))).mean(),
+        lambda a, b: dots(a, b.flip(0)).mean() - dots(a, b).mean(),
+        lambda a, b: F.mse_loss((a * b).sum(1), torch.ones(N)),  # factors of a matrix
+        lambda a, b: F.mse_loss(a, b) + F.mse_loss(a, torch.ones(N, 3)),
+        lambda a, b: (a - b).square().mean() + (a[:, 0] - torch.ones(N)).square().mean(),
+        lambda a, b: (a * b - torch.ones(N, 3)).square().mean(),  # a gate
+        lambda a, b: a.square().mean() + b.square().mean(),
+        lambda a, b: (a - 0.9 * b - torch.ones(N, 3)).square().mean(),  # a residual, with rewards
+        lambda a, b: F.mse_loss(a[:, :1], b[:, :1]),  # two values
+        lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1)),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+def test_a_loss_that_keeps_outputs_apart_or_has_targets_does_not_only_pull(loss):
+    assert "pulls" not in loss_by_graph(loss(*encoder()))
+
+
+def test_a_physical_residual_does_not_pull_outputs_together():
+    x = torch.randn(N, 2, requires_grad=True)
+    u = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))(x) * x
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+
+    assert "pulls" not in loss_by_graph((slope - u).square().mean())
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+def test_a_divergence_of_probabilities_and_of_their_logarithms(reduction):
+    teacher = torch.rand(N, C).softmax(1)
+    right = F.kl_div(scores().log_softmax(1), teacher, reduction=reduction)
+    wrong = F.kl_div(scores().softmax(1), teacher, reduction=reduction)
+    by_exp = F.kl_div(scores().log_softmax(1).exp(), teacher, reduction=reduction) * 0.5 + right
+
+    assert not loss_by_graph(right).get("loss_input")
+    assert loss_by_graph(wrong)["loss_input"] == "probabilities"
+    assert loss_by_graph(by_exp)["loss_input"] == "probabilities"
+
+
+def test_an_expected_value_may_be_of_probabilities():
+    values, p = torch.randn(N, C), scores().softmax(1)
+
+    assert not loss_by_graph((values - p * values).sum(1).square().mean()).get("loss_input")
+    assert not loss_by_graph(-(p * values).sum(1).mean()).get("loss_input")
+
+
+def test_scores_of_a_sequence_that_is_turned_before_the_layer_are_known():
+    x = nn.Linear(5, C)(torch.randn(N, T, 5).transpose(0, 1))
+
+    assert loss_by_graph(ctc(x.transpose(0, 1)))["loss_input"] == "scores"
+
+
+def test_a_loss_of_many_terms_is_read_without_recursion():
+    a, b = encoder()
+    total = torch.zeros(())
+    for _ in range(3000):
+        total = total + F.mse_loss(a, b)
+
+    assert loss_by_graph(total)["pulls"] == f"two outputs of shape ({N}, 3)"

@@ -264,6 +264,12 @@ CASES = [
         "1 softmax inside the model",
     ),
     (
+        Run(losses=falling(), info={"loss_input": "probabilities"}),
+        "probabilities",
+        "any softmax just before this loss",
+        "reads them as their logarithms",
+    ),
+    (
         Run(losses=falling(), info={"loss_input": "scores"}),
         "probabilities",
         "anything but logarithms of probabilities",
@@ -669,6 +675,12 @@ CASES = [
         "softmax_dim",
         "any dimension but that of the classes",
         "is taken over the batch",
+    ),
+    (
+        Run(info={"pulls": "two outputs of shape (8, 4)"}),
+        "representation_collapse",
+        "no target, no negatives and no stopped gradient",
+        "only pulls together two outputs of shape (8, 4)",
     ),
     # where the loss begins and ends
     (

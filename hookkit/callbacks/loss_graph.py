@@ -22,6 +22,7 @@ from hookkit.autograd_graph import (
     softmax_dim,
     takes_one,
 )
+from hookkit.callbacks.loss_pulls import only_pulls
 
 _LOSSES = {
     "NllLoss": "nll_loss",
@@ -39,7 +40,10 @@ _LIKELIHOODS = ("NllLoss", "NllLoss2D", "CtcLoss")
 _DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
 
 _LAYERS = frozenset(
-    ("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution", "NativeLayerNorm", "NativeBatchNorm")
+    (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution"),
+        *("NativeLayerNorm", "NativeBatchNorm", "Embedding", "EmbeddingBag"),
+    )
 )
 """Operations of a model: what is behind them is no part of the loss."""
 
@@ -58,9 +62,11 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         n_classes: the size of the classes' dimension, of such a cross entropy.
         loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
             of them gives; `"scores"` where one that expects logarithms of probabilities is given
-            what a layer gives; else `""`. Of a sum of losses, that of any of its terms.
+            what a layer gives, `"probabilities"` where a KL divergence is; else `""`. Of a sum of
+            losses, that of any of its terms.
         softmax_dim: in words, where the softmax before the loss is not over the classes.
         broadcast: in words, where one column is compared with each element of a row.
+        pulls: in words, what it pulls together and nothing keeps apart (see `only_pulls`).
 
     >>> import torch
     >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
@@ -79,6 +85,10 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         found |= {"loss_func": own, "loss_input": ""}
     if chance := _chance(loss.grad_fn):
         found["chance"] = chance
+    if loss.grad_fn is not None and (pulled := only_pulls(loss.grad_fn)):
+        found["pulls"] = pulled
+    if any(_is_softmax(_of_divergence(term)) for term in _terms(loss.grad_fn)):
+        found["loss_input"] = "probabilities"
     for node in _nodes_of_loss(loss):
         name = op_name(node)
         if node is top and _is_mean(node):
@@ -123,21 +133,23 @@ def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
             todo += inputs
 
 
-def _chance(node: Any) -> float:
+def _chance(top: Any) -> float:
     """What guessing gives: the sum of ln C of a loss's terms; 0 if one of them is none of those.
 
     The terms are means of PyTorch's cross entropies, binary (C = 2) or not, and are only added.
     """
-    name = op_name(node)
-    if name == "Add":
-        parts = [_chance(before) for before, _ in node.next_functions if before is not None]
-        return sum(parts) if all(parts) else 0.0  # `sum(losses)` adds a 0, which is no part
-    if not _is_mean(node):
-        return 0.0
-    if name.startswith("BinaryCrossEntropy"):
-        return math.log(2)
-    classes = _of_one(node).get("n_classes", 0)
-    return math.log(classes) if classes > 1 else 0.0
+    total, todo = 0.0, [top]
+    while todo:
+        node = todo.pop()
+        if op_name(node) == "Add":  # `sum(losses)` adds a 0, which is no part
+            todo += [before for before, _ in node.next_functions if before is not None]
+            continue
+        binary = _is_mean(node) and op_name(node).startswith("BinaryCrossEntropy")
+        classes = 2 if binary else _of_one(node).get("n_classes", 0) if _is_mean(node) else 0
+        if classes < 2:
+            return 0.0
+        total += math.log(classes)
+    return total
 
 
 def _by_hand(top: Any) -> str:
@@ -173,12 +185,48 @@ def _given_wrongly(node: Any, name: str) -> str:
     """`loss_input` for one operation of a loss."""
     if name not in ("LogSoftmax", "BinaryCrossEntropyWithLogits", *_LIKELIHOODS):
         return ""
-    given = op_name(_before(node))
+    before = _before(node)
+    given = "Softmax" if _is_softmax(before) else op_name(before)
     if given in ("Softmax", "Sigmoid"):
         return given
     if name == "LogSoftmax":  # divided by a temperature, as a distillation does
         return "Softmax" if op_name(_before(node, scaled=True)) == "Softmax" else ""
+    if name in _LIKELIHOODS and given == "Add":  # of a bias, where the input is not contiguous
+        given = op_name(_before(before))
     return "scores" if name in _LIKELIHOODS and given in _GIVES_SCORES else ""
+
+
+def _is_softmax(node: Any) -> bool:
+    """Whether a node gives probabilities: a softmax, or exp of a log softmax."""
+    by_log = op_name(node) == "Exp" and op_name(first_input(node)) == "LogSoftmax"
+    return by_log or op_name(node) == "Softmax"
+
+
+def _terms(top: Any) -> Iterator[Any]:
+    """The operations of a loss that are only added up and scaled on the way to it."""
+    todo, seen = [top], {top}
+    while todo:
+        node = todo.pop()
+        yield node
+        scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
+        if scaled or op_name(node) in SAME_VALUES or op_name(node) in ("Add", "Sum", "Mean"):
+            new = {before for before, _ in node.next_functions if before is not None} - seen
+            seen |= new
+            todo += new
+
+
+def _of_divergence(total: Any) -> Any:
+    """What `F.kl_div` is given as logarithms, if `total` is its sum or mean; else None.
+
+    It computes t log(t) - t x. The first part of the difference needs no gradient.
+    """
+    parts = first_input(total)
+    if op_name(parts) != "Sub" or first_input(parts) is not None:
+        return None
+    by_target = parts.next_functions[1][0]
+    if op_name(by_target) != "Mul" or not takes_one(by_target):
+        return None
+    return next(before for before, _ in by_target.next_functions if before is not None)
 
 
 def _before(node: Any, scaled: bool = False) -> Any:

@@ -69,6 +69,7 @@ __all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 RULES: tuple[Rule, ...] = (
     loss_graph.broadcast,
     loss_graph.softmax_dim,
+    loss_graph.representation_collapse,
     loss_input.probabilities,
     loss.below_zero,
     steps.ascent,

@@ -54,3 +54,17 @@ _NOT_OF_KEYS = softmax_dim.but(
     fix="use softmax(dim=-1) for weights that are multiplied as weights @ values, and dim=k for "
     "(weights * values).sum(k)",
 )
+
+
+@rule(
+    threshold="no target, no negatives and no stopped gradient in the loss",
+    source=f"{_EXACT}; Jing et al. 2022 (arXiv 2110.09348), on complete collapse",
+    cause="a loss that is best when the model gives the same for every sample",
+    fix="keep samples apart: compare with other samples of the batch too (F.cross_entropy of all "
+    "similarities), or detach() one side, behind a predictor or in a slow copy of the model",
+)
+def representation_collapse(run: RunView) -> Iterator[Finding]:
+    """A loss that only pulls outputs together, whether or not they are alike already."""
+    if what := run.info.get("pulls"):
+        what = f"the loss only pulls together {what}, both of which get a gradient"
+        yield representation_collapse.found("error", what, (), run.all_steps)

@@ -41,6 +41,9 @@ def probabilities(run: RunView) -> Iterator[Finding]:
     if given in ends and not expects_shares:
         what = f"the loss is given what a {given.lower()} gives"
         yield says.found("error", what, (), run.all_steps)
+    elif given == "probabilities":
+        what = "the loss is given probabilities, and reads them as their logarithms"
+        yield _DIVERGENCE.found("error", what, (), run.all_steps)
     elif given == "scores":
         yield _SCORES.found("error", "the loss is given what a layer gives", (), run.all_steps)
     elif not nll and not binary and ("crossentropy" not in name or expects_shares):
@@ -75,6 +78,12 @@ _NLL = probabilities.but(
     fix="use torch.log_softmax, or return the scores and use nn.CrossEntropyLoss",
 )
 
+_DIVERGENCE = probabilities.but(
+    threshold="any softmax just before this loss",
+    source="PyTorch, KLDivLoss: expects the argument input in the log-space",
+    cause="a softmax before a loss that expects its logarithm",
+    fix="F.kl_div(scores.log_softmax(-1), target): its first argument are logarithms",
+)
 
 _SCORES = probabilities.but(
     threshold="anything but logarithms of probabilities before this loss",
