@@ -13,8 +13,9 @@ BIN   := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
+DOCS  := $(VENV)/.hookkit-docs
 
-.PHONY: help env demo test test-gpu test-quick lint types format golden wheel integrations clean
+.PHONY: help env demo test test-gpu test-quick lint types format golden wheel integrations docs docs-serve clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -34,6 +35,10 @@ $(INTEG): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group integrations
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps --group fastai
 	touch $(INTEG)
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group docs
+	touch $(DOCS)
 
 demo: $(STAMP)  ## train on real digits, print and draw what every layer did (ARGS="--epochs 3")
 	$(BIN)/python -m hookkit.demo $(ARGS)
@@ -66,5 +71,11 @@ golden: $(STAMP)  ## rewrite the golden files after an intended change of output
 wheel: $(STAMP)  ## build the wheel and test it with the sources out of sight
 	bash .ci/wheel
 
+docs: $(DOCS)  ## build the site into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs docs/_build/html
+
+docs-serve: docs  ## build the site and show it on http://localhost:8000
+	$(BIN)/python -m http.server -d docs/_build/html 8000
+
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist runs docs/_build .pytest_cache .mypy_cache .ruff_cache

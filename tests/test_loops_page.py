@@ -1,4 +1,4 @@
-"""Every block of docs/loops.md runs, beside the library it is about, and records the same run."""
+"""Each block of docs/how-to/loops.md runs beside its library, and records the same run."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from test_readme import BLOCK, run
 
 from hookkit.watching import Watcher
 
-PAGE = Path(__file__).parent.parent / "docs" / "loops.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "loops.md"
 
 # for each section its library, and what of it can be copied, and pickled, after the training
 SECTIONS = {

@@ -242,7 +242,7 @@ def counts(rank: int, folder: Path) -> None:
 
 
 def as_the_page_says(w: Any) -> int:
-    """What docs/processes.md says that the reductions of a merge are, in bytes."""
+    """What docs/how-to/processes.md says that the reductions of a merge are, in bytes."""
     act, gradient, params = w.activation_stats.record(), w.gradient_stats.record(), w.param_stats
     s, n_bins, n_units = len(act), act.hist.shape[1], 3 + 3
     n_bytes = 8 + 16 + 8 * len(params.names)  # how many losses; layouts, and what has moved

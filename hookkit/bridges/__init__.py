@@ -1,5 +1,5 @@
 """Callbacks for Lightning and for the Hugging Face Trainer. Neither is needed: `watch` works around
-both, as around every loop (`docs/loops.md`).
+both, as around every loop (`docs/how-to/loops.md`).
 
     with watch(trainer.model, None, ActivationStats()) as w:
         trainer.train()

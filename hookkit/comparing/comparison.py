@@ -133,7 +133,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """In one line: how many tensors were compared, and where the first difference is."""
+        """How many tensors were compared and where the first difference is, in one line."""
         n = len(self.rows)
         n_beyond = sum(bool(r.problem or r.n_different) for r in self.rows)
         of = f"{n} tensor{'s' * (n != 1)} compared"

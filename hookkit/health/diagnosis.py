@@ -89,13 +89,13 @@ class Finding:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The layers with their types: `("0 Conv2d", "fc Linear")`."""
+        """The layers with their types, such as `("0 Conv2d", "fc Linear")`."""
         kinds = self.types or ("",) * len(self.layers)
         return tuple(label(*pair) for pair in zip(self.layers, kinds, strict=True))
 
     @property
     def where(self) -> str:
-        """Layers and steps in a few words: `"fc1 Linear, fc2 Linear · steps 0–299"`."""
+        """Layers and steps in a few words, such as `"fc1 Linear, fc2 Linear · steps 0–299"`."""
         names = ", ".join(self.labels[:3])
         more = f" and {len(self.layers) - 3} more" if len(self.layers) > 3 else ""
         first, last = self.steps
@@ -120,7 +120,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The small print: the line that was crossed, its source, how often the rule was right."""
+        """The line that was crossed, its source, and how often the rule was right."""
         parts = [f"Line: {self.threshold}", f"Source: {self.source}"]
         if self.rule in RATES and self.severity != "note":
             right, wrong = RATES[self.rule]
@@ -244,7 +244,7 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def headline(self) -> str:
-        """One line: how many layers and steps were judged, and the verdict; of which rank alone."""
+        """How many layers and steps were judged, and the verdict; of which rank alone. One line."""
         alone = f" ({self.rank} alone; gather() on every rank merges all)" if self.rank else ""
         return self._verdict() + alone
 

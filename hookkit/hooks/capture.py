@@ -324,7 +324,7 @@ class Capture(HookEntry):
     # -- words --------------------------------------------------------------------------------
 
     def label(self) -> str:
-        """The module in words, for messages: its name where it is known, and its class."""
+        """The module's name, where it is known, and its class, for messages."""
         module = self.module()
         if self.name is not None:
             return f"'{self.name}'" + (f" ({type(module).__name__})" if module is not None else "")

@@ -34,7 +34,7 @@ Named = tuple[str | None, nn.Module, str]
 
 
 class Hooks(Registered, Collection[Hook], Iterator[Hook]):
-    """Many `Hook`s as one: registered all or none, entered, left and removed together.
+    """Many hooks as one, each a `Hook`; registered all or none, entered and removed together.
 
     A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
     (`h["fc"]`) where names are known. A `with` block records the calls of its thread: of asyncio

@@ -204,7 +204,7 @@ class Hook(Registered):
 
     @property
     def label(self) -> str:
-        """The module in words, for messages: its name where it is known, and its class."""
+        """The module's name, where it is known, and its class, for messages."""
         return self._capture.label()
 
     # -- what is stored -----------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Hook(Registered):
 
     @property
     def n_calls(self) -> int:
-        """How many forward calls were seen (by a full backward hook: backward calls)."""
+        """How many forward calls were seen; of a full backward hook, backward calls."""
         self._not_traced(".n_calls")
         if not self._capture.count:
             warn_if_compiled(self._capture)

@@ -73,7 +73,7 @@ def plot_run(
         fig: an empty Figure or SubFigure to draw on.
 
     Returns:
-        The Figure: a panel and a colour bar for each record that is there.
+        The Figure, with a panel and a colour bar for each record that is there.
 
     Raises:
         ArgumentError: `findings` has something else in it, or `relative` is no flag.

@@ -155,7 +155,7 @@ def _eps(record: Record) -> str:
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     """Mean, standard deviation and share near zero of one layer over steps; the Figure.
 
-    As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and |x| for near zero.
+    As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and `|x|` for near zero.
     """
     record = as_record(record, "activation", "gradient")
     row = record.layer(layer)

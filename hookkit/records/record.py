@@ -185,7 +185,7 @@ class Record(Plain, Exports):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Per row the name with the module's class: `"0 Conv2d"`."""
+        """Per row the name with the module's class, such as `"0 Conv2d"`."""
         return tuple(label(*row) for row in zip(self.names, self.types, strict=True))
 
     def value(self, statistic: str, layer: int | str | None = None) -> Floats:

@@ -139,7 +139,7 @@ class Run(Plain, Exports, Views):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The records that are there: activations, gradients, params, in this order."""
+        """Those of activations, gradients, params that are there, in this order."""
         return tuple(r for r in (self.activations, self.gradients, self.params) if r is not None)
 
     @property
@@ -191,7 +191,7 @@ class Run(Plain, Exports, Views):
 
     @property
     def n_epochs(self) -> int:
-        """Epochs that were begun: one more than the greatest number of one."""
+        """Epochs that were begun, one more than the greatest number of one."""
         known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
         return max([-1, *known, *(int(r.epochs[-1]) for r in self.records if len(r))]) + 1
 

@@ -28,7 +28,7 @@ from hookkit.stats.parameters import Bits, Named, Parameters, idle_parameters
 class ParamStats(Exports, Callback):
     """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
 
-    `update_ratio` is |w_after − w_before| / |w_before|, whatever the optimizer; about 1e-3 is
+    `update_ratio` is `|w_after − w_before| / |w_before|`, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
     where the parameter's optimizer did not step (a GAN's other player; one not seen yet). `lr` is
     the learning rate of its group at that step.

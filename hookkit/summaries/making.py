@@ -71,8 +71,9 @@ def summary(
 
     Args:
         model: any module.
-        *args, **kwargs: what its forward takes, of any structure. Nothing: names and parameters
-            only. One tuple of ints, `(3, 224, 224)`: a float batch of one of that size.
+        *args: what its forward takes, of any structure. Nothing: names and parameters only. One
+            tuple of ints, `(3, 224, 224)`: a float batch of one of that size.
+        **kwargs: its keyword inputs.
         opt: its optimizer: adds its groups, the bytes of its state and parameters that it misses.
         fold: draw equal siblings once (`h.0..11 ×12`).
         depth: draw modules down to this depth.
