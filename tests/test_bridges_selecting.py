@@ -8,16 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bridges import (
-    EPOCHS,
-    N,
-    Net,
-    hugging_face,
-    lightning_trainer,
-    loader,
-    mse,
-    sgd,
-)
+from test_bridges import EPOCHS, N, Net, hugging_face, lightning_trainer, loader, mse, sgd
 from torch import Tensor, nn
 
 from hookkit.recording import HookCallback

@@ -18,14 +18,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import hookkit.hooks.compiling as compiling
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
 from hookkit.features import feature_extractor
-from hookkit.hooks import (
-    hook_all,
-    hook_input,
-    hook_inputs,
-    hook_output,
-    hook_outputs,
-    print_sizes,
-)
+from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs, print_sizes
 from hookkit.swapping import Catcher, swap
 
 pytestmark = [

@@ -21,13 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
 from hookkit.editing import add, edit_output
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-    OptionError,
-    SelectionError,
-)
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
 from hookkit.features import FeatureExtractor, feature_extractor
 from hookkit.hooks import hook_outputs
 from hookkit.nested import leaves, pick

@@ -16,18 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from health_runs import (
-    CE,
-    EVEN,
-    FLAT,
-    MSE,
-    N,
-    acts,
-    falling,
-    found,
-    slow,
-    weights,
-)
+from health_runs import CE, EVEN, FLAT, MSE, N, acts, falling, found, slow, weights
 from test_health_attention import QK, attention, with_row
 from test_health_gradients import sampled, summed
 from test_health_loss_expectations import episodes, players, signed

@@ -8,13 +8,7 @@ from torch import nn
 
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.learner.groups import (
-    make_optimizer,
-    param_groups,
-    set_hyper,
-    spread,
-    trainable_params,
-)
+from hookkit.learner.groups import make_optimizer, param_groups, set_hyper, spread, trainable_params
 from hookkit.testing import ConvLayer, mlp, synth_learner
 
 

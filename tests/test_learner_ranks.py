@@ -14,12 +14,7 @@ import pytest
 import torch
 from processes import in_ranks
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from hookkit import ranks
 from hookkit.callbacks import Callback

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-    OptionError,
-    SelectionError,
-)
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
 from hookkit.moments.cpu import cpu_row, norms
 from hookkit.moments.moments import merge, moments
 from hookkit.records import load

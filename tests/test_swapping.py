@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-    OptionError,
-    SelectionError,
-)
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
 from hookkit.modules import can_run, edges, walk
 from hookkit.nested import leaves
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap

@@ -16,12 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hookkit.callbacks import Callback
 from hookkit.callbacks.readout import run_of
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning
-from hookkit.events import (
-    EVENTS,
-    CancelBatchException,
-    CancelFitException,
-    CancelStepException,
-)
+from hookkit.events import EVENTS, CancelBatchException, CancelFitException, CancelStepException
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import Watcher, watch

@@ -30,11 +30,7 @@ from hookkit.callbacks.logging import CSVLogger, LogTo
 from hookkit.callbacks.mixed_precision import MixedPrecision
 from hookkit.callbacks.progress import ProgressCallback
 from hookkit.callbacks.recorder import Recorder
-from hookkit.callbacks.tracker import (
-    EarlyStoppingCallback,
-    SaveModelCallback,
-    TrackerCallback,
-)
+from hookkit.callbacks.tracker import EarlyStoppingCallback, SaveModelCallback, TrackerCallback
 
 __all__ = [
     "DEFAULT_CALLBACKS",

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookkit.hooks.block import Block
-from hookkit.hooks.entries import (
-    Placed,
-    called,
-    counts_for,
-    graph_task,
-    part_at,
-)
+from hookkit.hooks.entries import Placed, called, counts_for, graph_task, part_at
 from hookkit.hooks.gradients import GradHooks
 from hookkit.hooks.taps import Receive
 from hookkit.nested import leaves

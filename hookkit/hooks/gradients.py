@@ -31,14 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.entries import (
-    Handle,
-    HookEntry,
-    Placed,
-    check_hookable,
-    is_compiling,
-    put,
-)
+from hookkit.hooks.entries import Handle, HookEntry, Placed, check_hookable, is_compiling, put
 from hookkit.hooks.taps import Receive, alias, is_alias, on_grad, versions_of, with_aliases
 from hookkit.hooks.views import ViewGradient, listen
 from hookkit.nested import Inputs, leaves, tmap

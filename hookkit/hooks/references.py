@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from gc import get_referents
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    GeneratorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.modules import (
-    calls_children,
-    is_parametrization,
-    join,
-    submodules,
-    wrappers,
-)
+from hookkit.modules import calls_children, is_parametrization, join, submodules, wrappers
 
 
 @dataclass(eq=False)

@@ -32,15 +32,7 @@ from torch import Tensor
 from hookkit.moments import triton_kernels
 from hookkit.moments.cpu import cpu_row
 from hookkit.moments.histograms import ABSENT, Bins, sample_of
-from hookkit.moments.moments import (
-    N_FIELDS,
-    array_of,
-    empty_rows,
-    flat,
-    merge,
-    merge_row,
-    moments,
-)
+from hookkit.moments.moments import N_FIELDS, array_of, empty_rows, flat, merge, merge_row, moments
 from hookkit.moments.unit_layouts import UnitLayout
 from hookkit.moments.units import UnitTables, blank_table
 

@@ -12,15 +12,7 @@ import numpy as np
 from hookkit.checks import check_number, shown
 from hookkit.errors import OptionError
 from hookkit.plotting import arrays
-from hookkit.plotting.axes import (
-    BROKEN,
-    KINDS,
-    count_steps,
-    mark_epochs,
-    nothing,
-    plain,
-    title,
-)
+from hookkit.plotting.axes import BROKEN, KINDS, count_steps, mark_epochs, nothing, plain, title
 from hookkit.plotting.bins import bin_ticks, densities, edge_places, scale_words, unit
 from hookkit.plotting.figures import ALARM, NEVER, colour_map, literal, new_axes, new_figure
 from hookkit.plotting.labels import ordered_record, row_label

@@ -24,16 +24,7 @@ from hookkit.records.record import (
     Record,
     Tables,
 )
-from hookkit.records.run import (
-    Incident,
-    Run,
-    Views,
-    as_record,
-    as_run,
-    by_module,
-    in_order,
-    load,
-)
+from hookkit.records.run import Incident, Run, Views, as_record, as_run, by_module, in_order, load
 from hookkit.records.values import Floats, Ints, label, records_of
 
 __all__ = [

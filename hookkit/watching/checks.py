@@ -17,12 +17,7 @@ from torch.optim import Optimizer
 from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.checks import check_callable, check_flag, kind_of, shown
-from hookkit.errors import (
-    ArgumentError,
-    CompiledWarning,
-    HookkitWarning,
-    NeverFiredWarning,
-)
+from hookkit.errors import ArgumentError, CompiledWarning, HookkitWarning, NeverFiredWarning
 
 
 def one_model(model: Any) -> nn.Module:
