@@ -272,8 +272,7 @@ def _shape(t: Tensor) -> str:
 def pick(x: Any, path: str) -> Any:
     """What `x<path>` reads, for a path as `named_leaves` writes it: `[0]`, `.h`, `['logits']`.
 
-    Raises:
-        KeyError, IndexError, AttributeError: `x` has nothing at `path`.
+    Raises the error of Python's own indexing if `x` has nothing there.
 
     >>> pick({"a": (1, 2)}, "['a'][1]")
     2
@@ -286,8 +285,7 @@ def pick(x: Any, path: str) -> Any:
 def put(x: Any, path: str, value: Any) -> Any:
     """A copy of `x` in which `x<path>` is `value`; the rest is shared, the types are kept.
 
-    Raises:
-        KeyError, IndexError, AttributeError: `x` has nothing at `path`.
+    Raises as `pick` if `x` has nothing there.
 
     >>> put({"a": (1, 2), "b": 3}, "['a'][0]", 9)
     {'a': (9, 2), 'b': 3}

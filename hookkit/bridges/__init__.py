@@ -105,9 +105,7 @@ class Bridge:
 
 
 def base(package: str, *names: str) -> Any:
-    """The first of these classes that is installed, to inherit from.
-
-    If none is, a class that cannot be instantiated: its error says how to install `package`.
+    """The first of these classes that is installed, to inherit from; its error says how to get one.
 
     >>> base("hookkit", "no_such_library.Callback", "hookkit.callbacks.Callback").__name__
     'Callback'

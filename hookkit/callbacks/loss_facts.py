@@ -16,11 +16,7 @@ from hookkit.hooks.snapshot import is_transforming
 
 
 def loss_name(loss_func: Any) -> str | None:
-    """A loss function's name, else its class's.
-
-    >>> loss_name(torch.nn.functional.cross_entropy), loss_name(torch.nn.MSELoss()), loss_name(None)
-    ('cross_entropy', 'MSELoss', None)
-    """
+    """A loss function's name, else its class's; None for None."""
     if loss_func is None:
         return None
     name = getattr(loss_func, "__name__", None)
@@ -75,8 +71,8 @@ class LossFacts:
             loss_func: the loss. For losses other than cross entropies only
                 `output_is_probabilities` is reported, and only if no loss function was given.
             pred: (n, n_classes, …) floats; anything else is ignored.
-            fed: `pred` is the loss's own input. If it is the model's output instead, it may be
-                flattened before the loss, so that of three dimensions the last may be the classes.
+            fed: `pred` is the loss's own input. The model's output may be flattened before the
+                loss, so that of its three dimensions the last may be the classes.
         """
         if self._sizes is not None:
             return
@@ -93,10 +89,7 @@ class LossFacts:
             self._off_one = torch.stack([(p.sum(d) - 1).abs().amax() for d in dims])
 
     def read(self) -> dict[str, Any]:
-        """`loss_func`, `n_classes` and the other facts, as far as they are known.
-
-        Reads the device once.
-        """
+        """`loss_func`, `n_classes` and the other facts that are known; reads the device."""
         return {**self._of_scores(), **self._of_root(), **(self._by_graph or {})}
 
     def _of_root(self) -> dict[str, Any]:

@@ -105,9 +105,8 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
 def others_weights(loss: Tensor, own: Iterable[Tensor]) -> int:
     """How many parameters beside `own` take part in a loss: those of a discriminator or a critic.
 
-    0 where none of `own` does, as under FSDP, which computes with parameters of its own.
-
-    Cost: one walk through the graph, on the host alone; nothing is kept.
+    0 where none of `own` does, as under FSDP, which computes with parameters of its own. Cost: one
+    walk through the graph, on the host alone.
 
     >>> import torch
     >>> net, critic = nn.Linear(2, 3), nn.Linear(3, 1)

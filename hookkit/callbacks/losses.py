@@ -22,13 +22,7 @@ _PACK = 1024  # 0-d tensors kept before they are packed: each holds 512 bytes on
 
 
 class Scalars:
-    """Numbers as they come, kept on their device until read.
-
-    >>> s = Scalars()
-    >>> s.append(torch.tensor(2.0)); s.append(3.0)
-    >>> len(s), s.read()
-    (2, array([2., 3.]))
-    """
+    """Numbers as they come, kept on their device until read."""
 
     def __init__(self) -> None:
         self._host = array("d")
@@ -146,10 +140,7 @@ class LossHistory:
         return np.array(self._steps, np.int64)
 
     def by_step(self, n_steps: int) -> Floats:
-        """(n_steps,) float64 on the host: each step's loss, NaN if none of its batches' is known.
-
-        Sync: one per 1024 losses.
-        """
+        """(n_steps,) float64: each step's loss, NaN if none of its batches' is known."""
         losses, steps = self.by_batch(), self.steps()
         taken = steps < n_steps  # no step has followed the batches at the end
         counts = np.bincount(steps[taken], minlength=n_steps)

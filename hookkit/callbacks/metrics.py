@@ -29,11 +29,7 @@ _CODE = type, partial, FunctionType, BuiltinFunctionType, MethodType
 
 
 class Mean:
-    """A mean over samples of what a function gives per batch.
-
-    Args:
-        f: `f(pred, *targets)` gives the batch's mean, a number or a tensor of one element; None
-            for the loss itself.
+    """A mean over samples of what `f(pred, *targets)` gives per batch; of the loss if `f` is None.
 
     >>> m = Mean(lambda pred, y: (pred == y).float().mean())
     >>> m.update(torch.tensor([1, 1]), torch.tensor([1, 0]))
@@ -92,8 +88,7 @@ class Mean:
 class Metric:
     """An object that accumulates by itself, as those of torchmetrics, torcheval and fastai do.
 
-    Args:
-        metric: the object. If it has `keys` (a MetricCollection), it is several, called by them.
+    One with `keys` (a MetricCollection) is several, called by them.
 
     Attributes:
         names: of what `results` gives, in order.
@@ -170,10 +165,8 @@ def _one_of_each_rank(t: Tensor, group: Any = None) -> list[Tensor]:
 def add_up(metrics: Sequence[Mean | Metric], where: str) -> None:
     """Replaces the sums of means, and all numbers of batches, by those of all ranks.
 
-    Each rank has to call. Two reductions for all of them together, of some numbers for each.
-
-    Args:
-        where: how far the run is, should a rank not come.
+    Each rank has to call; `where` says how far the run is, should one not come. Two reductions for
+    all of them together, of some numbers for each.
     """
     own = [torch.as_tensor(getattr(m, "total", 0.0)).detach().cpu().double() for m in metrics]
     numbers = torch.tensor([m.n for m in metrics], dtype=torch.float64)
@@ -219,15 +212,12 @@ def metric_name(metric: Any) -> str:
 
 
 def as_metric(metric: Any, device: Any = None) -> Mean | Metric:
-    """A user's metric as the `Recorder` uses it; a class is instantiated.
+    """A user's metric as the `Recorder` uses it: a class is instantiated; else an ArgumentError.
 
     Args:
         metric: a function of `(pred, *targets)`, or an object with `reset`, `update` and `compute`
             (torchmetrics), or with `reset`, `accumulate` and `value` (fastai).
         device: where an object moves its state to, if it can; None leaves it where it is.
-
-    Raises:
-        ArgumentError: it is none of these.
     """
     made = _made(metric) if isinstance(metric, type) else metric
     lacking = min(_lacking(made, _TORCHMETRICS), _lacking(made, _FASTAI), key=len)

@@ -45,15 +45,10 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
     """Everything that the callbacks of a Learner or an `ExternalLoop` recorded.
 
     A record goes where its kind belongs, whatever the recorder's class is called. Of several
-    recorders of a kind a Run holds the latest; a warning names the others.
+    recorders of a kind a Run holds the latest; unless `quiet`, a warning names the others.
 
     It waits for no other rank: the Run is of all ranks if `gather` was called since the last step,
-    else of this one, and `info["rank"]` says which. Reads from the device: one synchronisation for
-    each recorder.
-
-    Args:
-        runner: the Learner or the `ExternalLoop`.
-        quiet: to be shown as it trains: without warnings.
+    else of this one, and `info["rank"]` says which. Sync: one per recorder.
     """
     found = _recorded(runner, quiet)
     norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None

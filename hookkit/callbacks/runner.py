@@ -101,10 +101,8 @@ class CallbackRunner:
     def remove_cbs(self: R, cbs: Any) -> R:
         """Removes one callback or several, of a class all; the runner itself.
 
-        For one removed while a fit is under way `cleanup_fit` is called at once.
-
-        Raises:
-            ArgumentError: one of them is neither a callback nor a class of them.
+        For one removed while a fit is under way `cleanup_fit` is called at once. Raises an
+        ArgumentError for what is neither a callback nor a class of them.
         """
         for cb in self._meant(cbs):
             self._drop(cb)
@@ -187,11 +185,7 @@ class CallbackRunner:
         return self._named().get(name)
 
     def ordered_cbs(self, event: str) -> L:
-        """The callbacks that have a method for `event`, in the order they run.
-
-        Raises:
-            OptionError: there is no such event.
-        """
+        """The callbacks with a method for `event`, in the order they run; else an OptionError."""
         return L(cb for cb, _ in self._having(event))
 
     def _having(self, event: str) -> list[tuple[Callback, Callable[[], object]]]:

@@ -48,11 +48,7 @@ def check_epochs(n_epoch: Any, start_epoch: Any, resume: Any) -> None:
 
 
 def check_optimizer(model: nn.Module, opt: Any) -> Any:
-    """`opt`, an optimizer of `model` that `opt_func` returned.
-
-    Raises:
-        ArgumentError: it cannot step, or none of its parameters is the model's.
-    """
+    """`opt` if it can step parameters of `model`, as one from `opt_func`; else an ArgumentError."""
     if not (hasattr(opt, "param_groups") and callable(getattr(opt, "step", None))):
         raise ArgumentError(
             f"Learner: opt_func returned {kind_of(opt)}, which is no optimizer. Return one from "

@@ -29,14 +29,10 @@ def trainable_params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def param_groups(split: Any) -> list[dict[str, Any]]:
-    """What a splitter returned, as torch's parameter groups.
+    """What a splitter returned, as torch's parameter groups; an ArgumentError if they are empty.
 
-    Args:
-        split: parameters (one group), lists of parameters or modules (a group each), or torch's
-            own dicts.
-
-    Raises:
-        ArgumentError: there is no parameter in it.
+    `split` is parameters (one group), lists of parameters or modules (a group each), or torch's own
+    dicts.
     """
     items = list(split) if isinstance(split, Iterable) else [split]
     if all(isinstance(x, Tensor) for x in items):
@@ -66,14 +62,11 @@ def _params(x: Any) -> list[Tensor]:
 
 
 def spread(lr: Any, n: int) -> list[float]:
-    """`lr` for each of `n` groups.
+    """`lr` for each of `n` groups; an OptionError for other numbers of them, negative ones or NaN.
 
     A number is for all; a sequence has one for each; `slice(lo, hi)` grows geometrically from the
     first group to the last; `slice(hi)` is `hi` for the last and a tenth of it for the others, as
     in fastai.
-
-    Raises:
-        OptionError: a learning rate is negative or NaN, or their number is not that of the groups.
 
     >>> spread(0.1, 2), spread(slice(0.01), 2), spread([1, 2], 2)
     ([0.1, 0.1], [0.001, 0.01], [1.0, 2.0])
@@ -112,11 +105,7 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict[str, Any]], l
 
 
 def set_hyper(opt: Any, key: str, values: Sequence[float]) -> None:
-    """Sets `param_groups[i][key]` to `values[i]`; a tensor there is filled in place.
-
-    Raises:
-        OptionError: the optimizer has no such hyperparameter.
-    """
+    """Sets `param_groups[i][key]` to `values[i]`, a tensor in place; else an OptionError."""
     for group, value in zip(opt.param_groups, values, strict=True):
         if key not in group:
             known = ", ".join(k for k in group if k != "params")
@@ -133,14 +122,8 @@ def set_hyper(opt: Any, key: str, values: Sequence[float]) -> None:
 def freeze_groups(opt: Any, model: nn.Module, n: int, train_bn: bool) -> int:
     """Makes groups from `n` on trainable and those before it not; the index of the first trainable.
 
-    Args:
-        opt: a torch optimizer.
-        model: whose batch norms stay trainable if `train_bn`.
-        n: negative ones count from the end.
-        train_bn: whether batch norms in frozen groups still learn, as in fastai.
-
-    Raises:
-        OptionError: there is no group `n`.
+    With `train_bn` the batch norms of `model` stay trainable, as in fastai. Negative `n` count from
+    the end; an OptionError if there is no such group.
     """
     size = len(opt.param_groups)
     what = f"the first to train of the optimizer's {size} group{'s' * (size != 1)}"
@@ -157,12 +140,9 @@ def freeze_groups(opt: Any, model: nn.Module, n: int, train_bn: bool) -> int:
 def one_cycle(
     lr: Any, div: float, div_final: float, pct_start: float, moms: tuple[float, float]
 ) -> Callable[[Any, int], Any]:
-    """`make(opt, n_steps)` of torch's OneCycleLR, with fastai's parameters.
+    """`make(opt, n_steps)` of torch's OneCycleLR, with fastai's parameters; checks them.
 
     Momentum is cycled where there is one: setting it would turn plain SGD into another optimizer.
-
-    Raises:
-        OptionError: an option cannot work.
     """
     _check_cycle(div, div_final, pct_start, moms)
 

@@ -87,11 +87,8 @@ def find_lr(
 class LRFinder(Callback):
     """Multiplies the learning rate by the same factor after each batch, and notes the loss.
 
-    Args:
-        start_lr: of the first batch.
-        end_lr: of the one after the last.
-        num_it: how many batches there are.
-        stop_div: whether to stop when the smoothed loss is over four times its least.
+    From `start_lr` to `end_lr` in `num_it` batches; `stop_div` ends it when the smoothed loss is
+    over four times its least.
     """
 
     order = 60
@@ -140,8 +137,7 @@ class LRFinder(Callback):
 def suggest(lrs: Floats, losses: Floats, num_it: int) -> SuggestedLRs:
     """The suggestion from what was noted, without the first tenth and the last five batches.
 
-    Raises:
-        ModelRunError: too few batches had a loss that is a number.
+    Raises a ModelRunError if too few batches had a loss that is a number.
     """
     first, known = num_it // 10, np.isfinite(losses)
     middle = losses[first:-5][known[first:-5]]
@@ -154,9 +150,7 @@ def suggest(lrs: Floats, losses: Floats, num_it: int) -> SuggestedLRs:
 
 
 def valley(losses: Floats) -> int:
-    """Where a learning rate is good: half-way through the longest falling subsequence of losses.
-
-    The index is the one that fastai's `valley` gives.
+    """Half-way through the longest falling subsequence of losses, the index that fastai's gives.
 
     >>> valley(np.array([5.0, 6.0, 4.0, 3.0, 2.0, 1.0, 0.5, 9.0]))
     3

@@ -243,10 +243,7 @@ def kept(x: Any) -> Any:
 
 
 def joined(batches: list[Any], dim: int = 0) -> Any:
-    """Structures of the same kind as one, each tensor concatenated along `dim`, scalars stacked.
-
-    Raises:
-        ModelRunError: the shapes do not fit together.
+    """Structures of the same kind as one: tensors concatenated along `dim`, scalars stacked.
 
     >>> joined([(torch.ones(2, 3), None), (torch.ones(1, 3), None)])[0].shape
     torch.Size([3, 3])

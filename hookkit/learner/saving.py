@@ -38,11 +38,9 @@ def _allowed() -> Any:
 
 
 def save_state(where: Path, state: dict[str, Any]) -> Path:
-    """Writes a checkpoint; `where`.
+    """Writes a checkpoint to `where`, which is returned; an OSError leaves the old file.
 
-    Raises:
-        OptionError: it holds objects that `load_state` would refuse; the old file stays.
-        OSError: it cannot be written, as for `atomic_write`.
+    Raises an OptionError if it holds objects that `load_state` would refuse.
     """
     who = f"save({where.stem!r})"
     if "callbacks" in state:
@@ -85,8 +83,7 @@ def _plain(x: Any) -> Any:
 def load_state(where: Path) -> dict[str, Any]:
     """What `save_state` wrote, on the CPU; only tensors, numbers, text and `RECORDED` are made.
 
-    Raises:
-        OptionError: there is no such file, or `save_state` did not write it.
+    Raises an OptionError if there is no such file, or `save_state` did not write it.
     """
     if not where.exists():
         there = sorted(p.stem for p in where.parent.glob("*.pth"))

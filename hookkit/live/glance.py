@@ -25,11 +25,7 @@ _LATEST = 5  # records whose median is shown
 
 
 def glance(head: str, run: Run) -> list[str]:
-    """`head` with the loss, and a line for each record that is there.
-
-    Args:
-        head: how far the run is.
-        run: what was recorded.
+    """`head`, which says how far the run is, with its loss, and a line for each record.
 
     >>> glance("step 4", Run(losses=np.array([4.0, 3.0, 1.0, 1.0])))
     ['step 4 · loss 2  █▆▁▁']

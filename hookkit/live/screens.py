@@ -30,11 +30,7 @@ LEAST_ROWS = 4  # that a terminal keeps beside a block
 
 
 class Lines:
-    """Findings as lines on stderr; the base of the others.
-
-    Attributes:
-        draws: whether it shows pictures.
-    """
+    """Findings as lines on stderr; the base of the others. `draws` says if it shows pictures."""
 
     draws = False
 
@@ -43,12 +39,7 @@ class Lines:
         _print(line, sys.stderr)
 
     def show(self, lines: Sequence[str], found: Diagnosis) -> None:
-        """Shows how the run is now.
-
-        Args:
-            lines: how far it is, a line for each record, the verdict.
-            found: what is clear by now.
-        """
+        """Shows how the run is now: `lines`, of which the last is the verdict; what is clear."""
 
     def draw(self, run: Run, found: Diagnosis) -> None:
         """Draws a picture of the run, if `draws`."""

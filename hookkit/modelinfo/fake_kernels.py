@@ -69,8 +69,7 @@ class FakeKernels:
     Args:
         mode: in which the tensors are fake.
         real: the given inputs by the id of their fakes.
-        made: where weak references to the tensors are put that the run makes; those that have died
-            are taken out from time to time.
+        made: gets weak references to the tensors that the run makes.
         macs: whether multiply-accumulates are counted.
     """
 
@@ -86,10 +85,7 @@ class FakeKernels:
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int | None]:
-        """What `func` returns, and its multiply-accumulates (see `macs_of`).
-
-        Raises where a real run might.
-        """
+        """What `func` returns, and its `macs_of`. Raises where a real run might."""
         op = self._operations.get(func)
         if op is None:
             op = self._operations[func] = _Operation(func)

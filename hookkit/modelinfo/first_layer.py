@@ -37,10 +37,8 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 def first_layer(m: nn.Module) -> tuple[str, nn.Module]:
     """The first layer, in the order of definition, that says what its input looks like.
 
-    Norms that fit several kinds of input are skipped if a layer of another kind follows.
-
-    Raises:
-        ArgumentError: no layer says so.
+    Norms that fit several kinds of input are skipped if a layer of another kind follows. Raises an
+    ArgumentError if no layer says so.
     """
     vague: tuple[str, nn.Module] | None = None
     for name, layer, _ in walk(m):
@@ -134,8 +132,7 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
 def checked_sides(size: Any, dims: int) -> tuple[int, ...]:
     """`size` as one number for each of `dims` dimensions, or as many as it has itself.
 
-    Raises:
-        OptionError: it is not made of whole numbers from 1.
+    Raises an OptionError if it is not made of whole numbers from 1.
     """
     several = isinstance(size, Iterable) and not isinstance(size, str | bytes)
     unordered = isinstance(size, Tensor | Mapping | set | frozenset)

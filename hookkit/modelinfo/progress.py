@@ -18,11 +18,7 @@ _PAUSE_S = 0.25  # between two drawings
 
 
 class Progress:
-    """How many of a model's modules have been called.
-
-    Args:
-        n: the modules that can be called. Not all of them need be: a model may have spare ones.
-    """
+    """How many of `n` modules have been called; a model may have more than it calls."""
 
     def __init__(self, n: int) -> None:
         self._n, self._drawn = n, 0  # _drawn: the width of the line that is shown

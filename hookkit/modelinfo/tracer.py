@@ -102,10 +102,7 @@ class _Saved:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
 
-    Args:
-        tree: the model.
-        kernels: how operations run on fake tensors; None for a real run.
-        macs: whether multiply-accumulates are counted.
+    `kernels` run the operations on fake tensors; None is a real run. With `macs` they are counted.
     """
 
     supports_higher_order_operators = True  # else torch raises for flex attention

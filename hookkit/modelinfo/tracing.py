@@ -33,14 +33,8 @@ from hookkit.nested import Inputs, leaves
 def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool = True) -> Trace:
     """Runs a copy of the model of `tree` on copies of `given`; the model's error is stored.
 
-    Args:
-        tree: the model.
-        given: its inputs.
-        training: the mode in which the copy runs; None for the model's own.
-        macs: whether multiply-accumulates are counted.
-
-    Raises:
-        ArgumentError: the model is sharded; a run would wait for the other processes.
+    `training` is the mode of the copy, None the model's own; with `macs` they are counted. Raises
+    an ArgumentError if the model is sharded: a run would wait for the other processes.
     """
     _refuse_sharded(tree)
     hooks = HookCopies(tree)

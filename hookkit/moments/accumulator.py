@@ -46,7 +46,7 @@ class _State(NamedTuple):
     """What changes together.
 
     Args:
-        n: how many records were made: the number of the next one.
+        n: how many records were made.
         history: the records, but for those that wait.
         waiting: places of the records that wait in the buffers' slots.
         buffers: by device.
@@ -254,10 +254,7 @@ class StatsAccumulator:
         self._clear()
 
     def fold(self, *, finite_only: bool = False) -> None:
-        """Count what was seen towards the record of a later step.
-
-        With `finite_only` nothing is kept if any of it was not finite.
-        """
+        """Counts what was seen towards a later step; with `finite_only` only if it is finite."""
         if self._must_clear:
             self._clear()
         slot, state = len(self._state.waiting), self._state
@@ -349,8 +346,7 @@ class StatsAccumulator:
     def gather(self) -> None:
         """Merges exactly what all ranks recorded, for `record()`: each of them has to call.
 
-        Raises:
-            HookError: on every rank, if they recorded different steps, or with other options.
+        Raises a HookError on every rank if they recorded different steps, or with other options.
         """
         if ranks.is_distributed():
             self._whole = self.n_records, *self._read(True)
@@ -367,19 +363,14 @@ class StatsAccumulator:
         return found
 
     def units_now(self, name: str, which: str) -> Tensor | None:
-        """Which units of a layer are `"dead"` or `"dormant"` at the last record; None if unseen.
-
-        (units,) bool, of all ranks or of this one, as `record()` is.
-        """
+        """(units,) bool: which of a layer are `"dead"` or `"dormant"` now; None if it is unseen."""
         of_ranks = self._whole[2] if self._whole is not None and self._is_whole() else None
         return reading.units_now(self, of_ranks, name, which)
 
     def stored(self, like: StatsAccumulator | None = None, *, whole: bool) -> StatsAccumulator:
-        """A copy on the CPU, without what was read, to be written to a file.
+        """A copy on the CPU for a file, without what was read; with the rows of the copy `like`.
 
-        Args:
-            like: a copy whose rows this one shares, as the originals do.
-            whole: with what all ranks recorded; each of them has to call.
+        `whole`: with what all ranks recorded; each of them has to call.
         """
         new = copy(self)
         new._own = new._whole = None

@@ -69,13 +69,8 @@ class Options:
 class Buffers:
     """The tables of one device. All but the current batch changes in copies only (`folded`, …).
 
-    Args:
-        options: what is counted.
-        device: where.
-        rows: of the tables.
-        units: whose units are counted already, and how they are judged; or None.
-
     Attributes:
+        units: how units are judged, and those of the records so far; None without units.
         slots: how many records the tables hold; one at first.
         live: what is written in place. "moments": (slots, rows, 9), sums of them where a kernel
             adds those up; "counts": (slots, rows, width) int64 of what is not in `samples`;
@@ -218,8 +213,7 @@ class Buffers:
     def _count(self, slot: int, row: int, values: Any, times: int, offset: int) -> slice:
         """Adds the values to the histogram, or a sample of them to those that are counted later.
 
-        Returns:
-            Which values the kernel has to store as the sample; none where it is stored here.
+        Returns which values the kernel has to store as the sample; none where it is stored here.
         """
         bins, size = self.options.bins, self.options.sample
         assert bins is not None
@@ -308,16 +302,11 @@ class Buffers:
         return new
 
     def records(self, n: int, after: int, rows: int) -> tuple[dict[str, Tensor], Buffers]:
-        """The tables of the records in the first `n` slots, of which only the last may end half a
-        window, and the buffers afterwards: the units' window has moved on.
+        """The tables of the records in the first `n` slots, and the buffers afterwards.
 
-        Args:
-            after: the number of the record that comes next.
-            rows: how many have names.
-
-        Returns:
-            (n, rows, fields) tables by name: "moments", "counts", "units", and "past", which is
-            (n, units, 4).
+        Of these records only the last, which number `after` follows, may end half a window: the
+        units' window has moved on. The tables are (n, rows, fields) by name: "moments", "counts",
+        "units", and "past", which is (n, units, 4).
         """
         new, moments = copy(self), self.live["moments"][:n]
         if self.fused:

@@ -72,11 +72,8 @@ scratch = _Scratch()
 def cpu_row(x: Any, eps: float) -> Row:
     """The row (without `calls`) of flat values on the CPU, read once in chunks that fit the cache.
 
-    Sums are float32 within 8,192 values (float64 for float64 and wide integers), and Python
-    floats beyond.
-
-    Args:
-        x: (n,) array of float32 or float64 without gaps, or a tensor of any dtype and stride.
+    Sums are float32 within 8,192 values (float64 for float64 and wide integers), and Python floats
+    beyond. `x`: (n,) floats without gaps, or a tensor of any dtype and stride.
     """
     n, compiled, is_array = len(x), machine.found, isinstance(x, np.ndarray)
     if n == 0:
@@ -203,11 +200,7 @@ def _counts(values: Any, lo: float, hi: float, eps: float) -> tuple[int, int]:
 def norms(
     arrays: list[Any], copies: list[Any] | None = None, minus: list[Any] | None = None
 ) -> list[float]:
-    """The 2-norms of flat float32 arrays, or of them less those of `minus`, each read once.
-
-    Args:
-        copies: arrays that they are copied into on the way.
-    """
+    """2-norms of flat float32 arrays, or of them less `minus`; copied into `copies` on the way."""
     nothing = [None] * len(arrays)
     compiled = machine.found
     if compiled is not None:

@@ -68,11 +68,7 @@ class Bins:
         return int(np.searchsorted(self.edges, 0.0, side="right")) - 1
 
     def index(self, x: Tensor) -> Tensor:
-        """Column of each value: int64 of the shape of `x`; zeros get their own column.
-
-        Args:
-            x: float32, any shape and device; `ABSENT` bits mark places without a value.
-        """
+        """Column of each float32 value of `x`, int64 of its shape; `ABSENT` bits have their own."""
         bits = x.view(torch.int32)
         size = bits & _SIZE
         inner = self._log_index(x, size) if self.octaves else self._edge_index(x)
@@ -223,7 +219,7 @@ def sample_of(n: int, k: int, offset: int) -> slice:
 
 
 def sample_error(k: int, confidence: float = 0.95) -> float:
-    """Bound on the error of a sampled distribution function, at the given confidence.
+    """Bound on the error of a sampled distribution function, with 95 % confidence.
 
     Source: Dvoretzky-Kiefer-Wolfowitz with Massart's constant (1990), sqrt(ln(2/alpha) / 2k); it
     is for random samples, and a bound on what a strided sample of unordered values shows.

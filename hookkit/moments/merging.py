@@ -40,8 +40,7 @@ def merged(
 ) -> tuple[list[str], list[str], Tables, RankUnits | None]:
     """Names, types and tables of all ranks together, in one order on each: all of them call.
 
-    Raises:
-        HookError: on every rank, if they recorded different steps, or with other options.
+    Raises a HookError on every rank if they recorded different steps, or with other options.
     """
     o, history = stats.options, stats.history
     edges = None if o.bins is None else o.bins.edges.tolist()

@@ -123,10 +123,7 @@ def flat(t: Tensor) -> tuple[Tensor, int]:
 
 
 def array_of(x: Tensor) -> Any:
-    """The memory of the flat CPU tensor `x` as numpy sees it, if it is floats without gaps.
-
-    None otherwise, and for a lazy clone.
-    """
+    """The memory of the flat CPU tensor `x` for numpy; None unless it is floats without gaps."""
     floats = x.dtype is torch.float32 or x.dtype is torch.float64
     return x.numpy() if floats and x.is_contiguous() and not _is_cow(x) else None
 

@@ -20,11 +20,7 @@ from hookkit.interrupts import block
 
 
 class Machine:
-    """The compiled loops, once they are loaded.
-
-    Attributes:
-        found: the module `numba_kernels`; None before `load`, or where numba does not work.
-    """
+    """The compiled loops: `found` is `numba_kernels`, None before `load` or where it fails."""
 
     def __init__(self) -> None:
         self.found: Any = None
@@ -32,9 +28,7 @@ class Machine:
         self._problems: list[str] = []
 
     def load(self) -> None:
-        """Loads them, if numba is installed: 0.5 s once in a process, some seconds if they have not
-        been compiled on this machine.
-        """
+        """Loads them, if numba is installed: 0.5 s, or some seconds if they have to be compiled."""
         if self._loader is None:
             loader = threading.Thread(target=self._find, name="hookkit loads numba")
             loader.start()

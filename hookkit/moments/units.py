@@ -94,9 +94,7 @@ class UnitTables:
     def record(self, tables: Tensor, after: int, rows: int) -> tuple[Tensor, Tensor, UnitTables]:
         """Records with these (n, 4, units) tables, of which only the last may end half a window.
 
-        Args:
-            after: the number of the record that comes next.
-            rows: of all layers.
+        The number of the record that comes next is `after`.
 
         Returns:
             (n, rows, 6) shares of the units that ran in each record; (n, units, 4) counts, by
@@ -129,10 +127,7 @@ class UnitTables:
         return total.view(rows, n, k).transpose(0, 1)
 
     def now(self, row: int) -> tuple[Tensor, ...] | None:
-        """Which units were never above 0, only 0, dormant, saturated over the window: (n,) bools.
-
-        None if the row has no units.
-        """
+        """(n,) bools of a row's units in the window: never above 0, only 0, dormant, saturated."""
         if row not in self.places:
             return None
         start, n = self.places[row]
@@ -189,9 +184,8 @@ def judged(
 ) -> tuple[Tensor, UnitTables]:
     """(columns, rows, 6) shares by the (columns, units, 4) counts of all ranks, and the tables.
 
-    Args:
-        layers: of the units, side by side: row, class of the module, how many.
-        window: in records, of which a column has `stride`.
+    `layers` are the rows of the units, side by side: row, class of the module, how many. `window`
+    is in records, of which a column has `stride`.
     """
     half = -(-max(window // 2, 1) // stride)
     tables = UnitTables.blank(2 * half, torch.device("cpu"))

@@ -47,12 +47,7 @@ class Variation:
         self._given: dict[int, Tensor] = {}  # by row: RMS, largest size and share
 
     def see(self, row: int, t: Tensor) -> None:
-        """Looks at one output of a layer. Tensors without a first dimension of samples are passed.
-
-        Args:
-            row: of the layer.
-            t: (samples, …) of float16, bfloat16, float32 or float64, on any device; it is not kept.
-        """
+        """Looks at one output of a layer, (samples, …) floats on any device; skips others."""
         if not _is_usual(t) or t.ndim < 2 or len(t) < 2:
             return
         with torch.no_grad(), torch.inference_mode(False):
@@ -73,10 +68,7 @@ class Variation:
             self._given[row] = torch.stack(size)
 
     def read(self, rows: int) -> Tensor:
-        """(rows, 5) float64 on the CPU: `COLUMNS`, of the latest shares the median, NaN if none.
-
-        The host reads the device here.
-        """
+        """(rows, 5) float64 on the CPU: `COLUMNS`, of the latest shares the median, or NaN."""
         looks = [(row, x) for row, found in self._looks.items() for x in found]
         known: dict[int, list[float]] = {}
         for row, share in _on_the_host(looks):

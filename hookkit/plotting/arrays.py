@@ -45,11 +45,8 @@ def pool(
 ) -> tuple[Floats, Floats, int]:
     """`table` (rows, n) with its columns merged to at most `most`; its edges; how many were merged.
 
-    Each cell keeps the largest of its group, so that one spike in 2,000 steps stays visible; the
-    renderer would drop columns at random.
-
-    Args:
-        signed: keeps of finite values the one farthest from 0, above or below.
+    Each cell keeps the largest of its group (`signed`: of finite values the one farthest from 0),
+    so that one spike in 2,000 steps stays visible; the renderer would drop columns at random.
     """
     n = table.shape[1]
     k = max(1, -(-n // most))
@@ -115,8 +112,7 @@ def update_ratios(record: Record) -> tuple[Floats, Any]:
 def columns_of(record: Record, steps: Sequence[int] | None) -> list[int]:
     """Columns of the records nearest to `steps`; None for 0, 1, 10, 100, … and the last.
 
-    Raises:
-        OptionError: `steps` is no list of numbers, is empty, or leaves what was recorded.
+    Raises an OptionError if `steps` is no list of numbers, is empty, or leaves what was recorded.
     """
     first, last, end = record.steps[0], record.steps[-1], int(step_edges(record.steps)[-1]) - 1
     if steps is None:

@@ -15,13 +15,9 @@ from hookkit.plotting.lines import line
 def plot_errors(comparison: Any, *, ax: Any = None) -> Any:
     """The relative error ‖a−b‖/‖a‖ of each output, in the order in which layers finish; the Axes.
 
-    Blue is the error, orange what a module adds itself (with `isolate=True`). A ring marks the
-    first output beyond the tolerance. Outputs that are equal are drawn at the bottom, which is
-    called so, and errors that are not finite at the top.
-
-    Args:
-        comparison: what `compare_models` returns.
-        ax: matplotlib axes; new ones by default.
+    Of a `Comparison`: blue is the error, orange what a module adds itself (with `isolate=True`). A
+    ring marks the first output beyond the tolerance. Outputs that are equal are drawn at the
+    bottom, which is called so, and errors that are not finite at the top.
     """
     rows = [r for r in comparison if r.what == "output" and not r.problem]
     ax = new_axes(ax, 10, 3.6)

@@ -71,11 +71,7 @@ def png(picture: Any, dpi: int = 100) -> bytes:
 
 
 def figure_of(picture: Any) -> Any:
-    """The Figure that `picture` is, or that it is an Axes of.
-
-    Raises:
-        ArgumentError: `picture` is neither.
-    """
+    """The Figure that `picture` is, or that it is an Axes of; else an ArgumentError."""
     figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
     if not isinstance(figure, Figure):
         raise ArgumentError(

@@ -123,11 +123,7 @@ def _check_hist(record: Record) -> None:
 
 
 def _densities(record: Record, row: int, merged: int = 1) -> Floats:
-    """(n_bins, n) density of each record's counted values, NaN where none was counted.
-
-    Args:
-        merged: how many neighbouring records are counted together.
-    """
+    """(n_bins, n) density of each record, or of `merged` neighbours; NaN without any values."""
     assert record.hist is not None
     assert record.edges is not None
     counts = record.hist[row].astype(np.float64)

@@ -29,10 +29,8 @@ def shorten(name: str, width: int = 24) -> str:
 
     Blocks are alike but for their numbers. A name of one part is cut in the middle.
 
-    >>> shorten("model.layers.0.input_layernorm"), shorten("layers.11.self_attn.out_proj", 20)
-    ('…0.input_layernorm', '…11…out_proj')
-    >>> shorten("a_layer_with_a_name_of_its_own", 20)
-    'a_layer_w…of_its_own'
+    >>> shorten("layers.11.self_attn.out_proj", 20), shorten("a_layer_with_a_name_of_its_own", 20)
+    ('…11…out_proj', 'a_layer_w…of_its_own')
     """
     if len(name) <= width:
         return name

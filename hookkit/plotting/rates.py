@@ -15,13 +15,7 @@ _LAST = 5  # batches at which the loss is out of hand already
 
 
 def plot_rates(lrs: Sequence[float], ends: Sequence[int] = (), *, ax: Any = None) -> Any:
-    """The learning rate of each training batch; the Axes.
-
-    Args:
-        lrs: of each batch.
-        ends: how many batches there had been at the end of each epoch.
-        ax: draws here.
-    """
+    """The learning rate of each training batch, lines where the epochs end; the Axes."""
     ax = new_axes(ax, 10, 3)
     title(ax, "Learning rate")
     if not len(lrs):

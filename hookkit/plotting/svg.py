@@ -49,9 +49,6 @@ def svg(picture: Any, alt: str, dpi: int = 130) -> str:
     Args:
         alt: describes it to those who do not see it.
         dpi: of what is drawn as pixels; the element itself has 100 to an inch.
-
-    Raises:
-        ArgumentError: `picture` is neither.
     """
     figure = figure_of(picture)
     _clear_and_rasterize(figure)

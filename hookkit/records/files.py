@@ -70,9 +70,8 @@ def _plain(x: Any) -> Any:
 def opened(path: str | Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """What `save` wrote: for each record the fields of a Record, and those of the Run.
 
-    Raises:
-        OptionError: the file is not one of `save`'s, or is damaged: also if an error of these kinds
-            is raised while its fields are used within the `with`.
+    Raises an OptionError if the file is not one of `save`'s, or is damaged: also if its fields turn
+    out to be while they are used within the `with`.
     """
     with check_path("load", path).open("rb") as raw:
         try:

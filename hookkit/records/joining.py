@@ -22,11 +22,7 @@ _AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_
 
 
 def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | None:
-    """The columns of `a`, then those of `b`.
-
-    Raises:
-        OptionError: they were recorded with other options.
-    """
+    """The columns of `a`, then those of `b`; an OptionError if their options differ."""
     if b is None:
         return a
     steps, epochs = b.steps + shift[0], b.epochs + shift[1]

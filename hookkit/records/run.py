@@ -149,13 +149,10 @@ class Run(Plain, Exports, Views):
         return max([0, *series, *(int(r.steps[-1]) + 1 for r in self.records if len(r))])
 
     def __add__(self, later: Any) -> Run:
-        """This run and a later one of the same model, as one run.
+        """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
 
         The later one's steps and epochs follow on this one's: they are counted on, unless they
         begin behind this run's end already, as after `watch(…, resume=run)`.
-
-        Args:
-            later: a Run, or what `as_run` takes.
 
         Raises:
             OptionError: they were recorded with other options.

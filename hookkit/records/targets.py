@@ -20,8 +20,7 @@ from hookkit.texts import csv_line
 class Target:
     """Takes numbers by step: what all targets have in common; by itself it keeps nothing.
 
-    Attributes:
-        in_order: whether it refuses a step that is before the last one.
+    With `in_order` it refuses a step that is before the last one.
     """
 
     in_order = False
@@ -92,12 +91,7 @@ _METHODS = {"add_scalar": TensorBoard, "log_metrics": Metrics, "log": Log}
 
 
 def as_target(who: str, given: Any) -> Target:
-    """What the user gave as a `Target`.
-
-    Raises:
-        ArgumentError: it can take no numbers.
-        OptionError: it is a path with another ending.
-    """
+    """What the user gave as a `Target`; an ArgumentError, or an OptionError for another ending."""
     if isinstance(given, (str, os.PathLike)):
         path = check_path(who, given, "target")
         if path.suffix.lower() not in _FILES:

@@ -26,11 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal in every part; NaN equals NaN.
-
-    >>> same({"x": (np.ones(2), np.nan)}, {"x": (np.ones(2), np.nan)}), same([1, 2], [1, 3])
-    (True, False)
-    """
+    """Whether two plain values are equal in every part; NaN equals NaN."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         floats = all(np.asarray(x).dtype.kind in "fc" for x in (a, b))
         return np.array_equal(a, b, equal_nan=floats)
@@ -62,8 +58,7 @@ def label(name: str, kind: str) -> str:
 def read_source(source: Any) -> Any:
     """The Record or the Run that `source` is, or that its `run_record()` or `record()` returns.
 
-    Raises:
-        ArgumentError: `source` is no such thing.
+    Raises an ArgumentError if it is no such thing.
     """
     if isinstance(source, Plain) and hasattr(source, "records"):
         return source

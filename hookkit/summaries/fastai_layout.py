@@ -165,9 +165,7 @@ def learner_summary(learn: Any) -> SummaryText:
     """`module_summary` on one real batch, with optimizer, loss, freezing and callbacks.
 
     No event is fired and nothing of the learner changes; the batch is taken without its workers.
-
-    Raises:
-        ModelRunError: the learner has no data.
+    Raises a ModelRunError if there are no data.
     """
     xb = _one_input(getattr(learn, "dls", None))
     made = _summary_of(learn, xb, _mode(learn.model))

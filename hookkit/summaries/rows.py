@@ -28,10 +28,7 @@ NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "sa
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a module and all below it; `macs` and `saved_bytes` are 0 where nothing ran.
-
-    `macs` is None where it was not counted (`summary(…, macs=False)`).
-    """
+    """Sums over a module and all below it, 0 where nothing ran; `macs` are None if not counted."""
 
     n_params: int = 0
     n_trainable: int = 0

@@ -21,11 +21,7 @@ from hookkit.errors import ArgumentError, CompiledWarning, HookkitWarning, Never
 
 
 def one_model(model: Any) -> nn.Module:
-    """`model`, or the several models in a list or dict as one.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
+    """`model`, or the several models in a list or dict as one; else an ArgumentError."""
     if isinstance(model, nn.Module):
         return model
     several = list(model.values()) if isinstance(model, Mapping) else model
@@ -41,8 +37,7 @@ def one_model(model: Any) -> nn.Module:
 def optimizers(opt: Any) -> list[Optimizer]:
     """The torch optimizers in `opt`: None, one, a list or a dict of them, in any wrapper.
 
-    Raises:
-        ArgumentError: there is something else in it.
+    Raises an ArgumentError if there is something else in it.
     """
     if opt is None:
         return []
@@ -78,11 +73,7 @@ COUNTED = ("epoch", "step")
 
 
 def check_reported(values: Mapping[str, Any]) -> None:
-    """Raises unless `values` of an epoch are numbers, under names that `watch` does not use.
-
-    Raises:
-        ArgumentError: one is no number (nor None, for unknown), or has a name that is counted.
-    """
+    """An ArgumentError unless `values` are numbers or None, under names that are not counted."""
     for name, value in values.items():
         if not (value is None or isinstance(value, (Real, Tensor, np.ndarray))):
             raise ArgumentError(
@@ -97,11 +88,7 @@ def check_reported(values: Mapping[str, Any]) -> None:
 
 
 def check_rest(callbacks: Iterable[Any], loss_func: Any, each_forward: Any) -> None:
-    """Raises if an argument after model and optimizer is of a kind that cannot work.
-
-    Raises:
-        ArgumentError: it is.
-    """
+    """An ArgumentError if an argument after model and optimizer is of a kind that cannot work."""
     for cb in callbacks:
         if isinstance(cb, Optimizer):
             raise ArgumentError(

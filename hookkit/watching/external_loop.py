@@ -239,11 +239,7 @@ class ExternalLoop(CallbackRunner):
         self._signal(Signal.BEGIN_STEP if self.each_forward else Signal.BEGIN)
 
     def forward_ended(self, output: Any, share: bool = False) -> None:
-        """The forward returned `output`, the live object.
-
-        Args:
-            share: a loss in it is a part of its step's loss: the batches' add up to the step's.
-        """
+        """The forward returned `output`, the live object; with `share` see `LossHistory.put`."""
         if self.training:
             loss, guess = loss_in(output)
             if loss is not None:

@@ -33,11 +33,7 @@ def loss_in(output: Any) -> tuple[Tensor | None, bool]:
 
 
 def one_number(loss: Any) -> Tensor:
-    """`loss` as a 0-d tensor, still in its graph.
-
-    Raises:
-        ArgumentError: it is not one real number.
-    """
+    """`loss` as a 0-d tensor, still in its graph; an ArgumentError if it is not one real number."""
     try:
         value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
     except (TypeError, ValueError, RuntimeError):
@@ -57,9 +53,7 @@ def one_number(loss: Any) -> Tensor:
 def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, Any]]:
     """The epochs as a `Run` has them: number, last step, mean training loss, reported values.
 
-    Args:
-        spans: for each epoch its number, its first step, and the values reported with it.
-        losses: (n_steps,) the loss of each step, NaN where it is not known.
+    From `ExternalLoop.spans`, and (n_steps,) losses, NaN where one is not known.
 
     >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], np.array([1.0, np.nan, 3.0]))
     [{'epoch': 0, 'step': 2, 'train_loss': 2.0, 'valid_loss': 0.5}]

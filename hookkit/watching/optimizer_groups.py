@@ -31,8 +31,7 @@ class OptimizerGroups:
     def more_to_come(self, opts: list[Optimizer], parameters: Iterable[Tensor] = ()) -> bool:
         """Whether another of `opts`, or one not seen yet, will step before the next forward.
 
-        Args:
-            parameters: those that an optimizer not seen yet may step; read only if needed.
+        Such a one may step `parameters`, which are read only if needed.
         """
         stepped = _ids(self.stepped)
         if stepped in self._known:
