@@ -13,7 +13,7 @@ import pytest
 
 from hookkit.errors import ArgumentError, HookkitError, OptionError, SelectionError
 from hookkit.moments import log_bins
-from hookkit.records import Record, Run
+from hookkit.records import Record, Run, by_module
 
 mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -407,7 +407,7 @@ def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
     record = made.record([(name, "Linear") for name in names], 8)
     record = replace(record, meta={**record.meta, "dtype": list(names)})
 
-    shown = labels.by_module(record)
+    shown = by_module(record)
 
     assert shown.names == ("lstm", "lstm[1][0]", "lstm[1][1]", "head")
     assert shown.meta["dtype"] == list(shown.names)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -390,10 +389,8 @@ class StatsAccumulator:
         self.dtypes = {row_of[row]: dtype for row, dtype in own.dtypes.items()}
         if own.variation is not None:
             self.variation = own.variation.moved(row_of)
-        history = replace(history, tables={})
-        for name, table in found.items():
-            table = table.to(tables[name].dtype) if name in tables else table
-            history = history.with_table((name, _CPU), table)
+        found = {k: t.to(tables[k].dtype) if k in tables else t for k, t in found.items()}
+        history = history.of_cpu(found)
         buffers = Buffers(own.options, _CPU, len(names), units.units) if units else None
         self._state = _State(own.n_records, history, (), {_CPU: buffers} if buffers else {})
 
@@ -428,10 +425,7 @@ class StatsAccumulator:
         tables = reading.tables_of(now, len(self.names), self.options)
         if units and (past := ("past", units[0].row_of.device)) in now.tables:
             tables["past"] = now.read(past)
-        history = replace(now, tables={})
-        for name, table in tables.items():
-            history = history.with_table((name, _CPU), table)
-        state = _State(self.n_records, history, (), {})
+        state = _State(self.n_records, now.of_cpu(tables), (), {})
         gone = dict.fromkeys(("token", "unscale", "thread"))
         of_cpu = units[0].on_cpu() if units else None
         return {**self.__dict__, **gone, "_state": state, "units": of_cpu}

@@ -201,15 +201,12 @@ def norms(
     arrays: list[Any], copies: list[Any] | None = None, minus: list[Any] | None = None
 ) -> list[float]:
     """2-norms of flat float32 arrays, or of them less `minus`; copied into `copies` on the way."""
-    nothing = [None] * len(arrays)
-    compiled = machine.found
+    nothing, compiled = [None] * len(arrays), machine.found
+    found = zip(arrays, copies or nothing, minus or nothing, strict=True)
     if compiled is not None:
-        pairs = zip(arrays, copies or nothing, minus or nothing, strict=True)
-        return [_compiled_norm(compiled, *pair) for pair in pairs]
+        return [_compiled_norm(compiled, *each) for each in found]
     with np.errstate(all="ignore"):
-        return [
-            _norm(*one) for one in zip(arrays, copies or nothing, minus or nothing, strict=True)
-        ]
+        return [_norm(*each) for each in found]
 
 
 def _compiled_norm(compiled: Any, x: Any, copy: Any, minus: Any) -> float:

@@ -218,7 +218,7 @@ def sample_of(n: int, k: int, offset: int) -> slice:
     return slice(start, start + stride * (k - 1) + 1, stride)
 
 
-def sample_error(k: int, confidence: float = 0.95) -> float:
+def sample_error(k: int) -> float:
     """Bound on the error of a sampled distribution function, with 95 % confidence.
 
     Source: Dvoretzky-Kiefer-Wolfowitz with Massart's constant (1990), sqrt(ln(2/alpha) / 2k); it
@@ -227,4 +227,4 @@ def sample_error(k: int, confidence: float = 0.95) -> float:
     >>> round(sample_error(4096), 4)
     0.0212
     """
-    return math.sqrt(math.log(2 / (1 - confidence)) / (2 * k)) if k else math.inf
+    return math.sqrt(math.log(2 / 0.05) / (2 * k)) if k else math.inf

@@ -169,16 +169,20 @@ class StepHistory:
 
     def on_cpu(self) -> StepHistory:
         """A copy on the CPU, where the tables of one name are one."""
-        cpu, tables = torch.device("cpu"), dict[str, Tensor]()
+        tables = dict[str, Tensor]()
         for key in self.tables:
             own, name = self.read(key), key[0]
             if (other := tables.get(name)) is not None:
                 rows = max(own.shape[1], other.shape[1])
                 own = _joined(key, *(_sized(t, len(t), rows, key) for t in (other, own)))
             tables[name] = own
+        return self.of_cpu(tables)
+
+    def of_cpu(self, tables: Mapping[str, Tensor]) -> StepHistory:
+        """The same records with these (columns, rows, fields) on the CPU, and no other tables."""
         history = replace(self, tables={})
         for name, table in tables.items():
-            history = history.with_table((name, cpu), table)
+            history = history.with_table((name, torch.device("cpu")), table)
         return history
 
     def emptied(self) -> StepHistory:

@@ -8,13 +8,12 @@ for a mean 1e5 times the spread without a shift. The reference is `moments.momen
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookkit.moments.moments import N_FIELDS
+from hookkit.moments.moments import N_FIELDS, empty_rows
 
 try:
     import triton
@@ -109,16 +108,7 @@ def serves(device: torch.device) -> bool:
 
 def blank(rows: int, device: Any) -> Tensor:
     """(rows, PROGRAMS, 9) float64 sums of nothing."""
-    sums = torch.zeros(rows, PROGRAMS, N_FIELDS, dtype=torch.float64, device=device)
-    clear(sums)
-    return sums
-
-
-def clear(sums: Tensor) -> None:
-    """Makes `sums` those of nothing again."""
-    sums.zero_()
-    sums[..., 4] = math.inf
-    sums[..., 5] = -math.inf
+    return empty_rows(rows * PROGRAMS, device).view(rows, PROGRAMS, N_FIELDS)
 
 
 def add(

@@ -11,8 +11,7 @@ import numpy as np
 from hookkit.plotting import arrays
 from hookkit.plotting.axes import KINDS, log_y, name_layers, nothing, plain, title
 from hookkit.plotting.figures import ALARM, depth_colours, new_figure
-from hookkit.plotting.labels import ordered_run
-from hookkit.records import Floats, Ints, Record
+from hookkit.records import Floats, Ints, Record, as_run, in_order
 
 MOST_POINTS = 30
 """Layers up to which a depth profile joins each with the next."""
@@ -37,7 +36,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     Raises:
         OptionError: `steps` has one that was not recorded, or none.
     """
-    run = ordered_run(run)
+    run = in_order(as_run(run))
     panels = {"activation": run.activations, "gradient": run.gradients}
     there = {kind: r for kind, r in panels.items() if r is not None and len(r) and len(r.names)}
     columns = {kind: arrays.columns_of(r, steps) for kind, r in there.items()}

@@ -21,8 +21,8 @@ from hookkit.plotting.axes import (
     title,
 )
 from hookkit.plotting.figures import ALARM, BLACK, NEVER, WHITE, colour_map, key, new_figure
-from hookkit.plotting.labels import listed, ordered_run
-from hookkit.records import Floats, Record, Run
+from hookkit.plotting.labels import listed
+from hookkit.records import Floats, Record, Run, as_run, in_order
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -80,7 +80,7 @@ def plot_run(
     """
     if relative is not None:
         relative = check_flag("plot_run", "relative", relative)
-    run = ordered_run(run)
+    run = in_order(as_run(run))
     relative = _has_layer_norms(run) if relative is None else relative
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]

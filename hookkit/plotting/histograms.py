@@ -15,7 +15,7 @@ from hookkit.plotting import arrays
 from hookkit.plotting.axes import BROKEN, KINDS, count_steps, mark_epochs, nothing, plain, title
 from hookkit.plotting.bins import bin_ticks, densities, edge_places, scale_words, unit
 from hookkit.plotting.figures import ALARM, NEVER, colour_map, literal, new_axes, new_figure
-from hookkit.plotting.labels import ordered_record, row_label
+from hookkit.plotting.labels import row_label
 from hookkit.plotting.lines import FEW, curves
 from hookkit.records import Floats, Record, as_record, by_module
 
@@ -230,7 +230,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     Raises:
         OptionError: no histograms were recorded, or `step` was not.
     """
-    record = ordered_record(record, "activation", "gradient")
+    record = by_module(as_record(record, "activation", "gradient"))
     _check_hist(record)
     if not record.names or not len(record):
         return nothing(new_axes(ax, 10, 4.5), "nothing was recorded")

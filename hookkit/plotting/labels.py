@@ -7,21 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-from hookkit import records
-from hookkit.records import Record, Run, by_module, in_order
+from hookkit.records import Record
 from hookkit.records import label as full_label
-
-
-def ordered_run(source: Any) -> Run:
-    """`records.as_run`, with the layers of each record as they follow each other in the model."""
-    return in_order(records.as_run(source))
-
-
-def ordered_record(source: Any, *kinds: str) -> Record:
-    """`records.as_record`, with its layers as they follow each other in the model."""
-    return by_module(records.as_record(source, *kinds))
 
 
 def shorten(name: str, width: int = 24) -> str:

@@ -30,8 +30,8 @@ from hookkit.plotting.figures import (
     new_axes,
     new_figure,
 )
-from hookkit.plotting.labels import listed, ordered_record, row_label
-from hookkit.records import Floats, Record, as_record
+from hookkit.plotting.labels import listed, row_label
+from hookkit.records import Floats, Record, as_record, by_module
 
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
@@ -42,7 +42,7 @@ SHAPES = "os^DvPX<>ph*"
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
     """Means and standard deviations of all layers over steps, coloured by depth; the Figure."""
-    record = ordered_record(record, "activation", "gradient")
+    record = by_module(as_record(record, "activation", "gradient"))
     fig = new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
@@ -64,7 +64,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     then its relative update is large whatever the learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
     """
-    record = ordered_record(record, "param")
+    record = by_module(as_record(record, "param"))
     ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
     ax = new_axes(ax, 10, 4.5)
     ratio, young = arrays.update_ratios(record)
@@ -99,7 +99,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
 
     Where no such units were recorded, the share of values near zero instead; the title says so.
     """
-    record = ordered_record(record, "activation", "gradient")
+    record = by_module(as_record(record, "activation", "gradient"))
     ax, shape = new_axes(ax, 10, 4.5), (len(record.names), len(record))
     none = np.full(shape, np.nan)
     dead = np.where(can_die(record)[:, None], record.values.get("dead", none), np.nan)

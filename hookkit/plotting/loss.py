@@ -21,8 +21,7 @@ from hookkit.plotting.axes import (
     title,
 )
 from hookkit.plotting.figures import ALARM, BLUE, FAINT, ORANGE, ink, new_axes, new_figure
-from hookkit.plotting.labels import ordered_run
-from hookkit.records import Floats, Run
+from hookkit.records import Floats, Run, as_run, in_order
 
 
 def plot_loss(
@@ -45,7 +44,7 @@ def plot_loss(
     Raises:
         OptionError: `skip_start` is negative, or leaves nothing of the losses.
     """
-    run = ordered_run(run)
+    run = in_order(as_run(run))
     n = 0 if run.losses is None else len(run.losses)
     check_number(
         "plot_loss", "skip_start", skip_start, 0, n - 1 if n else np.inf, whole=True,
