@@ -19,14 +19,8 @@ _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
 
 # What torch's layers call the size of their input, the surest name first.
 _FEATURES = (
-    "in_channels",
-    "in_features",
-    "in1_features",
-    "input_size",
-    "embed_dim",
-    "num_features",
-    "num_channels",
-    "num_embeddings",
+    *("in_channels", "in_features", "in1_features", "input_size", "embed_dim"),
+    *("num_features", "num_channels", "num_embeddings"),
 )
 
 # Norms that take inputs of several dimensions: a layer of another kind says more.

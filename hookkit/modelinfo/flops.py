@@ -24,49 +24,19 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 
 MacFormula = Callable[..., int]  # of the operation's arguments; `out=` is its result
 
-# Names (without overload) of operations that do linear algebra for which there is no formula here.
-# Everything in a foreign namespace (custom operators) is unknown as well.
+# Names (without overload) of operations that do linear algebra for which there is no formula here,
+# or how they begin. Everything in a foreign namespace (custom operators) is unknown as well. Of
+# `einsum`, `matmul` and attention only tensors of ragged rows come here undivided.
 _UNKNOWN = (
-    "_fft_",
-    "linalg_",
-    "_linalg_",
-    "cholesky",
-    "_cdist",
-    "_euclidean_dist",
-    "grid_sampler",
-    "_native_multi_head",
-    "_transformer_encoder",
-    "_sparse_semi",
-    "_int_mm",
-    "_weight_int",
-    "_mkldnn_",
-    "mkldnn_",
-    "ormqr",
+    *("_addmm_activation", "_cdist", "_cslt_sparse_mm", "_ctc_loss", "_cudnn_attention"),
+    *("_dyn_quant_matmul", "_euclidean_dist", "_fft_", "_foreach_mm", "_int_mm", "_linalg_"),
+    *("_mixed_dtypes_linear", "_mkldnn_", "_native_multi_head", "_pdist_forward"),
+    *("_sparse_mm_reduce", "_sparse_semi", "_sparse_sparse_matmul", "_spsolve"),
+    *("_thnn_differentiable", "_transformer_encoder", "_triton_", "_weight_int"),
+    *("_wrapped_quantized_linear", "cholesky", "einsum", "fbgemm_linear", "grid_sampler"),
+    *("hspmm", "linalg_", "lu_solve", "matmul", "matrix_exp", "mkldnn_", "ormqr"),
+    *("scaled_dot_product_attention", "smm", "sparse_sampled_addmm", "sspaddmm"),
     "triangular_solve",
-    "lu_solve",
-    "_ctc_loss",
-    "matrix_exp",
-    "_thnn_differentiable",
-    "_addmm_activation",
-    "_cslt_sparse_mm",
-    "_cudnn_attention",
-    "_dyn_quant_matmul",
-    "_foreach_mm",
-    "_mixed_dtypes_linear",
-    "_pdist_forward",
-    "_sparse_mm_reduce",
-    "_sparse_sparse_matmul",
-    "_spsolve",
-    "_triton_",
-    "_wrapped_quantized_linear",
-    "fbgemm_linear",
-    "einsum",  # this and the next two: only tensors of ragged rows come here undivided
-    "matmul",
-    "scaled_dot_product_attention",
-    "hspmm",
-    "smm",
-    "sparse_sampled_addmm",
-    "sspaddmm",
 )
 _TORCHS_OWN = frozenset(
     ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")

@@ -21,7 +21,7 @@ from hookkit.moments.merging import RankUnits, Tables, merged
 from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
 from hookkit.moments.units import CLAMPING, FIELDS
 from hookkit.moments.variation import COLUMNS
-from hookkit.records import Record
+from hookkit.records.record import AXES, Record
 
 if TYPE_CHECKING:
     from hookkit.moments.accumulator import StatsAccumulator
@@ -61,28 +61,15 @@ def record_of(stats: StatsAccumulator, whole: bool) -> tuple[Record, RankUnits |
         units = tables["units"].double().transpose(0, 1).numpy()
         values |= _unit_shares(units, names, types, stats.consumers)
     hist = _hist(options, tables["counts"], values) if options.bins else None
-    columns = (np.array(stats.history.column(i), dtype=np.int64) for i in range(4))
-    steps, epochs, iters, spans = columns
+    of_column = {n: np.array(history.column(i), np.int64) for i, n in enumerate(AXES)}
     edges = options.bins.edges if options.bins else None
     meta = _meta(stats, names)
     if not whole and ranks.is_distributed():
         meta["rank"] = ranks.this_rank()
     if (shares := tables.get("variation")) is not None:
         meta |= zip(COLUMNS, shares.T.tolist(), strict=True)
-    record = Record(
-        stats.kind,
-        tuple(names),
-        tuple(types),
-        steps,
-        epochs,
-        iters,
-        spans,
-        values,
-        hist,
-        edges,
-        meta,
-    )
-    return record, of_ranks
+    fields: Any = {**of_column, "values": values, "hist": hist, "edges": edges, "meta": meta}
+    return Record(stats.kind, tuple(names), tuple(types), **fields), of_ranks
 
 
 def _unit_shares(

@@ -141,25 +141,9 @@ def add(
     if samples is not None:
         n_sampled, size = len(range(chosen.start, chosen.stop, chosen.step)), samples.shape[-1]
     grid = (max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1),)
-    _add[grid](
-        x,
-        n,
-        times,
-        sums,
-        sums if samples is None else samples,
-        row,
-        size,
-        n_sampled,
-        chosen.start,
-        chosen.step,
-        eps,
-        wide,
-        MOST,
-        PROGRAMS,
-        BLOCK,
-        BLOCKS_A_TURN,
-        num_warps=WARPS,
-    )
+    place = sums if samples is None else samples, row, size, n_sampled, chosen.start, chosen.step
+    constants = eps, wide, MOST, PROGRAMS, BLOCK, BLOCKS_A_TURN
+    _add[grid](x, n, times, sums, *place, *constants, num_warps=WARPS)
 
 
 def collapse(sums: Tensor) -> Tensor:

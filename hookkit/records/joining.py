@@ -6,12 +6,13 @@ Builds on `record`. The rows and statistics of both are there: NaN where one has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.records.record import Record
+from hookkit.records.record import AXES, Record
 from hookkit.records.values import Floats, same
 
 Shift = tuple[int, int]
@@ -25,9 +26,9 @@ def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | 
     """The columns of `a`, then those of `b`; an OptionError if their options differ."""
     if b is None:
         return a
-    steps, epochs = b.steps + shift[0], b.epochs + shift[1]
+    b = replace(b, steps=b.steps + shift[0], epochs=b.epochs + shift[1])
     if a is None:
-        return Record(**{**vars(b), "steps": steps, "epochs": epochs})
+        return b
     _check_options(a, b)
     types = dict(zip((*a.names, *b.names), (*a.types, *b.types), strict=True))
     names, values = list(types), dict.fromkeys((*a.values, *b.values))
@@ -36,21 +37,17 @@ def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | 
         parts = [_placed(r, names, r.hist, 0) for r in (a, b)]
         width = max(part.shape[1] for part in parts)
         hist = np.concatenate([np.pad(p, _room(p, width)) for p in parts], 2)
+    of_column: Any = {n: np.concatenate([getattr(r, n) for r in (a, b)]) for n in AXES}
+    tables = {s: [_placed(r, names, r.values.get(s), np.nan) for r in (a, b)] for s in values}
     return Record(
         a.kind,
         tuple(names),
         tuple(types.values()),
-        np.concatenate([a.steps, steps]),
-        np.concatenate([a.epochs, epochs]),
-        np.concatenate([a.iters, b.iters]),
-        np.concatenate([a.spans, b.spans]),
-        {
-            s: np.hstack([_placed(r, names, r.values.get(s), np.nan) for r in (a, b)])
-            for s in values
-        },
-        hist,
-        a.edges if a.edges is not None else b.edges,
-        _joined_meta(a, b, names),
+        **of_column,
+        values={name: np.hstack(pair) for name, pair in tables.items()},
+        hist=hist,
+        edges=a.edges if a.edges is not None else b.edges,
+        meta=_joined_meta(a, b, names),
     )
 
 

@@ -19,6 +19,8 @@ from hookkit.records import files, frames, loggers
 from hookkit.records.values import Floats, Ints, Plain, label
 
 KINDS = ("activation", "gradient", "param")
+AXES = ("steps", "epochs", "iters", "spans")
+"""What a Record has for each of its columns."""
 
 STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
 """Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
@@ -135,7 +137,7 @@ class Record(Plain, Exports):
     def _sizes(self, rows: int, n: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """What has to fit together: its name, its shape, and the shape it should have."""
         yield "types", (len(self.types),), (rows,)
-        for name in ("epochs", "iters", "spans"):
+        for name in AXES[1:]:
             yield name, np.shape(getattr(self, name)), (n,)
         for name, table in self.values.items():
             yield f"values[{name!r}]", np.shape(table), (rows, n)
@@ -195,17 +197,14 @@ class Record(Plain, Exports):
             SelectionError: the statistic or the layer was not recorded.
         """
         if statistic not in self.values:
+            cure = _CURES.get(statistic, "Use one of these.")
+            if statistic in UNIT_STATISTICS and self.kind != "activation":
+                cure = "`ActivationStats(units=True)` records it."
             raise SelectionError(
-                f'statistic "{statistic}" was not recorded; {_some(self.values)} were. '
-                + self._cure(statistic)
+                f'statistic "{statistic}" was not recorded; {_some(self.values)} were. {cure}'
             )
         table = self.values[statistic]
         return table if layer is None else table[self.layer(layer)]
-
-    def _cure(self, statistic: str) -> str:
-        if statistic in UNIT_STATISTICS and self.kind != "activation":
-            return "`ActivationStats(units=True)` records it."
-        return _CURES.get(statistic, "Use one of these.")
 
     def rows(self) -> Iterator[tuple[int, int, str, str, str, float]]:
         """The tidy form, one value at a time: (step, epoch, layer, kind, statistic, value)."""
