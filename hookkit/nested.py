@@ -237,7 +237,7 @@ def describe(x: Any) -> str:
     "(4×10, {'n': 3, 'h': scalar}, None)"
     """
     if isinstance(x, Tensor):
-        return _shape(x)
+        return f"nested {x.size(0)}×…" if x.is_nested else "×".join(map(str, x.shape)) or "scalar"
     parts = parts_of(x)
     if not parts and isinstance(x, (tuple, list, dict)):
         return "()" if isinstance(x, tuple) else "[]" if isinstance(x, list) else "{}"
@@ -258,12 +258,6 @@ def _described(x: Any, parts: list[tuple[str, Any]]) -> str:
     names = ["" if re.fullmatch(r"\[\d+\]", k) else k.strip(".[]'") + "=" for k, _ in parts]
     body = ", ".join(n + s for n, s in zip(names, inner, strict=True))
     return f"({body})" if type(x) is Inputs else f"{type(x).__name__}({body})"
-
-
-def _shape(t: Tensor) -> str:
-    if t.is_nested:
-        return f"nested {t.size(0)}×…"
-    return "×".join(map(str, t.shape)) or "scalar"
 
 
 # One place in a structure, by a path as Python writes it: `[0].h['x']`.

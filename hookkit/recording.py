@@ -230,9 +230,7 @@ class HookCallback(Callback):
         """Switches recording off: the batches to come switch it on, if they are recorded."""
         self._record(False)
 
-    def before_validate(self) -> None:
-        """Switches recording off, as `before_train` does."""
-        self._record(False)
+    before_validate = before_train
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded."""

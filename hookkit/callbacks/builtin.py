@@ -218,12 +218,11 @@ class SchedulerCallback(Callback):
             return
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
-        elif (loss := self._epoch_loss()) is not None:
+            return
+        row = self.learn.recorder.rows()[-1]
+        loss = row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
+        if loss is not None:
             self.scheduler.step(loss)
-
-    def _epoch_loss(self) -> float | None:
-        row: dict[str, float | None] = self.learn.recorder.rows()[-1]
-        return row["train_loss"] if row.get("valid_loss") is None else row["valid_loss"]
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's, during a fit: now, and as it was made."""

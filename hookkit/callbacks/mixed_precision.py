@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 
 from hookkit.callbacks.callback import Callback
@@ -81,13 +80,10 @@ class MixedPrecision(Callback):
 
     def after_pred(self) -> None:
         """The prediction in float32, also for losses and metrics that autocast does not know."""
-        self.learn.pred = tmap(_as_float32, self.learn.pred)
+        learn, halves = self.learn, _DTYPES.values()
+        learn.pred = tmap(lambda t: t.float() if t.dtype in halves else t, learn.pred)
 
     def cleanup_fit(self) -> None:
         """Full precision again."""
         if hasattr(type(self.learn), "_forget_precision"):
             self.learn._forget_precision()
-
-
-def _as_float32(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in _DTYPES.values() else t

@@ -73,9 +73,7 @@ class ProgressCallback(Callback):
         """Closes the bar."""
         self._close()
 
-    def after_validate(self) -> None:
-        """Closes the bar."""
-        self._close()
+    after_validate = after_train
 
     def cleanup_fit(self) -> None:
         """Closes the bar, restores the log."""

@@ -103,7 +103,7 @@ class Recorder(Callback):
         if not self.learn.fitting:
             return
         self._fits.append(len(self._losses))
-        self._begin_epoch()
+        self.before_epoch()
         self._cancelled = False
         self.metric_names = ["epoch", *self._columns(), *["time"] * self.add_time]
 
@@ -115,11 +115,7 @@ class Recorder(Callback):
         return train + (valid if self.learn.dls.valid is not None else [])
 
     def before_epoch(self) -> None:
-        """Starts the clock."""
-        self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        # also at the end of one: `before_epoch` may be cancelled before it comes here
+        """Starts the clock; also called as an epoch ends, since the event may be cancelled."""
         self._started = time.perf_counter()
         self._train_part, self._valid_part = [], []
 
@@ -199,7 +195,7 @@ class Recorder(Callback):
         if self.add_time:
             self.log.append(format_time(time.perf_counter() - self._started))
         self.learn.logger(self.log)
-        self._begin_epoch()
+        self.before_epoch()
 
     def _computed(self, first: list[Mean | Metric]) -> list[Any]:
         """The values of `first`, and of the metrics of training or of validation."""

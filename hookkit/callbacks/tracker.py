@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import gt, lt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,7 +55,8 @@ class TrackerCallback(Callback):
         who = type(self).__name__
         down = "loss" in str(monitor) or "error" in str(monitor)
         self.monitor = monitor
-        self.comp = check_callable(who, "comp", comp) or (_less if down else _greater)
+        usual = lt if down else gt
+        self.comp: Callable[[Any, Any], Any] = check_callable(who, "comp", comp) or usual
         what = "by how much a number has to be better"
         self.min_delta = check_number(who, "min_delta", min_delta, 0, what=what)
         self.reset_on_fit = check_flag(who, "reset_on_fit", reset_on_fit)
@@ -109,11 +111,8 @@ class EarlyStoppingCallback(TrackerCallback):
     Nothing is printed: `repr` says what was best when.
 
     Args:
-        monitor: as `TrackerCallback`'s, and so are the others.
-        comp: whether a number is better than another.
-        min_delta: by how much it has to be better.
+        monitor, comp, min_delta, reset_on_fit: as `TrackerCallback`'s.
         patience: how many epochs in a row may be without a new best; the last of them ends the fit.
-        reset_on_fit: whether each fit begins anew.
 
     Raises:
         OptionError: as `TrackerCallback`; `patience` is no whole number from 1.
@@ -164,15 +163,12 @@ class SaveModelCallback(TrackerCallback):
     training goes on.
 
     Args:
-        monitor: as `TrackerCallback`'s, and so are `comp`, `min_delta` and `reset_on_fit`.
-        comp: whether a number is better than another.
-        min_delta: by how much it has to be better.
+        monitor, comp, min_delta, reset_on_fit: as `TrackerCallback`'s.
         fname: of the file, without `.pth`.
         every_epoch: saves every epoch instead, or every n-th, as `{fname}_{epoch}`; then nothing is
             loaded at the end.
         at_end: saves what the fit has ended with instead of loading the best.
         with_opt: whether to save and load the optimizer's state too.
-        reset_on_fit: whether each fit begins anew.
 
     Raises:
         ArgumentError: `fname` is no name of a file.
@@ -248,11 +244,3 @@ class SaveModelCallback(TrackerCallback):
         """Takes what `state_dict` gave."""
         path = state["last_saved_path"]
         super().load_state_dict({**state, "last_saved_path": None if path is None else Path(path)})
-
-
-def _less(new: Any, best: Any) -> Any:
-    return new < best
-
-
-def _greater(new: Any, best: Any) -> Any:
-    return new > best

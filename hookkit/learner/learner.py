@@ -226,13 +226,9 @@ class Learner(Predicting, Tables, Views):
             div: the first learning rate is `lr_max / div`.
             div_final: the last one is `lr_max / div_final`.
             pct_start: the share of the steps that warm up.
-            wd: weight decay, as in `fit`.
             moms: lowest and highest momentum (Adam: first beta), cycled against the learning
                 rate, and restored afterwards. Not changed in an SGD without momentum.
-            cbs: as in `fit`.
-            reset_opt: as in `fit`.
-            start_epoch: as in `fit`.
-            resume: as in `fit`.
+            wd, cbs, reset_opt, start_epoch, resume: as in `fit`.
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))

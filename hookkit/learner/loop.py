@@ -146,7 +146,9 @@ class Loop(CallbackRunner):
         """Runs batch `b`, the `i`-th: prediction, loss and, in training, backward and step."""
         self.iter, self.stepped = i, False
         self.pred = self.loss = self.loss_grad = None
-        self.xb, self.yb = self._split(b if self._device is None else to_device(b, self._device))
+        self._by_keyword = isinstance(b, Mapping)
+        batch = b if self._device is None else to_device(b, self._device)
+        self.xb, self.yb = split_batch(batch, getattr(self.dls, "n_inp", None))
         self._in_batch = True
         self._with_events(self._do_one_batch, "batch", CancelBatchException)
         self._in_batch = False
@@ -177,10 +179,6 @@ class Loop(CallbackRunner):
 
     # --- its smallest parts
 
-    def _split(self, b: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        self._by_keyword = isinstance(b, Mapping)
-        return split_batch(b, getattr(self.dls, "n_inp", None))
-
     def _predict(self) -> Any:
         try:
             return self.model(**self.xb[0]) if self._by_keyword else self.model(*self.xb)
@@ -196,10 +194,12 @@ class Loop(CallbackRunner):
             raise
 
     def _get_loss(self) -> None:
-        if self.loss_func is None:
-            self.loss_grad = _loss_in(self.pred)
+        pred: Any = self.pred
+        if self.loss_func is None:  # the model may have computed it, as Hugging Face's do
+            is_dict = isinstance(pred, Mapping)
+            self.loss_grad = pred.get("loss") if is_dict else getattr(pred, "loss", None)
         elif self.yb:
-            self.loss_grad = self.loss_func(self.pred, *self.yb)
+            self.loss_grad = self.loss_func(pred, *self.yb)
         if self.loss_grad is None:
             return
         if not isinstance(self.loss_grad, Tensor):
@@ -348,8 +348,3 @@ class Loop(CallbackRunner):
     def _where(self) -> str:
         batch = "" if self.dl is None else f", batch {self.iter}"
         return f", epoch {self.epoch}{batch} ({'training' if self.training else 'not training'})"
-
-
-def _loss_in(pred: Any) -> Any:
-    """The loss that a model returned, as Hugging Face's do; None if there is none."""
-    return pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)

@@ -165,14 +165,10 @@ def screen() -> Lines:
     if in_notebook():
         return Notebook()
     for stream in (sys.stderr, sys.stdout):
-        if _is_terminal(stream) and os.environ.get("TERM") != "dumb":
+        isatty = getattr(stream, "isatty", bool)  # what replaces sys.stdout, to log it, may lack it
+        if isatty() and os.environ.get("TERM") != "dumb":
             return Terminal(stream)
     return Lines()
-
-
-def _is_terminal(stream: Any) -> bool:
-    isatty = getattr(stream, "isatty", None)  # what replaces sys.stdout, to log it, may have none
-    return isatty is not None and bool(isatty())
 
 
 def _size(stream: Any) -> tuple[int, int]:

@@ -151,7 +151,8 @@ class ShowHealth(Callback):
         run = run_of(self.learn, quiet=True)  # sync: by the clock, not by batch
         found = diagnose(run)
         for new in self._judge(found, last):
-            screen.tell(f"step {self.learn.n_steps:,}: {_line(new)}")
+            line = f"{new.severity}: {new.rule}: {new.sentences[0]}"
+            screen.tell(f"step {self.learn.n_steps:,}: {line}")
         clear = [f for f in found if f.severity != "note" and f.rule in self.findings]
         shown = replace(found, findings=tuple(clear))
         self._now = run, shown
@@ -206,10 +207,6 @@ class ShowHealth(Callback):
     def __repr__(self) -> str:
         rules = ", ".join(self.findings) or "healthy"
         return f"ShowHealth(every_s={self.every_s:g}, {rules})"
-
-
-def _line(f: Finding) -> str:
-    return f"{f.severity}: {f.rule}: {f.sentences[0]}"
 
 
 _NO_RECORDER = (

@@ -102,6 +102,7 @@ def _faked(t: Tensor, mode: Any, home: torch.device | None) -> Tensor:
 # --- fake tensors that a forward stored outside of the copy
 
 _LEVELS = 6  # tensor, tuple, link of the cache, its table, the cache
+_OF_NAMESPACES = ("__module__", "__name__")  # names in the dict of a class or a module
 _Contents = dict[int, tuple[Any, Any]]  # by id: a list, dict or cell, and what it held
 
 
@@ -143,7 +144,7 @@ def _remove(lost: list[Any], seen: set[int], before: _Contents) -> None:
         above = [o for o in gc.get_referrers(*lost) if id(o) not in seen]
         seen |= {id(above), *map(id, above)}
         ids = {*map(id, lost)}
-        lost = [o for o in above if not _emptied(o, ids, before) and _may_be_in_a_cache(o)]
+        lost = [o for o in above if not _emptied(o, ids, before)]
         seen.add(id(lost))
 
 
@@ -168,19 +169,14 @@ def _emptied(container: Any, lost: set[int], before: _Contents) -> bool:
     elif isinstance(container, CellType) and id(container) in before:
         container.cell_contents = old
     else:
-        if type(container) is dict and (old is not None or not _is_namespace(container)):
+        is_dict = type(container) is dict
+        if is_dict and (old is not None or container.keys().isdisjoint(_OF_NAMESPACES)):
             for key in [k for k, v in container.items() if id(v) in lost]:
                 if old is not None and key in old:
                     container[key] = old[key]
                 else:
                     del container[key]
-        return False  # a dict may be the table of a cache
+        # a link of a cache, or its table, is looked at again
+        kind = type(container)
+        return not (issubclass(kind, tuple | dict) or "lru_list_elem" in kind.__name__)
     return True
-
-
-def _is_namespace(names: dict[Any, Any]) -> bool:
-    return "__module__" in names or "__name__" in names
-
-
-def _may_be_in_a_cache(container: Any) -> bool:
-    return isinstance(container, tuple | dict) or "lru_list_elem" in type(container).__name__

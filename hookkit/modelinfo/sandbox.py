@@ -78,7 +78,9 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
     Attributes are restored one level deep (a list that grew shrinks again); tensors that were
     written get their content back. Cost: one clone of every buffer and, with `params`, parameter.
     """
-    modules = [(m, type(m), {**vars(m)}, _contents(m)) for m in (*tree.wrappers, *tree.modules)]
+    modules = [(m, type(m), {**vars(m)}) for m in (*tree.wrappers, *tree.modules)]
+    held = [v for *_, own in modules for v in own.values() if isinstance(v, list | dict | set)]
+    contents = [(v, copy.copy(v)) for v in held]
     modes = [(m, m.training) for m in tree.scripted]
     tensors = {
         id(t): t
@@ -91,13 +93,13 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        for m, kind, attributes, contents in modules:
+        for m, kind, attributes in modules:
             m.__class__ = kind
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            for held, content in contents:
-                held.clear()
-                (held.extend if isinstance(held, list) else held.update)(content)
+        for container, inside in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(inside)
         for m, mode in modes:
             m.training = mode
         with torch.no_grad():
@@ -123,11 +125,6 @@ def set_mode(tree: Tree, training: bool | None) -> None:
     if training is not None:
         for m in (*tree.wrappers, *tree.modules, *tree.scripted):
             m.training = training
-
-
-def _contents(m: nn.Module) -> list[tuple[Any, Any]]:
-    """The attributes of `m` that are containers, each with its content."""
-    return [(v, copy.copy(v)) for v in vars(m).values() if isinstance(v, list | dict | set)]
 
 
 # --- switches of the process

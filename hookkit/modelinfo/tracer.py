@@ -140,7 +140,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parts is not NotImplemented:
                 return parts
         if self.kernels is None:
-            self.trace.drew |= _may_draw(func)
+            draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+            self.trace.drew |= draws or is_foreign(func)  # which may draw too
             out = func(*args, **kwargs)
             macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         else:
@@ -231,11 +232,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in seen:
                 seen.add(key)
                 self.trace.saved[saved.name] += size
-
-
-def _may_draw(func: Any) -> bool:
-    """True for an operation that draws random numbers, or is not PyTorch's and might."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
 
 
 def _is_newest(t: Tensor) -> bool:

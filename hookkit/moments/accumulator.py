@@ -275,15 +275,11 @@ class StatsAccumulator:
             buffers = {device: b.with_kept(None) for device, b in buffers.items()}
         state = _State(n + 1, history, waiting, buffers)
         slots = min((b.slots for b in buffers.values()), default=1)
-        if len(waiting) >= slots or (n + 1) % self._half == 0:
+        window = self.options.window  # what waits may not go beyond half of it
+        if len(waiting) >= slots or (window and (n + 1) % max(window // 2, 1) == 0):
             self._move_to(self._flushed(state))
         else:
             self._state = state
-
-    @property
-    def _half(self) -> int:
-        """Records of half a window: what waits may not go beyond it."""
-        return max(self.options.window // 2, 1) if self.options.window else 1 << 30
 
     def _flushed(self, state: _State) -> _State:
         """The state with the records that wait in the history; the current batch is in slot 0.

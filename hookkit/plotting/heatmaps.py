@@ -22,7 +22,7 @@ from hookkit.plotting.axes import (
 )
 from hookkit.plotting.figures import ALARM, BLACK, NEVER, WHITE, colour_map, key, new_figure
 from hookkit.plotting.labels import listed
-from hookkit.records import Floats, Record, Run, as_run, in_order
+from hookkit.records import Floats, Record, as_run, in_order
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -81,7 +81,9 @@ def plot_run(
     if relative is not None:
         relative = check_flag("plot_run", "relative", relative)
     run = in_order(as_run(run))
-    relative = _has_layer_norms(run) if relative is None else relative
+    if relative is None:  # a norm gives each of its outputs the same size
+        kinds = [kind for r in run.records for kind in r.types]
+        relative = any("LayerNorm" in kind or "RMSNorm" in kind for kind in kinds)
     panels = [r for r in run.records if len(r) and len(r.names)]
     heights = [_height(r) for r in panels]
     found = health.diagnose(run) if findings is None else _checked(findings)
@@ -99,11 +101,6 @@ def plot_run(
     lines = _mark_findings(axes, panels, found)
     key(fig, {" / ".join(words): colour for colour, words in meanings.items()}, lines)
     return fig
-
-
-def _has_layer_norms(run: Run) -> bool:
-    """Whether a layer was recorded that gives each of its outputs the same size."""
-    return any("LayerNorm" in kind or "RMSNorm" in kind for r in run.records for kind in r.types)
 
 
 def _height(record: Record) -> float:

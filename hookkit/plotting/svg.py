@@ -70,7 +70,8 @@ def _clear_and_rasterize(figure: Any) -> None:
     figure.patch.set_visible(False)
     for ax in figure.axes:
         ax.patch.set_visible(False)
-        lines = [line for line in ax.lines if not _is_text(line.get_color())]
+        known = _text_colours()
+        lines = [x for x in ax.lines if not any(same_color(x.get_color(), c) for c in known)]
         many = sum(map(_n_points, lines)) > MOST_POINTS
         for artist in [*ax.collections, *(lines if many else ())]:
             artist.set_rasterized(True)
@@ -81,10 +82,6 @@ def _n_points(line: Any) -> int:
     n, every = len(line.get_xdata(orig=False)), line.get_markevery()
     marked = 0 if line.get_marker() in NO_MARKER else n if every is None else len(every)
     return int(n + 7 * marked)
-
-
-def _is_text(colour: Any) -> bool:
-    return any(same_color(colour, one) for one in _text_colours())
 
 
 def _text_colours() -> set[str]:

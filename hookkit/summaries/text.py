@@ -26,7 +26,8 @@ def as_text(s: Content, view: View, n: int | None = None) -> str:
     n = n or shutil.get_terminal_size((_WIDE, 24)).columns
     drawn = body(s, view)
     table, missing = _table(s, drawn, view.columns or usual(s), n)
-    parts = [*_heading(s, n), *table, *_footer(s, n)]
+    facts = (fact for parts in footer_parts(s) for fact in wrap(parts, n))
+    parts = [*_heading(s, n), *table, *(line for fact in facts for line in _in_words(fact, n))]
     if folds := sorted({line.fold for line in drawn if line.fold > 1}):
         some = ", ".join(f"×{k}" for k in folds[:4]) + (", …" if len(folds) > 4 else "")
         parts += _in_words(f"Rows marked {some} show one of so many equal ones.", n)
@@ -182,17 +183,8 @@ def _shortened(natural: dict[str, int], n: int) -> tuple[dict[str, int], bool]:
     return limits, over <= 0
 
 
-# --- the footer
-
-
-def _footer(s: Content, n: int) -> list[str]:
-    """Totals, memory and how the numbers were found."""
-    facts = (fact for parts in footer_parts(s) for fact in wrap(parts, n))
-    return [line for fact in facts for line in _in_words(fact, n)]
-
-
 def footer_parts(s: Content) -> list[list[str]]:
-    """The facts below the table, by line."""
+    """The facts below the table, by line: totals, memory and how the numbers were found."""
     kind = f" {s.dtype}" if s.dtype else ""
     held = f"{s.n_params:,} params, {nbytes(s.param_bytes)}{kind}" if s.n_params else "no params"
     buffers = f"buffers {nbytes(s.buffer_bytes)}" if s.buffer_bytes else "no buffers"

@@ -9,7 +9,7 @@ record and is not repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,10 +37,11 @@ class OptimizerGroups:
         if stepped in self._known:
             return False
         in_other_groups = stepped.union(*(g for g in self._known if len(g) < len(opts)))
-        if any(_has_gradient(o) for o in opts if id(o) not in in_other_groups):
+        waiting = [o for o in opts if id(o) not in in_other_groups]
+        if any(p.grad is not None for p in _parameters(waiting)):
             return True
         if len(opts) == len(self.stepped):
-            owned = {id(p) for o in opts for group in o.param_groups for p in group["params"]}
+            owned = set(map(id, _parameters(opts)))
             if any(p.grad is not None and id(p) not in owned for p in parameters):
                 return True
         self.learn()
@@ -67,5 +68,5 @@ def _ids(opts: list[Optimizer]) -> frozenset[int]:
     return frozenset(map(id, opts))
 
 
-def _has_gradient(opt: Optimizer) -> bool:
-    return any(p.grad is not None for group in opt.param_groups for p in group["params"])
+def _parameters(opts: list[Optimizer]) -> Iterator[Tensor]:
+    return (p for opt in opts for group in opt.param_groups for p in group["params"])
