@@ -153,7 +153,8 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
     if not isinstance(run, Hook | Hooks | Mapping):
         raise ArgumentError(
             f"patch_from needs the hooks of another run, found {type(run).__name__}. Give what "
-            f"hook_outputs(…) returned, or a dict of values by layer name."
+            f"hook_outputs(…) returned, or a dict of values by layer name; replace(…) puts in one "
+            f"tensor."
         )
 
     if isinstance(run, Hooks | Mapping) and not len(run):
