@@ -85,10 +85,12 @@ from .events import (
 from .features import FeatureExtractor, feature_extractor
 from .health import Diagnosis, Finding, diagnose
 from .hooks import (
+    FunctionHooks,
     Hook,
     Hooks,
     StopForward,
     hook_all,
+    hook_function,
     hook_input,
     hook_inputs,
     hook_output,
@@ -138,6 +140,7 @@ __all__ = [
     "FeatureExtractor",
     "Finding",
     "FlightRecorder",
+    "FunctionHooks",
     "GradientAccumulation",
     "GradientClip",
     "GradientStats",
@@ -187,6 +190,7 @@ __all__ = [
     "flatten_model",
     "has_params",
     "hook_all",
+    "hook_function",
     "hook_input",
     "hook_inputs",
     "hook_output",

@@ -166,6 +166,9 @@ def left_behind(*models: nn.Module) -> str:
         found.append("the fused path is off")
         torch.backends.mha.set_fastpath_enabled(True)
         global_hooks._global.clear()
+    while torch._C._len_torch_function_stack():
+        found.append("a function mode")
+        torch._C._pop_torch_function_stack()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         found.append("the grad mode")
         torch.set_grad_enabled(True)

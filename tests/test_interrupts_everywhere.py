@@ -21,6 +21,7 @@ from hookkit import (
     edit_outputs,
     feature_extractor,
     hook_all,
+    hook_function,
     hook_inputs,
     hook_output,
     hook_outputs,
@@ -106,6 +107,11 @@ def len_of(m: nn.Module, i: Any, o: Any) -> int:
     return len(o)
 
 
+def functions() -> None:
+    with hook_function(nn.functional.linear, within=NET):
+        NET(X)
+
+
 class Nowhere:
     def write(self, text: str) -> None:
         pass
@@ -166,6 +172,7 @@ SCENARIOS: list[Callable[[], None]] = [
     stop_several,
     edits,
     global_hook,
+    functions,
     sizes,
     swapped,
     extract,

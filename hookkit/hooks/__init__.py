@@ -4,6 +4,8 @@ For users:
 making        `hook_output(s)` and `hook_input(s)`, which make hooks that store.
 collection    `Hooks`: many hooks as one; all of them are registered, or none.
 hook          `Hook`: one module, one function, and what it stored.
+functions     `hook_function`: the calls of torch functions, each run as the call of a module.
+torch_functions  Which torch functions are seen, and which of them are the same.
 global_hooks  Hooks on one tensor, on every module of the process, on a whole model to print sizes.
 
 One hook, from the module's side:
@@ -31,6 +33,7 @@ one file would make it longer than 300 lines or mix two questions.
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.entries import attach, recomputing
+from hookkit.hooks.functions import FunctionHooks, hook_function
 from hookkit.hooks.global_hooks import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
 from hookkit.hooks.gradients import attach_grad
 from hookkit.hooks.hook import Hook
@@ -39,6 +42,7 @@ from hookkit.hooks.taps import on_grad
 from hookkit.nested import Inputs
 
 __all__ = [
+    "FunctionHooks",
     "GlobalHook",
     "Hook",
     "Hooks",
@@ -48,6 +52,7 @@ __all__ = [
     "attach",
     "attach_grad",
     "hook_all",
+    "hook_function",
     "hook_input",
     "hook_inputs",
     "hook_output",

@@ -147,6 +147,10 @@ class Registered:
         for c in self._captures:
             c.remove()
 
+    def _missed(self, waiting: dict[int, Capture] | None) -> str:
+        """What a warning at the end of the block says of what never fired; empty for none."""
+        return _missed(self._captures, waiting)
+
     def __enter__(self) -> Self:
         depth = self._block.depth
         try:
@@ -176,7 +180,8 @@ class Registered:
         finally:
             block.undo()
         if e is None:
-            _report(captures, waiting)
+            if text := self._missed(waiting):
+                warnings.warn(text, NeverFiredWarning, stacklevel=3)
         elif isinstance(e, StopForward):
             return e.owner is block
         elif isinstance(e, RuntimeError):
@@ -243,11 +248,11 @@ def _reason(h: Capture) -> str:
     return "not called (module.forward(x) runs no hooks, module(x) does)"
 
 
-def _report(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> None:
-    """Warns of a stop that was not reached and of hooks that never fired."""
+def _missed(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> str:
+    """A warning's text: of a stop that was not reached, of hooks that never fired; or empty."""
     silent = reasons(hooks)
     if not hooks or not (silent or hooks[0].options.stop):
-        return
+        return ""
     o = hooks[0].options
     who = o.who
     texts = [f"{label}: {why}" for label, why in silent.items()]
@@ -257,21 +262,19 @@ def _report(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> Non
         empty = "Run" if o.keep == "none" else "What they store is None: run"
         if run != "the model" and o.retain_grad:
             empty = "Their `grad` is None: run"
-        text = (
+        return (
             f"{who}: {len(silent)} of {len(hooks)} hooks never fired: {few}. "
             f"{empty} {run} inside the block, or do not hook these modules."
         )
-    elif waiting:
-        text = (
+    if waiting:
+        return (
             f"{who}: stop=True was never reached, so the whole forward ran. Never fired: {few}. "
             "Run the model inside the block, or do not hook these modules."
         )
-    else:
-        text = (
-            f"{who}: the model caught StopForward (by `except:` or `except BaseException`), so the "
-            "forward continued. The stored values are correct. Use `except Exception` in the model."
-        )
-    warnings.warn(text, NeverFiredWarning, stacklevel=4)
+    return (
+        f"{who}: the model caught StopForward (by `except:` or `except BaseException`), so the "
+        "forward continued. The stored values are correct. Use `except Exception` in the model."
+    )
 
 
 def warn_if_compiled(h: Capture) -> None:

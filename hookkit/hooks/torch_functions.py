@@ -1,0 +1,156 @@
+"""Which torch functions a `TorchFunctionMode` sees, and which of them are the same function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hookkit.checks import kind_of
+from hookkit.errors import ArgumentError
+
+_HOMES = (torch, functional, Tensor)
+_OPERATORS = {"truediv": "div"}  # names of operators that are not those of the function
+
+
+def same_functions(who: str, f: Any) -> dict[Any, str]:
+    """Every function that is `f` under another name or in place, each with the name of all.
+
+    Raises:
+        ArgumentError: PyTorch does not report calls of `f`.
+
+    >>> sorted(getattr(g, "__name__", "") for g in same_functions("", torch.Tensor.relu_))
+    ['relu', 'relu', 'relu', 'relu_', 'relu_']
+    """
+    if isinstance(f, torch._ops.OpOverloadPacket):
+        overloads = [getattr(f, name) for name in f.overloads()]  # type: ignore[no-untyped-call]
+        return dict.fromkeys([f, *overloads], f.__name__)
+    if isinstance(f, torch._ops.OpOverload):
+        return same_functions(who, f.overloadpacket)
+    name = _plain(getattr(f, "__name__", ""))
+    found = {g: name for g in _named(name) if _is_reported(g)}
+    try:
+        if f in found:
+            return found
+        if f in _overridable():
+            return {f: name}
+    except TypeError:  # it cannot be hashed
+        pass
+    raise ArgumentError(f"{who}: {_why_not(f)}")
+
+
+def _plain(name: str) -> str:
+    """The name without what marks a method, an operator, or a function that works in place."""
+    if not name.startswith("__"):
+        return name.rstrip("_")
+    name = name.strip("_")
+    if name[:1] in ("r", "i") and hasattr(Tensor, f"__{name[1:]}__"):
+        name = name[1:]  # of __radd__ and __iadd__
+    return _OPERATORS.get(name, name)
+
+
+def _named(name: str) -> list[Any]:
+    """What is called so, in place and as an operator too, in torch's three homes of functions."""
+    other = {v: k for k, v in _OPERATORS.items()}.get(name, name)
+    names = [name, f"{name}_", *(f"__{p}{n}__" for p in ("", "r", "i") for n in {name, other})]
+    found = [getattr(home, n, None) for home in _HOMES for n in names if name]
+    return [g for g in found if callable(g)]
+
+
+@cache
+def _overridable() -> frozenset[Any]:
+    """The functions that PyTorch lists as those whose calls it reports."""
+    return frozenset(f for each in overrides.get_overridable_functions().values() for f in each)
+
+
+def _is_reported(f: Any) -> bool:
+    """Whether a mode sees calls of `f`: all that C++ binds, and Python functions that say so."""
+    return not isinstance(f, FunctionType | type) or f in _overridable()
+
+
+def _why_not(f: Any) -> str:
+    """Why the calls of `f` cannot be seen, and what can be done instead."""
+    if isinstance(f, nn.Module) or (isinstance(f, type) and issubclass(f, nn.Module)):
+        return f"found {kind_of(f)}, a module. Use hook_output(module), or edit_output(module, f)."
+    if not callable(f):
+        return (
+            f"f must be a torch function, found {kind_of(f)}. Give one, such as "
+            "F.scaled_dot_product_attention or torch.Tensor.softmax."
+        )
+    name = getattr(f, "__qualname__", None) or type(f).__name__
+    used = getattr(getattr(f, "__code__", None), "co_names", ())
+    seen = [n for n in used if any(_is_reported(g) for g in _named(_plain(n)))][:6]
+    one = f"one of those that it calls ({', '.join(seen)})" if seen else "one that it calls"
+    return (
+        f"{name} is not one of the torch functions whose calls PyTorch reports, so it cannot be "
+        f"seen from outside. Hook {one}, or the module that calls it with hook_output."
+    )
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+# Private: a torch function that is written in Python begins by asking `has_torch_function` (or one
+# of its two shorter forms, all in torch.overrides since 1.5) whether a mode is on, and goes to the
+# mode if so. Without these names `opened` changes nothing, and calls inside of it are not seen.
+_ASKS: Mapping[str, Any] = dict.fromkeys(
+    ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
+)
+
+
+def opened(f: Any, names: Mapping[Any, str]) -> Callable[..., Any] | None:
+    """`f`, a torch function written in Python, with its own calls seen by a mode that is on.
+
+    It does not ask the mode once more. None if it calls none of the functions in `names`: then it
+    need not be opened.
+    """
+    code = getattr(f, "__code__", None)
+    wanted = {*names.values(), *(getattr(g, "__name__", "") for g in names)}
+    if code is None or not isinstance(f, FunctionType) or wanted.isdisjoint(code.co_names):
+        return None
+    twin = FunctionType(code, {**f.__globals__, **_ASKS}, f.__name__, f.__defaults__, f.__closure__)
+    twin.__kwdefaults__ = f.__kwdefaults__
+    return twin
+
+
+def overridden(types: Iterable[type]) -> bool:
+    """Whether one of these classes of tensors handles torch functions itself, as DTensor may."""
+    usual: Any = Tensor.__torch_function__
+    each: list[Any] = [t.__torch_function__ for t in types]  # type: ignore[attr-defined]
+    return any(getattr(own, "__func__", usual.__func__) is not usual.__func__ for own in each)
+
+
+# Private: `_get_current_function_mode`, `_pop_mode` and `_push_mode` of torch.overrides, the stack
+# of modes of this thread (since 2.0). A mode's own `__exit__` takes off whichever is on top, which
+# is another one where blocks end in another order than the reverse of their beginning, or where
+# this one is off for the time of a call. Without them that is done.
+_TOP, _POP, _PUSH = (
+    getattr(overrides, name, None)
+    for name in ("_get_current_function_mode", "_pop_mode", "_push_mode")
+)
+
+
+def take_off(mode: TorchFunctionMode, is_on: bool) -> None:
+    """Takes `mode` off this thread's stack of modes; does nothing where it is not there.
+
+    `is_on` says whether it should be.
+    """
+    if _TOP is None or _POP is None or _PUSH is None:
+        if is_on:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return
+    above = []
+    while (top := _TOP()) is not None and top is not mode:
+        above.append(top)
+        _POP()
+    if top is mode:
+        _POP()
+    for other in reversed(above):
+        _PUSH(other)

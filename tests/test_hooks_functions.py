@@ -1,0 +1,531 @@
+"""`hook_function`: calls of torch functions, against what plain PyTorch computes."""
+
+import copy
+import operator
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hooked import n_hooks
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
+from hookkit.hooks import hook_function, hook_outputs
+from hookkit.hooks.block import Block
+from hookkit.hooks.functions import FunctionCalls, modules_within
+from hookkit.hooks.snapshot import Options
+from hookkit.selecting import select
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + F.relu(self.mlp(x)).softmax(-1)
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def modes() -> int:
+    """How many function modes this thread has."""
+    return int(torch._C._len_torch_function_stack())
+
+
+# -- what is stored
+
+
+def test_each_call_is_stored_under_its_modules_name(net: nn.Sequential, x: Tensor) -> None:
+    attention: Any = net[0].attn
+    with hook_function(F.scaled_dot_product_attention, within=select(net, "*.attn")) as h:
+        y = net(x)
+
+    names = [f"{i}.attn/scaled_dot_product_attention:0" for i in (0, 1)]
+    expected = F.scaled_dot_product_attention(*attention.heads(x))
+    assert list(h.names) == names
+    torch.testing.assert_close(h[names[0]].stored, expected, rtol=0, atol=0)
+    assert not h[0].stored.requires_grad
+    torch.testing.assert_close(y, net(x), rtol=0, atol=0)
+
+
+def test_one_module_stands_for_all_in_it_and_the_innermost_gives_the_name(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    with hook_function(torch.softmax, within=net) as h:
+        net(x)
+    with hook_function(F.linear, within=net) as deep:
+        net(x)
+
+    assert h.names == ("0/softmax:0", "1/softmax:0")
+    layers = ("0.attn.qkv", "0.mlp", "1.attn.qkv", "1.mlp")
+    assert deep.names == tuple(f"{layer}/linear:0" for layer in layers)
+
+
+def test_without_modules_every_call_counts(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu) as h:
+        y = F.relu(net(x))
+        F.relu(x)
+
+    assert h.names == ("relu:0", "relu:1", "relu:2", "relu:3")
+    assert torch.equal(h["relu:2"].stored, y)
+
+
+def test_calls_of_several_forwards_are_numbered_on(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=[net[0]]) as h:
+        net(x)
+        net(2 * x)
+
+    assert h.names == ("0/relu:0", "0/relu:1")
+    assert not torch.equal(h[0].stored, h[1].stored)
+
+
+def test_inputs_are_those_before_the_call_with_keywords_by_name(x: Tensor) -> None:
+    t = x.clone()
+    with hook_function(F.relu, inputs=True) as h:
+        F.relu(t, inplace=True)
+
+    assert torch.equal(h[0].stored[0], x)
+    assert h[0].stored["inplace"] is True
+
+
+def test_what_is_stored_is_what_the_function_gave_although_it_is_overwritten(x: Tensor) -> None:
+    with hook_function(torch.exp) as h:
+        y = torch.exp(x)
+        y.zero_()
+
+    assert torch.equal(h[0].stored, x.exp())
+
+
+def test_gradients_of_outputs_and_inputs(net: nn.Sequential, x: Tensor) -> None:
+    given = x.requires_grad_()
+    with (
+        hook_function(F.relu, grad=True) as outputs,
+        hook_function(F.relu, inputs=True, grad=True) as inputs,
+    ):
+        (F.relu(given) * torch.arange(8.0)).sum().backward()
+
+    expected = torch.arange(8.0).expand_as(x)
+    assert torch.equal(outputs[0].stored[0], expected)
+    assert torch.equal(inputs[0].stored[0], expected * (x > 0))
+
+
+def test_gradients_inside_a_model_are_those_of_retain_grad(net: nn.Sequential, x: Tensor) -> None:
+    kept: list[Tensor] = []
+
+    class Retained(TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            y = f(*args, **(kwargs or {}))
+            if f is F.scaled_dot_product_attention:
+                y.retain_grad()
+                kept.append(y)
+            return y
+
+    with Retained():
+        net(x).square().sum().backward()
+    net.zero_grad()
+    with hook_function(F.scaled_dot_product_attention, within=net, grad=True) as h:
+        net(x).square().sum().backward()
+    net.zero_grad()
+    with hook_function(F.scaled_dot_product_attention, within=net, retain_grad=True) as both:
+        net(x).square().sum().backward()
+
+    for i in (0, 1):
+        torch.testing.assert_close(h[i].stored[0], kept[i].grad)
+        torch.testing.assert_close(both[i].grad, kept[i].grad)
+        torch.testing.assert_close(both[i].stored, kept[i].detach())
+
+
+def test_a_function_of_the_user_decides_what_is_stored(net: nn.Sequential, x: Tensor) -> None:
+    seen: list[Any] = []
+
+    def shape(call: Any, inputs: Any, output: Tensor) -> Any:
+        seen.append((call.name, call.function))
+        return tuple(inputs[0].shape)
+
+    with hook_function(torch.softmax, within=net, hook=shape) as h:
+        net(x)
+
+    assert h.stored == [(2, 5, 8), (2, 5, 8)]
+    assert seen[0] == ("0/softmax:0", Tensor.softmax)
+
+
+def test_training_is_bit_identical(net: nn.Sequential, x: Tensor) -> None:
+    twin = copy.deepcopy(net)
+    with hook_function(torch.add, within=net, grad=True), hook_function(F.relu, inputs=True):
+        net(x).square().sum().backward()
+    twin(x).square().sum().backward()
+
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_reading_is_that_of_hooks(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(torch.add, within=net) as h:
+        net(x)
+
+    assert torch.stack(h.stored).shape == (4, 2, 5, 8)
+    assert h.n_calls == dict.fromkeys(h.names, 1)
+    assert repr(h).startswith("FunctionHooks(4 hooks, removed: 0/add:0 2×5×8")
+    with pytest.raises(KeyError, match=r'no hook is called "0/add".*Nearest: .0/add:'):
+        h["0/add"]
+
+
+# -- the same function
+
+
+@pytest.mark.parametrize("f", [torch.softmax, F.softmax, Tensor.softmax])
+def test_a_function_is_seen_however_it_is_reached(f: Any, x: Tensor) -> None:
+    with hook_function(f) as h:
+        torch.softmax(x, -1), F.softmax(x, -1), x.softmax(-1)
+
+    assert h.names == ("softmax:0", "softmax:1", "softmax:2")
+
+
+@pytest.mark.parametrize(
+    ("f", "calls"),
+    [
+        (torch.matmul, [operator.matmul, torch.matmul, lambda a, b: a.matmul(b)]),
+        (Tensor.__matmul__, [operator.matmul]),
+        (torch.add, [operator.add, operator.iadd, lambda a, b: 2 + a, lambda a, b: a.add_(1)]),
+        (Tensor.__radd__, [operator.add]),
+        (Tensor.__sub__, [operator.sub, lambda a, b: 2 - a]),
+        (torch.div, [operator.truediv, lambda a, b: 2 / a]),
+        (Tensor.__truediv__, [operator.truediv, operator.itruediv]),
+        (torch.pow, [operator.pow, lambda a, b: 2**a]),
+        (torch.mul, [operator.mul, lambda a, b: 2 * a, torch.mul]),
+        (F.relu, [lambda a, b: a.relu_(), lambda a, b: F.relu_(a), lambda a, b: torch.relu_(a)]),
+        (F.max_pool1d, [lambda a, b: F.max_pool1d(a, 2)]),
+        (torch.einsum, [lambda a, b: torch.einsum("ij,jk", a, b)]),
+        (torch.linalg.norm, [lambda a, b: torch.linalg.norm(a)]),
+        (torch.special.expit, [lambda a, b: torch.special.expit(a)]),
+        (torch.ops.aten.relu, [lambda a, b: torch.ops.aten.relu(a)]),
+        (torch.ops.aten.relu.default, [lambda a, b: torch.ops.aten.relu.default(a)]),
+        (torch.cat, [lambda a, b: torch.cat([a, b])]),
+        (Tensor.__getitem__, [lambda a, b: a[0]]),
+    ],
+)
+def test_operators_and_in_place_forms_count(f: Any, calls: list[Callable[..., Any]]) -> None:
+    with hook_function(f) as h:
+        for call in calls:
+            call(torch.full((3, 3), 0.5), torch.ones(3, 3))
+
+    assert len(h) == len(calls)
+
+
+def test_the_attention_inside_of_pytorchs_own_is_seen(x: Tensor) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    with hook_function(F.scaled_dot_product_attention, within=[("attn", attention)]) as h:
+        y, _ = attention(x, x, x, need_weights=False)
+    with hook_function(F.softmax, within=[("attn", attention)]) as weights:
+        _, w = attention(x, x, x, average_attn_weights=False)
+
+    assert h.names == ("attn/scaled_dot_product_attention:0",)
+    joined = h[0].stored.transpose(1, 2).reshape(2, 5, 8)
+    torch.testing.assert_close(attention.out_proj(joined), y)
+    torch.testing.assert_close(weights[0].stored.view_as(w), w)
+    torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("f", "text"),
+    [
+        (lambda q: q.softmax(-1), r"<lambda> is not one of .* calls \(softmax\), or the module"),
+        (torch.compile, r"compile is not one of the torch functions whose calls PyTorch reports"),
+        (print, r"print is not one of the torch functions .* Hook one that it calls, or"),
+        (nn.ReLU, "found the class ReLU, a module. Use hook_output"),
+        (nn.ReLU(), "found a ReLU, a module. Use hook_output"),
+        ("softmax", r"f must be a torch function, found a str. Give one, such as F\."),
+    ],
+)
+def test_another_function_is_refused_before_anything_is_attached(f: Any, text: str) -> None:
+    net = nn.Sequential(nn.ReLU())
+
+    with pytest.raises(ArgumentError, match=f"hook_function: .*{text}"):
+        hook_function(f, within=net)
+
+    assert n_hooks(net) == modes() == 0
+
+
+def test_what_is_given_as_within_is_checked(net: nn.Sequential) -> None:
+    with pytest.raises(ArgumentError, match="hook_function: expected several modules, found the s"):
+        hook_function(F.relu, within="0")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r'"0\[0\]" selects a part of an output. Leave out \[0\]'):
+        hook_function(F.relu, within=select(net, "0[0]"))
+    with pytest.raises(OptionError, match=r"hook= is for values, not for gradients. Leave out"):
+        hook_function(F.relu, grad=True, hook=torch.mean)
+
+
+# -- the block
+
+
+def test_it_is_on_inside_the_block_only(net: nn.Sequential, x: Tensor) -> None:
+    h = hook_function(F.relu, within=net)
+    net(x)
+    assert (len(h), modes(), n_hooks(net)) == (0, 0, 0)
+
+    with h:
+        net(x)
+    net(x)
+
+    assert (len(h), h.removed, modes(), n_hooks(net)) == (2, True, 0, 0)
+
+
+def test_entering_it_again_begins_anew(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=net) as h:
+        net(x)
+    with h:
+        net(2 * x)
+
+    assert h.names == ("0/relu:0", "1/relu:0")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_exception_and_the_names_are_right(
+    net: nn.Sequential, x: Tensor, error: type[BaseException]
+) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    model = nn.ModuleDict({"a": net, "b": nn.Sequential(Failing())})
+    h = hook_function(F.relu, within=dict(model.named_modules()))
+
+    def run() -> None:
+        with h:
+            try:
+                model["b"](x)
+            except error:
+                model["a"](x)
+            model["b"](x)
+
+    with pytest.raises(error):
+        run()
+
+    assert h.names == ("a.0/relu:0", "a.1/relu:0")
+    assert (modes(), n_hooks(model)) == (0, 0)
+
+
+def test_a_block_that_is_removed_inside_another_or_inside_a_call(x: Tensor) -> None:
+    outer, inner = hook_function(F.relu), hook_function(F.relu)
+
+    def run() -> None:
+        with outer, inner:
+            outer.remove()
+            F.relu(x)
+
+    with pytest.warns(NeverFiredWarning, match="relu was never called"):
+        run()
+    assert (len(outer), len(inner), modes()) == (0, 1, 0)
+
+    h = hook_function(F.relu, hook=lambda o: h.remove())
+    with h:
+        F.relu(x)
+        F.relu(x)
+    assert (len(h), modes()) == (1, 0)
+
+
+def test_blocks_inside_each_other_see_the_same_calls(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=net) as a, hook_function(F.relu) as b, hook_outputs(net):
+        net(x)
+
+    assert [torch.equal(s, t) for s, t in zip(a.stored, b.stored, strict=True)] == [True, True]
+
+
+def test_calls_of_other_threads_are_not_seen(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=net) as h:
+        thread = threading.Thread(target=net, args=(x,))
+        thread.start()
+        thread.join()
+        net[0](x)
+
+    assert h.names == ("0/relu:0",)
+
+
+def test_it_can_be_switched_off(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=net) as h:
+        h.switch.on = False
+        net(x)
+        h.switch.on = True
+        net[1](x)
+
+    assert h.names == ("1/relu:0",)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_runs_again_is_not_stored(
+    net: nn.Sequential, x: Tensor, reentrant: bool
+) -> None:
+    with hook_function(F.relu, within=net) as h:
+        checkpoint(net, x.requires_grad_(), use_reentrant=reentrant).sum().backward()
+
+    assert h.names == ("0/relu:0", "1/relu:0")
+
+
+def test_a_function_that_is_never_called_is_reported_with_those_that_are(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    text = "hook_function: gelu was never called within these modules. Called were add, "
+    with pytest.warns(NeverFiredWarning, match=text) as caught, hook_function(F.gelu, within=net):
+        net(x)
+    assert caught[0].filename == __file__
+
+    text = "gelu was never called inside the block. Run the model"
+    with pytest.warns(NeverFiredWarning, match=text), hook_function(F.gelu):
+        pass
+
+
+def test_gradients_that_did_not_come_are_reported(net: nn.Sequential, x: Tensor) -> None:
+    with (
+        pytest.warns(NeverFiredWarning, match=r"'relu:0' \(FunctionCall\): no backward pass reach"),
+        hook_function(F.relu, grad=True),
+    ):
+        net(x)
+
+
+def test_a_compiled_model_runs_eagerly_inside(net: nn.Sequential, x: Tensor) -> None:
+    counts: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        counts.append(1)
+        return graph.forward
+
+    model = torch.compile(net, backend=backend)
+    model(x)
+    n = len(counts)
+
+    with hook_function(F.relu, within=model) as h:
+        model(x)
+    model(x)
+
+    assert h.names == ("0/relu:0", "1/relu:0")
+    assert len(counts) == n
+
+
+def test_copies_are_inert_and_readable(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.relu, within=net) as h:
+        net(x)
+        twin = copy.deepcopy(net)
+    for other in (copy.deepcopy(h), pickle.loads(pickle.dumps(h))):
+        assert other.names == h.names
+        with pytest.raises(HookError, match=r"a copy of function hooks cannot be entered. Make"):
+            other.__enter__()
+    with h:
+        twin(x)
+        net[0](x)
+    assert h.names == ("0/relu:0",)
+
+
+# -- the fused encoder layer
+
+
+def test_a_fused_layer_that_is_switched_off_is_said_once(x: Tensor) -> None:
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2).eval()
+    h = hook_function(F.scaled_dot_product_attention, within=net)
+
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with h:
+            net(x)
+            net(x)
+
+    assert [w.category for w in caught] == [HookkitWarning]
+    text = str(caught[0].message)
+    assert text.startswith("hook_function: inside the block PyTorch does not use its fused kernels")
+    assert h.names[:2] == tuple(
+        f"layers.{i}.self_attn/scaled_dot_product_attention:0" for i in (0, 1)
+    )
+
+
+def test_nothing_is_said_where_no_fused_layer_would_have_run(x: Tensor) -> None:
+    net = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
+    with hook_function(F.scaled_dot_product_attention, within=net):
+        net(x)
+        net.eval()(x)  # with gradients
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad():
+                net(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_tensors_that_handle_functions_themselves_still_do(x: Tensor) -> None:
+    handled: list[str] = []
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            handled.append(f.__name__)
+            return super().__torch_function__(f, types, args, kwargs or {})
+
+    q = x.as_subclass(Own)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    with pytest.warns(NeverFiredWarning), hook_function(F.gelu):  # opens nothing
+        attention(q, q, q, need_weights=False)
+    plain, handled[:] = [*handled], []
+    with pytest.warns(NeverFiredWarning), hook_function(F.scaled_dot_product_attention):
+        attention(q, q, q, need_weights=False)
+
+    assert "multi_head_attention_forward" in handled
+    assert handled == plain
+
+
+def test_a_mode_without_the_private_stack_of_torch(
+    net: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hookkit.hooks.torch_functions._POP", None)
+    with hook_function(F.relu, within=net) as h:
+        net(x)
+        h.remove()
+
+    assert (len(h), modes()) == (2, 0)
+
+
+def test_the_calls_of_one_forward_are_numbered_again_if_wanted(
+    net: nn.Sequential, x: Tensor
+) -> None:
+
+    made: list[str] = []
+    block = Block(Options("test"))
+    within = modules_within("test", net)
+    calls = FunctionCalls([torch.add], within, block, lambda c: made.append(c.name), "forward")
+    calls.start()
+    try:
+        net(x)
+        net(x)
+    finally:
+        calls.stop()
+
+    assert made == ["0/add:0", "0/add:1", "1/add:0", "1/add:1"]
