@@ -56,7 +56,9 @@ from .editing import (
     edit_outputs,
     patch_from,
     replace,
+    run_from,
     scale,
+    skip_module,
     zero,
 )
 from .errors import (
@@ -206,8 +208,10 @@ __all__ = [
     "print_sizes",
     "replace",
     "report",
+    "run_from",
     "scale",
     "select",
+    "skip_module",
     "summary",
     "swap",
     "total_params",

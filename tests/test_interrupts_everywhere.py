@@ -28,6 +28,7 @@ from hookkit import (
     print_sizes,
     scale,
     select,
+    skip_module,
     summary,
     swap,
     watch,
@@ -127,6 +128,11 @@ def swapped() -> None:
         NET(X)
 
 
+def skipped() -> None:
+    with skip_module(NET[1], 2 * torch.ones(2, 3)):
+        NET(X)
+
+
 def extract() -> None:
     EXTRACT(X)
 
@@ -175,6 +181,7 @@ SCENARIOS: list[Callable[[], None]] = [
     functions,
     sizes,
     swapped,
+    skipped,
     extract,
     summarized,
     dummy,
@@ -196,7 +203,7 @@ def test_nothing_is_left_wherever_ctrl_c_comes(scenario: Callable[[], None]) -> 
     assert found == []
 
 
-@pytest.mark.parametrize("scenario", [swapped, watched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scenario", [swapped, skipped, watched], ids=lambda f: f.__name__)
 def test_nothing_is_left_where_a_block_begins(scenario: Callable[[], None]) -> None:
     assert interrupted_everywhere(scenario, left, entering=True) == []
 

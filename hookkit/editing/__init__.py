@@ -3,6 +3,7 @@
 edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`: hooks that replace what they see.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it. (Two files, since together they exceed 300 lines.)
+skipping  `skip_module` passes over a module, `run_from` starts in the middle of a model.
 """
 
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
@@ -14,6 +15,7 @@ from hookkit.editing.edits import (
     edit_output,
     edit_outputs,
 )
+from hookkit.editing.skipping import run_from, skip_module
 
 __all__ = [
     "add",
@@ -25,6 +27,8 @@ __all__ = [
     "edit_outputs",
     "patch_from",
     "replace",
+    "run_from",
     "scale",
+    "skip_module",
     "zero",
 ]

@@ -212,7 +212,7 @@ def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
         return {}
     times = Counter(h.label() for _, h in silent)
     return {
-        h.label() if times[h.label()] == 1 else f"{h.label()} at [{i}]": _reason(h)
+        h.label() if times[h.label()] == 1 else f"{h.label()} at [{i}]": reason(h)
         for i, h in silent
     }
 
@@ -231,7 +231,8 @@ def _is_silent(h: Capture) -> bool:
     )
 
 
-def _reason(h: Capture) -> str:
+def reason(h: Capture) -> str:
+    """Why `h` has recorded no call, as far as it is known."""
     module = h.module()
     if module is None:
         return "the module is gone"
