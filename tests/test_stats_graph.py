@@ -302,3 +302,38 @@ def test_the_matrices_before_each_are_in_the_record_and_its_file(tmp_path):
 
     for run in (w.run_record(), Run.load(tmp_path / "run")):
         assert run.activations.meta["predecessors"]["v.2.weight"] == "v.0.weight"
+
+
+class Recurs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, 2, dropout=0.3)
+        self.one = nn.GRU(4, 4, 1)
+        self.drop, self.quiet = nn.Dropout(0.95), nn.Dropout(0.9).eval()
+
+    def forward(self, x):
+        return self.quiet(self.drop(self.one(self.rnn(x)[0])[0]))
+
+
+def test_the_shares_that_layers_drop_are_recorded():
+    meta = record_of(Recurs(), torch.randn(3, 2, 4)).meta
+
+    assert meta["dropout"] == {"rnn": 0.3, "drop": 0.95}
+
+
+@pytest.mark.parametrize(("n", "training"), [(2, True), (5, True), (2, False)])
+def test_the_samples_of_a_batch_norm_are_recorded(n, training):
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
+    net[1].train(training)
+
+    meta = record_of(net, torch.randn(n, 1, 6, 6)).meta
+
+    assert meta.get("norm_samples") == (n if training else None)
+
+
+def record_of(net, x):
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ActivationStats()) as w:
+        net(x).square().mean().backward()
+        opt.step()
+    return w.run_record().activations

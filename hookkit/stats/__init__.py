@@ -6,6 +6,7 @@ stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
 unscaling       Gradients under a GradScaler, divided by the scale of the loss.
 graph           What the autograd graph shows of a model: which activation reads each layer.
+settings        Settings of layers that are mistakes in themselves: of dropout, of batch norm.
 softmaxes       Softmaxes over another dimension than their weights are added up over.
 reading         `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
 stats_list      `StatsList`, `BatchStats`: recorded statistics as lists of dicts, shown as tables.

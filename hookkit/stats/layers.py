@@ -27,6 +27,7 @@ from hookkit.records import Record
 from hookkit.stats.graph import consumers, predecessors, unregistered
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
+from hookkit.stats.settings import dropouts, least_samples
 from hookkit.stats.softmaxes import wrong_softmaxes
 
 
@@ -144,6 +145,8 @@ class ActivationStats(LayerStats):
             self.valid_accumulator.consumers = found
             facts["predecessors"] = predecessors(learn.model, learn.pred)
             facts["softmax_dim"] = wrong_softmaxes(learn.pred)
+            facts["dropout"] = dropouts(learn.model)
+            facts["norm_samples"] = least_samples(learn.pred)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             facts["unregistered"] = unregistered(learn.model, learn.opts, learn.pred)
         self._n_asked += bool(learn.n_steps or not self._n_asked)

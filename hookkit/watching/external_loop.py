@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Floats, LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
@@ -59,6 +60,7 @@ class ExternalLoop(CallbackRunner):
         groups: which of the optimizers make a step together.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
+        batch_facts: how many of the first batches differ.
         info: facts that the user adds to the run.
         compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
             made of something around it: Python hooks do not run there.
@@ -89,7 +91,7 @@ class ExternalLoop(CallbackRunner):
         self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
-        self.groups = OptimizerGroups()
+        self.groups, self.batch_facts = OptimizerGroups(), BatchFacts()
         self._reset()
 
     def _reset(self) -> None:
@@ -368,6 +370,7 @@ class ExternalLoop(CallbackRunner):
 
     def _end_step(self) -> None:
         self.groups.end()
+        self.batch_facts.end_step()
         self._most_batches = max(self._most_batches, self.train_iter - self._last_step_iter)
         self._last_step_iter = self.train_iter
         if self._step_cancelled:

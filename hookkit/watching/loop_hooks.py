@@ -166,18 +166,20 @@ class LoopHooks:
             self._error = sys.exception()
             self._reporting = not (recomputing() or is_tracing())  # a trace is no batch
             if self._reporting:
-                self._report_forward(_learns(self.root))
+                self._report_forward(_learns(self.root), (args, kwargs))
 
-    def _report_forward(self, training: bool) -> None:
+    def _report_forward(self, training: bool, given: Any) -> None:
         self.loop.in_eval = not training and torch.is_grad_enabled()
         if training and not self.loop.root_ran:
             self.loop.root_ran = True
             self._handle_of_children.remove()
         self.loop.forward_began(training)
         if training:
-            self._expect_backward()
+            self._begin_to_learn(given)
 
-    def _expect_backward(self) -> None:
+    def _begin_to_learn(self, given: Any) -> None:
+        """A training forward begins on `given`: a look at it, and at the backward pass to come."""
+        self.loop.batch_facts.see(given)
         if self._thread is not None:
             self._root.expect(self.root.parameters(), self._thread)
 
@@ -201,7 +203,7 @@ class LoopHooks:
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
                 self.loop.part_began(module)
-                self._expect_backward()
+                self._begin_to_learn((args, kwargs))
             else:
                 self.loop.other_thread = True
 

@@ -1,0 +1,80 @@
+"""`BatchFacts`: whether the first steps of a training see different batches, or a few again.
+
+Builds on `nested`. Each tensor that the model is given is reduced to one number on its device, for
+`MANY` steps; the host reads them on demand. Equal batches have equal numbers, in whatever order
+they come; a batch that is shuffled, augmented or drawn anew has another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookkit.hooks.snapshot import is_transforming
+from hookkit.nested import leaves
+
+MANY = 64
+"""Steps that are looked at: later ones cost nothing."""
+
+# Values of each tensor that are read
+_VALUES = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Decimal digits that equal batches share on any device
+_DIGITS = 9
+
+
+class BatchFacts:
+    """The number of different batches in the first steps.
+
+    >>> facts = BatchFacts()
+    >>> for i in range(6):
+    ...     facts.see(torch.full((2, 3), i % 2)); facts.end_step()
+    >>> facts.read()
+    {'batches': [6, 2]}
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+        self._now: Tensor | None = None
+
+    def see(self, given: Any) -> None:
+        """Adds what the model is given in one call, any structure; a step may have several."""
+        if len(self._steps) >= MANY or torch.compiler.is_compiling() or is_transforming():
+            return
+        with torch.no_grad():
+            for t in leaves(given):
+                # no subclasses: reading a part of a DTensor would wait for other ranks
+                whole = type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested
+                if whole and t.numel() and not t.is_meta:
+                    mark = _mark(t.detach())
+                    # the largest: a closure evaluates the same batch again
+                    now = mark if self._now is None else self._now.to(mark.device)
+                    self._now = torch.maximum(now, mark)
+
+    def end_step(self) -> None:
+        """What was seen since the last step was for this one."""
+        if self._now is not None and len(self._steps) < MANY:
+            self._steps.append(self._now)
+        self._now = None
+
+    def read(self) -> dict[str, Any]:
+        """`batches`: of how many steps it is known, and how many of them saw something else.
+
+        Reads the device once.
+        """
+        if not self._steps:
+            return {}
+        marks = torch.stack([t.to(self._steps[0].device) for t in self._steps]).tolist()  # sync
+        return {"batches": [len(marks), len({f"{mark:.{_DIGITS}g}" for mark in marks})]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_steps": [t.cpu() for t in self._steps], "_now": None}
+
+
+def _mark(t: Tensor) -> Tensor:
+    """One number that depends on the values of a tensor and on their order."""
+    values = torch.view_as_real(t) if t.is_complex() else t
+    some = values.reshape(-1)[:: max(values.numel() // _VALUES, 1)][:_VALUES].double()
+    return some @ torch.arange(len(some), dtype=torch.float64, device=t.device).cos()
