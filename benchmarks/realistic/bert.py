@@ -9,7 +9,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 
 CLS, MASK, FIRST, VOCAB = 0, 1, 2, 27
 CONFIG = {
@@ -98,11 +98,7 @@ def bert_lora(
             ids, label = changed(32)
             label = label[torch.randperm(32)] if shuffled else label
             loss = F.cross_entropy(model(input_ids=ids).logits, label)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=sched)
     model.eval()
     ids, label = changed(500)
     return float((model(input_ids=ids).logits.argmax(-1) != label).float().mean())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realistic.generative import distance
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 from realistic.vision_data import batches, digits
 
 
@@ -121,11 +121,7 @@ def diffusion_flow_matching(watch: Watch, *, scale: float = 1.0) -> float:
         for idx in batches(len(x), 128, 500):
             t, start = torch.rand(128, 1), torch.randn(128, 64)
             loss = F.mse_loss(model((1 - t) * start + t * x[idx], t), x[idx] - start)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=sched)
     with torch.no_grad():
         z = torch.randn(400, 64)
         for i in range(40):
@@ -187,11 +183,7 @@ def flow_realnvp(watch: Watch, *, sign: float = 1.0, lr: float = 1e-3) -> float:
     with watch(model, opt) as w:
         for idx in batches(len(x), 100, 350):
             loss = nll(x[idx], sign)
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 50.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(model, 50.0))
     with torch.no_grad():
         return nll(x_test).item()
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 
 
 def series(n: int, length: int = 33) -> Tensor:
@@ -41,11 +41,7 @@ def gru_forecast(
             data = series(32)
             x, y = level + unit * data[:, :-1], target_unit * data[:, -1:]
             loss = (model(x) - (y[:, 0] if broadcast else y)).pow(2).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=sched)
     data = series(500)
     guess = model(level + unit * data[:, :-1]).detach() / target_unit
     return float((guess - data[:, -1:]).pow(2).mean() / data[:, -1].var())
@@ -180,11 +176,7 @@ def mamba_selective_copy(watch: Watch, *, lr: float = 3e-3, steps: int = 200, **
         for _ in range(steps):
             ids, target = selective_copies(32)
             loss = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(model, 1.0))
     ids, target = selective_copies(300)
     return float((model(ids).argmax(-1) != target).float().mean())
 

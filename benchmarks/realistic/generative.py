@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from realistic.trials import Watch, healthy
+from realistic.trials import Watch, healthy, update
 from realistic.vision_data import batches, digits
 
 
@@ -49,10 +49,7 @@ def generative_vae(
             recon = F.binary_cross_entropy_with_logits(logits, xb, reduction="sum") / len(xb)
             kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean()
             loss = recon + beta * kl
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     model.eval()
     with torch.no_grad():
         return F.mse_loss(model(x_test * 16 / white)[0].sigmoid(), x_test).item()
@@ -239,9 +236,6 @@ def gan_hinge_spectral(watch: Watch, *, lr_d: float = 1e-3, norm: bool = True) -
                 loss_d.backward()
                 opt_d.step()
             loss_g = -dis(gen(noise(64))).mean()
-            opt_g.zero_grad()
-            loss_g.backward()
-            opt_g.step()
-            w.loss(loss_g)
+            update(w, opt_g, loss_g)
     with torch.no_grad():
         return distance(gen(noise(400)), x_test)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 
 N_NODES, N_KINDS = 400, 4
 
@@ -163,10 +163,7 @@ def sage_communities(watch: Watch, *, lr: float = 0.1, shuffled: bool = False) -
             for i in train[torch.randperm(200)[:198]].split(33):
                 y = kind[i][torch.randperm(len(i))] if shuffled else kind[i]
                 loss = F.cross_entropy(net(x, sampled(a, 6))[i], y)
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
-                w.loss(loss)
+                update(w, opt, loss)
     return test_error(net, x, a / a.sum(1, keepdim=True), kind, test)
 
 
@@ -217,12 +214,7 @@ def molecule_energy(
             for i in torch.randperm(600).split(32):
                 out = net(atoms[i], bonds[i])
                 loss = (((out.squeeze(1) if flat else out) - y[i]) ** 2).mean()
-                opt.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 5.0)
-                opt.step()
-                schedule.step()
-                w.loss(loss)
+                update(w, opt, loss, clip=(net, 5.0), sched=schedule)
     with torch.no_grad():
         out = net(atoms[600:], bonds[600:]).squeeze(1)
     out = out if raw else out * std + mean

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from .tables import mlp
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -48,10 +48,7 @@ def bpr_factors(
             i = torch.randint(0, len(user), (256,))
             other = torch.randint(0, 300, (256,))
             loss = -sign * F.logsigmoid(net(user[i], item[i]) - net(user[i], other)).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     with torch.no_grad():
         u, i = held
         rest = torch.randint(0, 300, (len(u),))
@@ -119,11 +116,7 @@ def expert_mixture(watch: Watch, *, balance: float = 0.05, plain: bool = False) 
             i = torch.randint(0, 2500, (128,))
             out, even = net(x[i])
             loss = F.mse_loss(out, y[i]) + balance * even
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            schedule.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=schedule)
     with torch.no_grad():
         return float(F.mse_loss(net(x[2500:])[0], y[2500:]) / y.var())
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .tables import mlp
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 
 
 def noisy_curve(n: int) -> tuple[Tensor, Tensor]:
@@ -32,11 +32,7 @@ def gaussian_variance(watch: Watch, *, relu: bool = False, lr: float = 3e-3) -> 
     with watch(net, opt) as w:
         for _ in range(400):
             loss = loss_of(torch.randint(0, 1600, (64,)))
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            schedule.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=schedule)
     with torch.no_grad():
         return float(loss_of(slice(1600, None)))
 
@@ -104,11 +100,7 @@ def cox_survival(watch: Watch, *, decay: float = 1e-3, unit: float = 1.0) -> flo
             i = i[time[i].argsort(descending=True)]
             out = net(x[i] * unit).squeeze(1)
             loss = -((out - out.logcumsumexp(0)) * seen[i]).sum() / seen[i].sum()
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 5.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(net, 5.0))
     with torch.no_grad():
         out, t = net(x[1200:] * unit).squeeze(1), time[1200:]
     pairs = (t[:, None] < t[None]) & (seen[1200:, None] > 0)
@@ -175,9 +167,6 @@ def mixture_density(watch: Watch, *, lr: float = 5e-3, gain: float = 1.0) -> flo
     with watch(net, opt) as w:
         for _ in range(400):
             loss = nll(torch.randint(0, 2000, (100,)))
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     with torch.no_grad():
         return float(nll(slice(2000, None)))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from .reinforcement import cartpole_length
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 from .worlds import CartPole, generator, tensor
 
 
@@ -103,11 +103,7 @@ def cartpole_ppo(
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
                 won = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
                 loss = -won + 0.5 * F.mse_loss(value, ret[i]) - 0.01 * dist.entropy().mean()
-                opt.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-                opt.step()
-                w.loss(loss)
+                update(w, opt, loss, clip=(net, 0.5))
             schedule.step()
     return cartpole_length(Policy(net))
 
@@ -153,10 +149,6 @@ def bandit_policy(watch: Watch, *, lr: float = 0.05, frozen: bool = False) -> fl
             a = dist.sample()
             reward = (x @ best).argmax(1).eq(a).float()
             loss = -(dist.log_prob(a) * (reward - reward.mean())).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            schedule.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=schedule)
     x = torch.randn(2000, 8)
     return float((net(x).argmax(1) != (x @ best).argmax(1)).float().mean())

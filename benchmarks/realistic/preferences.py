@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 
 VOCAB, GOOD = 16, 4
 
@@ -53,10 +53,7 @@ def reward_model(
             both = torch.cat((chosen, other))
             scores = model(both // VOCAB if tokenizer_bug else both)
             loss = -F.logsigmoid(scores[:48] - scores[48:]).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     chosen, other = pairs(1000)
     model.eval()
     return float((model(chosen) <= model(other)).float().mean())
@@ -151,11 +148,7 @@ def dpo_policy(
                 ref = reference.log_prob(both)
             ratio = beta * (own - ref)
             loss = -F.logsigmoid(ratio[:64] - ratio[64:]).mean()
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(policy, 1.0))
     return regret(policy, start)
 
 
@@ -185,11 +178,7 @@ def reinforce_lm(
                 reward = quality(ids) - kl * (own - reference.log_prob(ids))
                 advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
             loss = -sign * (advantage * own).mean()
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(policy, 1.0))
     return regret(policy, reference)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 from .worlds import CartPole, Catch, PointMass, generator, tensor
 
 
@@ -67,11 +67,7 @@ def cartpole_double_dqn(
                 best = q(s2).argmax(1, keepdim=True)
                 goal = reward + 0.97 * (1 - end) * target(s2).gather(1, best).squeeze(1)
             loss = F.smooth_l1_loss(q(s).gather(1, a.long()[:, None]).squeeze(1), goal)
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(q.parameters(), 10.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(q, 10.0))
             for p, t in zip(q.parameters(), target.parameters(), strict=True):
                 t.lerp_(p.detach(), tau)
     return cartpole_length(q)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 
 
 def derivative(u: Tensor, t: Tensor) -> Tensor:
@@ -27,11 +27,7 @@ def oscillator_pinn(watch: Watch, *, relu: bool = False, lr: float = 3e-3) -> fl
             du = derivative(u, t)
             equation = (derivative(du, t) + 0.4 * du + 4 * u).pow(2).mean()
             loss = equation + 20 * ((u[0] - 1) ** 2 + du[0] ** 2).sum()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            schedule.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=schedule)
     t = torch.linspace(0, 3, 200)[:, None]
     speed = math.sqrt(4 - 0.04)
     exact = (-0.2 * t).exp() * ((speed * t).cos() + 0.2 / speed * (speed * t).sin())
@@ -68,10 +64,7 @@ def siren_picture(watch: Watch, *, siren: bool = True, lr: float = 3e-4) -> floa
         for _ in range(300):
             i = torch.randint(0, len(x), (512,))
             loss = F.mse_loss(net(x[i]), y[i])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     with torch.no_grad():
         return float((net(points[test]) - value[test]).pow(2).mean() / value.var())
 
@@ -129,9 +122,6 @@ def field_surrogate(watch: Watch, *, bf16: bool = False, lr: float = 3e-4) -> fl
         for _ in range(400):
             i = torch.randint(0, 1600, (64,))
             loss = (net(x[i]) - y[i]).pow(2).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     with torch.no_grad():
         return float((net(x[1600:]) - y[1600:]).float().pow(2).mean())

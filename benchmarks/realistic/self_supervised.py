@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 from realistic.vision_data import batches, digits
 
 
@@ -56,10 +56,7 @@ def ssl_simclr(watch: Watch, *, temperature: float = 0.2, negatives: bool = True
             sim = (z @ z.T / temperature).fill_diagonal_(-torch.inf)
             other = torch.arange(128).roll(64)
             loss = F.cross_entropy(sim, other) if negatives else 1 - (z[:64] * z[64:]).sum(1).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     return wrong_neighbours(model)
 
 
@@ -94,11 +91,7 @@ def ssl_simsiam(watch: Watch, *, stop: bool = True) -> float:
             if stop:
                 a, b = a.detach(), b.detach()
             loss = -(F.cosine_similarity(p, b).mean() + F.cosine_similarity(q, a).mean()) / 2
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=sched)
     return wrong_neighbours(model)
 
 
@@ -164,11 +157,7 @@ def ssl_masked_autoencoder(watch: Watch, *, lr: float = 2e-3) -> float:
     with watch(model, opt) as w:
         for idx in batches(len(x), 64, 250):
             loss = loss_of(x[idx])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            warm.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=warm)
     with torch.no_grad():
         return sum(loss_of(x_test).item() for _ in range(5)) / 5
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from realistic.texts import generator
-from realistic.trials import Watch, healthy
+from realistic.trials import Watch, healthy, update
 
 N_TAGS = 5
 
@@ -57,12 +57,7 @@ def lstm_tagger(
             ids, tags, lengths = tagged(32)
             ids = torch.ones_like(ids) if unknown else ids
             loss = F.cross_entropy(model(ids, lengths).transpose(1, 2), tags)
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(model, 5.0), sched=sched)
     ids, tags, lengths = tagged(300)
     ids = torch.ones_like(ids) if unknown else ids
     wrong = model.eval()(ids, lengths).argmax(-1) != tags
@@ -160,11 +155,7 @@ def ctc_speech(
         for _ in range(steps):
             x, text = spoken(32, templates)
             loss = ctc(model(x).transpose(0, 1), text, *lengths)
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(model, 5.0))
     x, text = spoken(200, templates)
     best = model.eval()(x).argmax(-1)
     read = [[int(c) for c in row.unique_consecutive() if c] for row in best]

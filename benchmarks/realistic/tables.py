@@ -6,7 +6,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .trials import Watch, healthy
+from .trials import Watch, healthy, update
 
 
 def halves(loader: object, n_test: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,10 +129,7 @@ def wine_lion(
             rows = torch.arange(len(x)) if in_order else torch.randperm(len(x))
             for i in rows[:112].split(16):
                 loss = F.nll_loss(net(x[i]), y[i].long())
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
-                w.loss(loss)
+                update(w, opt, loss)
     net.eval()
     with torch.no_grad():
         return float(F.cross_entropy(net[:-1](x_test), y_test.long()))

@@ -16,7 +16,7 @@
 A function trains as its author would at home, calls `watch(model, opt)` where a user calls
 `hookkit.watch`, and returns a number that says how good the result is; that of a failing training
 can be compared with that of the healthy one beside it. `fit` is the loop of those that have no
-loop of their own.
+loop of their own, `update` the step of most others.
 
 Files called `fresh_…` are the third part: written after the rules had been judged by the two
 halves, and judged when the rules are next.
@@ -103,6 +103,25 @@ def watcher_of(runs: list[Run]) -> Watch:
                 runs.append(w.run_record())
 
     return watch
+
+
+def update(
+    w: Watcher,
+    opt: Optimizer,
+    loss: Tensor,
+    *,
+    clip: tuple[nn.Module, float] | None = None,
+    sched: Any = None,
+) -> None:
+    """One step of `opt` and `sched` on `loss`, reported; `clip`: whose gradients to what norm."""
+    opt.zero_grad()
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(clip[0].parameters(), clip[1])
+    opt.step()
+    if sched is not None:
+        sched.step()
+    w.loss(loss)
 
 
 def fit(

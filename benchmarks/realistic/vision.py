@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from realistic.trials import Watch, healthy
+from realistic.trials import Watch, healthy, update
 from realistic.vision_data import batches, error_rate, standard_digits
 
 
@@ -221,11 +221,7 @@ def vision_deep_mlp_sgd(watch: Watch, *, model: nn.Module | None = None) -> floa
     with watch(model, opt) as w:
         for idx in batches(len(x), 64, 300):
             loss = F.cross_entropy(model(x[idx]), y[idx])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            sched.step()
-            w.loss(loss)
+            update(w, opt, loss, sched=sched)
     return error_rate(model, x_test, y_test)
 
 
@@ -261,10 +257,7 @@ def vision_mobilenet_mixup_ema(watch: Watch, *, keep: float = 0.95, size: int = 
                 logits = model(lam * x[idx] + (1 - lam) * x[other])
             loss = lam * F.cross_entropy(logits.float(), y[idx], label_smoothing=0.1)
             loss = loss + (1 - lam) * F.cross_entropy(logits.float(), y[other], label_smoothing=0.1)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
             for a, b in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
                 a.copy_(keep * a + (1 - keep) * b)
     return error_rate(ema, x_test, y_test)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from realistic.trials import Watch, healthy
+from realistic.trials import Watch, healthy, update
 from realistic.vision import lenet, resnet
 from realistic.vision_data import batches, error_rate, shapes, standard_digits
 
@@ -61,11 +61,7 @@ def vision_unet_dice(
         for _ in range(6):
             for xb, mask in loader:
                 loss = dice_bce(model(xb), mask)
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
-                sched.step()
-                w.loss(loss)
+                update(w, opt, loss, sched=sched)
     with torch.no_grad():
         found, mask = model(test.image) > 0, test.mask > 0
     return 1 - ((found & mask).sum() / (found | mask).sum()).item()
@@ -99,11 +95,7 @@ def vision_detector(watch: Watch, *, pixels: float = 1.0, forget_box: bool = Fal
             logits, box = model(data.image[idx])
             loss = F.cross_entropy(logits, data.label[idx])
             loss = loss + 5 * F.smooth_l1_loss(box, pixels * data.box[idx])
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss, clip=(model, 10.0))
     with torch.no_grad():
         logits, box = model(test.image)
         wrong = (logits.argmax(1) != test.label).float().mean()
@@ -163,10 +155,7 @@ def vision_transfer_frozen(watch: Watch, *, head_last: bool = False, lr: float =
             model.train()
             model[:-1].eval()
             loss = F.cross_entropy(model(x[idx]), y[idx])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     return error_rate(model, x_test, y_test)
 
 
@@ -213,10 +202,7 @@ def vision_distillation(watch: Watch, *, log: bool = True) -> float:
                 target = (teacher(x[idx]) / 4).softmax(1)
             out = (student(x[idx]) / 4).softmax(1)
             loss = 16 * F.kl_div(out.log() if log else out, target, reduction="batchmean")
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     return error_rate(student, x_test, y_test)
 
 

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from realistic.texts import sources, windows
-from realistic.trials import Watch, failing, healthy
+from realistic.trials import Watch, failing, healthy, update
 
 N_TOPICS, N_WORDS = 8, 160
 
@@ -201,10 +201,7 @@ def distill_digits(
             kl = F.kl_div(own if log else own.exp(), soft, reduction="batchmean")
             hard = F.cross_entropy(logits[:8], y[rows[:8]])
             loss = weight * temperature**2 * kl + (1 - weight) * hard
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
+            update(w, opt, loss)
     return float((student(x[test]).argmax(1) != y[test]).float().mean())
 
 
