@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from hookkit.errors import SelectionError, missing_extra, nearest
+from hookkit.errors import SelectionError, nearest
 from hookkit.markup import fragment, table
+from hookkit.records.frames import pandas
 from hookkit.texts import harmless, pad, si, wrap
 
 _NEAR = 2  # rows shown on each side of the first that differs
@@ -191,11 +192,7 @@ class Comparison:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError:
-            raise missing_extra("pandas", "pandas", "make a DataFrame") from None
-        return pd.DataFrame([asdict(r) for r in self.rows])
+        return pandas().DataFrame([asdict(r) for r in self.rows])
 
     def plot(self, *, ax: Any = None) -> Any:
         """The error by depth: `rel` of each row, and `own_rel` where it is known.

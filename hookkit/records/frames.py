@@ -32,7 +32,7 @@ def to_df(source: Any) -> Any:
     Raises:
         MissingExtraError: pandas is not installed.
     """
-    pd = _pandas()
+    pd = pandas()
     frames = []
     for r in records_of(source):
         for statistic, table in r.values.items():
@@ -49,8 +49,8 @@ def to_df(source: Any) -> Any:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(COLUMNS))
 
 
-def _pandas() -> Any:
-    """pandas, imported late: it is optional."""
+def pandas() -> Any:
+    """pandas, imported late: it is optional. Without it a MissingExtraError."""
     try:
         import pandas as pd
     except ImportError:
@@ -108,7 +108,7 @@ def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
     ratios = np.array([row["ratio"] for row in rows])
     with np.errstate(all="ignore"):
         change = np.where(ratios <= 0, np.inf, np.abs(np.log(ratios)))
-    return _pandas().DataFrame([rows[i] for i in np.argsort(-change, kind="stable")])  # NaN last
+    return pandas().DataFrame([rows[i] for i in np.argsort(-change, kind="stable")])  # NaN last
 
 
 def _compared(x: Record, y: Record, statistic: str) -> list[dict[str, Any]]:

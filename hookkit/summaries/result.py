@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 from hookkit.checks import check_flag, check_number, kind_of
-from hookkit.errors import ArgumentError, OptionError, SelectionError, missing_extra, nearest
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.records.frames import pandas
 from hookkit.summaries.columns import as_columns, check_counted
 from hookkit.summaries.diff import SummaryDiff, compare
 from hookkit.summaries.html import as_html
@@ -88,13 +89,9 @@ class Summary(Content):
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError:
-            raise missing_extra("pandas", "pandas", "make a DataFrame") from None
         skip = ("shape", "in_shape", "total")
         rows = [{k: v for k, v in vars(r).items() if k not in skip} for r in self.rows]
-        return pd.DataFrame(rows).set_index("name")
+        return pandas().DataFrame(rows).set_index("name")
 
     def text(
         self,
