@@ -147,13 +147,7 @@ def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], 
 
 
 def n_batches(loader: Any) -> int | None:
-    """`len(loader)`, the number of its batches; None if it has no length.
-
-    A DataLoader over an `IterableDataset` has a length that raises.
-
-    >>> n_batches([1, 2]), n_batches(iter([1, 2]))
-    (2, None)
-    """
+    """`len(loader)`, the number of its batches; None if it has none, or one that raises."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

@@ -325,10 +325,7 @@ class HookCallback(Callback):
             self.hooks.remove()
 
     def _record(self, on: bool) -> None:
-        """Switches recording on or off for the batch that begins; what is stored stays.
-
-        The one method by which drivers pause a callback, too.
-        """
+        """Switches recording for the batch that begins: so drivers pause a callback, too."""
         self._switch.on = on
 
     def __getstate__(self) -> dict[str, Any]:

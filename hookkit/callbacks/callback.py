@@ -125,10 +125,9 @@ class Callback:
         return _snake_case(type(self).__name__)
 
     def cleanup_fit(self) -> None:
-        """Takes down what `before_fit` set up. Not an event: it is always called.
+        """Takes down what `before_fit` set up. Not an event: it is called however a fit has ended.
 
-        It is called when a fit has ended, in whatever way (also if `before_fit` itself failed), so
-        there may be nothing to do.
+        Also if `before_fit` itself failed, so that there may be nothing to do.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,9 +29,8 @@ class LogTo(Callback):
     go to TensorBoard. Nothing is sent twice, also by a later `log_to` to the same target.
 
     Args:
-        target: a SummaryWriter of torch or tensorboardX; what has `log(dict, step=)` (wandb,
-            trackio) or `log_metrics(dict, step=)` (mlflow, Lightning's loggers); or the path of a
-            `.csv` or `.jsonl` file, to which lines are added. It is neither flushed nor closed.
+        target: a SummaryWriter, a tracker, or the path of a `.csv` or `.jsonl` file, as `log_to`'s
+            `writer`.
         every: how many optimizer steps there are between two writings. Each of them waits for the
             device once; the last follows the end of the training, however it ends.
 

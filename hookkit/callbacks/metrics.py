@@ -155,8 +155,7 @@ class Metric:
 def _one_of_each_rank(t: Tensor, group: Any = None) -> list[Tensor]:
     """`t` of each rank: torchmetrics' `dist_sync_fn`.
 
-    torchmetrics 1.9 has a flat, empty, float tensor on a rank without a batch, whatever the others
-    have, and its own function ends in an error of gloo then.
+    Its own ends in an error of gloo where a rank has no batch, and so a flat, empty tensor (1.9).
     """
     everyone = [part.to(t.device) for part in ranks.gather_object(t.detach().cpu(), group)]
     return [part for part in everyone if part.numel()] or everyone
@@ -185,9 +184,9 @@ def add_up(metrics: Sequence[Mean | Metric], where: str) -> None:
 def take_of_ranks(metrics: Sequence[Metric], learn: Any, done: bool, cancelled: bool) -> bool:
     """Adds the current batches of all ranks to each of the metrics; whether all ranks are done.
 
-    So an object that knows nothing of ranks gives on each of them what it gives in one process,
-    also if it depends on the order of the batches. Each rank has to call for each of its batches,
-    and then with `done` until all are. One exchange: prediction, targets and loss of each rank.
+    So an object that knows nothing of ranks gives what it gives in one process, whatever the order
+    of batches. Each rank has to call for each of its batches, and then with `done` until all are.
+    One exchange: prediction, targets and loss of each rank.
     """
     now = learn.pred, learn.yb, learn.loss
     own = None if done or cancelled else tmap(lambda t: t.detach().cpu(), now)

@@ -21,8 +21,7 @@ _STEP = getattr(GradScaler.step, "__code__", None)
 def bare_optimizer(opt: Any) -> Any:
     """The innermost optimizer in `opt`, whose step hooks run; `opt` itself if it wraps none.
 
-    Accelerate, Lightning and others keep it as `.optimizer`, fastai's `OptimWrapper` as `.opt`,
-    sharpness-aware optimizers as `.base_optimizer`.
+    accelerate and Lightning keep it as `.optimizer`, fastai as `.opt`, SAM as `.base_optimizer`.
     """
     for _ in range(8):  # at most: a wrapper may contain itself
         inside = [getattr(opt, name, None) for name in ("optimizer", "opt", "base_optimizer")]
@@ -36,9 +35,8 @@ def bare_optimizer(opt: Any) -> Any:
 def stepping_scaler() -> Any:
     """The enabled GradScaler that makes the optimizer's current step; None if none does.
 
-    For an optimizer's step hook. It looks for `GradScaler.step` among the callers, since neither
-    the scaler nor the optimizer refers to the other. The loops of libraries (accelerate, Lightning)
-    and subclasses call it too. Cost: 2 µs.
+    For an optimizer's step hook. It looks for `GradScaler.step` among the callers (the loops of
+    libraries call it too), since neither refers to the other. Cost: 2 µs.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

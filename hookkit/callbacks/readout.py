@@ -22,10 +22,8 @@ from hookkit.records import Exports, Record, Run
 def gather(runner: Any) -> None:
     """Merges what the callbacks of a Learner or an `ExternalLoop` recorded on all ranks.
 
-    Each rank has to call. Until more is recorded every rank then reads the whole, by itself.
-
-    Raises:
-        HookError: the ranks recorded different steps or layouts; or one of them does not come.
+    Each rank has to call. Until more is recorded every rank then reads the whole, by itself. Raises
+    a HookError if they recorded different steps or layouts, or if one of them does not come.
     """
     if not ranks.is_distributed():
         return

@@ -283,13 +283,7 @@ class Recorder(Callback):
     def plot_loss(
         self, skip_start: int = 0, with_valid: bool = True, *, ax: Any = None, fig: Any = None
     ) -> Any:
-        """Draws training and validation loss over steps (see `hookkit.plotting`); the Figure.
-
-        Args:
-            skip_start: how many steps to skip at the beginning.
-            with_valid: whether to draw the validation loss.
-            ax: draws the loss alone, here; the result is this Axes.
-            fig: an empty Figure or SubFigure.
+        """Draws training and validation loss over steps: `hookkit.plotting.plot_loss` of the run.
 
         Raises:
             HookError: its Learner no longer exists.

@@ -75,10 +75,7 @@ class CallbackRunner:
         """Adds one callback, several, or None: all of them, or it raises; the runner itself.
 
         A class is instantiated. One added while a fit is under way gets its `before_fit` at once.
-
-        Raises:
-            ArgumentError: one of them is not a callback.
-            HookError: one of them is in use in a fit of another runner.
+        Raises an ArgumentError for what is no callback, a HookError for one in use in another fit.
         """
         made = _made(cbs)
         self._check_free(made)

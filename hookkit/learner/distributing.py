@@ -29,9 +29,9 @@ from hookkit.nested import tmap
 class AccelerateCallback(Callback):
     """Makes an optimizer step only where accelerate wants one: not for each accumulated batch.
 
-    Where nothing is learned it removes the rows that accelerate has added, so that the model and
-    all callbacks see each row of the data once. A batch of such rows alone is cancelled after its
-    forward, which sharded models make together.
+    Where nothing is learned it removes the rows that accelerate has added, so that each row is seen
+    once. A batch of such rows alone is cancelled after its forward, which sharded models make
+    together.
     """
 
     order = -8
@@ -102,8 +102,7 @@ def _trained(model: nn.Module) -> list[bool]:
 def own_rows(loader: Any, n: int) -> int:
     """How many of the current batch's `n` rows are this rank's share of the data.
 
-    accelerate fills up the last batches with rows of the first ones, so that all ranks have equally
-    many; those come after the data, in the order of ranks.
+    accelerate fills up the last batches with rows of the first ones, which come after the data.
     """
     if ranks.world_size() == 1 or not getattr(loader, "end_of_dataloader", False):
         return n
@@ -120,8 +119,7 @@ def own_rows(loader: Any, n: int) -> int:
 def _rows_of_last_round(shard: Any, n: int) -> int:
     """How many rows of data the last batches of all ranks have together; 0 if they have no others.
 
-    accelerate's own `remainder` is by the length of the data set, of which a sampler may take a
-    part.
+    accelerate's `remainder` is by the length of the data set, of which a sampler may take a part.
     """
     if shard.drop_last or not getattr(shard, "even_batches", True):
         return 0
@@ -145,8 +143,8 @@ _NO_LENGTH = (
 def _allow_sharding(engine: Any, plugin: Any) -> None:
     """Has accelerate use its `fsdp_plugin` on CPUs too.
 
-    accelerate (1.15) shards on devices only: with processes on CPUs it ignores the plugin and takes
-    DDP. Its own code for FSDP2 runs there once its state says so.
+    accelerate (1.15) shards on devices only, and takes DDP on CPUs. Its own code for FSDP2 runs
+    there once its state says so.
     """
     from accelerate.utils import DistributedType
 

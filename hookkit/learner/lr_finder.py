@@ -171,8 +171,8 @@ def valley(losses: Floats) -> int:
 def mock_training(learn: Any) -> Iterator[None]:
     """Around a fit of which nothing stays: all is restored, however the block ends.
 
-    Model, loss, optimizer, counts, random states, how far the loader is. What records, saves or
-    schedules does not run; other callbacks do, and what they keep for themselves stays.
+    What records, saves or schedules does not run; other callbacks do, and what they keep for
+    themselves stays.
     """
     kept = {k: v for k, v in vars(learn).items() if k not in ("cbs", "_by_event", "_recorders")}
     kept = {k: list(v) if type(v) is list else v for k, v in kept.items()}

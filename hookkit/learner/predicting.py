@@ -68,14 +68,12 @@ class Predicting(Loop):
         data, and each has to call.
 
         Args:
-            ds_idx: which loader of `dls`.
-            dl: batches to use instead: a loader or a list.
+            ds_idx, dl, cbs: as in `validate`.
             with_input: whether to return the inputs too.
             with_loss: whether to return the loss of each sample too, (n,), or of each batch if the
                 loss function has no `reduction`.
             act: applied to each prediction.
             inner: whether to fire the events of validation only, not those of fit and epoch.
-            cbs: further callbacks.
             concat_dim: the dimension batches are joined along; None gives lists of them.
 
         Raises:
@@ -225,8 +223,7 @@ class GatherPreds(Callback):
     def of_all_ranks(self) -> None:
         """Puts the batches of all ranks in the place of this one's, in the order of the data.
 
-        The first batches of all ranks come first, then the second ones, as accelerate shared them
-        out. Some at a time, so that the exchange takes little memory beside the result.
+        The first ones of all ranks come first, then the second ones, as accelerate shared them out.
         """
         own, found = self.batches, list[Any]()
         n = int(ranks.greatest(torch.tensor(max(own, default=-1) + 1)))

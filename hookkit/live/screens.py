@@ -101,10 +101,9 @@ class Notebook(Lines):
 class Terminal(Lines):
     """A block of lines at the bottom of a terminal; whatever is printed scrolls above it.
 
-    The last rows are taken out of the region that scrolls (DECSTBM, which terminals have had since
-    the VT100; apt shows its progress so). Nothing that others print need be noticed: the lines of
-    bars, threads, loggers and other processes go where they would have gone. The alternative, to
-    move the cursor up and to draw the block anew, is right only if nobody has printed since.
+    The last rows are taken out of the region that scrolls (DECSTBM, of the VT100; apt shows its
+    progress so). So the lines of bars, threads, loggers and other processes go where they would
+    have gone; a block redrawn from the cursor up is right only if nobody has printed since.
     """
 
     _one = Lock()  # a terminal has one region: held while a block is shown

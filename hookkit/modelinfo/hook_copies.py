@@ -143,9 +143,9 @@ def _is_torchs(hook: Any) -> bool:
 class _Rebound:
     """Functions and objects that refer to the model, made again so that they refer to its copy.
 
-    `memo` is that of the `deepcopy`: the copy of each part of the model by the part's id. A cell, a
-    namespace and an owner that several hooks share is made again once, so that the hooks still meet
-    there. What does not refer to the model stays the user's own object.
+    `memo` is that of the `deepcopy`: the copy of each part of the model by the part's id. What
+    several hooks share (a cell, a namespace, an owner) is made again once. What does not refer to
+    the model stays the user's own object.
 
     Attributes:
         reached: the lists, dicts, cells and namespaces on the way.

@@ -139,8 +139,8 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def preserve_global_state() -> Iterator[None]:
     """Restores the switches that a run of a copy needs, also after an error.
 
-    The grad mode, and two switches of the process that are safe with several threads inside: that
-    of the fused transformer path, off inside, and the log of fake tensors.
+    The grad mode, and two that are safe with several threads inside: that of the fused transformer
+    path, off inside, and the log of fake tensors.
     """
     thread = threading.get_ident()
 
@@ -160,8 +160,8 @@ def preserve_global_state() -> Iterator[None]:
 def without_collections() -> Iterator[None]:
     """Python's garbage collector waits for the end, if it is on.
 
-    For what frees its memory by itself: a run on fake tensors makes so many small objects at once
-    that the collector looks through the whole process for cycles, once in each long run (0.2 s).
+    A run on fake tensors makes so many small objects at once that the collector looks through the
+    whole process for cycles, once in each long run (0.2 s).
     """
     with Undo() as stack:
         if gc.isenabled():
@@ -177,11 +177,10 @@ def without_collections() -> Iterator[None]:
 def preserve_random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Restores the random states that the code inside moved, also after an error.
 
-    PyTorch, Python and NumPy have one generator each for all threads: to restore its state is to
-    repeat the numbers that another thread drew meanwhile. So a state is restored only where the
-    code inside is known to have moved it: PyTorch's, if `drew()` is true at the end or if the code
-    seeded them; Python's and NumPy's, if no other thread is alive. One number skipped is better
-    than one drawn twice.
+    PyTorch, Python and NumPy have one generator each for all threads: to restore its state repeats
+    the numbers that another thread drew meanwhile, which is worse than to skip one. So PyTorch's is
+    restored if `drew()` is true at the end or if the code seeded it; Python's and NumPy's, if no
+    other thread is alive.
     """
     torchs = [(g, g.initial_seed(), g.get_state()) for g in _generators()]
     others = [(get, put, get()) for get, put in _of_python_and_numpy()]

@@ -328,8 +328,7 @@ class StatsAccumulator:
         """Everything recorded, as plain numbers; the one place where the host reads the device.
 
         Of all ranks, if they were gathered since the last record and `local` is not set; else of
-        this one, whose name is in `meta["rank"]`. It waits for no other. Read again without a new
-        record in between, it costs nothing.
+        this one, named in `meta["rank"]`; it waits for no other. Without a new record it is free.
         """
         if not local and self._is_whole():
             assert self._whole is not None

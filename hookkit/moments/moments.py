@@ -46,10 +46,7 @@ def plain(t: Tensor) -> Tensor | None:
     Complex values become magnitudes; sparse tensors their explicit values; nested ones all their
     values; quantized ones are dequantized; a DTensor its local shard. None for meta and fake
     tensors, inside `torch.func` transforms, and for dtypes that PyTorch only stores (`int4`,
-    `bits8`, two floats of four bits in a byte), which have no values to read.
-
-    >>> plain(torch.tensor([3 + 4j]))
-    tensor([5.])
+    `bits8`, two floats of four bits in a byte).
     """
     common = type(t) is Tensor and t.layout is torch.strided and t.is_floating_point()
     if common and not (t.is_meta or t.is_nested or is_transformed(t)):
@@ -189,11 +186,6 @@ def merge(a: Tensor, b: Tensor) -> Tensor:
     """The rows of the values of `a` and `b` together, (…, 9) each; exact up to rounding.
 
     Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
-
-    >>> x = torch.randn(100).double()
-    >>> both = merge(moments(x[:30], 0.05), moments(x[30:], 0.05))
-    >>> torch.allclose(both[1:], moments(x, 0.05)[1:])
-    True
     """
     n = a[..., 1] + b[..., 1]
     weight = b[..., 1] / n.clamp(min=1)

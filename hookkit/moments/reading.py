@@ -77,9 +77,8 @@ def _unit_shares(
 ) -> dict[str, Any]:
     """Shares of units by statistic, from (rows, n, 6) `units.FIELDS`; NaN where not judged.
 
-    `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads. Of others that
-    says nothing: they are dead where they give nothing but 0. Which activation reads a layer is in
-    `consumers`; None if that was not looked for.
+    `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads, which `consumers`
+    says; None if that was not looked for. Others are dead where they give nothing but 0.
     """
     low, zero, dormant, full, n, n_saturable = np.moveaxis(table, -1, 0)
     n, n_saturable = (np.where(k == 0, np.nan, k) for k in (n, n_saturable))

@@ -122,16 +122,9 @@ def add(
 ) -> None:
     """Adds the flat tensor `x` to a row of `sums`, and stores a sample of it: one launch.
 
-    It gets the tables whole: views of them would cost the host as much as the launch.
-
-    Args:
-        x: any number of values.
-        sums: (rows, PROGRAMS, 9), contiguous.
-        row: of both tables.
-        eps: values of at most this size are near zero.
-        times: how often each value counts.
-        samples: (rows, size) float32, contiguous; None stores no sample.
-        chosen: which values go into the first places of `samples[row]`.
+    It gets the tables whole: views of them would cost the host as much as the launch. `sums` is
+    (rows, PROGRAMS, 9), where each value counts `times` times; the values that are `chosen` go into
+    the first places of `samples[row]`, (rows, size) float32. Both are contiguous.
     """
     x = x.contiguous()
     if x.dtype is torch.bool:

@@ -31,11 +31,7 @@ def epoch_starts(record: Record, most: int = 12) -> list[tuple[float, int]]:
 
 
 def step_edges(steps: Ints) -> Floats:
-    """(n + 1,) edges of the cells of `steps`: each reaches to the next record.
-
-    >>> step_edges(np.array([0, 10, 20]))
-    array([ 0., 10., 20., 30.])
-    """
+    """(n + 1,) edges of the cells of `steps`: each reaches to the next record."""
     width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
     return np.append(steps.astype(np.float64), steps[-1] + width)
 
@@ -73,8 +69,8 @@ def log10(values: Floats) -> Floats:
 def since_start(values: Floats) -> tuple[Floats, Floats]:
     """log10 of how many times as large each row of `values` (rows, n) is as at first; and of that.
 
-    At first: the median of its values above 0 in the first tenth of the columns, or where there
-    are none, of as many later ones. NaN, and −inf for 0, stay.
+    At first: the median above 0 in the first tenth of the columns, or of as many later ones. NaN,
+    and −inf for 0, stay.
     """
     logs = log10(values)
     n, starts = max(1, logs.shape[1] // 10), np.full((len(logs), 1), np.nan)
@@ -190,10 +186,9 @@ def median_width(n: int) -> int:
 def running_median(values: Floats, width: int, most: int = 4000) -> tuple[Ints, Floats]:
     """Indices of at most about `most` of the finite `values`, and the median around each.
 
-    Of a falling series it is the series itself, and one spike does not move it; a mean lies above
-    the one, and falls behind the other. As with `smoothed`, the window is centred, and narrower
-    near the first value. Near the last one it holds what is there, so that the median does not end
-    in the noise of the last step.
+    One spike does not move it, and it does not fall behind a falling series, as a mean does. The
+    window is centred, and narrower near the first value; near the last one it holds what is there,
+    so that the median does not end in the noise of the last step.
     """
     n, half = len(values), width // 2
     at = np.unique(np.append(np.arange(0, n, -(-n // most)), n - 1))
@@ -231,10 +226,9 @@ def valid_losses(run: Run, n_steps: int) -> list[tuple[float, float]]:
 def judged_windows(record: Record, rows: Any) -> tuple[Ints, Ints]:
     """First and last column of the windows over which dead units of `rows` were judged.
 
-    What a record says of dead units is about the window that ends there: a unit that died is
-    counted only once all of the window lies behind its death. Of the windows that begin at one
-    record, the longest is taken; they begin half a window apart. Windows with NaN or Inf in `rows`
-    are left out. Where the window is not known, each record is one by itself.
+    What a record says of dead units is about the window that ends there. Of the windows that begin
+    at one record, the longest is taken; they begin half a window apart. Windows with NaN or Inf in
+    `rows` are left out. Where the window is not known, each record is one by itself.
     """
     last = np.cumsum(record.spans) - 1  # numbers of records, of which a column may have several
     first = last - record.spans + 1

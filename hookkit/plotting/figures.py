@@ -129,9 +129,8 @@ def new_figure(fig: Any, width: float, height: float) -> Any:
 def _leave_pyplot(figure: Any) -> None:
     """IPython calls this before it shows `figure`: a notebook then shows it once.
 
-    Otherwise the cell would show it as its value, and again at its end, where the inline backend
-    shows every figure that pyplot has. NotImplementedError makes IPython go on and show it in the
-    formats that the user has chosen.
+    Otherwise the inline backend shows every figure that pyplot has at the end of the cell, too.
+    NotImplementedError makes IPython go on and show it in the formats that the user has chosen.
     """
     if "inline" in pyplot().get_backend():  # windows of other backends stay open
         pyplot().close(figure)

@@ -266,8 +266,7 @@ def _number(
 ) -> None:
     """Writes `number` where the box of step `x` and row `y` begins, beside those put before.
 
-    Inside the box: on its edge it would hide a layer's name. `taken`: number, slot along x, and
-    row of each of those.
+    Inside the box, or it would hide a layer's name. `taken`: number, slot along x, and row of each.
     """
     edges = arrays.step_edges(record.steps)
     slot = first = round((x - edges[0]) / (edges[-1] - edges[0]) * ACROSS / NUMBER)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hookkit.health.units import can_be_dormant, can_die
-from hookkit.plotting import arrays
+from hookkit.plotting import arrays, figures
 from hookkit.plotting.axes import (
     KINDS,
     count_steps,
@@ -19,16 +19,6 @@ from hookkit.plotting.axes import (
     plain,
     signed_log_if_wide,
     title,
-)
-from hookkit.plotting.figures import (
-    BLUE,
-    FAINT,
-    depth_colours,
-    depth_scale,
-    ink,
-    literal,
-    new_axes,
-    new_figure,
 )
 from hookkit.plotting.labels import listed, row_label
 from hookkit.records import Floats, Record, as_record, by_module
@@ -43,7 +33,7 @@ SHAPES = "os^DvPX<>ph*"
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
     """Means and standard deviations of all layers over steps, coloured by depth; the Figure."""
     record = by_module(as_record(record, "activation", "gradient"))
-    fig = new_figure(fig, 10, 4)
+    fig = figures.new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
     _lines(left, record, mean, f"Mean of {KINDS[record.kind]}")
@@ -66,7 +56,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     """
     record = by_module(as_record(record, "param"))
     ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
-    ax = new_axes(ax, 10, 4.5)
+    ax = figures.new_axes(ax, 10, 4.5)
     ratio, young = arrays.update_ratios(record)
     ratio = arrays.log10(ratio)
     moved = np.isfinite(ratio).any(axis=1) | young.any(axis=1)
@@ -81,7 +71,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     head += f"; {below} below this range" if below else ""
     _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
     if np.isfinite(ratio).any():
-        ax.axhline(-3, color=ink(ax), lw=1.2, ls="--")
+        ax.axhline(-3, color=figures.ink(ax), lw=1.2, ls="--")
         ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # the dashed line stays in view
     if never.any():
         _note(ax, "never moved", [record.labels[i] for i in np.flatnonzero(never)], 80)
@@ -100,7 +90,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
     Where no such units were recorded, the share of values near zero instead; the title says so.
     """
     record = by_module(as_record(record, "activation", "gradient"))
-    ax, shape = new_axes(ax, 10, 4.5), (len(record.names), len(record))
+    ax, shape = figures.new_axes(ax, 10, 4.5), (len(record.names), len(record))
     none = np.full(shape, np.nan)
     dead = np.where(can_die(record)[:, None], record.values.get("dead", none), np.nan)
     dormant = np.where(can_be_dormant(record)[:, None], record.values.get("dormant", none), np.nan)
@@ -138,7 +128,9 @@ def _units(ax: Any, record: Record, dead: Floats, dormant: Floats) -> None:
     if not words:
         _empty(ax, record)
     if has_dead and not np.nan_to_num(dead).any():
-        ax.text(0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=FAINT)
+        ax.text(
+            0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=figures.FAINT
+        )
 
 
 def _how_long(record: Record) -> str:
@@ -159,7 +151,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
     """
     record = as_record(record, "activation", "gradient")
     row = record.layer(layer)
-    fig, smooth = new_figure(fig, 10, 3), _smooth(record)
+    fig, smooth = figures.new_figure(fig, 10, 3), _smooth(record)
     panels = {
         "mean": ("Mean", 1),
         "std": ("Standard deviation", 1),
@@ -169,14 +161,16 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
         values = scale * record.value(statistic, row)
         if not np.isfinite(values).any():
             _empty(ax, record)
-        line(ax, record.steps, values, color=BLUE, alpha=0.35 if smooth else 1.0)
+        line(ax, record.steps, values, color=figures.BLUE, alpha=0.35 if smooth else 1.0)
         if smooth:
-            line(ax, record.steps, arrays.smoothed(values, smooth), color=BLUE)
+            line(ax, record.steps, arrays.smoothed(values, smooth), color=figures.BLUE)
         title(ax, head)
         signed_log_if_wide(ax, values)
         _step_axis(ax, record, [row])
     words = f"; dark: smoothed over {smooth} records" if smooth else ""
-    fig.suptitle(literal(f"{row_label(record, row)}: {KINDS[record.kind]}{words}"), fontsize=10)
+    fig.suptitle(
+        figures.literal(f"{row_label(record, row)}: {KINDS[record.kind]}{words}"), fontsize=10
+    )
     return fig
 
 
@@ -200,7 +194,7 @@ def _lines(
 def _note(ax: Any, what: str, names: list[str], width: int) -> None:
     """Names, at the bottom left, the layers whose lines cannot be seen."""
     where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
-    ax.annotate(literal(f"{what}: {listed(names, width)}"), (0.01, 0.02), **where)
+    ax.annotate(figures.literal(f"{what}: {listed(names, width)}"), (0.01, 0.02), **where)
 
 
 def _empty(ax: Any, record: Record) -> None:
@@ -235,7 +229,7 @@ def curves(
     later one is seen: the key says so of the other.
     """
     rows = [i for i, y in enumerate(table) if np.isfinite(y).any()] if rows is None else rows
-    colours = depth_colours(len(rows))
+    colours = figures.depth_colours(len(rows))
     style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
     shapes = SHAPES if len(rows) <= FEW and "alpha" not in style else [None] * len(rows)
     shaped = zip(rows, colours, shapes, strict=False)
@@ -251,9 +245,9 @@ def curves(
         for n, (text, i) in enumerate(zip(legend.get_texts(), rows, strict=True), 1):
             equal = [j for j in rows[n:] if np.array_equal(table[i], table[j], equal_nan=True)]
             behind = f" = {row_label(record, equal[0], 16)}" if equal else ""
-            text.set_text(literal(row_label(record, i, 34) + behind))
+            text.set_text(figures.literal(row_label(record, i, 34) + behind))
         return
-    bar = ax.figure.colorbar(depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
+    bar = ax.figure.colorbar(figures.depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
     bar.ax.invert_yaxis()
     name_layers(bar.ax.yaxis, record, 16, rows=rows)
 

@@ -88,9 +88,5 @@ def sources_of(source: Any) -> list[Any]:
 
 
 def records_of(source: Any) -> list[Record]:
-    """The records in a Record, a Run, a recorder, a Watcher, a Learner, or a list of these.
-
-    Raises:
-        ArgumentError: something in it holds no records.
-    """
+    """The records in a Record, Run, recorder, Watcher or Learner, or in a list of these."""
     return [record for each in sources_of(source) for record in read_source(each).records]

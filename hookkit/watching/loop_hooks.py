@@ -59,15 +59,12 @@ class LoopHooks:
 
     Args:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
-            nets, a module used through other methods), a call of one of its children begins a
-            batch.
+            nets), a call of one of its children begins a batch.
         opts: torch optimizers; empty: every optimizer that holds a parameter of `model`.
-        loop: gets its signals at once, in the user's thread; what it raises reaches the user's
-            code.
+        loop: gets its signals at once, in the user's thread, whose code gets what it raises.
 
     Attributes:
-        loss_twice: the loss function was called again within a batch, whose loss is then the last
-            call's alone.
+        loss_twice: the loss function was called again within a batch, whose loss is the last one.
     """
 
     def __init__(self, model: nn.Module, opts: Iterable[Optimizer], loop: ExternalLoop):

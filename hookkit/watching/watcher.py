@@ -35,15 +35,7 @@ from hookkit.live import ShowHealth
 from hookkit.modules import unwrap
 from hookkit.records import Exports, Floats, Run, Views, as_run
 from hookkit.stats import ActivationStats, ParamStats
-from hookkit.watching.checks import (
-    check_reported,
-    check_rest,
-    one_model,
-    optimizers,
-    warn_foreign,
-    why_no_loss,
-    why_unrecorded,
-)
+from hookkit.watching import checks
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.loop_hooks import LoopHooks
 from hookkit.watching.losses import one_number
@@ -108,8 +100,8 @@ def watch(
     """
     if isinstance(opt, Callback) or (isinstance(opt, type) and issubclass(opt, Callback)):
         opt, callbacks = None, (opt, *callbacks)  # watch(model, ActivationStats())
-    found, opts = one_model(model), optimizers(opt)
-    check_rest(callbacks, loss_func, each_forward)
+    found, opts = checks.one_model(model), checks.optimizers(opt)
+    checks.check_rest(callbacks, loss_func, each_forward)
     if check_flag("watch", "show", show):
         callbacks = _shown(callbacks)
     earlier = Run.load(resume) if isinstance(resume, (str, Path)) else resume
@@ -163,7 +155,7 @@ class Watcher(Exports, Views):
         self._guard, self._with_grad = Guard(), True
         for opt in opts:
             if not self.hooks.owns(opt):
-                warn_foreign(opt, self.loop.model)
+                checks.warn_foreign(opt, self.loop.model)
 
     # --- begin and end
 
@@ -240,7 +232,7 @@ class Watcher(Exports, Views):
     def follow(self, opt: Any) -> None:
         """Takes another optimizer, from the next start on: libraries make one for each training."""
         self._check_whole()
-        opts = optimizers(opt)
+        opts = checks.optimizers(opt)
         self.hooks.opts, self.loop.opts = opts, list(opts)
 
     # --- what the user may report
@@ -258,17 +250,13 @@ class Watcher(Exports, Views):
         Raises:
             ArgumentError: one of them is `epoch` or `step`, which watch counts itself.
         """
-        check_reported(values)
+        checks.check_reported(values)
         self.loop.mark_epoch()
         self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Adds values to the last epoch, as `epoch` does, without ending it.
-
-        Raises:
-            ArgumentError: as `epoch`.
-        """
-        check_reported(values)
+        """Adds values to the last epoch as `epoch` does, with its errors, without ending it."""
+        checks.check_reported(values)
         if self.loop.spans:
             now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
             self.loop.spans[-1].update(now)
@@ -321,14 +309,6 @@ class Watcher(Exports, Views):
 
         Raises:
             HookError: the ranks recorded different steps or layouts; or one of them does not come.
-
-        Example:
-            >>> import torch
-            >>> net = nn.Linear(2, 1)
-            >>> with watch(net, None, ActivationStats(), each_forward=True) as w:
-            ...     loss = net(torch.ones(4, 2)).sum()  # your loop, on every rank
-            >>> w.gather().run_record().info.get("rank", "of all ranks")
-            'of all ranks'
         """
         gather(self.loop)
         return self
@@ -416,12 +396,12 @@ class Watcher(Exports, Views):
     def _warn_of_gaps(self) -> None:
         """Warns, once each, of batches and of losses that were not recorded."""
         loop = self.loop
-        if not loop.warned and (why := why_unrecorded(loop)):
+        if not loop.warned and (why := checks.why_unrecorded(loop)):
             loop.warned = True
             warnings.warn(why, NeverFiredWarning, stacklevel=3)
         if self._warned_of_loss or not loop.n_steps:
             return
-        if why := why_no_loss(self.loss_func, len(loop.losses), self.hooks.loss_twice):
+        if why := checks.why_no_loss(self.loss_func, len(loop.losses), self.hooks.loss_twice):
             self._warned_of_loss = True
             warnings.warn(why, HookkitWarning, stacklevel=3)
 
