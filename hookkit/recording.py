@@ -148,10 +148,7 @@ class HookCallback(Callback):
                 f"{who}(every={every!r}, on_train=False): `every` counts training batches, and "
                 f"none is recorded. Leave out `every`."
             )
-        seen = FUNCTION_OF["forward" if self.is_forward else "backward"]
-        self._given_hook = hook
-        if hook is not None:
-            self._given_hook = check_function(who, hook, *seen, name="hook")
+        self._given_hook = None if hook is None else self._as_hook(hook)
         self.names: list[str] = []
         self._switch = RecordSwitch()
         self._batch_count, self._last_iter, self._ended = 0, -1, False
@@ -207,12 +204,11 @@ class HookCallback(Callback):
         if self._given_hook is not None:
             return self._given_hook
         own = getattr(self.hook, "__func__", self.hook)
-        if own is HookCallback.hook:
-            return None
+        return None if own is HookCallback.hook else self._as_hook(self.hook)
+
+    def _as_hook(self, hook: Any) -> Callable[..., Any]:
         seen = FUNCTION_OF["forward" if self.is_forward else "backward"]
-        func: Callable[..., Any] = check_function(
-            type(self).__name__, self.hook, *seen, name="hook"
-        )
+        func: Callable[..., Any] = check_function(type(self).__name__, hook, *seen, name="hook")
         return func
 
     # --- events
