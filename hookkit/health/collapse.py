@@ -1,4 +1,4 @@
-"""The rule on representations that collapse: layers that give the same for every sample."""
+"""The rule on representations that collapse: the same for every sample, or almost nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from hookkit.health import reading as read
 from hookkit.health.batches import ALIKE, EQUAL
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data
+from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
+from hookkit.records import Ints, Record
 
 # What differs between samples is a collapse if it was larger by so much at first (measured)
 FELL = 30
+# What is left of a layer's output; healthy trainings keep 0.4 and more (hookkit, measured)
+FADED = 0.1
+# A first RMS above this began too large, and comes down (hookkit, measured)
+BEGAN_LARGE = 3
 
 
 @rule(
@@ -29,23 +35,45 @@ FELL = 30
     "smaller weight of the KL term), and lower the learning rate",
 )
 def representation_collapse(run: RunView) -> Iterator[Finding]:
-    """Layers whose outputs have become the same for all samples, while the data differ."""
+    """Layers whose outputs have become the same for all samples, or almost nothing."""
     record = run.activations
+    inner = read.are(record.types, read.PRE_ACTIVATION)
+    inner[given_data(run, record)] = False
+    severity = "error" if run.fails else "warning"
+    hit, what = _alike(run, record, inner)
+    if len(hit):
+        yield representation_collapse.found(severity, what, *read.where(record, hit))
+        return
+    inner[ends(run, record)] = False
+    rms = read.table(record, "rms")
+    first, last = read.median(rms[:, :3], axis=1), read.median(rms[:, -10:], axis=1)
+    faded = np.flatnonzero(inner & (last < FADED * first) & (first < BEGAN_LARGE))
+    if len(faded):
+        least = faded[np.argmin(last[faded] / first[faded])]
+        what = f"what {record.names[least]} gives has faded from RMS {first[least]:.3g} to "
+        what += f"{last[least]:.2g}, {read.percent(last[least] / first[least])} of it"
+        yield _FADED.found(severity, what, *read.where(record, faded))
+
+
+_FADED = representation_collapse.but(
+    threshold="below 10 % of its first RMS, in a layer before the last",
+    source="Bowman et al. 2016 (arXiv 1511.06349), on posterior collapse; 10 %: hookkit, measured",
+    cause="a layer whose output the loss pushes to 0, so that what follows learns nothing from it: "
+    "a KL term (or another penalty) that outweighs the rest",
+    fix="lower the weight of the KL term or penalty, or raise it slowly from 0 (KL annealing)",
+)
+
+
+def _alike(run: RunView, record: Record, inner: Bools) -> tuple[Ints, str]:
+    """Which layers have become the same for all samples while the data differ, and in words."""
     first, last = (read.meta(record, f"{when}_variation", np.nan) for when in ("first", "last"))
     data = given_data(run, record)
-    if not np.isfinite(last).any():
-        raise read.Missing("nothing known of differences between samples")
     if not len(data) or not (last[data] > ALIKE).any():
-        return
-    inner = read.are(record.types, read.PRE_ACTIVATION)
-    inner[data] = False
+        return np.zeros(0, np.int64), ""
     least = np.full(len(last), ALIKE)
     least[ends(run, record)] = EQUAL  # the output may be a large mean and a small difference
     hit = np.flatnonzero(inner & (last < least) & (first > FELL * last))
-    if len(hit):
-        what = (
-            f"only {last[hit].min():.2g} of the mean square of {len(hit)} layers differs between "
-        )
-        what += f"samples in the end, {first[hit].max():.2g} did at first"
-        severity = "error" if run.fails else "warning"
-        yield representation_collapse.found(severity, what, *read.where(record, hit))
+    if not len(hit):
+        return hit, ""
+    what = f"only {last[hit].min():.2g} of the mean square of {len(hit)} layers differs between "
+    return hit, f"{what}samples in the end, {first[hit].max():.2g} did at first"
