@@ -13,10 +13,14 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import SAGEMAKER, Finding, rule
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats
+from hookkit.records import Floats, Ints
 
 # Three times the largest gain of torch.nn.init.calculate_gain, tanh's 5/3
 LARGE_GAIN = 5.0
+# PyTorch's own begin with a gain of 1/√3 = 0.58, GPT's with 0.14 in small nets (hookkit, measured)
+SMALL_GAIN = 0.07
+# Healthy trainings begin with an RMS of at most 1.1 (hookkit, measured)
+LARGE_EMBEDDING = 3
 # SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
 VARIANCE_RATIO = 10.0
 # PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half
@@ -43,8 +47,8 @@ def bad_init(run: RunView) -> Iterator[Finding]:
     """Activations that shrink or grow from layer to layer in the first batch."""
     record = run.activations
     which = read.rows(record, read.PRE_ACTIVATION)
-    if too_large := [*_large_weights(run)]:
-        yield from too_large
+    if by_size := [*_large_weights(run), *_large_embeddings(run), *_small_weights(run)]:
+        yield from by_size
         return
     if len(which) < 4:
         return
@@ -78,19 +82,68 @@ def bad_init(run: RunView) -> Iterator[Finding]:
 
 def _large_weights(run: RunView) -> Iterator[Finding]:
     """Weights that begin several times as large as keeps the size of what they are given."""
-    record = run.recorded.params
-    if record is None or "shape" not in record.meta or "weight_rms" not in record.values:
-        return
-    layers = read.are(record.types, read.PRE_ACTIVATION)
-    which = np.array([i for i in read.matrices(record) if layers[i]], np.int64)
-    fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which])
-    gain = record.values["weight_rms"][which, 0] * np.sqrt(fan_in)
+    which, gain = _gains(run)
     hit = gain > LARGE_GAIN
     if hit.any() and hit.mean() > 0.5:
         what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
         what += f"{read.median(gain[hit]):.3g}: their RMS times √fan_in"
-        yield _LARGE_GAIN.found("warning", what, *read.where(record, which[hit], read.FIRST))
+        yield _LARGE_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
 
+
+def _small_weights(run: RunView) -> Iterator[Finding]:
+    """Weights that begin so small that hardly anything comes through, and the loss does not fall.
+
+    Those of recurrences too.
+    """
+    which, gain = _gains(run, linear=False)
+    which, gain = which[gain > 0], gain[gain > 0]
+    hit = gain < SMALL_GAIN
+    if hit.any() and hit.mean() > 0.5 and run.fails:
+        what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
+        what += f"{read.median(gain[hit]):.2g}: their RMS times √fan_in; and the loss does not fall"
+        yield _SMALL_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
+
+
+def _gains(run: RunView, linear: bool = True) -> tuple[Ints, Floats]:
+    """Matrices, of linear and convolutional layers alone or all, and their RMS times √fan_in."""
+    record = run.recorded.params
+    if record is None or "shape" not in record.meta or "weight_rms" not in record.values:
+        return np.zeros(0, np.int64), np.zeros(0)
+    which = read.matrices(record)
+    which = which[read.are(record.types, read.PRE_ACTIVATION)[which]] if linear else which
+    fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which])
+    return which, record.values["weight_rms"][which, 0] * np.sqrt(fan_in)
+
+
+def _large_embeddings(run: RunView) -> Iterator[Finding]:
+    """Embeddings that begin several times as large as PyTorch's; with norms behind, a note."""
+    record = run.recorded.params
+    if record is None or "weight_rms" not in record.values:
+        return
+    which = read.rows(record, read.EMBEDDINGS)
+    size = record.values["weight_rms"][which, 0]
+    hit = (size > LARGE_EMBEDDING) & read.trainable(record)[which]
+    if hit.any():
+        normed = any("Norm" in kind for kind in run.activations.types)
+        what = f"embeddings begin with RMS {size[hit].max():.3g}"
+        where = read.where(record, which[hit], read.FIRST)
+        yield _LARGE_EMBEDDING.found("note" if normed else "warning", what, *where)
+
+
+_LARGE_EMBEDDING = bad_init.but(
+    threshold="above 3, where those of PyTorch begin with 1",
+    source="PyTorch, nn.Embedding: initialised from N(0, 1); 3: hookkit, measured",
+    cause="embeddings (or codes) that begin far from where the data are: steps need long to bring "
+    "them there",
+    fix="begin with small ones: torch.nn.init.normal_(embedding.weight, std=0.02)",
+)
+
+_SMALL_GAIN = bad_init.but(
+    threshold="below 0.07 in most layers, an eighth of what PyTorch's begin with, while the loss "
+    "does not fall",
+    source="PyTorch, nn.Linear and nn.LSTM: 0.58 and about that; an eighth: hookkit, measured",
+    cause="weights that begin too small: hardly anything comes through, forwards and backwards",
+)
 
 _LARGE_GAIN = bad_init.but(
     threshold="above 5 in most layers, where 1 keeps the size of what a layer is given",
