@@ -203,5 +203,5 @@ def _as_severe_as_its_effects(f: Finding, findings: list[Finding]) -> Finding:
 
 def _from_the_start(f: Finding) -> bool:
     """Whether it comes first among its severity: what was wrong before the first step."""
-    first = f.rule == "non_finite" and f.steps[0] == 0
-    return first or f.rule in ("input_scale", "bad_init")
+    began = (f.rule == "non_finite" and f.steps[0] == 0, f.rule == "vanishing" and f.steps[1] == 0)
+    return any(began) or f.rule in ("input_scale", "bad_init")

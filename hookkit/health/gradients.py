@@ -41,6 +41,9 @@ def vanishing(run: RunView) -> Iterator[Finding]:
     if not faded:
         return
     which, size, _, early = min(faded, key=lambda c: c.early[0] / c.early[-1])
+    first = read.table(run.params, "grad_rms")[which, 0]
+    if (first > 0).all() and _fades(first):  # before any step, which is then not to blame
+        size, early = first, read.FIRST
     # of a loss that need not fall: actor and critic, both players, are no depth of one net
     severity = "error" if run.fails else "note" if run.excused else "warning"
     yield _first_and_last(run, vanishing, severity, which, size, early)
