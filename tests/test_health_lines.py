@@ -62,6 +62,11 @@ def shaped(**values):
     return dataclasses.replace(made, meta={**made.meta, "shape": [[64, 64]] * 4})
 
 
+def embedded(**values):
+    made = weights(**values)
+    return dataclasses.replace(made, types=("Embedding", *made.types[1:]))
+
+
 def clipped():
     return weights(grad_norm=[5e-7] * 4, update_ratio=[2e-4] * 4)
 
@@ -293,6 +298,16 @@ CASES = [
         "by 0.01 of its learning rate",
     ),
     (
+        Run(
+            params=weights(update_ratio=[5e-4] * 4, update_norm=[6.4e-3] * 4, lr=[1e-3] * 4),
+            losses=falling(end=2.0),
+            info={"optimizer": "Adam", "momentum": [0.9]},
+        ),
+        "lr_too_low",
+        "above 0.6 of the rate in the later half",
+        "by 0.8 of its learning rate",
+    ),
+    (
         Run(params=weights(weight_norm=GROWN), losses=FLAT),
         "lr_too_high",
         "above 2 times the first weights in the end, in most",
@@ -384,6 +399,24 @@ CASES = [
         "bad_init",
         "above 5 in most layers",
         "with a gain of 8",
+    ),
+    (
+        Run(acts(), params=shaped(weight_rms=[0.005] * 4), losses=FLAT),
+        "bad_init",
+        "below 0.07 in most layers",
+        "with a gain of 0.04",
+    ),
+    (
+        Run(acts(), params=embedded(weight_rms=[5.0, 0.1, 0.1, 0.1])),
+        "bad_init",
+        "above 3, where",
+        "begin with RMS 5",
+    ),
+    (
+        Run(acts(rms=[1, np.geomspace(1, 0.01, N), 1], types=("Linear",) * 3)),
+        "representation_collapse",
+        "below 10 % of its first RMS",
+        "1.29% of it",
     ),
     (
         Run(losses=falling(start=40.0), info={**CE, "chance": np.log(10)}),

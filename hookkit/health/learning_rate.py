@@ -38,6 +38,13 @@ NO_RATE, HALF_OF_RUN = 1e-3, 0.5
 NEVER_MOVES = 1e-5
 # An early update:weight above this is not slow: what broke at first, moves no more (measured)
 LEAPT = 1e-2
+# The share of its rate by which Adam moves while its gradients agree: 1; of noise 0.23 is left. In
+# the later half of healthy trainings with small steps it is 0.36 at most (hookkit, measured).
+AGREE = 0.6
+# The smallest usual momentum: below it, what noise leaves is a larger share
+USUAL_MOMENTUM = 0.8
+# Above this, of the loss and of the weights' steps, agreeing steps are none too small (measured)
+MUCH_LEFT, AGREEING_SLOW = 0.3, 1.5e-3
 # Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured
 ADAM_SHARE = 3e-2
 
@@ -154,6 +161,10 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         what = f"in {gone:.0%} of the records the learning rate is below a thousandth of its "
         severity = "warning" if run.learns is not False else "error"
         yield _RATE_GONE.found(severity, f"{what}largest", *where)
+    elif _still_agrees(run, record, which, whole):
+        what = f"in the later half {run.info['optimizer']} still moves each weight by "
+        what += f"{read.median(_late_share(run, record, which)):.2g} of its learning rate, and "
+        yield _AGREES.found("warning", f"{what}update:weight is {read.median(whole):.2g}", *where)
     elif not run.learns:
         slow = (whole < (TOO_SLOW if run.fails else SLOW)) & (not trained_in_turns(record))
         if slow.mean() > 0.5:
@@ -191,6 +202,14 @@ _HELD_BACK = lr_too_low.but(
     fix="use Adam's own eps=1e-8",
 )
 
+_AGREES = lr_too_low.but(
+    threshold="above 0.6 of the rate in the later half, where Adam's steps are that large only "
+    "while gradients agree, with update:weight below 1.5e-3 and 0.3 of the loss left",
+    source="Kingma & Ba 2015, 2.1, on the signal-to-noise ratio; 0.6, 1.5e-3, 0.3: hookkit, "
+    "measured",
+    cause="the learning rate is too low: after half of the run all steps still go the same way",
+)
+
 _RATE_GONE = lr_too_low.but(
     threshold="below a thousandth of its largest, in half of the records or more",
     source="hookkit, measured; schedules of the usual kinds end there, and stay above it before",
@@ -216,6 +235,19 @@ _NEVER_MOVES = lr_too_low.but(
 )
 
 
+def _still_agrees(run: RunView, record: Record, which: Ints, whole: Floats) -> bool:
+    """Whether small steps go the same way for half of the run, and much of the loss is left."""
+    if run.learns is None or run.need_not_fall or read.median(whole) > AGREEING_SLOW:
+        return False
+    if min(run.info.get("momentum", ()), default=0.0) < USUAL_MOMENTUM:
+        return False
+    start, end = read.start_level(run.losses), read.end_level(run.losses)
+    share = float(read.median(_late_share(run, record, which)))
+    return (
+        len(run.losses) >= ENOUGH_LOSSES and AGREE < share < np.inf and end > MUCH_LEFT * start > 0
+    )
+
+
 def has_learnt_little(run: RunView) -> bool:
     """Whether a loss falls by less than half, and not because the model had learnt before."""
     start, end = read.start_level(run.losses), read.end_level(run.losses)
@@ -235,14 +267,25 @@ def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
 
     The first one has the size of the rate, but for its eps (Kingma & Ba 2015, 2.1).
     """
-    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam"):
-        return float("inf")
     early = record.steps < record.steps[0] + 20
-    rate = _rates(run, record, which)[:, early]
-    size = np.sqrt(read.meta(record, "numel", np.nan)[which])[:, None]
-    step = read.table(record, "update_norm")[which][:, early] / size
-    share = np.where(rate > 0, step / rate, np.nan).max(axis=1, initial=0.0)
+    share = _shares(run, record, which)[:, early].max(axis=1, initial=0.0)
     return float(np.nan_to_num(read.median(share), nan=np.inf))
+
+
+def _late_share(run: RunView, record: Record, which: Ints) -> Floats:
+    """Each matrix's median share of the rate in the later half, as `_shares` says."""
+    late = _shares(run, record, which)[:, len(record) // 2 :]
+    return np.asarray(np.nan_to_num(read.median(late, axis=1), nan=np.inf))
+
+
+def _shares(run: RunView, record: Record, which: Ints) -> Floats:
+    """(n, records) Adam's steps as shares of its learning rate, by element; inf for others."""
+    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam"):
+        return np.full((len(which), len(record)), np.inf)
+    rate = _rates(run, record, which)
+    size = np.sqrt(read.meta(record, "numel", np.nan)[which])[:, None]
+    step = read.table(record, "update_norm")[which] / size
+    return np.asarray(np.where(rate > 0, step / rate, np.nan))
 
 
 def _rates(run: RunView, record: Record, which: Ints) -> Floats:
@@ -278,8 +321,8 @@ def early_of(record: Record, ratio: Floats) -> Floats:
 def _update_ratios(run: RunView, which: Ints | None = None) -> tuple[Record, Ints, Floats]:
     """update:weight of `which`, all matrices, that did not begin at 0 and that a gradient moves."""
     record = run.params
-    if run.info.get("optimizer") == "LBFGS":
-        raise read.Missing("LBFGS searches its own step")
+    if run.info.get("optimizer") == "LBFGS" and not run.fails:
+        raise read.Missing("LBFGS searches its own step")  # without line_search_fn it does not
     ratio = read.table(record, "update_ratio")
     norm = read.table(record, "weight_norm")
     ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
