@@ -178,3 +178,40 @@ def test_lbfgs_without_a_search_may_have_too_high_a_rate(lr, named):
     run = trained(model, opt, lambda m: mse_loss(m(x).squeeze(-1), x[:, 0]), 60)
 
     assert ("lr_too_high" in alarms(run)) == named
+
+
+class Sum(nn.Module):
+    """Adds up what it reads, by a recurrence of ReLUs."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(1, 32, nonlinearity="relu", batch_first=True)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1]).squeeze(-1)
+
+
+def summed(model):
+    x = torch.rand(32, 40, 1)
+    return mse_loss(model(x), x.mean((1, 2)))
+
+
+@pytest.mark.parametrize(("lr", "named"), [(0.1, True), (1e-3, False)])
+def test_a_recurrence_whose_gradients_leap_is_named_though_the_loss_falls(lr, named):
+    torch.manual_seed(0)
+    model = Sum()
+    run = trained(model, torch.optim.Adam(model.parameters(), lr), summed, 100)
+
+    assert bool({"exploding", "lr_too_high"} & alarms(run)) == named
+
+
+def test_clipped_gradients_do_not_leap():
+    torch.manual_seed(0)
+    model = Sum()
+
+    for p in model.parameters():
+        p.register_hook(lambda g: g / max(1.0, float(g.norm())))
+    run = trained(model, torch.optim.Adam(model.parameters(), 0.1), summed, 100)
+
+    assert "leaps" not in str(diagnose(run))

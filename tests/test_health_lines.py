@@ -308,6 +308,18 @@ CASES = [
         "by 0.8 of its learning rate",
     ),
     (
+        Run(params=weights(grad_norm=at(5, 5.0, 0.1)), losses=falling()),
+        "lr_too_high",
+        "above 20 times what it is at first",
+        "to 50 times its first",
+    ),
+    (
+        Run(params=begun([False] * 4, kind="GRU", grad_norm=at(5, 5.0, 0.1)), losses=falling()),
+        "exploding",
+        "above 20 times what it is at first",
+        "to 50 times its first",
+    ),
+    (
         Run(params=weights(weight_norm=GROWN), losses=FLAT),
         "lr_too_high",
         "above 2 times the first weights in the end, in most",

@@ -116,7 +116,7 @@ def _fades(size: Floats) -> bool:
 )
 def clipping(run: RunView) -> Iterator[Finding]:
     """Gradients whose norm is always the same, and so small that the optimizer hardly moves."""
-    norms = known(_grad_norms(run)[0])
+    norms = known(run.grad_norms[0])
     if len(norms) < read.MIN_RECORDS or not (level := float(np.median(norms))) > 0:
         return
     share = float((np.abs(norms - level) < SAME_SHARE * level).mean())
@@ -164,7 +164,7 @@ SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
 )
 def grads_pile_up(run: RunView) -> Iterator[Finding]:
     """A gradient norm that grows as a sum does, and smoothly."""
-    norms, steps = _grad_norms(run)
+    norms, steps = run.grad_norms
     steps, norms = steps[np.isfinite(norms)], known(norms)
     if len(norms) < read.MIN_RECORDS:
         raise read.Missing("no gradient norms")
@@ -235,16 +235,3 @@ def _jitter(series: Floats) -> float:
     """The median change from one step to the next, over the later half, as a share."""
     late = series[len(series) // 2 :]
     return float(read.median(np.abs(np.diff(late)) / np.maximum(np.abs(late[1:]), 1e-300)))
-
-
-def _grad_norms(run: RunView) -> tuple[Floats, Ints]:
-    """Norms of the whole gradient, and the steps they are of."""
-    norms = run.recorded.grad_norms
-    if run.recorded.params is None and norms is not None:
-        return np.asarray(norms, np.float64), np.arange(len(norms))
-    record = run.params
-    moved = np.nan_to_num(read.table(record, "update_norm")).max(axis=1) > 0
-    norms = read.table(record, "grad_norm")[moved]  # without what no optimizer has: never zeroed
-    known = np.isfinite(norms).any(axis=0)
-    whole = np.where(known, np.sqrt(np.nansum(norms**2, axis=0)), np.nan)
-    return np.asarray(whole), record.steps

@@ -28,6 +28,8 @@ TOO_SLOW = 3e-4
 LEAP, ERASES = 0.5, 1.0
 # Steps that blow the weights up while the loss falls (hookkit, measured)
 BLOWN_UP = 4
+# The largest gradient over the first, and over 95 % of them: in healthy trainings 6.6 at most
+LEAPS, USUAL_SHARE = 20, 0.95
 # Weights that doubled are further from where they began than 0 is
 DOUBLED = 2.0
 # What all steps of a run move of a weight, together: less cannot have taught it much (measured)
@@ -64,8 +66,28 @@ def lr_too_high(run: RunView) -> Iterator[Finding]:
     record, which, ratio = _update_ratios(run)
     groups = _by_rate(record, which)
     # one matrix is no majority, where others have rates of their own
-    for own in [own for own in groups if own.sum() > 1] or groups:
-        yield from _fast_group(run, record, which[own], ratio[own])
+    large = [own for own in groups if own.sum() > 1] or groups
+    found = [f for own in large for f in _fast_group(run, record, which[own], ratio[own])]
+    yield from found or _leaps(run, record)
+
+
+def _leaps(run: RunView, record: Record) -> Iterator[Finding]:
+    """Gradients that are far larger for some steps than at first, and than in all others.
+
+    A step went so far that those after it had to lead back; or a recurrence amplified a batch.
+    """
+    norms, losses = read.known(run.grad_norms[0]), run.recorded.losses
+    if len(norms) < ENOUGH_LOSSES or not norms[0] > 0:
+        return
+    if losses is not None and read.stops_being_a_number(losses):
+        return  # what is not finite may have come first: `non_finite` says
+    usual = max(norms[0], float(np.quantile(norms, USUAL_SHARE)))
+    if (times := float(norms.max()) / usual) > LEAPS:
+        recurs = read.are(record.types, read.RECURRENT).any()
+        what = f"the gradient norm leaps to {times:.3g} times its first value and its 95th "
+        what += "percentile, whichever is larger"
+        says, severity = _AMPLIFIES if recurs else _LEAPS, "note" if run.excused else "warning"
+        yield says.found(severity, what, (), run.all_steps)
 
 
 def _growth(record: Record, which: Ints) -> Floats:
@@ -131,6 +153,19 @@ def _too_fast(
     line = f"above {LEAP:g} {once}, with weights that grow {BLOWN_UP:g}-fold or more"
     return [(leaps, what, line)] if len(ratio) > 1 else []
 
+
+_LEAPS = lr_too_high.but(
+    threshold="above 20 times what it is at first, and in 95 % of the steps",
+    source="Pascanu et al. 2013 (arXiv 1211.5063), on cliffs; 20 and 95 %: hookkit, measured",
+    cause="the learning rate is too high: a step went so far that gradients exploded",
+)
+
+_AMPLIFIES = _LEAPS.but(
+    name="exploding",
+    cause="a recurrence that amplifies, at a learning rate that is too high for it",
+    fix="clip gradients before each step, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), "
+    "or divide the learning rate by 10",
+)
 
 _TOO_HIGH_OR_UPHILL = lr_too_high.but(
     cause="the learning rate is too high (or the steps go uphill: a wrong sign)"

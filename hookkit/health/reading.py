@@ -34,6 +34,7 @@ SIGMA = 1.4826
 RELU_LIKE = frozenset({"ReLU", "ReLU6"})
 PRE_ACTIVATION = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
 EMBEDDINGS = frozenset({"Embedding", "EmbeddingBag"})
+RECURRENT = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
 
 class Missing(Exception):

@@ -16,7 +16,7 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHANCE_UNKNOWN, Rule
 from hookkit.health.loss_expectations import why_it_need_not_fall
-from hookkit.records import Floats, Record, Run
+from hookkit.records import Floats, Ints, Record, Run
 
 # In fewer steps than this, a loss that does not fall proves nothing
 ENOUGH_LOSSES = 50
@@ -70,6 +70,21 @@ class RunView:
         if len(self.losses) < at_least:
             raise read.Missing(f"fewer than {at_least} steps of loss")
         return self.losses
+
+    @cached_property
+    def grad_norms(self) -> tuple[Floats, Ints]:
+        """Norms of the whole gradient, and the steps they are of."""
+        norms = self.recorded.grad_norms
+        if self.recorded.params is None and norms is not None:
+            return np.asarray(norms, np.float64), np.arange(len(norms))
+        record = self.params
+        moved = np.nan_to_num(read.table(record, "update_norm")).max(axis=1) > 0
+        norms = read.table(record, "grad_norm")[
+            moved
+        ]  # without what no optimizer has: never zeroed
+        known = np.isfinite(norms).any(axis=0)
+        whole = np.where(known, np.sqrt(np.nansum(norms**2, axis=0)), np.nan)
+        return np.asarray(whole), record.steps
 
     @property
     def n_classes(self) -> int:
