@@ -47,6 +47,7 @@ from .callbacks import (
 from .comparing import Comparison, compare_models
 from .data import DataLoaders
 from .editing import (
+    ParamSelection,
     add,
     edit_grad,
     edit_grads,
@@ -58,6 +59,7 @@ from .editing import (
     replace,
     run_from,
     scale,
+    select_params,
     skip_module,
     zero,
 )
@@ -162,6 +164,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "OverwrittenWarning",
+    "ParamSelection",
     "ParamStats",
     "ProgressCallback",
     "Record",
@@ -211,6 +214,7 @@ __all__ = [
     "run_from",
     "scale",
     "select",
+    "select_params",
     "skip_module",
     "summary",
     "swap",

@@ -28,6 +28,7 @@ from hookkit import (
     print_sizes,
     scale,
     select,
+    select_params,
     skip_module,
     summary,
     swap,
@@ -133,6 +134,12 @@ def skipped() -> None:
         NET(X)
 
 
+def params_edited() -> None:
+    chosen = select_params(NET, "**.weight")
+    with chosen.edit(scale(3)), chosen.grads():
+        NET(X).sum().backward()
+
+
 def extract() -> None:
     EXTRACT(X)
 
@@ -182,6 +189,7 @@ SCENARIOS: list[Callable[[], None]] = [
     sizes,
     swapped,
     skipped,
+    params_edited,
     extract,
     summarized,
     dummy,
@@ -203,7 +211,9 @@ def test_nothing_is_left_wherever_ctrl_c_comes(scenario: Callable[[], None]) -> 
     assert found == []
 
 
-@pytest.mark.parametrize("scenario", [swapped, skipped, watched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "scenario", [swapped, skipped, params_edited, watched], ids=lambda f: f.__name__
+)
 def test_nothing_is_left_where_a_block_begins(scenario: Callable[[], None]) -> None:
     assert interrupted_everywhere(scenario, left, entering=True) == []
 

@@ -3,6 +3,7 @@
 edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`: hooks that replace what they see.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it. (Two files, since together they exceed 300 lines.)
+params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.
 skipping  `skip_module` passes over a module, `run_from` starts in the middle of a model.
 """
 
@@ -15,9 +16,11 @@ from hookkit.editing.edits import (
     edit_output,
     edit_outputs,
 )
+from hookkit.editing.params import ParamSelection, select_params
 from hookkit.editing.skipping import run_from, skip_module
 
 __all__ = [
+    "ParamSelection",
     "add",
     "edit_grad",
     "edit_grads",
@@ -29,6 +32,7 @@ __all__ = [
     "replace",
     "run_from",
     "scale",
+    "select_params",
     "skip_module",
     "zero",
 ]

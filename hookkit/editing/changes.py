@@ -24,12 +24,12 @@ from hookkit.nested import describe, leaves, named_leaves, tmap
 
 @dataclass(frozen=True)
 class Where:
-    """The layer that is changed: its name if known, its leaf path, and which call it is."""
+    """The layer that is changed: its name if known, its leaf path, the number of the call."""
 
     module: nn.Module
     name: str | None = None
     leaf: str = ""
-    n_call: int = 0
+    count: int = 0
 
     @property
     def label(self) -> str:
@@ -288,7 +288,7 @@ def _value(hook: Hook, where: Where) -> Any:
                 f"patch_from on {where.label}: a checkpoint runs this layer again, and which of "
                 f'its {len(calls)} calls that is cannot be known. Capture with keep="last".'
             )
-        n_call = 0 if recomputing() else where.n_call
+        n_call = 0 if recomputing() else where.count
         if n_call >= len(calls):
             raise HookError(
                 f"patch_from on {where.label}: call {n_call + 1} has no counterpart, the other "

@@ -169,16 +169,22 @@ def _edits(
     prepend: bool = False,
 ) -> Hooks:
     """Registered hooks that edit and store nothing."""
+    f = check_edit(who, f, *FUNCTION_OF[kind])
+    if calls is not None:
+        f = _AtCalls(who, f, calls)
+    options = Options(who, kind, f, edit=True, keep="none", prepend=prepend)
+    return Hooks.of_named(modules, options)
+
+
+def check_edit(who: str, f: Any, *arguments: str) -> Function:
+    """`f`, a function of `arguments`, or of the last one; not a maker of edits."""
     if any(f is maker for maker in _MAKERS):
         raise ArgumentError(
             f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
             f"{'zero()' if f is zero else f.__name__ + '(…)'}."
         )
-    f = check_function(who, f, *FUNCTION_OF[kind], name="f")
-    if calls is not None:
-        f = _AtCalls(who, f, calls)
-    options = Options(who, kind, f, edit=True, keep="none", prepend=prepend)
-    return Hooks.of_named(modules, options)
+    checked: Function = check_function(who, f, *arguments, name="f")
+    return checked
 
 
 class _AtCalls:

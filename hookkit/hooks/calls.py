@@ -123,7 +123,7 @@ def _function(hook: Capture) -> Callable[..., Any]:
     return run
 
 
-def call(hook: Capture | None, func: Any, module: nn.Module, *seen: Any) -> Any:
+def call(hook: Any, func: Any, module: nn.Module, *seen: Any) -> Any:
     """`func(module, *seen)`, to which one that `wants_hook` also gets the hook."""
     if getattr(func, "wants_hook", False) and not is_compiling():
         return func(module, *seen, hook=hook)
