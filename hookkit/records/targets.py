@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,78 +17,58 @@ from hookkit.errors import ArgumentError, OptionError
 from hookkit.files import append_lines
 from hookkit.texts import csv_line
 
+Scalars = Callable[[int, dict[str, float]], object]  # takes the numbers of one step, by name
 
+
+@dataclass(frozen=True)
 class Target:
-    """Takes numbers by step: what all targets have in common; by itself it keeps nothing.
+    """Takes numbers by step; by itself it keeps nothing.
 
-    With `in_order` it refuses a step that is before the last one.
+    Args:
+        given: what the user gave; of a file its whole path.
+        scalars: takes a step, and its numbers by name.
+        in_order: whether it refuses a step that is before the last one.
     """
 
-    in_order = False
-
-    def __init__(self, given: Any) -> None:
-        self.given = given
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the numbers of one step, by name."""
+    given: Any
+    scalars: Scalars = lambda step, values: None
+    in_order: bool = False
 
     def histogram(self, tag: str, step: int, **counts: Any) -> None:
-        """Takes a histogram, if it can: `counts` are the arguments of `add_histogram_raw`."""
-
-
-class TensorBoard(Target):
-    """A SummaryWriter of torch or tensorboardX."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One `add_scalar` for each."""
-        for tag, value in values.items():
-            self.given.add_scalar(tag, value, step)
-
-    def histogram(self, tag: str, step: int, **counts: Any) -> None:
-        """`add_histogram_raw`, which takes bins as they were recorded."""
+        """Sends a histogram to TensorBoard, with the bins that it was recorded in."""
         if callable(add := getattr(self.given, "add_histogram_raw", None)):
             add(tag, **counts, global_step=step)
 
 
-class Metrics(Target):
-    """What has `log_metrics(dict, step=)`: the mlflow module, Lightning's loggers, Comet."""
+def _add_each(add_scalar: Any) -> Scalars:
+    def scalars(step: int, values: dict[str, float]) -> None:
+        for tag, value in values.items():
+            add_scalar(tag, value, step)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One call for all of a step."""
-        self.given.log_metrics(dict(values), step=step)
-
-
-class Log(Target):
-    """What has `log(dict, step=)`: wandb, trackio, an Accelerator. Steps must not decrease."""
-
-    in_order = True
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One call for all of a step."""
-        self.given.log(dict(values), step=step)
+    return scalars
 
 
-class CSVFile(Target):
-    """A `.csv` file with the columns step, name, value, to which lines are added."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A line for each; a heading before the first."""
-        path = Path(self.given)
+def _csv(file: str) -> Scalars:
+    def scalars(step: int, values: dict[str, float]) -> None:
+        path = Path(file)
         new = not path.exists() or not path.stat().st_size
         lines = (csv_line([step, name, value]) for name, value in values.items())
         append_lines(path, [*["step,name,value"] * new, *lines])
 
-
-class JSONLines(Target):
-    """A `.jsonl` file, to which a line is added for each step: `{"step": 9, "loss": 0.5}`."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One line."""
-        append_lines(self.given, [json.dumps({"step": step, **values})])
+    return scalars
 
 
-_FILES = {".csv": CSVFile, ".jsonl": JSONLines}
-_METHODS = {"add_scalar": TensorBoard, "log_metrics": Metrics, "log": Log}
+def _jsonl(file: str) -> Scalars:
+    return lambda step, values: append_lines(file, [json.dumps({"step": step, **values})])
+
+
+def _dict(log: Any) -> Scalars:
+    return lambda step, values: log(dict(values), step=step)
+
+
+_FILES = {".csv": _csv, ".jsonl": _jsonl}
+# TensorBoard's; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
+_METHODS = {"add_scalar": _add_each, "log_metrics": _dict, "log": _dict}
 
 
 def as_target(who: str, given: Any) -> Target:
@@ -100,10 +81,11 @@ def as_target(who: str, given: Any) -> Target:
                 f"for TensorBoard give torch.utils.tensorboard.SummaryWriter(log_dir), which needs "
                 f'tensorboard: pip install "hookkit[tensorboard]".'
             )
-        return _FILES[path.suffix.lower()](os.path.realpath(path))
-    for name, kind in _METHODS.items():
-        if callable(getattr(given, name, None)):
-            return kind(given)
+        file = os.path.realpath(path)
+        return Target(file, _FILES[path.suffix.lower()](file))
+    for name, scalars_by in _METHODS.items():
+        if callable(method := getattr(given, name, None)):
+            return Target(given, scalars_by(method), in_order=name == "log")
     raise ArgumentError(
         f"{who}: {kind_of(given)} was given, which has no {', '.join(_METHODS)}. Give a "
         f"SummaryWriter, a tracker such as wandb or mlflow, or the path of a .csv or .jsonl file."
