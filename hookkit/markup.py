@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 # The one-letter classes are those of a summary's tree, whose HTML has thousands of such cells:
 # g grid row, h heading, l label, n number, s soft, b badge, x failure, w cell with a bar, k key of
@@ -137,6 +138,22 @@ def _is_words(cell: str) -> bool:
     except ValueError:
         return cell not in ("–", "")
     return False
+
+
+class Output:
+    """One output of a notebook's cell, redrawn in place."""
+
+    _handle: Any = None
+
+    def show(self, html: str, text: str) -> None:
+        """Shows HTML, and the same as text where there is none, in the place of what it showed."""
+        from IPython.display import display
+
+        data = {"text/html": html, "text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 def in_notebook() -> bool:

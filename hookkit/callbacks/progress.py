@@ -16,7 +16,7 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.data import n_batches
 from hookkit.errors import missing_extra
-from hookkit.markup import fragment, in_notebook, table
+from hookkit.markup import Output, fragment, in_notebook, table
 
 _PAUSE_S = 0.25  # between two readings of the loss, and between two drawings of the bar
 
@@ -133,7 +133,7 @@ class _Cell:
 
     def __init__(self) -> None:
         self._rows: Sequence[Sequence[str]] = ()
-        self._bar, self._handle = "", None  # type: str, Any
+        self._bar, self._output = "", Output()
 
     def write(self, text: str) -> None:
         """Shows what tqdm writes; spaces when it closes."""
@@ -146,17 +146,11 @@ class _Cell:
 
     def draw(self, rows: Sequence[Sequence[str]]) -> None:
         """Draws bar and table anew."""
-        from IPython.display import display
-
         self._rows = rows
         html = f"<pre>{escape(self._bar)}</pre>" if self._bar else ""
         html += table("", rows[0], rows[1:]) if rows else ""
         text = "\n".join("  ".join(f"{cell:>10}" for cell in row) for row in rows)
-        data = {"text/html": fragment(html), "text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
+        self._output.show(fragment(html), text)
 
 
 def _text(value: Any) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hookkit.health import Diagnosis
 from hookkit.interrupts import uninterrupted
-from hookkit.markup import fragment, in_notebook
+from hookkit.markup import Output, fragment, in_notebook
 from hookkit.records import Run
 from hookkit.texts import clip, harmless
 
@@ -52,7 +52,7 @@ class Notebook(Lines):
     """One output of a cell, redrawn: the first line, the picture or the other lines, findings."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._output = Output()
         self._lines: Sequence[str] = ()
         self._found: Diagnosis | tuple[()] = ()
         self._picture = ""
@@ -81,14 +81,7 @@ class Notebook(Lines):
         self._update()
 
     def _update(self) -> None:
-        from IPython.display import display
-
-        text = "\n".join([*self._lines, *map(str, self._found)])
-        data = {"text/html": self._html(), "text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
+        self._output.show(self._html(), "\n".join([*self._lines, *map(str, self._found)]))
 
     def _html(self) -> str:
         first, *rest, verdict = self._lines
