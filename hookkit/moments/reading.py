@@ -18,7 +18,7 @@ from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import sample_error
 from hookkit.moments.history import StepHistory
 from hookkit.moments.merging import RankUnits, Tables, merged
-from hookkit.moments.moments import N_FIELDS, empty_rows, merge, statistics
+from hookkit.moments.moments import N_FIELDS, empty_rows, statistics
 from hookkit.moments.units import CLAMPING, FIELDS
 from hookkit.moments.variation import COLUMNS
 from hookkit.records.record import AXES, Record
@@ -36,15 +36,11 @@ def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
         tables["counts"] = torch.zeros(n, rows, bins.width - 1, dtype=dtype, device="cpu")
     if options.window:
         tables["units"] = torch.zeros(n, rows, len(FIELDS), dtype=torch.float32, device="cpu")
-    for key in history.tables:
-        if key[0] not in tables:
-            continue
-        whole, part = tables[key[0]], history.read(key)
-        here = slice(part.shape[1])
-        if key[0] == "moments":
-            whole[:, here] = merge(whole[:, here], part.double())
-        else:
-            whole[:, here] += part
+    on_host = history.on_cpu()
+    for key in on_host.tables:
+        if key[0] in tables:
+            part = on_host.whole(key)
+            tables[key[0]][:, : part.shape[1]] = part
     return tables
 
 
