@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from fastcore.foundation import L
 
@@ -20,8 +20,6 @@ from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.interrupts import Undo, block, uninterrupted
-
-R = TypeVar("R", bound="CallbackRunner")
 
 
 class CallbackRunner:
@@ -71,7 +69,7 @@ class CallbackRunner:
 
     # --- adding and removing
 
-    def add_cbs(self: R, cbs: Any) -> R:
+    def add_cbs(self, cbs: Any) -> Self:
         """Adds one callback, several, or None: all of them, or it raises; the runner itself.
 
         A class is instantiated. One added while a fit is under way gets its `before_fit` at once.
@@ -95,7 +93,7 @@ class CallbackRunner:
             self._continue_from(cb)
             cb("before_fit")
 
-    def remove_cbs(self: R, cbs: Any) -> R:
+    def remove_cbs(self, cbs: Any) -> Self:
         """Removes one callback or several, of a class all; the runner itself.
 
         For one removed while a fit is under way `cleanup_fit` is called at once. Raises an
@@ -133,7 +131,7 @@ class CallbackRunner:
         self._forget_order()
 
     @block
-    def added_cbs(self: R, cbs: Any) -> Iterator[R]:
+    def added_cbs(self, cbs: Any) -> Iterator[Self]:
         """The runner with `cbs` added, until the end of the `with`.
 
         Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
@@ -147,7 +145,7 @@ class CallbackRunner:
                 self._past.append(cb)
 
     @block
-    def removed_cbs(self: R, cbs: Any) -> Iterator[R]:
+    def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         """The runner without `cbs` (instances, classes), until the end of the `with`."""
         removed, before = self._meant(cbs), list(self.cbs)
         self.remove_cbs(removed)
@@ -190,9 +188,8 @@ class CallbackRunner:
         if event not in self._by_event:
             if event not in EVENTS:
                 raise OptionError(not_an_event(event))
-            found = [
-                (cb, method_for(cb, event)) for cb in sorted(self.cbs, key=lambda cb: cb.order)
-            ]
+            in_order = sorted(self.cbs, key=lambda cb: cb.order)
+            found = [(cb, method_for(cb, event)) for cb in in_order]
             self._by_event[event] = [(cb, f) for cb, f in found if f is not None]
         return self._by_event[event]
 

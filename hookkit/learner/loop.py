@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from hookkit.events import (
 from hookkit.interrupts import Guard, block, interruptible, uninterrupted
 from hookkit.learner.checks import no_loss
 from hookkit.nested import describe
-
-T = TypeVar("T", bound="Loop")
 
 BATCH = {
     "dl": None,
@@ -279,7 +277,7 @@ class Loop(CallbackRunner):
                 self.opt = self._opt
                 self._forget_batch()
 
-    def __enter__(self: T) -> T:
+    def __enter__(self) -> Self:
         """`with learn:` fires `before_fit`, `before_epoch`; at the end their `after_` events."""
         self._check_idle("`with learn` was entered")
         self._claim()

@@ -38,7 +38,7 @@ _UNKNOWN = (
     *("scaled_dot_product_attention", "smm", "sparse_sampled_addmm", "sspaddmm"),
     "triangular_solve",
 )
-_TORCHS_OWN = frozenset(
+TORCHS_OWN = frozenset(
     ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
 )
 
@@ -180,13 +180,8 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return None if is_unknown(name) else 0
 
 
-def is_foreign(func: Any) -> bool:
-    """True for an operation that is not PyTorch's own."""
-    return name_of(func).partition("::")[0] not in _TORCHS_OWN
-
-
 def is_unknown(name: str) -> bool:
     """True if `name` (`aten::mm`) may do linear algebra that has no formula here."""
     space, _, short = name.partition("::")
     norm = short == "linalg_vector_norm"  # a reduction, as other norms
-    return space not in _TORCHS_OWN or (short.startswith(_UNKNOWN) and not norm)
+    return space not in TORCHS_OWN or (short.startswith(_UNKNOWN) and not norm)

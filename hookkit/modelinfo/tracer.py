@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookkit.autograd_graph import graph_nodes
 from hookkit.interrupts import Undo, interruptible
 from hookkit.modelinfo.fake_kernels import FakeKernels
-from hookkit.modelinfo.flops import is_foreign, macs_of, name_of
+from hookkit.modelinfo.flops import TORCHS_OWN, macs_of, name_of
 from hookkit.modelinfo.progress import Progress
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
 from hookkit.modules import can_run
@@ -141,7 +141,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts
         if self.kernels is None:
             draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-            self.trace.drew |= draws or is_foreign(func)  # which may draw too
+            self.trace.drew |= draws or name_of(func).partition("::")[0] not in TORCHS_OWN
             out = func(*args, **kwargs)
             macs = macs_of(func, args, kwargs, out) if self.trace.counted else 0
         else:

@@ -62,11 +62,6 @@ class Bins:
         """Columns of a table of counts: the bins, zeros, NaN, Inf, absent."""
         return self.n + 4
 
-    @property
-    def zero_bin(self) -> int:
-        """The bin that 0 lies in."""
-        return int(np.searchsorted(self.edges, 0.0, side="right")) - 1
-
     def index(self, x: Tensor) -> Tensor:
         """Column of each float32 value of `x`, int64 of its shape; `ABSENT` bits have their own."""
         bits = x.view(torch.int32)
@@ -99,7 +94,8 @@ class Bins:
         counts = torch.zeros(rows * self.width, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, column.view(-1), torch.ones_like(column).view(-1))
         table = counts.view(rows, self.width)
-        table[:, self.zero_bin] += table[:, self.n]
+        of_zero = int(np.searchsorted(self.edges, 0.0, side="right")) - 1
+        table[:, of_zero] += table[:, self.n]
         return table
 
     def _count_bits(self, x: Tensor) -> Tensor:

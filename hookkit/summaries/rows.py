@@ -180,7 +180,8 @@ def _trainable(params: Any) -> bool | float:
 def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Fields]:
     """The row of the module at `place`, then those of its bare parameters."""
     m, name = place.module, place.name
-    row: Fields = {"name": name, "kind": "module", "type": type_name(m), "depth": place.depth}
+    kind = str(getattr(m, "original_name", type(m).__name__))  # of a scripted module the user's
+    row: Fields = {"name": name, "kind": "module", "type": kind, "depth": place.depth}
     if not place.is_first:
         note = f"same as {place.first or 'the model itself'}"
         yield {**row, "kind": "again", "notes": (note,), "leaf": False}
@@ -211,11 +212,6 @@ def _parameter_row(place: Place, key: str, p: Tensor, counted: _Counted) -> Fiel
         "notes": (f"tied → {own['tied']}",) if own["tied"] else (),
         **own,
     }
-
-
-def type_name(m: nn.Module) -> str:
-    """The class that a user wrote, also of a scripted module."""
-    return str(getattr(m, "original_name", type(m).__name__))
 
 
 def _extra(m: nn.Module) -> str:
