@@ -1,15 +1,13 @@
 """How one operation runs on fake tensors: as an equal call before, or by a kernel without values.
 
-Builds on `fake_tensors` for the tensors and on `flops` for what is counted. What an operation
-returns on fake tensors follows from the shapes, strides, dtypes and devices of its operands and
-from its other arguments. A model repeats its operations (a loop over 128 steps calls each of them
-128 times alike), so that the first call runs as PyTorch runs it and its result is noted; the others
-only make new tensors of that kind. PyTorch has such a cache, at 70 µs a call against 7 here: it
-also serves the compiler, and notes values that are not known before the run.
+Builds on `fake_tensors` and `flops`. What an operation returns on fake tensors follows from the
+shapes, strides, dtypes and devices of its operands and from its other arguments. A model repeats
+its operations, so the first call runs as PyTorch runs it and its result is noted; the others only
+make new tensors of that kind. PyTorch's own such cache takes 70 µs a call against 7 here: it also
+serves the compiler, and notes values that are not known before the run.
 
-Kernels without values do not compare dtypes and cannot see an index, so that a model which fails in
-truth would pass. `check` raises where a real run might; the run is then repeated for real, and
-fails with the model's own error or passes.
+Kernels without values compare no dtypes and see no index. So `check` raises where a real run might;
+the run is then repeated for real, and fails with the model's own error or passes.
 """
 
 from __future__ import annotations
@@ -143,10 +141,7 @@ class FakeKernels:
         return self._fake(elem, one.device)
 
     def _view(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What a view returns, by its kernel alone, as the mode calls it.
-
-        A view shares its memory with its operand, and its kernel is short.
-        """
+        """What a view returns, by its kernel alone, as the mode calls it; it is short."""
         with in_kernel_invocation_manager(self.mode):
             out = func(*args)
         device = args[0].fake_device
@@ -193,9 +188,8 @@ def _is_made_of_others(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     """True if `func` returns its first argument seen differently, and takes no other tensor."""
-    if name_of(func) in _ENTRIES or not (
-        getattr(func, "is_view", False) or name_of(func) in _VIEWS
-    ):
+    name = name_of(func)
+    if name in _ENTRIES or not (getattr(func, "is_view", False) or name in _VIEWS):
         return False
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return kinds[0] == "Tensor" and not any("Tensor" in kind for kind in kinds[1:])

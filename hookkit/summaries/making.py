@@ -281,9 +281,8 @@ def _main_dtype(tree: Tree) -> str:
 
 def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator[str]:
     """The likeliest mistakes in a model and its optimizer."""
-    params = tree.params
     if opt is not None:
-        yield from optimizer.warnings_of(params, opt)
+        yield from optimizer.warnings_of(tree.params, opt)
     if done is not None and done.error is None and done.unused:
         what = count(done.unused, "trainable parameter")
         yield f"{what} not part of the output, and will get no gradient: {some(done.unused)}"
@@ -293,7 +292,7 @@ def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator
             what = count(frozen, "BatchNorm layer")
             yield f"{what} in evaluation mode in a model that trains: {some(frozen)}"
     kinds: dict[str, list[str]] = {}
-    for name, p in params:
+    for name, p in tree.params:
         if p.is_floating_point():
             kinds.setdefault(dtype_name(p), []).append(name)
     if len(kinds) > 1:
