@@ -130,7 +130,63 @@ def test_own_errors_of_modules_that_share_a_dict_are_right() -> None:
 
     found = compare_models(model, broken(model, "layers.0.lin.bias"), X, isolate=True)
 
-    assert [r.name for r in found.different] == ["layers.0.lin", "layers.0"]
+    assert [r.name for r in found.different] == ["layers.0.lin"]
+
+
+def test_code_between_layers_is_an_own_error_of_the_module_around_them() -> None:
+    inner = Net(lambda m, x: m.b(torch.relu(m.a(x))))
+    model = Net(lambda m, x: m.b(m.inner(m.a(x))), inner=inner)
+    other = broken(model, "a.bias")
+    other.inner.run = lambda m, x: m.b(torch.tanh(m.a(x)))
+
+    found = compare_models(model, other, X, isolate=True)
+
+    assert [r.name for r in found.different] == ["a", "inner"]
+    (row,) = found["inner"]
+    received = inner.a(model.a(X)).detach().double()
+    apart = torch.tanh(received) - torch.relu(received)
+    assert row.own_rel == pytest.approx(float(apart.norm() / torch.relu(received).norm()))
+
+
+def test_attention_of_one_tensor_is_isolated_beside_that_of_three() -> None:
+    class Attention(nn.Module):
+        def __init__(self, of: nn.MultiheadAttention) -> None:
+            super().__init__()
+            self.of = [of]  # hidden, as the weights of a port are its own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.of[0](x, x, x, need_weights=False)[0] + self.off
+
+        off = 0.0
+
+    torch.manual_seed(0)
+    mha = nn.MultiheadAttention(4, 2).eval()
+    model = Net(lambda m, x: m.b(m.att(h := m.a(x), h, h, need_weights=False)[0]), att=mha)
+    port = Net(lambda m, x: m.b(m.att(m.a(x))), att=Attention(mha))
+    port.a.weight.data[0] += 0.5
+
+    found = compare_models(model, port, X, isolate=True)
+    port.att.off = 0.1
+    off = compare_models(model, port, X, isolate=True)
+
+    assert [r.name for r in found.different] == ["a"]
+    assert [r.name for r in off.different] == ["a", "att[0]"]
+
+
+def test_experts_are_isolated_behind_a_router_that_is_broken() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        chosen = m.a(x).argmax(1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(m.experts):
+            out[chosen == i] = expert(x[chosen == i])
+        return m.b(out)
+
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    model = Net(forward, experts=experts)
+
+    found = compare_models(model, broken(model, "a.weight", "experts.1.bias"), X, isolate=True)
+
+    assert [r.name for r in found.different] == ["a", "experts.1"]
 
 
 def test_own_errors_of_recursive_calls_are_right() -> None:

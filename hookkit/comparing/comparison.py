@@ -38,8 +38,10 @@ class Row:
         cosine: of the angle between the two.
         n_different: elements beyond the tolerance.
         n: elements.
-        own_rel: `rel` of what the second module returns for the first one's inputs: the error
-            that it adds itself. NaN without `isolate=True`, and where it cannot be given them.
+        own_rel: the error that the second module's own code adds to the first one's values: the
+            largest `rel` of what it returns, and of what it hands to other modules, where it is
+            given what the first one received, and those return what the first one's did. NaN
+            without `isolate=True`, and where it cannot be given that.
         own_different: elements beyond the tolerance then; None where `own_rel` is NaN.
         problem: why the values could not be compared; `""` where they were.
     """
@@ -63,8 +65,9 @@ class Row:
     @property
     def differs(self) -> bool:
         """Whether it is beyond the tolerance; by its own error where that is known."""
-        own = self.own_different
-        return bool(self.problem or (self.n_different if own is None else own))
+        if self.own_different is not None:
+            return bool(self.own_different)
+        return bool(self.problem or self.n_different)
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,16 +146,12 @@ class Comparison:
         if self.first is None:
             return f"{of}: no difference beyond the tolerance" if self.rows else "nothing compared"
         where = _label(self.first)
-        by = self.first.problem or (
-            f"{si(self.first.n_different)} of {si(self.first.n)} elements beyond the tolerance"
-            if self.first.own_different is None
-            else f"own error {self.first.own_rel:.3g}"
-        )
-        own = (
-            ""
-            if self.first.own_different is None
-            else f", {len(self.different)} by their own error"
-        )
+        if self.first.own_different is not None:
+            own = f", {len(self.different)} by their own error"
+            by = f"own error {self.first.own_rel:.3g}"
+        else:
+            beyond = f"{si(self.first.n_different)} of {si(self.first.n)} elements"
+            own, by = "", self.first.problem or f"{beyond} beyond the tolerance"
         return f"{of}, {_differ(n_beyond)}{own}, first {where} ({by})"
 
     def _near(self) -> tuple[Row, ...]:

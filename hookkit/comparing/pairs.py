@@ -6,18 +6,17 @@ Builds on `measures`, `comparison` and `sides`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from hookkit.comparing.comparison import Comparison, Row
 from hookkit.comparing.measures import Difference, dense, difference, tolerances
-from hookkit.comparing.sides import Chosen, Key, See
+from hookkit.comparing.sides import Chosen, Key
 from hookkit.hooks.snapshot import snapshot
-from hookkit.nested import Inputs, describe, leaves, named_leaves, parts_of, rebuilt
+from hookkit.nested import Inputs, describe, leaves, named_leaves
 
 Parts = list[tuple[str, Tensor]]  # tensors with their paths in a structure
 
@@ -63,51 +62,13 @@ class Kept:
 
     def receive(self, name: str, given: Inputs) -> None:
         """Keeps what a call received."""
-        self.inputs.setdefault(name, []).append([snapshot(t.detach()) for t in leaves(given)])
+        tensors = leaves(given)
+        kept = {id(t): snapshot(t.detach()) for t in tensors}  # one that is given twice once
+        self.inputs.setdefault(name, []).append([kept[id(t)] for t in tensors])
 
     def read(self, key: Key) -> Parts:
         """The tensors of a value; none where there is no such value."""
         return self._values.get(key, [])
-
-
-class Isolated:
-    """Gives each module of the second model what the first model's received.
-
-    Args:
-        inputs: what the first model's calls received, by name.
-        see: called with what the second model's modules return for it.
-    """
-
-    def __init__(self, inputs: dict[str, list[list[Tensor]]], see: See) -> None:
-        self._inputs = {name: iter(each) for name, each in inputs.items()}
-        self._see = see
-        # by name, of the calls that have begun: the second model's tensors and what they get
-        self._open: dict[str, list[list[tuple[Tensor, Tensor, int]] | None]] = {}
-
-    def receive(self, name: str, given: Inputs) -> Inputs | None:
-        """`given` with the first model's tensors; None if those are others, or of other shapes."""
-        theirs, mine = next(self._inputs.get(name, iter(())), None), leaves(given)
-        begun = self._open.setdefault(name, [])
-        if theirs is None or not _alike(theirs, mine):
-            begun.append(None)
-            return None
-        new = [_filled(t, value) for t, value in zip(mine, theirs, strict=True)]
-        begun.append([(t, n, n._version) for t, n in zip(mine, new, strict=True)])
-        fed: Inputs = _replaced(given, iter(new))
-        return fed
-
-    def see(self, key: Key, value: Any) -> None:
-        """Shows what a module returns for the first model's inputs, if it was given them."""
-        swapped = self._open[key.name].pop()
-        if swapped is None:
-            return
-        # A module that works in place, such as ReLU(inplace=True), changes what its caller has.
-        # Private: `Tensor._version`, as in `hooks.snapshot`.
-        for mine, new, version in swapped:
-            if new._version != version:
-                with torch.no_grad():
-                    mine.copy_(new)
-        self._see(key, value)
 
 
 class Pairs:
@@ -129,7 +90,7 @@ class Pairs:
     ) -> None:
         self.first, self.others, self.tolerance = first, others, (rtol, atol)
         self._rows: dict[tuple[Key, str], Row] = {}
-        self._own: dict[tuple[Key, str], Difference] = {}
+        self._own: dict[tuple[Key, str], list[Difference]] = {}
         self.only: list[str] = []
         self.notes: list[str] = []
 
@@ -140,7 +101,7 @@ class Pairs:
     def see_parts(self, key: Key, found: Parts) -> None:
         """The same for tensors with their paths."""
         expected = self.first.read(key)
-        pairs = _paired(expected, found)
+        pairs = paired(expected, found)
         for path, a, b in pairs:
             self._rows.pop((key, path), None)
             self._rows[key, path] = self._row(key, path, dense(a), dense(b))
@@ -153,26 +114,39 @@ class Pairs:
         """Lists what only the second side has, each once."""
         self.only += [text for text in dict.fromkeys(texts) if text not in self.only]
 
-    def see_own(self, key: Key, value: Any) -> None:
-        """Compares what a module gives for the inputs that the first model's received."""
-        for path, a, b in _paired(self.first.read(key), named_leaves(value)):
-            a, b = dense(a), dense(b)
-            if a.shape == b.shape and not (a.is_meta or b.is_meta):
-                self._own[key, path] = self._difference(a, b)
+    def see_own(self, key: Key, value: Any, handed: list[Difference]) -> None:
+        """Compares what a module gives, of its own, where it works on the first model's values.
 
-    def _difference(self, a: Tensor, b: Tensor) -> Difference:
+        Args:
+            key: of the value.
+            value: what it returned.
+            handed: how far what it handed to other modules is from what the first model's did.
+        """
+        for path, *both in paired(self.first.read(key), named_leaves(value)):
+            a, b = map(dense, both)
+            if (key, path) not in self._rows:
+                self._rows[key, path] = self._row(key, path, a, b, "not run by the second itself")
+            if a.shape == b.shape and not (a.is_meta or b.is_meta):
+                self._own[key, path] = [self.difference(a, b), *handed]
+                handed = []
+
+    def difference(self, a: Tensor, b: Tensor) -> Difference:
+        """How far `b` is from `a`, by the tolerance of their dtypes."""
+        a, b = dense(a), dense(b)
         usual = tolerances(a.dtype, b.dtype)
         rtol, atol = (u if t is None else t for t, u in zip(self.tolerance, usual, strict=True))
         return difference(a, b, rtol, atol)
 
-    def _row(self, key: Key, path: str, a: Tensor, b: Tensor) -> Row:
-        problem, found = "", Difference(math.nan, math.nan, math.nan, 0)
-        if a.is_meta or b.is_meta:
+    def _row(self, key: Key, path: str, a: Tensor, b: Tensor, problem: str = "") -> Row:
+        found = Difference(math.nan, math.nan, math.nan, 0)
+        if problem:
+            pass
+        elif a.is_meta or b.is_meta:
             problem = "on meta, without values"
         elif a.shape != b.shape:
             problem = f"{describe(b)} in the second"
         else:
-            found = self._difference(a, b)
+            found = self.difference(a, b)
         module = key.name if key.what != "param_grad" else key.name.rpartition(".")[0]
         other = self.others.get(module, module) + key.name[len(module) :]
         dtype = str(a.dtype).removeprefix("torch.")
@@ -193,37 +167,17 @@ class Pairs:
                 elif (own := self._own.get((key, path))) is None:
                     rows.append(row)
                 else:
-                    rows.append(replace(row, own_rel=own.rel, own_different=own.n_different))
+                    rel, n_different = max(d.rel for d in own), sum(d.n_different for d in own)
+                    rows.append(replace(row, own_rel=rel, own_different=n_different))
         return Comparison(tuple(rows), (*missing, *self.only), tuple(self.notes))
 
 
-def _paired(expected: Parts, found: Parts) -> list[tuple[str, Tensor, Tensor]]:
+def paired(expected: Parts, found: Parts) -> list[tuple[str, Tensor, Tensor]]:
     """Tensors with the same path, or in the same place where the structures differ."""
     there = dict(found)
     if {path for path, _ in expected} != set(there) and len(expected) == len(found):
         there = {path: t for (path, _), (_, t) in zip(expected, found, strict=True)}
     return [(path, a, there[path]) for path, a in expected if path in there]
-
-
-def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return not any(t.is_nested for t in (*a, *b)) and [t.shape for t in a] == [t.shape for t in b]
-
-
-def _filled(t: Tensor, value: Tensor) -> Tensor:
-    """A tensor like `t`, of its dtype and on its device, with the values of another."""
-    return t.detach().clone().copy_(value.dequantize() if value.is_quantized else value)
-
-
-def _replaced(x: Any, new: Iterator[Tensor]) -> Any:
-    """`x` with other tensors; lists and dicts are the same objects, which modules may share."""
-    if isinstance(x, Tensor):
-        return next(new)
-    parts = [_replaced(part, new) for _, part in parts_of(x)]
-    if type(x) not in (dict, list):
-        return rebuilt(x, parts) if parts else x
-    for key, part in zip(x if type(x) is dict else range(len(x)), parts, strict=True):
-        x[key] = part
-    return x
 
 
 def _words(key: Key, path: str = "") -> str:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_callable, check_flag, check_module, check_number
 from hookkit.comparing.comparison import Comparison
+from hookkit.comparing.isolated import Isolated
 from hookkit.comparing.names import Names
-from hookkit.comparing.pairs import Isolated, Kept, Pairs
+from hookkit.comparing.pairs import Kept, Pairs
 from hookkit.comparing.saved import Saved
 from hookkit.comparing.sides import WHO, Chosen, See, Side, adapted, chosen_of, is_compiled
 from hookkit.errors import ArgumentError, OptionError
@@ -67,8 +68,9 @@ def compare_models(
             compared modules. `.grad` stays as it is. The gradients of both models are stored.
         loss: with `grads`, gives what is differentiated from a model's output; by default the sum
             of all floating point tensors in it.
-        isolate: runs `b` once more and gives each of its modules what `a`'s received, for
-            `Row.own_rel`: the error that a module adds itself, not that of the layers before.
+        isolate: runs `b` once more and gives each of its modules what `a`'s received, and its
+            caller what `a`'s returned, for `Row.own_rel`: the error that a module's own code adds,
+            not that of the layers before, nor of those inside.
         **kwargs: keyword inputs for the models.
 
     Returns:
@@ -203,7 +205,7 @@ class _Run:
             raise
         pairs.list_only(f"{name or '(model)'} (second only)" for name in side.ran)
         if self.isolate and isinstance(pairs.first, Kept) and not self.whole:
-            isolated = Isolated(pairs.first.inputs, pairs.see_own)
+            isolated = Isolated(pairs.first.inputs, pairs)
             side.run(given, isolated.see, receive=isolated.receive)
 
     def _notes(self) -> list[str]:

@@ -35,7 +35,7 @@ class Key(NamedTuple):
     call: int
 
 
-See = Callable[[Key, Any], None]
+See = Callable[[Key, Any], Any]
 Receive = Callable[[str, Inputs], Inputs | None]
 Chosen = dict[str, tuple[nn.Module, str]]
 
@@ -83,7 +83,8 @@ class Side:
 
         Args:
             given: its inputs, which are copied.
-            see: called with each output, and with `loss` with the gradients.
+            see: called with each output, and with `loss` with the gradients; with `receive` it
+                gives what is returned instead of an output, None for no change.
             receive: called as a module begins with its name and what it received; gives what it
                 gets instead, None for no change.
             loss: gives what is differentiated.
@@ -163,13 +164,13 @@ def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> lis
     calls: Counter[str] = Counter()
     order: list[Key] = []
 
-    def output(name: str, _m: nn.Module, _i: Any, out: Any) -> None:
+    def output(name: str, _m: nn.Module, _i: Any, out: Any) -> Any:
         if isinstance(out, GeneratorType):
-            return  # the model's own is shown when it has ended
+            return None  # the model's own is shown when it has ended
         key = Key(name, "output", calls[name])
         calls[name] += 1
         order.append(key)
-        see(key, out)
+        return see(key, out)
 
     def inputs(name: str, _m: nn.Module, given: Inputs) -> Inputs | None:
         return receive(name, given) if receive else None
@@ -177,7 +178,8 @@ def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> lis
     for name, (m, leaf) in hooks.items():
         if receive is not None:
             _hook(stack, (name, m, ""), "pre", hook_func=partial(inputs, name), edit=True)
-        _hook(stack, (name, m, leaf), "forward", hook_func=partial(output, name))
+        edit = receive is not None
+        _hook(stack, (name, m, leaf), "forward", hook_func=partial(output, name), edit=edit)
     return order
 
 
