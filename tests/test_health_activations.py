@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from health_runs import EVEN, FLAT, acts, alarms, falling, first, first_layer, found, weights
 from torch import nn
 
@@ -49,21 +50,37 @@ def test_a_head_behind_a_recurrence_is_given_no_inputs():
     assert alarms(Run(big, losses=falling())) == set()
 
 
-def test_dropout_that_keeps_nothing_is_named_whatever_the_loss_does():
-    types, count = ("Linear", "ReLU", "Dropout", "Linear"), [64.0, 64.0, 64.0, 10.0]
-    run = acts(types, zero=[0, 0.5, 0.995, 0], count=count)
-
-    assert first(Run(run, losses=FLAT)) == "dropout"
-    assert alarms(Run(run, losses=falling())) == {"dropout"}
-    half = acts(types, zero=[0, 0.8, 0.9, 0], count=count)
-    assert "dropout" not in alarms(Run(half, losses=FLAT))
+def dropped(rate):
+    made = acts()
+    return dataclasses.replace(made, meta={**made.meta, "dropout": {"a.drop": 0.1, "b.drop": rate}})
 
 
-def test_zeros_before_a_dropout_that_another_layer_gives_do_not_count_as_dropped():
-    types = ("Linear", "Linear", "Dropout", "Linear")
-    shared = acts(types, zero=[0, 0, 0.9, 0], count=[64.0, 64.0, 192.0, 10.0])
+def test_dropout_that_keeps_almost_nothing_is_named_whatever_the_loss_does():
+    assert first(Run(dropped(0.9), losses=FLAT)) == "dropout"
+    assert alarms(Run(dropped(0.9), losses=falling())) == {"dropout"}
+    assert found(Run(dropped(0.9), losses=FLAT), "dropout").layers == ("b.drop",)
+    assert "dropout" not in alarms(Run(dropped(0.7), losses=FLAT))
 
-    assert "dropout" not in alarms(Run(shared, losses=falling()))
+
+def test_a_rate_of_dropout_is_read_from_the_model():
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.95), nn.Linear(16, 1))
+
+    assert "dropout" in alarms(trained(net))
+    net[2].p = 0.3
+    assert "dropout" not in alarms(trained(net))
+
+
+def trained(net):
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    with watch(net, opt, ActivationStats()) as w:
+        for _ in range(60):
+            x = torch.randn(32, 4)
+            loss = F.mse_loss(net(x), x[:, :1])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss.item())
+    return w.run_record()
 
 
 DEFAULT = acts(("Linear",) * 5, std=[1, 0.5, 0.2, 0.08, 1])

@@ -227,16 +227,26 @@ CASES = [
         "(correlation 0.9",
     ),
     (
-        Run(losses=repeating(3, noise=0.0)),
+        Run(losses=falling(), info={"batches": [64, 4]}),
         "repeated_data",
-        "correlation above 0.85 with the losses of 2 to 4 steps before",
-        "(correlation 1.00), and that of each falls smoothly",
+        "4 different batches or fewer",
+        "the first 64 steps see 4 different batches",
     ),
     (
-        Run(losses=repeating(3)),
+        Run(
+            params=weights(requires_grad=[True, True, True, False], weight_norm=GROWN),
+            losses=falling(),
+            info={"batches": [64, 1]},
+        ),
         "repeated_data",
-        "correlation above 0.85 with the losses of 2 to 4 steps before",
-        "(correlation 1.00)",
+        "1 batch in 40 steps or more",
+        "all of the first 64 steps see one batch, while 3.weight follows",
+    ),
+    (
+        Run(with_fact("norm_samples", 2), losses=falling()),
+        "small_batch",
+        "2 samples or fewer",
+        "over 2 samples at a time",
     ),
     # what the loss's operations show
     (
@@ -400,8 +410,7 @@ CASES = [
         "grows 156-fold",
     ),
     (
-        Run(acts(("Linear", "ReLU", "Dropout", "Linear"), zero=[0, 0.5, 0.951, 0],
-                 count=[64.0, 64.0, 64.0, 10.0]), losses=FLAT),
+        Run(with_fact("dropout", {"drop": 0.902}), losses=FLAT),
         "dropout",
         "less than 25 % is kept",
         "keeps 9.8%",
@@ -928,7 +937,7 @@ def test_no_line_holds_the_line_of_another_severity():
     assert [
         f.threshold for f in told if re.search(r"a (warning|note|error) (if|from)", f.threshold)
     ] == []
-    assert {r.name for r in RULES} - {f.rule for f in told} == {"unregistered"}
+    assert {r.name for r in RULES} - {f.rule for f in told} == {"only_pulls", "unregistered"}
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": runner.n_epoch,
         **runner._loss_facts.read(),
-        **(vars(runner)["batch_facts"].read() if "batch_facts" in vars(runner) else {}),
+        **runner.batch_facts.read(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

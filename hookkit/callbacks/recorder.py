@@ -152,6 +152,9 @@ class Recorder(Callback):
         learn = self.learn
         if learn.training:
             learn._loss_facts.see_scores(learn.loss_func, learn.pred)
+            learn.batch_facts.see(learn.xb)
+            if learn.stepped:
+                learn.batch_facts.end_step()
             self._losses.begin(learn.n_steps - learn.stepped)
             self._losses.put(learn.loss)
             self.lrs.append(learn.opt.param_groups[-1]["lr"])

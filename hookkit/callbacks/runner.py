@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from fastcore.foundation import L
 
+from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.callback import Callback, in_phase, method_for
 from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.errors import ArgumentError, HookError, OptionError
@@ -58,7 +59,7 @@ class CallbackRunner:
 
     def __init__(self) -> None:
         self.cbs, self._past = L(), []
-        self._loss_facts = LossFacts()
+        self._loss_facts, self.batch_facts = LossFacts(), BatchFacts()
         self._forget_order()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

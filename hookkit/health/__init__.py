@@ -69,7 +69,7 @@ __all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
 RULES: tuple[Rule, ...] = (
     loss_graph.broadcast,
     loss_graph.softmax_dim,
-    loss_graph.representation_collapse,
+    loss_graph.only_pulls,
     loss_input.probabilities,
     loss.below_zero,
     steps.ascent,
@@ -81,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     gradients.grads_pile_up,
     batches.constant_input,
     batches.repeated_data,
+    batches.small_batch,
     batches.unshuffled,
     inputs.input_scale,
     loss.target_scale,

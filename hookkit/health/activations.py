@@ -32,8 +32,6 @@ ALONG_DEPTH = 0.8
 # Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 25 %: half of the least.
 LEAST_KEPT = 0.25
 
-_DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
-
 
 @rule(
     needs=("activations",),
@@ -185,18 +183,10 @@ def _trend(sizes: Floats) -> float:
     fix="lower p to 0.5 or less: nn.Dropout(p=0.5)",
 )
 def dropout(run: RunView) -> Iterator[Finding]:
-    """Dropout that keeps less than a tenth."""
-    record = run.activations
-    rows = read.rows(record, _DROPOUTS)
-    rows = rows[rows > 0]
-    if not len(rows):
-        return
-    nonzero, count = 1 - read.table(record, "zero"), read.table(record, "count")
-    # what was 0 before it does not count as dropped, where the layer before it is its input
-    follows = read.median(count[rows] == count[rows - 1], axis=1) == 1
-    kept = read.median(nonzero[rows] / nonzero[rows - 1], axis=1)
-    if (hit := (kept < LEAST_KEPT) & follows).any():
-        least = read.percent(np.nanmin(kept))
-        what = f"dropout keeps {least} of what it is given"
+    """Dropout that keeps less than a quarter."""
+    rates = run.activations.meta.get("dropout") or {}
+    hit = [name for name, rate in rates.items() if 1 - rate < LEAST_KEPT]
+    if hit:
+        what = f"dropout keeps {read.percent(1 - max(rates[name] for name in hit))} of what it is "
         severity = "error" if run.fails else "warning"
-        yield dropout.found(severity, what, *read.where(record, rows[hit]))
+        yield dropout.found(severity, f"{what}given", hit, run.all_steps)

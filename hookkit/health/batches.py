@@ -14,17 +14,18 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data, given_ids
+from hookkit.health.loss_expectations import follower
 from hookkit.health.reading import known, start_level
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats
 
 # A correlation with the losses a period before; fresh batches reach 0.5 (hookkit, measured)
 REPEATS = 0.85
-# Second differences of a smooth curve are smaller than first ones (hookkit, measured)
-SMOOTH = 0.7
 # As many batches, or fewer, are no data set
 FEW = 4
-# Losses that it takes, and how often each batch must have come
+# Samples that are too few for batch norm
+SMALL = 2
+# Losses, or steps, that it takes, and how often each batch must have come
 ENOUGH, TIMES = 40, 4
 # Parts of the data that are as bad as at first, beside others that are learnt
 AS_BAD, LEARNT = 0.5, 0.5
@@ -79,41 +80,30 @@ _SAME_ORDER = unshuffled.but(
 
 
 @rule(
-    needs=("losses",),
-    threshold="correlation above 0.85 with the losses of 2 to 4 steps before",
-    source="exact but for chance; 0.85: hookkit, measured",
+    threshold="4 different batches or fewer, in 40 steps or more",
+    source="exact, by what the model is given; 4: hookkit, measured",
     cause="the same few batches again and again: an iterator that is made anew in each step, or a "
     "subset that was meant for debugging",
-    fix="go through the whole loader: for x, y in loader",
+    fix="go through the whole loader, shuffled: for x, y in loader",
 )
 def repeated_data(run: RunView) -> Iterator[Finding]:
-    """Losses that repeat after two to four steps."""
-    period = period_of(known(run.losses_of(ENOUGH)))
-    if period is None or period.steps > FEW or run.need_not_fall:
+    """A few batches that come back; one alone may be all the data."""
+    n, different = run.info.get("batches") or (0, 0)
+    if n < ENOUGH or different > FEW:
         return
-    what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f})"
-    if _falls_smoothly(known(run.losses), period.steps):
-        what += ", and that of each falls smoothly"
-        yield repeated_data.found("warning", what, (), run.all_steps)
-    else:
-        yield _IN_TURNS.found("note", what, (), run.all_steps)
+    what = f"the first {n} steps see {different} different batches"
+    if different > 1:
+        yield repeated_data.found("warning", what, (), (0, n - 1))
+    elif run.recorded.params is not None and (name := follower(run.recorded.params)):
+        what = f"all of the first {n} steps see one batch, while {name} follows what is trained"
+        yield _OF_A_BUFFER.found("warning", what, (), (0, n - 1))
 
 
-_IN_TURNS = repeated_data.but(
-    cause="tasks or data sets that take turns; or the same few batches, under dropout or "
-    "augmentation",
-    fix="nothing, if turns are meant; else go through the whole loader: for x, y in loader",
+_OF_A_BUFFER = repeated_data.but(
+    threshold="1 batch in 40 steps or more, where frozen matrices change",
+    cause="a replay buffer, or a loader, that gives the same rows each time",
+    fix="draw rows at random: torch.randint(len(buffer), (batch_size,))",
 )
-
-
-def _falls_smoothly(losses: Floats, n: int) -> bool:
-    """Whether the loss of each of `n` batches changes as the loss of one batch does, without noise.
-
-    Of fresh data (tasks in turns) second differences are √3 times as large as first ones.
-    """
-    first = losses[n:] - losses[:-n]
-    second = first[n:] - first[:-n]
-    return bool(np.median(np.abs(second)) < SMOOTH * np.median(np.abs(first)))
 
 
 def period_of(losses: Floats) -> Period | None:
@@ -185,3 +175,20 @@ _ALMOST = constant_input.but(
     fix="look at one batch before the model: x.std(0) beside x.mean(0); standardise the data, or "
     "draw noise for each sample",
 )
+
+
+@rule(
+    needs=("activations",),
+    threshold="2 samples or fewer",
+    source="Wu & He 2018, Group Normalization (arXiv 1803.08494): batch norm's error grows rapidly "
+    "as the batch shrinks; 2: their smallest batch",
+    cause="batches that are too small for batch norm: its means are noise, and not those of "
+    "evaluation",
+    fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
+)
+def small_batch(run: RunView) -> Iterator[Finding]:
+    """Batch norm over one or two samples, which are not all the data."""
+    n, (_, different) = run.activations.meta.get("norm_samples"), run.info.get("batches") or (0, 0)
+    if n is not None and n <= SMALL and different != 1:
+        what = f"batch norm takes its mean over {n} sample{'s' * (n > 1)} at a time"
+        yield small_batch.found("warning", what, (), run.all_steps)

@@ -111,17 +111,20 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
         return f"{others} weights of another model take part in it", _OTHERS_WEIGHTS
     if _has_both_signs(run):
         return "it is above 0 and below it, or begins at 0", _DIFFERENCE
-    if params is not None:  # matrices of a teacher, or of a target network
-        changed = ~read.trainable(params) & read.is_matrix(params) & read.has_changed(params)
-        if changed.any():
-            name = params.names[changed.argmax()]
-            return f"{name}, frozen, follows what is trained", _MOVING_TARGET
+    if params is not None and (name := follower(params)):
+        return f"{name}, frozen, follows what is trained", _MOVING_TARGET
     if (rise := _rise_over_bound(run)) > ABOVE_BOUND:
         return f"it rises {rise:.3g} times as far as gradients and steps explain", _CHANGING_DATA
     if (growth := max(map(_batch_growth, seen), default=0)) > GROWN_BATCH:
         what = f"a step saw {growth:.2g} times as much at the end as at first"
         return what, _GROWING_DATA
     return None
+
+
+def follower(params: Record) -> str:
+    """The first frozen matrix that changes: of a teacher, or of a target network; else ""."""
+    changed = ~read.trainable(params) & read.is_matrix(params) & read.has_changed(params)
+    return params.names[changed.argmax()] if changed.any() else ""
 
 
 def trained_in_turns(params: Record | None) -> bool:

@@ -43,7 +43,8 @@ def softmax_dim(run: RunView) -> Iterator[Finding]:
     if record is not None and (inside := record.meta.get("softmax_dim")):
         what = f"{len(inside)} softmax{'es' * (len(inside) > 1)} inside the model, before a product"
         what += f" with values, {'are' if len(inside) > 1 else 'is'} taken {inside[0]}"
-        yield _NOT_OF_KEYS.found("warning", what, (), run.all_steps)
+        severity = "error" if run.fails else "warning"
+        yield _NOT_OF_KEYS.found(severity, what, (), run.all_steps)
 
 
 _NOT_OF_KEYS = softmax_dim.but(
@@ -63,8 +64,11 @@ _NOT_OF_KEYS = softmax_dim.but(
     fix="keep samples apart: compare with other samples of the batch too (F.cross_entropy of all "
     "similarities), or detach() one side, behind a predictor or in a slow copy of the model",
 )
-def representation_collapse(run: RunView) -> Iterator[Finding]:
+def only_pulls(run: RunView) -> Iterator[Finding]:
     """A loss that only pulls outputs together, whether or not they are alike already."""
     if what := run.info.get("pulls"):
         what = f"the loss only pulls together {what}, both of which get a gradient"
-        yield representation_collapse.found("error", what, (), run.all_steps)
+        yield _COLLAPSE.found("error", what, (), run.all_steps)
+
+
+_COLLAPSE = only_pulls.but(name="representation_collapse")

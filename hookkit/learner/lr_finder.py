@@ -27,6 +27,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
     TrackerCallback,
 )
+from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.checks import check_flag, check_number
 from hookkit.data import loader_state, set_loader
@@ -195,7 +196,7 @@ def mock_training(learn: Any) -> Iterator[None]:
         undo.enter_context(learn.removed_cbs(observers))
         undo.enter_context(learn.added_cbs(stand_ins))
         undo.enter_context(learn.no_logging())
-        learn._loss_facts = LossFacts()
+        learn._loss_facts, learn.batch_facts = LossFacts(), BatchFacts()
         yield
 
 

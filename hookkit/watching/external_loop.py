@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.losses import Floats, LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
@@ -60,7 +59,6 @@ class ExternalLoop(CallbackRunner):
         groups: which of the optimizers make a step together.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
-        batch_facts: how many of the first batches differ.
         info: facts that the user adds to the run.
         compiled, compiled_step: the model, or the step, ran inside a graph that `torch.compile`
             made of something around it: Python hooks do not run there.
@@ -91,7 +89,7 @@ class ExternalLoop(CallbackRunner):
         self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
-        self.groups, self.batch_facts = OptimizerGroups(), BatchFacts()
+        self.groups = OptimizerGroups()
         self._reset()
 
     def _reset(self) -> None:
