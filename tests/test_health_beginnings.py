@@ -161,9 +161,19 @@ def test_steps_that_still_agree_at_the_end_are_too_small(lr, named):
     assert ("lr_too_low" in alarms(run)) == named
 
 
+@pytest.mark.parametrize(("lr", "named"), [(2e-5, True), (2e-3, False)])
+def test_steps_of_sgd_that_still_agree_at_the_end_are_too_small(lr, named):
+    torch.manual_seed(0)
+    model = deep(1, nn.ReLU, 64)
+    opt = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    run = trained(model, opt, lambda m: 5 * regression(m, 256, 64) + 1e-3, 300)
+
+    assert ("lr_too_low" in alarms(run)) == named
+
+
 @pytest.mark.parametrize(("momentum", "named"), [(0.9, True), (0.0, False)])
 def test_of_an_adam_with_little_momentum_large_shares_say_nothing(momentum, named):
-    rates = weights(update_ratio=[5e-4] * 4, update_norm=[6.4e-3] * 4, lr=[1e-3] * 4)
+    rates = weights(update_ratio=[1.2e-3] * 4, update_norm=[6.4e-3] * 4, lr=[1e-3] * 4)
     info = {"optimizer": "Adam", "momentum": [momentum]}
 
     assert ("lr_too_low" in alarms(Run(params=rates, losses=falling(end=2.0), info=info))) == named
@@ -215,3 +225,59 @@ def test_clipped_gradients_do_not_leap():
     run = trained(model, torch.optim.Adam(model.parameters(), 0.1), summed, 100)
 
     assert "leaps" not in str(diagnose(run))
+
+
+def steps(model, opt, loss_of=regression, n=120, told=None, zeroed=True):
+    """A run whose `told(loss)` is reported, or nothing."""
+    with watch(model, opt, ActivationStats(), GradientStats(), ParamStats()) as w:
+        for _ in range(n):
+            if zeroed:
+                opt.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            opt.step()
+            if told:
+                w.loss(told(loss))
+    return w.run_record()
+
+
+@pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_that_pile_up_are_known_without_a_loss(made):
+    torch.manual_seed(0)
+    model, twin = deep(2, nn.ReLU), deep(2, nn.ReLU)
+
+    piled = steps(model, made(model.parameters(), 1e-3), zeroed=False, n=150)
+    fresh = steps(twin, made(twin.parameters(), 1e-3), n=150)
+
+    assert "grads_pile_up" in alarms(piled)
+    assert "grads_pile_up" not in alarms(fresh)
+
+
+def test_steps_that_move_nothing_are_known_without_a_loss():
+    torch.manual_seed(0)
+    model = deep(2, nn.ReLU)
+
+    assert "lr_too_low" in alarms(steps(model, torch.optim.SGD(model.parameters(), 1e-6)))
+    assert "lr_too_low" not in alarms(steps(model, torch.optim.SGD(model.parameters(), 1e-2)))
+
+
+@pytest.mark.parametrize(("value", "named"), [(0.995, True), (0.9, False)])
+def test_a_momentum_near_1_is_named_where_the_loss_does_not_fall(value, named):
+    torch.manual_seed(0)
+    model = deep(2, nn.ReLU)
+    opt = torch.optim.SGD(model.parameters(), 3e-2, momentum=value)
+
+    assert ("momentum" in alarms(steps(model, opt, n=260, told=lambda x: x))) == named
+
+
+@pytest.mark.parametrize(("sign", "named"), [(-1, True), (1, False)])
+def test_a_loss_that_is_told_as_it_is_and_climbed_is_ascent(sign, named):
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    model = deep(2, nn.Tanh)
+    opt = torch.optim.SGD(model.parameters(), 1e-2)
+
+    def turned(model):
+        return sign * mse_loss(model(x).squeeze(-1), x[:, 0])
+
+    assert ("ascent" in alarms(steps(model, opt, turned, told=lambda x: sign * x))) == named

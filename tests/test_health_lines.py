@@ -168,7 +168,7 @@ CASES = [
     (
         Run(params=weights(update_ratio=[1e-6] * 4), losses=falling(end=2.0)),
         "lr_too_low",
-        "below 1 % of the weight in all steps together",
+        "below 10 % of the weight in all steps together",
         "by 0.01% of their weight",
     ),
     (
@@ -314,8 +314,8 @@ CASES = [
             info={"optimizer": "Adam", "momentum": [0.9]},
         ),
         "lr_too_low",
-        "above 0.6 of the rate in the later half",
-        "by 0.8 of its learning rate",
+        "above 0.6 in the later half",
+        "are 0.8 times what",
     ),
     (
         Run(params=weights(grad_norm=at(5, 5.0, 0.1)), losses=falling()),
@@ -394,7 +394,7 @@ CASES = [
     (
         Run(acts(("Linear",) * 5, std=[1, 0.2, 0.05, 0.01, 1]), losses=FLAT),
         "bad_init",
-        "over 1296-fold, 6-fold a layer, while the loss does not fall",
+        "over 1296-fold, as PyTorch's own weights",
         "1e+04-fold",
     ),
     (

@@ -69,11 +69,9 @@ def bad_init(run: RunView) -> Iterator[Finding]:
     where = read.where(record, which[:-1], read.FIRST)
     if fails and ratio > BROKEN_RATIO:
         yield _BROKEN.but(cause=cause).found("error", what, *where)
-    elif fails and usual:
-        line = f"over {usual:.4g}-fold, 6-fold a layer, while the loss does not fall"
-        yield _SHRUNK.but(threshold=line, cause=cause).found("warning", what, *where)
     else:
         line = f"over {threshold:.0f}-fold, 10 × the number of layers, along the depth"
+        line += f"; and over {usual:.4g}-fold, as PyTorch's own weights" * bool(fails and usual)
         here = bad_init.but(threshold=line, cause=cause)
         yield here.found("warning" if fails else "note", what, *where)
 
@@ -153,12 +151,6 @@ _LARGE_GAIN = bad_init.but(
 _BROKEN = bad_init.but(
     threshold="over 1e6-fold along the depth, while the loss does not fall",
     source="hookkit, measured",
-)
-
-
-_SHRUNK = bad_init.but(
-    source="PyTorch's own weights have variance 1 / (3 fan_in), of which a ReLU leaves half: "
-    "6-fold a layer"
 )
 
 
