@@ -281,3 +281,19 @@ def test_a_loss_that_is_told_as_it_is_and_climbed_is_ascent(sign, named):
         return sign * mse_loss(model(x).squeeze(-1), x[:, 0])
 
     assert ("ascent" in alarms(steps(model, opt, turned, told=lambda x: sign * x))) == named
+
+
+@pytest.mark.parametrize(
+    ("made", "named"), [(torch.optim.Adam, True), (torch.optim.RMSprop, False)]
+)
+def test_a_step_that_changes_a_third_of_the_weights_is_judged_by_its_optimizer(made, named):
+    torch.manual_seed(0)
+    model = deep(2, nn.Tanh)
+    lr = 8e-2 if named else 8e-3  # RMSprop's first step is ten times as large as its rate
+
+    def noisy(model):
+        return regression(model, 16) + 1.0
+
+    run = steps(model, made(model.parameters(), lr), noisy, 150, lambda x: x)
+
+    assert ("in one step" in str(diagnose(run))) == named

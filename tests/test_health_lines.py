@@ -168,8 +168,21 @@ CASES = [
     (
         Run(params=weights(update_ratio=[1e-6] * 4), losses=falling(end=2.0)),
         "lr_too_low",
-        "below 10 % of the weight in all steps together",
+        "below 10% of the weight in all steps together",
         "by 0.01% of their weight",
+    ),
+    (
+        Run(params=weights(update_ratio=[5e-5] * 4), losses=falling(end=1.5)),
+        "lr_too_low",
+        "below 1% of the weight in all steps together",
+        "by 0.5% of their weight",
+    ),
+    (
+        Run(params=weights(update_ratio=at(50, 0.4)), losses=falling(end=1.5),
+            info={"optimizer": "Adam"}),
+        "lr_too_high",
+        "above 0.3 in one step",
+        "is 0.4 in one step",
     ),
     (
         Run(params=decaying(), losses=falling()),
@@ -320,13 +333,13 @@ CASES = [
     (
         Run(params=weights(grad_norm=at(5, 5.0, 0.1)), losses=falling()),
         "lr_too_high",
-        "above 20 times what it is at first",
+        "above 25 times what it is at first",
         "to 50 times its first",
     ),
     (
         Run(params=begun([False] * 4, kind="GRU", grad_norm=at(5, 5.0, 0.1)), losses=falling()),
         "exploding",
-        "above 20 times what it is at first",
+        "above 25 times what it is at first",
         "to 50 times its first",
     ),
     (
@@ -378,7 +391,7 @@ CASES = [
         "above 20, where",
         "standard deviation 80 before",
     ),
-    (Run(given(80, 255, 0.5)), "input_scale", "RMS above 20", "has RMS 80"),
+    (Run(given(80, 255, 0.5)), "input_scale", "RMS above 30", "has RMS 80"),
     (
         Run(given(0.02, 0.06, 0.5)),
         "input_scale",

@@ -18,7 +18,9 @@ from hookkit.health.run_view import RunView
 from hookkit.records import Record
 
 # The RMS of inputs, where 1 is usual; healthy trainings reach 2.3 (hookkit, measured)
-LARGE = 20
+LARGE = 30
+# What weights of the usual size make of that (hookkit, measured)
+LARGE_OUTPUT = 20
 # The largest size of an input, and the norm of what one output is made of. Healthy ones begin at
 # 0.3 and 0.25; vectors of length 1 with many elements, or with few that are not 0, are usual.
 SMALL, SMALL_NORM = 0.1, 0.25
@@ -29,8 +31,8 @@ FAR = 0.01
 
 @rule(
     needs=("activations",),
-    threshold="RMS above 20, where standardised inputs have 1",
-    source=f"{LECUN}; 20: hookkit, measured",
+    threshold="RMS above 30, where standardised inputs have 1",
+    source=f"{LECUN}; 30: hookkit, measured",
     cause="inputs that are not standardised (0-255 images, prices, times of 0 to 1000)",
     fix="scale the inputs to mean 0 and standard deviation 1: (x - mean) / std, with mean and std "
     "of the training set",
@@ -77,11 +79,16 @@ def _by_output(run: RunView, record: Record, row: int) -> tuple[str, Rule | None
     size = _spread_without_bias(run, record, row)
     what = f"the output of {record.names[row]}, which is given the data, has standard deviation "
     severity = "error" if run.fails else "warning"
-    return f"{what}{size:.3g} before training", _LARGE_OUTPUT if size > LARGE else None, severity
+    return (
+        f"{what}{size:.3g} before training",
+        _LARGE_OUTPUT if size > LARGE_OUTPUT else None,
+        severity,
+    )
 
 
 _LARGE_OUTPUT = input_scale.but(
     threshold="above 20, where standardised inputs give about 1",
+    source=f"{LECUN}; 20: hookkit, measured",
     cause=f"{input_scale.cause}, or a first layer that begins too large",
 )
 
