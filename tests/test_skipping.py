@@ -158,6 +158,18 @@ def test_a_compiled_model_is_skipped_in_the_block_and_compiled_after_it(how: str
     torch.compiler.reset()
 
 
+def test_a_part_of_a_fused_transformer_layer_is_skipped() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    x = X[None]
+    with torch.no_grad(), skip_module(layer.self_attn, (x, None)):
+        y = layer(x)
+
+    norm = layer.norm1(x + x)
+    wanted = layer.norm2(norm + layer.linear2(layer.linear1(norm).relu()))
+    torch.testing.assert_close(y, wanted)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_a_module_that_was_not_skipped_is_reported() -> None:
     net, x = block(), X[None]
     with (

@@ -14,6 +14,7 @@ from hookkit.hooks.block import Block, reason
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import check_hookable, in_thread
+from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import block
 from hookkit.modules import submodules, unwrap
@@ -34,7 +35,8 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
     Neither its forward runs nor its own hooks, nor anything inside it, whatever it is called with
     and wherever it is called: a shared module is skipped in each place. (`edit_output` runs the
     module, and replaces what it gave.) Calls from other threads run it; copies of the module run,
-    also those made in the block; compiled models run eagerly in the block.
+    also those made in the block. In the block compiled models run eagerly, and the layers of a
+    TransformerEncoder call their parts, without PyTorch's fused path.
 
     Args:
         module: any module that is not scripted.
@@ -55,10 +57,12 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
     skip = _Skip(module, value)
     try:
         enter_eager(skip)
+        switch_fused_path(skip, True)  # it looks for hooks, not for a call that is replaced
         module.__dict__[_CALL] = skip
         yield
     finally:
         skip.end(module)
+        switch_fused_path(skip, False)
         leave_eager(skip)
     if not skip.seen.count:
         warnings.warn(

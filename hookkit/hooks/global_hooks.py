@@ -158,15 +158,16 @@ def hook_tensor(
     return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
 
 
-# The fused path of TransformerEncoder checks for hooks on its modules, not for global hooks, so it
-# is off while there are any. They can be removed in any order, so their ids are kept in a set.
+# The fused path of TransformerEncoder checks for hooks on its modules, not for global hooks or
+# skipped modules, so it is off while there are any. They can end in any order, so their ids are
+# kept in a set.
 _lock = Lock()
-_global: set[int] = set()  # the ids of the global hooks that are on
+_global: set[int] = set()  # the ids of those that there are
 _fast_path = True
 
 
-def _switch(hook: object, on: bool) -> None:
-    """Switches the fused path off for the first global hook, and restores it after the last."""
+def switch_fused_path(hook: object, on: bool) -> None:
+    """Switches the fused path off for the first of them, and restores it after the last."""
     global _fast_path
     with _lock:
         if on and not _global:
@@ -192,12 +193,12 @@ def stand_in_runs() -> Iterator[None]:
     before = getattr(_stand_in, "now", False)
     token = object()
     try:
-        _switch(token, True)
+        switch_fused_path(token, True)
         _stand_in.now = True
         yield
     finally:
         _stand_in.now = before
-        _switch(token, False)
+        switch_fused_path(token, False)
 
 
 def _is_real() -> bool:
@@ -228,13 +229,13 @@ class GlobalHook(Registered):
             self._handle = register_module_forward_pre_hook(self._before)
         else:
             self._handle = register_module_forward_hook(self._after, with_kwargs=True)
-        _switch(self, True)
+        switch_fused_path(self, True)
 
     def _remove(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             _with_kwargs.pop(self._handle.id, None)
-            _switch(self, False)
+            switch_fused_path(self, False)
             self._handle = None
 
     def _before(self, module: nn.Module, args: Any) -> None:
