@@ -148,6 +148,18 @@ def test_code_between_layers_is_an_own_error_of_the_module_around_them() -> None
     assert row.own_rel == pytest.approx(float(apart.norm() / torch.relu(received).norm()))
 
 
+def test_the_text_shows_the_largest_own_errors_and_counts_them() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    other = broken(model, "1.bias", "9.bias", "17.bias")
+    other[17].bias.data += 5.0
+
+    found = compare_models(model, other, X, isolate=True, grads=True)
+
+    lines = found.text().splitlines()
+    assert ", 3 by their own error, first 1 Linear" in lines[0]
+    assert [line.split()[0] for line in lines[2:5]] == ["→", "9", "17"]
+
+
 def test_attention_of_one_tensor_is_isolated_beside_that_of_three() -> None:
     class Attention(nn.Module):
         def __init__(self, of: nn.MultiheadAttention) -> None:

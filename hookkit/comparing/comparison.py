@@ -121,7 +121,9 @@ class Comparison:
     __repr__ = __str__
 
     def text(self, width: int = 100) -> str:
-        """The first difference and its neighbours, then how many rows differ, and what is unpaired.
+        """The first difference and its neighbours, or with `isolate=True` the largest own errors.
+
+        Above them, how many rows differ; below, what is unpaired.
 
         Args:
             width: in columns.
@@ -147,7 +149,7 @@ class Comparison:
             return f"{of}: no difference beyond the tolerance" if self.rows else "nothing compared"
         where = _label(self.first)
         if self.first.own_different is not None:
-            own = f", {len(self.different)} by their own error"
+            own = f", {sum(bool(r.own_different) for r in self.rows)} by their own error"
             by = f"own error {self.first.own_rel:.3g}"
         else:
             beyond = f"{si(self.first.n_different)} of {si(self.first.n)} elements"
@@ -158,6 +160,10 @@ class Comparison:
         if self.first is None:
             apart = sorted((r for r in self.rows if r.rel > 0), key=lambda r: -r.rel)
             return tuple(apart[: 2 * _NEAR + 1])
+        if self.first.own_different is not None:
+            own = sorted(self.different, key=lambda r: (r.own_different is None, -r.own_rel))
+            shown = {id(r) for r in (self.first, *own[: 2 * _NEAR])}
+            return tuple(r for r in self.rows if id(r) in shown)
         at = self.rows.index(self.first)
         return self.rows[max(0, at - _NEAR) : at + _NEAR + 1]
 
