@@ -297,3 +297,31 @@ def test_a_step_that_changes_a_third_of_the_weights_is_judged_by_its_optimizer(m
     run = steps(model, made(model.parameters(), lr), noisy, 150, lambda x: x)
 
     assert ("in one step" in str(diagnose(run))) == named
+
+
+class TwoHeads(nn.Module):
+    """A choice of three, and a number beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.choice, self.number = nn.Linear(16, 32), nn.Linear(32, 3), nn.Linear(32, 1)
+
+    def forward(self, x):
+        h = self.trunk(x).relu()
+        return self.choice(h), self.number(h).squeeze(-1)
+
+
+@pytest.mark.parametrize(("size", "named"), [(1000.0, True), (1.0, False)])
+def test_targets_of_one_head_that_nobody_scaled_are_named(size, named):
+    torch.manual_seed(0)
+    model = TwoHeads()
+
+    def both(model):
+        x = torch.randn(64, 16)
+        scores, number = model(x)
+        label, target = x[:, :3].argmax(1), size * (1 + x[:, 0])
+        return nn.functional.cross_entropy(scores, label) + (number - target).abs().mean()
+
+    run = steps(model, torch.optim.Adam(model.parameters(), 1e-2), both, 200, lambda x: x)
+
+    assert ("target_scale" in alarms(run)) == named

@@ -384,6 +384,12 @@ CASES = [
         "any rise, under maximize=True",
         "made with maximize=True",
     ),
+    (
+        Run(acts(rms=[1, 1, np.geomspace(1, 400, N)]), losses=falling(start=9e4, end=1e4)),
+        "target_scale",
+        "to RMS above 150",
+        "to 305",
+    ),
     # inputs and initial weights
     (
         Run(acts(rms=[80, 40, 1], std=[80, 40, 1])),

@@ -13,9 +13,11 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.jumps import LEAST, jumps, usual
+from hookkit.health.layer_order import ends
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.reading import end_level, known, smoothed, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
+from hookkit.health.steps import rate_is_too_high
 
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are
 # measured. Several heads, whose losses are added up, begin above the chance of one too.
@@ -26,6 +28,9 @@ WILD = 10
 LARGE_ERROR = 20
 # Share of the first loss that all steps can take away (hookkit, measured)
 OUT_OF_REACH = 0.05
+# What an output grows to, and by, for targets that nobody scaled: healthy ones (values of agents)
+# end at 36 at most (hookkit, measured)
+FAR_OUTPUT, FAR_GROWTH = 150, 100
 # A loss that ends this share above its start diverges (hookkit, measured)
 WORSE = 0.5
 # Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)
@@ -81,6 +86,7 @@ def target_scale(run: RunView) -> Iterator[Finding]:
     """A regression whose first error is huge."""
     name, first = run.loss_name, float(known(run.losses)[0])
     if name not in ("mse", "l1", "smoothl1", "huber"):
+        yield from _far_outputs(run) if not _by_class(name) else ()
         return
     error = _error(name, first)
     if error <= LARGE_ERROR:
@@ -95,6 +101,41 @@ def target_scale(run: RunView) -> Iterator[Finding]:
     what += f", and the last is {_error(name, end_level(run.losses)):.3g}" * stays
     says = _OUT_OF_REACH if far else _STAYS if stays else target_scale
     yield says.found("warning" if fails or far or stays else "note", what, (), (0, 0))
+
+
+def _by_class(name: str) -> bool:
+    return "entropy" in name or name.startswith(("nll", "bce", "ctc", "kldiv"))
+
+
+def _far_outputs(run: RunView) -> Iterator[Finding]:
+    """Outputs that have to grow far to reach their targets, of a loss that is not known.
+
+    One head of several, or a value beside a policy. Not where the steps are too large.
+    """
+    record = run.recorded.activations
+    if record is None or not end_level(run.losses) > LARGE_ERROR or rate_is_too_high(run):
+        return
+    last = read.are(record.types, read.PRE_ACTIVATION)
+    rows = [i for i in ends(run, record) if last[i]]
+    rms = read.table(record, "rms")[rows]
+    began, ended = read.median(rms[:, :3], axis=1), read.median(rms[:, -10:], axis=1)
+    far = (ended > FAR_OUTPUT) & (ended > FAR_GROWTH * began)
+    if far.any():
+        what = f"what {record.names[rows[int(ended.argmax())]]} gives has grown from RMS "
+        what += f"{began[ended.argmax()]:.3g} to {ended.max():.3g}"
+        where = read.where(record, [row for row, hit in zip(rows, far, strict=True) if hit])
+        yield _FAR_OUTPUT.found("warning", what, *where)
+
+
+_FAR_OUTPUT = target_scale.but(
+    threshold="an output that grows 100-fold, to RMS above 150, where standardised targets need 1, "
+    "and a loss that ends above 20",
+    source=f"{LECUN} (here of targets); 20, 100 and 150: hookkit, measured",
+    cause="targets (of one head, or returns) that are not standardised: the output takes very many "
+    "steps to reach them, and their gradients drown those of other heads",
+    fix="scale the targets to mean 0 and standard deviation 1, (y - mean) / std: boxes as shares "
+    "of the image, returns by a running standard deviation",
+)
 
 
 def _error(name: str, loss: float) -> float:

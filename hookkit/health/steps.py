@@ -65,7 +65,7 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
     if params is None and "weight_decay" not in run.info:
         raise read.Missing("no parameters")
     share, decay = _decay_per_step(run)
-    if share > DECAY_PER_STEP and decay <= USUAL_DECAY and _rate_is_too_high(run):
+    if share > DECAY_PER_STEP and decay <= USUAL_DECAY and rate_is_too_high(run):
         return  # the other factor
     if share > DECAY_PER_STEP:
         what = f"learning rate × weight decay takes {read.percent(share)} of each weight a step"
@@ -75,7 +75,8 @@ def weight_decay(run: RunView) -> Iterator[Finding]:
         yield from _shrank(run, params)
 
 
-def _rate_is_too_high(run: RunView) -> bool:
+def rate_is_too_high(run: RunView) -> bool:
+    """Whether `lr_too_high` alarms."""
     try:
         return any(f.severity != "note" for f in lr_too_high.check(run))
     except read.Missing:
