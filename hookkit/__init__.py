@@ -49,6 +49,7 @@ from .data import DataLoaders
 from .editing import (
     ParamSelection,
     add,
+    edit_function,
     edit_grad,
     edit_grads,
     edit_input,
@@ -185,6 +186,7 @@ __all__ = [
     "compare_models",
     "diagnose",
     "dummy_eval",
+    "edit_function",
     "edit_grad",
     "edit_grads",
     "edit_input",

@@ -5,6 +5,7 @@ changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for
           a part of it. (Two files, since together they exceed 300 lines.)
 params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.
 skipping  `skip_module` passes over a module, `run_from` starts in the middle of a model.
+functions `edit_function`: the same for calls of torch functions.
 """
 
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
@@ -16,12 +17,14 @@ from hookkit.editing.edits import (
     edit_output,
     edit_outputs,
 )
+from hookkit.editing.functions import edit_function
 from hookkit.editing.params import ParamSelection, select_params
 from hookkit.editing.skipping import run_from, skip_module
 
 __all__ = [
     "ParamSelection",
     "add",
+    "edit_function",
     "edit_grad",
     "edit_grads",
     "edit_input",

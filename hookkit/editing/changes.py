@@ -32,6 +32,12 @@ class Where:
     count: int = 0
 
     @property
+    def names(self) -> tuple[str | None, ...]:
+        """What it may be called in another run, whose calls may have names of their own."""
+        n = 0 if recomputing() and self.count == 1 else self.count
+        return self.name, f"{self.name}:{n}"
+
+    @property
     def label(self) -> str:
         """The layer in words, for messages."""
         if self.name is None:
@@ -266,11 +272,12 @@ def _broadcasts(v: Tensor, x: Tensor) -> bool:
 def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
     """What the other run had at this layer."""
     if isinstance(run, Mapping):
-        if where.name is not None and where.name in run:
-            return run[where.name]
+        for name in where.names:
+            if name is not None and name in run:
+                return run[name]
         raise HookError(_absent(where, [str(name) for name in run]))
     hooks = [run] if isinstance(run, Hook) else list(run)
-    named = [h for h in hooks if h.name is not None and h.name == where.name]
+    named = [h for h in hooks if h.name is not None and h.name in where.names]
     same = [h for h in hooks if h.module is where.module]
     for h in named + [h for h in same if h.leaf == where.leaf]:
         return _value(h, where)

@@ -169,11 +169,17 @@ def _edits(
     prepend: bool = False,
 ) -> Hooks:
     """Registered hooks that edit and store nothing."""
+    return Hooks.of_named(modules, edit_options(who, kind, f, calls, prepend))
+
+
+def edit_options(
+    who: str, kind: Kind, f: Function, calls: Calls = None, prepend: bool = False
+) -> Options:
+    """The options of hooks that edit by `f`, which is checked, and store nothing."""
     f = check_edit(who, f, *FUNCTION_OF[kind])
     if calls is not None:
         f = _AtCalls(who, f, calls)
-    options = Options(who, kind, f, edit=True, keep="none", prepend=prepend)
-    return Hooks.of_named(modules, options)
+    return Options(who, kind, f, edit=True, keep="none", prepend=prepend)
 
 
 def check_edit(who: str, f: Any, *arguments: str) -> Function:

@@ -105,15 +105,19 @@ _ASKS: Mapping[str, Any] = dict.fromkeys(
 )
 
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 def opened(f: Any, names: Mapping[Any, str]) -> Callable[..., Any] | None:
     """`f`, a torch function written in Python, with its own calls seen by a mode that is on.
 
     It does not ask the mode once more. None if it calls none of the functions in `names`: then it
-    need not be opened.
+    need not be opened. A backward pass may call any of them: a checkpoint runs its forward again.
     """
     code = getattr(f, "__code__", None)
     wanted = {*names.values(), *(getattr(g, "__name__", "") for g in names)}
-    if code is None or not isinstance(f, FunctionType) or wanted.isdisjoint(code.co_names):
+    calls = f in _BACKWARD or not wanted.isdisjoint(getattr(code, "co_names", ()))
+    if code is None or not isinstance(f, FunctionType) or not calls:
         return None
     twin = FunctionType(code, {**f.__globals__, **_ASKS}, f.__name__, f.__defaults__, f.__closure__)
     twin.__kwdefaults__ = f.__kwdefaults__

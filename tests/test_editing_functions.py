@@ -1,0 +1,260 @@
+"""`edit_function`, against models whose forward has the change written into it."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hooked import n_hooks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookkit.editing import add, edit_function, patch_from, replace, scale, zero
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks import hook_function
+from hookkit.selecting import select
+
+
+class Attention(nn.Module):
+    """Attention whose softmax is `self.normalize`, and whose heads are multiplied by `keep`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.keep = torch.ones(2, 1, 1)
+        self.normalize: Any = lambda w: w.softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = self.normalize(q @ k.mT / 2) @ v + F.scaled_dot_product_attention(q, k, v) * self.keep
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), nn.Linear(8, 8), Attention())
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def modes() -> int:
+    return int(torch._C._len_torch_function_stack())
+
+
+def test_a_head_inside_fused_attention_is_zeroed(net: nn.Sequential, x: Tensor) -> None:
+    attention: Any = net[2]
+    with edit_function(
+        F.scaled_dot_product_attention, zero(at=(slice(None), 1)), within=select(net, "2")
+    ) as edits:
+        y = net(x)
+
+    assert edits.n_calls == {"2/scaled_dot_product_attention": 1}
+    attention.keep = torch.tensor([1.0, 0.0]).view(2, 1, 1)
+    assert torch.equal(y, net(x))
+
+
+def test_a_head_of_pytorchs_own_attention_is_zeroed(x: Tensor) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1))):
+        y, _ = attention(x, x, x, need_weights=False)
+
+    with torch.no_grad():
+        attention.out_proj.weight[:, 4:] = 0
+    torch.testing.assert_close(y, attention(x, x, x)[0])
+
+
+def test_a_softmax_is_replaced_and_gradients_flow(net: nn.Sequential, x: Tensor) -> None:
+    def sparse(call: Any, inputs: Any, output: Tensor) -> Tensor:
+        return F.relu(inputs[0]) / 5
+
+    with edit_function(torch.softmax, sparse, within=net):
+        y = net(x)
+    for m in (net[0], net[2]):
+        m.normalize = lambda w: F.relu(w) / 5  # type: ignore[assignment]
+    expected = net(x)
+
+    assert torch.equal(y, expected)
+    parameters = list(net.parameters())
+    for g, h in zip(
+        torch.autograd.grad(y.sum(), parameters),
+        torch.autograd.grad(expected.sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(g, h)
+
+
+def test_inputs_are_edited(x: Tensor) -> None:
+    with edit_function(F.softmax, lambda call, inputs: (inputs[0] * 3, *inputs[1:]), inputs=True):
+        hot = x.softmax(-1)
+    with edit_function(F.softmax, scale(3.0), inputs=True):
+        by_name = torch.softmax(dim=-1, input=x)
+
+    assert torch.equal(hot, torch.softmax(x * 3, -1))
+    assert torch.equal(by_name, hot)
+
+
+def test_gradients_are_edited(x: Tensor) -> None:
+    given = x.requires_grad_()
+    with edit_function(torch.exp, scale(5.0), grad=True) as edits:
+        (given.exp() * 2).sum().backward()
+
+    torch.testing.assert_close(given.grad, 10 * x.detach().exp())
+    assert edits.n_calls == {"exp": 1}
+
+
+def test_some_calls_are_edited_by_number(x: Tensor) -> None:
+    with edit_function(torch.relu, zero(), calls=[0, 2]) as edits:
+        sums = [F.relu(torch.ones(2)).sum().item() for _ in range(4)]
+
+    assert sums == [0.0, 2.0, 0.0, 2.0]
+    assert edits.n_calls == {"relu": 4}
+
+
+def test_calls_are_patched_one_by_one_from_another_run(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.softmax, within=net) as clean:
+        expected = [net(x), net(2 * x)]
+    other = torch.randn(2, 5, 8)
+    stored = dict(clean.as_dict())
+
+    def run(edit: Any) -> list[Tensor]:
+        def record(call: Any, inputs: Any, output: Tensor) -> None:
+            seen.append(output.detach())
+
+        seen: list[Tensor] = []
+        with edit_function(F.softmax, edit, within=net), edit_function(F.softmax, record):
+            net(other), net(other)
+        return seen
+
+    assert len(expected) == 2
+    for edit in (patch_from(clean), patch_from(stored)):
+        assert all(torch.equal(a, b) for a, b in zip(run(edit), clean.stored, strict=True))
+
+
+def test_a_call_without_a_counterpart_is_an_error(net: nn.Sequential, x: Tensor) -> None:
+    with hook_function(F.softmax, within=net) as clean:
+        net(x)
+
+    def run() -> None:
+        with edit_function(F.softmax, patch_from(clean), within=net):
+            net(x), net(x)
+
+    with pytest.raises(
+        HookError, match=r"patch_from on '0/softmax'.*has no value of that layer, o"
+    ):
+        run()
+
+
+def test_what_is_captured_inside_an_edit_is_edited_and_outside_it_is_not(x: Tensor) -> None:
+    with hook_function(F.relu) as own, edit_function(F.relu, add(1.0)), hook_function(F.relu) as e:
+        F.relu(x)
+
+    assert torch.equal(own[0].stored, F.relu(x))
+    assert torch.equal(e[0].stored, F.relu(x) + 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", [Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+def test_a_checkpoint_is_edited_again(
+    net: nn.Sequential, x: Tensor, reentrant: bool, how: Any
+) -> None:
+    def grads(run: Any) -> list[Tensor]:
+        net.zero_grad()
+        parameters = [*net.parameters()]
+        with edit_function(F.softmax, scale(0.5), within=net) as edits:
+            loss = run(x.detach().requires_grad_()).square().sum()
+            got = how(loss, *([parameters] if how is torch.autograd.grad else []))
+        assert edits.n_calls == {"0/softmax": 1, "2/softmax": 1}
+        return got or [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+
+    if reentrant and how is torch.autograd.grad:
+        pytest.skip("PyTorch does not support it")
+    checkpointed = grads(lambda x: checkpoint(net, x, use_reentrant=reentrant))
+    for a, b in zip(checkpointed, grads(net), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_compiled_model_is_edited(net: nn.Sequential, x: Tensor) -> None:
+    model = torch.compile(net, backend="eager")
+    before = model(x)
+
+    with edit_function(F.softmax, zero(), within=model):
+        y = model(x)
+    with edit_function(F.softmax, zero(), within=net):
+        expected = net(x)
+
+    assert torch.equal(y, expected)
+    assert torch.equal(model(x), before)
+
+
+def test_another_threads_calls_are_left_alone(x: Tensor) -> None:
+    got: list[Tensor] = []
+    with edit_function(F.relu, zero()):
+        thread = threading.Thread(target=lambda: got.append(F.relu(x)))
+        thread.start()
+        thread.join()
+        F.relu(x)
+
+    assert torch.equal(got[0], F.relu(x))
+
+
+def test_a_result_that_is_written_in_place_is_an_error(x: Tensor) -> None:
+    def run(call: Any, edit: Any) -> None:
+        with edit_function(F.relu, edit):
+            call()
+
+    text = "relu is a call of relu_, which writes its result in place, where an edit has no eff"
+    with pytest.raises(HookError, match=f"edit_function: {text}"):
+        run(lambda: x.relu_(), zero())
+    h = edit_function(torch.exp, zero())
+    with pytest.raises(HookError, match="writes its result in place"), h:
+        torch.exp(x, out=x)
+    run(lambda: F.relu(x, inplace=True), zero())
+    assert modes() == 0
+
+
+def test_wrong_edits_are_errors(net: nn.Sequential, x: Tensor) -> None:
+    with pytest.raises(
+        ArgumentError, match="edit_function: zero makes an edit, and is none itself"
+    ):
+        edit_function(F.relu, zero)
+    with pytest.raises(ArgumentError, match="edit_function: my is not one of the torch functions"):
+        edit_function(my, zero())
+    with pytest.raises(
+        OptionError, match=r"edit_function: inputs=True edits what .* Give one of the"
+    ):
+        edit_function(F.relu, zero(), inputs=True, grad=True)
+    with pytest.raises(OptionError, match=r"edit_function\(calls=-1\): calls are numbered 0, 1"):
+        edit_function(F.relu, zero(), calls=-1)
+    h = edit_function(F.relu, lambda o: (o, o))
+    with pytest.raises(HookError, match=r"'relu'.*the replacement is tuple"), h:
+        F.relu(x)
+    h = edit_function(F.relu, replace(torch.ones(3)))
+    with pytest.raises(HookError, match=r"replace on 'relu'.*does not fit what is there, 2×5×8"), h:
+        F.relu(x)
+    assert (modes(), n_hooks(net)) == (0, 0)
+
+
+def my(x: Tensor) -> Tensor:
+    return x
+
+
+def test_an_exception_of_an_edit_says_where(x: Tensor) -> None:
+    def failing(o: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    h = edit_function(F.relu, failing)
+    with pytest.raises(KeyError, match="mine") as e, h:
+        F.relu(x)
+
+    assert any("raised by the hook" in note and "on relu" in note for note in e.value.__notes__)
+
+
+def test_an_edit_that_is_never_reached_is_reported(x: Tensor) -> None:
+    text = "edit_function: gelu was never called inside the block. Called were exp. Run the model"
+    with pytest.warns(NeverFiredWarning, match=text), edit_function(F.gelu, zero()):
+        x.exp()
