@@ -21,6 +21,7 @@ alone.
      3  hooks · records                         capture; what was recorded, as values
      4  moments · editing · swapping            statistics; change outputs; replace modules
         modelinfo · health                      sizes, shapes, compute; diagnosis of a run
+        attention                               attention weights, also of fused attention
      5  features · summaries · plotting         extract; a model at a glance; pictures
      6  pages · callbacks                       report: one page of a run; Callback
         comparing                               two models, layer by layer
@@ -30,6 +31,7 @@ alone.
     10  bridges · testing · demo                other libraries' loops; small models; a real run
 """
 
+from .attention import attention_weights
 from .callbacks import (
     Callback,
     CSVLogger,
@@ -183,6 +185,7 @@ __all__ = [
     "Wrapper",
     "__version__",
     "add",
+    "attention_weights",
     "compare_models",
     "diagnose",
     "dummy_eval",

@@ -19,7 +19,7 @@ ROWS = [
     {"checks", "events", "nested", "modules", "texts", "files"},
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},
-    {"moments", "editing", "swapping", "modelinfo", "health"},
+    {"attention", "moments", "editing", "swapping", "modelinfo", "health"},
     {"features", "summaries", "plotting"},
     {"pages", "callbacks", "comparing"},
     {"recording", "live"},

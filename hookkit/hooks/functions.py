@@ -256,15 +256,17 @@ class FunctionHooks(Hooks):
     def _missed(self, waiting: Any) -> str:
         if self._captures or self._calls is None:
             return super()._missed(waiting)
+        return f"{self.never_called()} Run the model inside the block, or hook one that it calls."
+
+    def never_called(self) -> str:
+        """In words: that no call was seen, and which other functions were called."""
+        assert self._calls is not None
         names = {getattr(f, "__name__", "__get__") for f in self._calls.others}
         others = sorted(names - {"__get__", "__set__"})
         seen = f" Called were {', '.join(others[:12])}{', …' * bool(others[12:])}." * bool(others)
         wanted = " or ".join(dict.fromkeys(self._calls.names.values()))
         where = "inside the block" if self._calls.within is None else "within these modules"
-        return (
-            f"{self._block.options.who}: {wanted} was never called {where}.{seen} Run the model "
-            f"inside the block, or hook a function that it calls."
-        )
+        return f"{self._block.options.who}: {wanted} was never called {where}.{seen}"
 
     def __repr__(self) -> str:
         return f"Function{super().__repr__()}"
