@@ -8,12 +8,14 @@ weights   what that `nn.Softmax` gives; or `nn.MultiheadAttention`, selected by 
           with `need_weights=True` (and `average_attn_weights=False`: a mean over heads looks less
           sure than each of them). Rows sum to 1, so mean(p²) / mean(p) is exactly the mean over
           rows of Σp²: 1 where one key gets everything, and never more than the heaviest key gets.
+calls     of `F.softmax` (weights) and `F.scaled_dot_product_attention` (scores), which
+          `ActivationStats(functions=[F.softmax, F.scaled_dot_product_attention])` records.
 q and k   where they are layers of their own (`q_proj` and `k_proj`, and so on). |q·k| / √d has the
           RMS rms(q) · rms(k), if the directions have nothing to do with each other.
 
-Not judged: `F.scaled_dot_product_attention` does not show its logits. Neither do
-`nn.MultiheadAttention` and `nn.TransformerEncoderLayer` (their weights are bare parameters), and
-one fused layer for queries, keys and values, whose three parts share a row.
+Not judged without `functions=`: `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and
+`nn.TransformerEncoderLayer` (their weights are bare parameters), and one fused layer for queries,
+keys and values, whose three parts share a row.
 """
 
 from __future__ import annotations
@@ -114,9 +116,13 @@ def _one_key(run: RunView, rows: list[int], severity: str) -> Iterator[Finding]:
 def _softmaxes(record: Record) -> list[int]:
     """Rows of softmaxes inside the model (not the one at its end), or of attention's weights."""
     names = record.names
-    inner = [i for i in read.rows(record, ("Softmax",)) if "." in names[i]]
-    if len(inner) < len(names):
-        inner = [i for i in inner if i != len(names) - 1]
+    found = read.rows(record, ("Softmax",))
+    calls = [i for i in found if "/" in names[i]]  # of functions, by modules
+    layers = [i for i, name in enumerate(names) if "/" not in name and ":" not in name]
+    inner = [i for i in found if i in layers and "." in names[i]]
+    if len(inner) < len(layers):
+        inner = [i for i in inner if i != layers[-1]]
+    inner += [*calls, *read.rows(record, ("scaled_dot_product_attention",))]
     inner += [i for i in read.rows(record, ("MultiheadAttention",)) if names[i].endswith("[1]")]
     ran = np.asarray(np.isfinite(read.table(record, "rms")).any(axis=1))
     return [i for i in inner if ran[i]]

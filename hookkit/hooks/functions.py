@@ -28,6 +28,7 @@ from hookkit.hooks.snapshot import Kind, Options
 from hookkit.hooks.torch_functions import opened, overridden, same_functions, take_off
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap
+from hookkit.selecting import select
 
 Within = nn.Module | Modules | None
 Numbers = Literal["block", "forward", "none"]
@@ -153,20 +154,40 @@ class FunctionCalls(TorchFunctionMode):
     # -- which modules run
 
     def start(self) -> None:
-        """Sees calls from now on, and notes which modules of `within` run."""
-        if self.within is not None:
-            o = Options(self.block.options.who, "recorder", keep="none", entries=self.entries)
-            self.hooks = Hooks.of_named(self.within, o)
-        self.on = True
-        self.__enter__()  # type: ignore[no-untyped-call]
+        """Sees calls from now on, and which module of `within` makes them."""
+        self.hook_modules()
+        self.turn_on()
 
     def stop(self) -> None:
         """Undoes `start`; can be repeated, as where it was called while a call is under way."""
-        take_off(self, self.on)
-        self.on = False
+        self.turn_off()
         if self.hooks is not None:
             self.hooks.remove()
             self.hooks = None
+
+    def hook_modules(self) -> None:
+        """Puts hooks on the modules of `within`, which work while this is on."""
+        if self.within is not None:
+            o = Options(self.block.options.who, "recorder", keep="none", entries=self.entries)
+            self.hooks = Hooks.of_named(self.within, o)
+            self.hooks.switch.on = False
+
+    def turn_on(self) -> None:
+        """Sees calls from now on."""
+        take_off(self, self.on)  # of a forward that was interrupted
+        self.inside.clear()
+        self.on = True
+        if self.hooks is not None:
+            self.hooks.switch.on = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def turn_off(self) -> None:
+        """Undoes `turn_on`; can be repeated."""
+        take_off(self, self.on)
+        self.on = False
+        self.inside.clear()
+        if self.hooks is not None:
+            self.hooks.switch.on = False
 
     def entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
         """What notes that the forward of a module begins, and that it ends, by an error too."""
@@ -178,8 +199,8 @@ class FunctionCalls(TorchFunctionMode):
                     self.counts.pop(name, None)
 
         def leave(*_: Any) -> None:
-            if in_thread(self.block.thread):
-                while self.inside and self.inside.pop() != name:
+            if in_thread(self.block.thread) and name in self.inside:
+                while self.inside.pop() != name:
                     pass  # it was left by an exception that runs no hooks
 
         return [(HookEntry(enter), {"pre": True}), (HookEntry(leave), {"always_call": True})]
@@ -276,8 +297,9 @@ def modules_within(who: str, within: Within) -> list[Named] | None:
     """The modules of `within`, each checked: of one module all that are in it."""
     if within is None:
         return None
-    if isinstance(within, nn.Module):
-        within = dict(unwrap(within).named_modules())
+    if isinstance(within, nn.Module):  # scripted modules run no Python hooks
+        found = {"": unwrap(within), **select(within)}
+        within = {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
     named: list[Named] = []
     for i, (name, m, leaf) in enumerate(named_modules_of(within, who)):
         check_hookable(m, who)

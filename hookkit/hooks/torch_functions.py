@@ -83,7 +83,7 @@ def _why_not(f: Any) -> str:
             f"f must be a torch function, found {kind_of(f)}. Give one, such as "
             "F.scaled_dot_product_attention or torch.Tensor.softmax."
         )
-    name = getattr(f, "__qualname__", None) or type(f).__name__
+    name = getattr(f, "__name__", None) or type(f).__name__
     used = getattr(getattr(f, "__code__", None), "co_names", ())
     seen = [n for n in used if any(_is_reported(g) for g in _named(_plain(n)))][:6]
     one = f"one of those that it calls ({', '.join(seen)})" if seen else "one that it calls"

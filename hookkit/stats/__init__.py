@@ -4,6 +4,7 @@ Layers:
 layers          `ActivationStats`, `GradientStats`, and the checks of their options.
 stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
+functions       Calls of torch functions, recorded as layers are.
 unscaling       Gradients under a GradScaler, divided by the scale of the loss.
 graph           What the autograd graph shows of a model: which activation reads each layer.
 settings        Settings of layers that are mistakes in themselves: of dropout, of batch norm.

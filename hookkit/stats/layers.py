@@ -24,6 +24,7 @@ from hookkit.hooks.entries import graph_task
 from hookkit.moments.buffers import Options
 from hookkit.moments.histograms import Bins, edge_bins, log_bins, range_bins
 from hookkit.records import Record
+from hookkit.stats.functions import RecordedFunctions, checked_functions
 from hookkit.stats.graph import consumers, predecessors, unregistered
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
@@ -68,8 +69,15 @@ class ActivationStats(LayerStats):
             right to 0.021 for 4096 (95 %, Dvoretzky-Kiefer-Wolfowitz).
         exact_hist: counts every value instead.
         window: of `units`, in records.
+        functions: torch functions whose calls are recorded too, for activations that are no module:
+            `[F.relu, F.softmax]`, see `hook_function`; a row for each call in a module's forward,
+            as `blocks.0.mlp/relu:0`. Of `F.scaled_dot_product_attention` the logits are recorded,
+            0 where a mask forbids, which costs their computation. PyTorch calls Python at every
+            torch function of a recorded forward, and compiled models run eagerly in it: combine it
+            with `every`. Not seen is a second forward of the model in the same batch.
 
     Raises:
+        ArgumentError: PyTorch reports no calls of one of `functions`.
         OptionError: an option that cannot work.
 
     >>> from hookkit.testing import synth_learner
@@ -99,8 +107,10 @@ class ActivationStats(LayerStats):
         sample: int = 4096,
         exact_hist: bool = False,
         window: int = 50,
+        functions: Iterable[Callable[..., Any]] = (),
     ) -> None:
         who = type(self).__name__
+        self.functions = checked_functions(who, functions, is_forward)
         with_hist = check_flag(who, "with_hist", with_hist, _BY_NAME)
         units = check_flag(who, "units", units)
         is_forward = check_flag(who, "is_forward", is_forward)
@@ -122,13 +132,53 @@ class ActivationStats(LayerStats):
         )
 
     _saved: ClassVar[tuple[str, ...]] = (*LayerStats._saved, "_n_asked")
+    _calls: RecordedFunctions | None = None
 
     def _clear_fit(self) -> None:
         super()._clear_fit()
         self._n_asked = 0
 
+    def _hook_all(self, model: nn.Module) -> None:
+        super()._hook_all(model)
+        if self._calls is not None:  # the model has changed since
+            self._calls.stop()
+        if self.functions:
+            given = self._switch, self.accumulator.rows, self._function
+            self._calls = RecordedFunctions(self.functions, model, *given)
+            self._calls.hook_modules()
+
+    def _remove(self) -> None:
+        super()._remove()
+        if self._calls is not None:
+            self._calls.stop()
+            self._calls = None
+
+    def before_batch(self) -> None:
+        """Decides whether this batch is recorded, and sees calls of functions from now on."""
+        super().before_batch()
+        if self._calls is not None and self.recording:
+            self._calls.turn_on()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_calls": None}
+
+    def _end_forward(self) -> None:
+        if self._calls is not None:
+            self._calls.turn_off()
+
+    def after_cancel_batch(self) -> None:
+        """A cancelled batch records nothing."""
+        self._end_forward()
+        super().after_cancel_batch()
+
+    def after_batch(self) -> None:
+        """Closes the record of the step, or keeps this batch for it."""
+        self._end_forward()
+        super().after_batch()
+
     def after_pred(self) -> None:
         """The model has returned: a layer called on its own now counts if it makes the loss."""
+        self._end_forward()
         if self.is_forward:
             self._switch.late = True
             if self.recording and self.learn.training and self._n_asked < 2:
