@@ -209,3 +209,40 @@ def test_the_record_of_any_model_joins(entry: Entry) -> None:
         for name, table in once.values.items():
             np.testing.assert_array_equal(twice.values[name], np.hstack([table, table]))
     assert repr(both.diagnose())
+
+
+@pytest.mark.parametrize("marked", ["top", "bottom", "never"])
+@pytest.mark.parametrize("n_batches", [2, 4, 6])
+def test_a_watch_goes_on_within_an_epoch(
+    n_batches: int, marked: str, nets: list[nn.Module], tmp_path: Path
+) -> None:
+    def train(w: Watcher, first: int = 0, last: int = 9) -> Watcher:
+        assert w.opt is not None
+        with w:
+            for i in range(first, last):
+                if marked == "top" and i % 3 == 0:
+                    w.epoch()
+                x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
+                loss = w.model(x).square().mean()
+                w.loss(loss)
+                loss.backward()
+                w.opt.step()
+                w.opt.zero_grad()
+                if marked == "bottom" and i % 3 == 2:
+                    w.epoch(score=float(i))
+                if i == n_batches - 1:
+                    w.save(tmp_path / f"{first}.npz")
+        return w
+
+    whole = train(watched(nets[0]))
+    train(watched(nets[1]), 0, n_batches)
+    resumed = watched(nets[1], resume=tmp_path / "0.npz")
+
+    found, wanted = train(resumed, n_batches).run_record(), whole.run_record()
+
+    for each in (found, wanted):
+        each.activations.iters[:] = each.params.iters[:] = 0  # type: ignore[union-attr]
+        each.activations.values.pop("hist_zero")  # type: ignore[union-attr]
+    assert_same(found, wanted)
+    assert repr(resumed).split(";")[0] == repr(whole).split(";")[0]
+    assert "within_epoch" not in found.info

@@ -63,6 +63,7 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
         info={
             **info_of(runner),
             **({"rank": ranks.this_rank()} if alone else {}),
+            **({"within_epoch": True} if vars(runner).get("_in_epoch") else {}),
             **vars(runner).get("info", {}),
         },
     )

@@ -122,3 +122,21 @@ def joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Flo
         here = whole[shift : shift + len(b)]
         np.copyto(here, b, where=~np.isnan(b))
     return whole
+
+
+def joined_epochs(
+    a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], losses: Floats | None
+) -> list[dict[str, Any]]:
+    """The epochs of `a`, then those of `b`: one row for the epoch that `a` ended within.
+
+    >>> rows = [{"epoch": 0, "step": 0, "train_loss": 9.0}], [{"epoch": 0, "step": 1, "score": 1}]
+    >>> joined_epochs(*rows, np.array([9.0, 1.0]))
+    [{'epoch': 0, 'step': 1, 'train_loss': 5.0, 'score': 1}]
+    """
+    if not a or not b or a[-1].get("epoch") != b[0].get("epoch"):
+        return [*a, *b]
+    row = {**a[-1], **b[0]}
+    if "train_loss" in a[-1] and "step" in row and losses is not None:
+        first = a[-2].get("step", -1) + 1 if len(a) > 1 else 0
+        row["train_loss"] = float(np.nanmean(losses[first : row["step"] + 1]))
+    return [*a[:-1], row, *b[1:]]

@@ -15,7 +15,7 @@ import numpy as np
 
 from hookkit.errors import OptionError
 from hookkit.records import files
-from hookkit.records.joining import joined_record, joined_series
+from hookkit.records.joining import joined_epochs, joined_record, joined_series
 from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 
@@ -152,7 +152,8 @@ class Run(Plain, Exports, Views):
         """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
 
         The later one's steps and epochs follow on this one's: they are counted on, unless they
-        begin behind this run's end already, as after `watch(…, resume=run)`.
+        begin behind this run's end already, as after `watch(…, resume=run)`. An epoch that this
+        one ended within is one of both.
 
         Raises:
             OptionError: they were recorded with other options.
@@ -168,13 +169,14 @@ class Run(Plain, Exports, Views):
             slot: joined_record(getattr(self, slot), getattr(later, slot), (steps, epochs))
             for slot in _SLOTS.values()
         }
+        before = {name: x for name, x in self.info.items() if name != "within_epoch"}
         return Run(
             **of_kind,
             losses=losses,
-            valid=[*self.valid, *after],
+            valid=joined_epochs(self.valid, after, losses),
             grad_norms=grad_norms,
             incidents=(*self.incidents, *(i._later(steps, epochs) for i in later.incidents)),
-            info={**later.info, **self.info, **known},
+            info={**later.info, **before, **known},
         )
 
     def _shift(self, later: Run) -> tuple[int, int]:
@@ -184,7 +186,8 @@ class Run(Plain, Exports, Views):
             firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
         firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
         follows = min(firsts, default=0) >= self.n_steps
-        return (0, 0) if follows else (self.n_steps, self.n_epochs)
+        n_epochs = self.n_epochs - bool(self.info.get("within_epoch"))
+        return (0, 0) if follows else (self.n_steps, n_epochs)
 
     @property
     def n_epochs(self) -> int:

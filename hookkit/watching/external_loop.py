@@ -53,6 +53,7 @@ class ExternalLoop(CallbackRunner):
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that were made before, in another loop.
         earlier: the Run that is resumed, or None.
+        resumes_epoch: it ended within an epoch, which has not been marked since.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
@@ -77,6 +78,7 @@ class ExternalLoop(CallbackRunner):
     pred: Any = None
     loss: Tensor | None = None
     epoch = n_cancelled_steps = 0
+    resumes_epoch = False
     compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
 
     def __init__(
@@ -155,7 +157,8 @@ class ExternalLoop(CallbackRunner):
     def resume(self, run: Run) -> None:
         """Goes on from a run: its steps and epochs come first, here and in what is read."""
         self.earlier = run
-        self.number_from(run.n_steps, run.n_epochs)
+        self.resumes_epoch = bool(run.info.get("within_epoch"))
+        self.number_from(run.n_steps, run.n_epochs - self.resumes_epoch)
 
     def number_from(self, step: int, epoch: int = 0) -> None:
         """Numbers steps and epochs from these on: those before were made elsewhere."""
@@ -184,7 +187,8 @@ class ExternalLoop(CallbackRunner):
         self._end_validation()
         if self._in_epoch:
             self("after_train", "after_epoch")
-            self.epoch, self._in_epoch = self.epoch + 1, False
+        if self._in_epoch or self.resumes_epoch:
+            self.epoch, self._in_epoch, self.resumes_epoch = self.epoch + 1, False, False
 
     # --- signals
 

@@ -74,8 +74,9 @@ def watch(
             `ShowHealth()`, and where no callback records,
             `ActivationStats(every=10, units=True)` and `ParamStats(every=10)`.
         resume: the Run that this training goes on from, or the file that `w.save(path)` wrote of
-            it. Steps and epochs are counted on, and what is read of the Watcher is both as one
-            run; the recorders themselves have the new part. Weights are yours to load.
+            it. Steps and epochs are counted on, from within an epoch if it was written there, and
+            what is read of the Watcher is both as one run; the recorders themselves have the new
+            part. Weights are yours to load.
 
     Raises:
         ArgumentError: an argument is of a kind that cannot work.
@@ -385,8 +386,9 @@ class Watcher(Exports, Views):
         loop = self.loop
         names = ", ".join(loop._named()) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
-        n_epochs = len(loop.spans) + (0 if loop.earlier is None else loop.earlier.n_epochs)
-        steps, epochs = _count(self.n_steps, "step"), _count(n_epochs, "epoch")
+        known = {span["epoch"] for span in loop.spans}
+        known |= set(range(0 if loop.earlier is None else loop.earlier.n_epochs))
+        steps, epochs = _count(self.n_steps, "step"), _count(len(known), "epoch")
         kept = vars(loop).get("kept_info")
         model = type(loop.model).__name__ if kept is None else kept["model"]
         return f"Watcher({model}: {steps} in {epochs}; {names}; {state})"
