@@ -338,6 +338,14 @@ def test_an_opt_func_that_returns_no_optimizer_is_refused() -> None:
     assert learn.opt is None
 
 
+def test_an_optimizer_whose_steps_need_a_closure_is_refused() -> None:
+    learn = learner(opt_func=torch.optim.LBFGS)
+
+    with pytest.raises(ArgumentError, match=r"LBFGS.step\(closure\) evaluates.*LBFGS in a loop of"):
+        learn.fit(1)
+    assert learn.opt is None
+
+
 def test_a_splitter_of_another_models_parameters_is_refused() -> None:
     learn = learner(splitter=lambda m: list(nn.Linear(2, 2).parameters()))
 

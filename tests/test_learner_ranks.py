@@ -14,7 +14,13 @@ import pytest
 import torch
 from processes import in_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from hookkit import ranks
 from hookkit.callbacks import Callback
@@ -44,6 +50,16 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter([self.rows[i] for i in range(len(self.rows))])
+
+
+class Batches(Dataset[Any]):
+    """Makes its batches itself: of four rows, and one of a single row."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return data(N)[BS * i : BS * (i + 1)]
 
 
 class InOrder:
@@ -107,6 +123,7 @@ OPTIONS = {
     "split batches": {"split_batches": True},
     "uneven": {"even_batches": False},
     "each reads a stream": {"dispatch_batches": False},
+    "whole batches": {"dispatch_batches": True},
 }
 
 
@@ -128,6 +145,7 @@ def loaders() -> dict[str, Any]:
         "split batches": DataLoader(data(N), BS),
         "uneven": DataLoader(data(10), BS),
         "each reads a stream": DataLoader(Sized(N), BS),
+        "whole batches": DataLoader(Batches(), batch_size=None),
         "a list": [(x[None], y[None]) for x, y in data(3)],
     }
 
@@ -189,6 +207,8 @@ def work(rank: int, folder: Path) -> None:
     learn = learner(None)
     with pytest.raises(OptionError, match="runs version 1 of FSDP on devices only, and these are"):
         learn.distrib_ctx(cpu=True, fsdp_plugin=sharding(1)).__enter__()
+    with pytest.raises(OptionError, match=r"the validation loader has batch_size=None.*dispatch"):
+        context(learner(loaders()["whole batches"])).__enter__()
     learn = learner(DataLoader(Stream(N), BS))
     unknown = "have no length, so the rows that accelerate adds"
     with context(learn, "each reads a stream"), pytest.warns(HookkitWarning, match=unknown):
@@ -332,7 +352,7 @@ def seen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 def test_losses_and_metrics_are_those_of_the_data_set(seen: Any, case: str) -> None:
     want = validated(learner(loaders()[case], batch_norm=case != "uneven"))
     # batches that are cut in another way: `worst` and InOrder see that
-    same = (0, 2, 4) if case in ("a stream", "split batches") else range(5)
+    same = (0, 2, 4) if case in ("a stream", "split batches", "whole batches") else range(5)
 
     for found in seen:
         for i in same:

@@ -5,6 +5,7 @@ Builds on `checks`.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,30 @@ def check_optimizer(model: nn.Module, opt: Any) -> Any:
             f"Learner: opt_func returned {kind_of(opt)}, which is no optimizer. Return one from "
             f"opt_func(groups, lr=…), or give a class, such as torch.optim.Adam."
         )
+    if _needs_closure(opt):
+        name = type(opt).__name__
+        raise ArgumentError(
+            f"Learner: {name}.step(closure) evaluates the loss again and again in each step, and "
+            f"the Learner does so once. Use another optimizer; or {name} in a loop of your own, "
+            f"recorded by watch(model, opt, …)."
+        )
     if any(p.requires_grad for p in model.parameters()) and not _holds_some(model, opt):
         raise ArgumentError(
             f"Learner: splitter(model) returned no parameter of {type(model).__name__}, so nothing "
             f"of it would be trained. Return parameters of the model that it is called with."
         )
     return opt
+
+
+def _needs_closure(opt: Any) -> bool:
+    """Whether `opt.step()` lacks an argument, as that of LBFGS does."""
+    try:
+        inspect.signature(opt.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a function without a signature
+        return False
+    return False
 
 
 def _holds_some(model: nn.Module, opt: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookkit import ranks
 from hookkit.callbacks import Callback
@@ -140,6 +141,24 @@ _NO_LENGTH = (
 )
 
 
+def _check_batches(engine: Any, loaders: list[Any]) -> None:
+    """An OptionError if a data set makes its batches itself, which accelerate cannot share out."""
+    whole = [
+        role
+        for role, dl in zip(("training", "validation"), loaders, strict=False)
+        if isinstance(dl, DataLoader)
+        and dl.batch_sampler is None
+        and not isinstance(dl.dataset, IterableDataset)
+    ]
+    if whole and engine.num_processes > 1 and not engine.dispatch_batches:
+        raise OptionError(
+            f"distrib_ctx: the {whole[0]} loader has batch_size=None, and accelerate shares out "
+            f"batches by their batch sampler. Give a DataLoader with a batch_size or batch_sampler;"
+            f" or distrib_ctx(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), "
+            f"where the first process reads for all."
+        )
+
+
 def _allow_sharding(engine: Any, plugin: Any) -> None:
     """Has accelerate use its `fsdp_plugin` on CPUs too.
 
@@ -168,6 +187,7 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     engine = Accelerator(**options) if accelerator is None else accelerator
     _allow_sharding(engine, options.get("fsdp_plugin"))
     learn._needs_data("distrib_ctx")
+    _check_batches(engine, learn.dls.loaders)
     if learn.opt is None:
         learn.create_opt()
     own, plain = learn.model, learn.opts[0]

@@ -273,7 +273,8 @@ class Learner(Predicting, Tables, Views):
         """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups.
 
         Raises:
-            ArgumentError: `opt_func` returned no optimizer, or one without the model's parameters.
+            ArgumentError: `opt_func` returned no optimizer, one whose steps need a closure, or one
+                without the model's parameters.
         """
         groups = param_groups(self.splitter(self.model))
         opt = make_optimizer(self.opt_func, groups, self.lr)
@@ -451,7 +452,7 @@ class Learner(Predicting, Tables, Views):
 
         Raises:
             MissingExtraError: accelerate is not installed.
-            OptionError: version 1 of FSDP is wanted on CPUs.
+            OptionError: version 1 of FSDP is wanted on CPUs; a loader has `batch_size=None`.
         """
         return distributed(self, accelerator, options)
 
