@@ -247,7 +247,7 @@ class Unfreeze(Callback):
 
 
 def test_what_a_callback_has_unfrozen_is_trained_on(tmp_path: Path) -> None:
-    whole, first, later = (learner(tmp_path, splitter=halves, cbs=None) for _ in range(3))
+    whole, first, later = (learner(tmp_path, splitter=halves, cbs=ParamStats) for _ in range(3))
     for learn in (whole, first, later):
         learn.freeze()
     whole.fit(4, cbs=Unfreeze())

@@ -508,6 +508,29 @@ def test_parameters_carry_their_facts() -> None:
     assert (record.value("update_norm")[:2] == 0).all()
 
 
+def test_the_facts_of_parameters_follow_what_is_thawed_while_it_trains() -> None:
+    model, stats = net(), ParamStats()
+    model[0].requires_grad_(False)
+    opt = torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    def thaw(cb: Callback) -> None:
+        if cb.learn.n_steps == 2:
+            model[0].requires_grad_(True)
+        if cb.learn.n_steps == 3:
+            opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
+        if cb.learn.n_steps < 4:
+            meta = stats.record().meta
+            facts.append((meta["requires_grad"], meta["in_optimizer"]))
+
+    facts: list[Any] = []
+    train(model, batches(5), stats, Callback(before_batch=thaw), opt=opt)
+
+    no, yes = [False] * 2 + [True] * 2, [True] * 4
+    assert facts[1:] == [(no, no), (no, no), (yes, no)]  # as of the last step
+    assert stats.record().meta["in_optimizer"] == yes
+    assert stats.record().value("lr")[0, -1] == 0.2
+
+
 def test_global_gradient_norms_are_by_step() -> None:
     stats = ParamStats(every=2)
     train(net(), batches(4), stats)

@@ -72,7 +72,8 @@ class ParamStats(Exports, Callback):
         self._live: dict[str, nn.Parameter] = {}  # of the step under way, if it is recorded
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._copies = WeightCopies()
-        self._n_taken, self._n_opts = 0, -1
+        self._n_taken = 0
+        self._trained: Any = None  # by whom and which, when the facts were learnt
         self._constant: dict[str, Any] = {}
         self._known: Parameters | None = None
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
@@ -113,9 +114,12 @@ class ParamStats(Exports, Callback):
             self._bits.first((name, p) for name, _, p in parameters)
             self._compared = parameters
         live = {name: p for name, _, p in parameters}
-        # a loop's optimizers may become known one by one
-        if self._copies.take(live) or self._n_opts != len(self.learn.opts):
+        # layers are thawed, groups added; a loop's optimizers become known one by one
+        n_groups = [len(opt.param_groups) for opt in self.learn.opts]
+        trained = n_groups, [p.requires_grad for p in live.values()]
+        if self._copies.take(live) or self._trained != trained:
             self._learn_facts(parameters)
+            self._trained = trained
         if not self.history.n:
             many = {name: t for name, p in live.items() if (t := local_values(p)).numel() > 1}
             self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
@@ -143,7 +147,6 @@ class ParamStats(Exports, Callback):
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
         self._facts, self._groups = facts, list(held.values())
-        self._n_opts = len(self.learn.opts)
 
     def after_step(self) -> None:
         """Measures the step."""
@@ -269,7 +272,7 @@ class ParamStats(Exports, Callback):
         trained = self._present()
         self._live, self._copies, self._known = {}, WeightCopies(), None
         self._compared, self._own = [], None
-        self._n_opts, self._groups = -1, [None] * len(self._groups)
+        self._trained, self._groups = None, [None] * len(self._groups)
         self._bits.again(trained)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,14 +291,14 @@ class ParamStats(Exports, Callback):
             table[:, [f["sharded"] for f in self._facts.values()], :5] = 0.0  # rank 0 has it
             self.history = self.history.with_table(_NORMS, table)
         self._own = self._whole = None
-        self._n_opts = -1
+        self._trained = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self.learn is not None and self.learn.fitting:
             self.learn._remember_step(self)
         constant = {name: bool(flag) for name, flag in self._constant.items()}
         gone: dict[str, Any] = {"_live": {}, "_parts": {}, "_known": None, "_compared": []}
-        gone |= {"_copies": WeightCopies(), "_constant": constant}
+        gone |= {"_trained": None, "_copies": WeightCopies(), "_constant": constant}
         gone |= {"_groups": [None] * len(self._groups), "history": self.history.on_cpu()}
         return {**super().__getstate__(), **gone}
 
