@@ -66,7 +66,7 @@ def send(target: Target, found: Any, sent: Sent, statistics: list[str] | None = 
     for step in sorted(rows):
         target.scalars(max(step, least), rows[step])
         sent.update(dict.fromkeys(rows[step], step))
-    for record in found.records:
+    for record in found.records if target.takes_histograms else ():
         if record.hist is not None:
             for row in range(len(record.names)):
                 _send_hist(target, record, row, sent)
@@ -154,10 +154,10 @@ def _send_hist(target: Target, record: Record, row: int, sent: Sent) -> None:
     assert record.edges is not None
     tag = f"{record.kind}/{_tag(record, row)}"
     key = f"histogram {tag}"
-    for i, step in enumerate(record.steps):
-        counts = record.hist[row, :, i]
+    for i in np.flatnonzero(record.steps > sent.get(key, -1)):
+        counts, step = record.hist[row, :, i], record.steps[i]
         total = int(counts.sum())
-        if not total or step <= sent.get(key, -1):
+        if not total:
             continue
         stats = {name: float(record.values[name][row, i]) for name in ("min", "max", "mean", "rms")}
         used = np.flatnonzero(counts)

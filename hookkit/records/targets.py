@@ -34,6 +34,11 @@ class Target:
     scalars: Scalars = lambda step, values: None
     in_order: bool = False
 
+    @property
+    def takes_histograms(self) -> bool:
+        """Whether histograms are to be given; also to a target that only notes what was sent."""
+        return self.given is None or callable(getattr(self.given, "add_histogram_raw", None))
+
     def histogram(self, tag: str, step: int, **counts: Any) -> None:
         """Sends a histogram to TensorBoard, with the bins that it was recorded in."""
         if callable(add := getattr(self.given, "add_histogram_raw", None)):
