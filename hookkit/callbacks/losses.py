@@ -114,14 +114,17 @@ class LossHistory:
         """The current batch does not count."""
         self._now = None
 
-    def gather(self) -> None:
+    def gather(self, where: str) -> None:
         """Replaces the losses since the last time by means over the ranks: all of them call.
 
         Two reductions: how many batches there are at most, and two numbers for each.
+
+        Args:
+            where: how far the run is, should a rank not come.
         """
         start = self._n_gathered
         own = torch.from_numpy(self.by_batch(start))
-        with ranks.together("average training losses"):
+        with ranks.together(f"average training losses{where}"):
             n = int(ranks.greatest(torch.tensor(len(own))))
             sums = torch.zeros(2, n, dtype=torch.float64)
             sums[0, : len(own)], sums[1, : len(own)] = own, 1.0

@@ -213,7 +213,7 @@ class Recorder(Callback):
         """Replaces the losses since the last time by means over the ranks: all of them call."""
         n, self._average = self._gathered
         del self._smooth[n:]
-        self._losses.gather()
+        self._losses.gather(self.learn._where())
         self._smoothen()
         self._gathered = len(self._smooth), self._average
 

@@ -84,7 +84,7 @@ class Predicting(Loop):
         with self._untouched([gather, *listed(cbs)], inner):
             self._do_epoch_validate(dl)
             if self.accelerator is not None and hasattr(dl, "end_of_dataloader"):
-                with ranks.together("call get_preds"):
+                with ranks.together(f"call get_preds{self._where()}"):
                     gather.of_all_ranks()
         self._past = [cb for cb in self._past if cb is not gather]  # or its tensors would live on
         return gather.result(concat_dim)

@@ -468,7 +468,7 @@ class ExternalLoop(CallbackRunner):
         return chain(self.model.parameters(), *groups)
 
     def _gather(self) -> None:
-        self.losses.gather()
+        self.losses.gather(self._where())
 
     def _step_losses(self) -> Floats | None:
         losses = self.losses.by_step(self.n_steps)
