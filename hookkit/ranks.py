@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Timer
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -64,15 +65,21 @@ def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     timer.start()
     try:
         yield
-    except HookError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, HookError) or not _of_collective(error):
+            raise
         raise HookError(
             f"{this_rank()} waited for the other ranks: every rank has to {doing}. One of them has "
             f"ended or did not come in time. Look for the first error of the other ranks."
         ) from error
     finally:
         timer.cancel()
+
+
+def _of_collective(error: RuntimeError) -> bool:
+    """Whether it was raised in a collective, and not by other code around it."""
+    modules = (f.f_globals.get("__name__", "") for f, _ in walk_tb(error.__traceback__))
+    return any(name.startswith("torch.distributed") for name in modules)
 
 
 def _say(text: str) -> None:

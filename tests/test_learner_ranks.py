@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from hookkit import ranks
-from hookkit.callbacks import Callback
+from hookkit.callbacks import Callback, GradientClip
 from hookkit.data import DataLoaders
 from hookkit.errors import HookError, HookkitWarning, OptionError
 from hookkit.events import CancelFitException
@@ -269,7 +269,8 @@ def learnt(ranks: int, **options: Any) -> dict[str, Any]:
     learn.opt_func = partial(torch.optim.SGD, momentum=0.9)
     plain, kind = learn.model, type(learn.model)
     with learn.distrib_ctx(cpu=True, **options) if ranks > 1 else nullcontext():
-        learn.fit(2, 0.05, cbs=[ActivationStats(), GradientStats(of="params"), ParamStats()])
+        cbs = [ActivationStats(), GradientStats(of="params"), ParamStats(), GradientClip(100.0)]
+        learn.fit(2, 0.05, cbs=cbs)
         names = {type(m).__name__ for m in learn.model.modules()}
         preds, within = learn.get_preds()[0], learn.run_record()
     assert learn.model is plain
@@ -281,6 +282,7 @@ def learnt(ranks: int, **options: Any) -> dict[str, Any]:
         "momenta": momenta,
         "predictions": preds,
         "losses": run.losses,
+        "norms before clipping": learn.gradient_clip.norms.read(),
         "valid": [row["valid_loss"] for row in run.valid],
         "activations": [run.activations.value(name) for name in ("count", "mean", "std", "max")],
         "gradients": run.gradients.value("rms"),

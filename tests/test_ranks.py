@@ -239,6 +239,9 @@ def loses_the_other(rank: int, folder: Path) -> None:
     if rank == 1:
         (folder / "left1").touch()
         os._exit(0)
+    with pytest.raises(RuntimeError, match="one's own") as own, ranks.together("come"):
+        raise RuntimeError("one's own")
+    assert not isinstance(own.value, HookError)
     stats = ActivationStats()
     net = nn.Sequential(nn.Linear(3, 2))
     with watch(net, None, stats, each_forward=True) as w:

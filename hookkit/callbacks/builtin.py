@@ -121,7 +121,9 @@ class GradientClip(Callback):
         """Clips."""
         learn = self.learn
         clip = getattr(learn.accelerator, "clip_grad_norm_", nn.utils.clip_grad_norm_)
-        self._norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
+        norm = clip(list(learn.model.parameters()), self.max_norm, self.norm_type)
+        # of a model that FSDP2 shards it is in parts, one on each rank: all of them are here
+        self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def after_step(self) -> None:
         """Keeps the norm, if the step was made: a scaler leaves out those that overflow."""
