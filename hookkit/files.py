@@ -9,6 +9,7 @@ import os
 import secrets
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE
 from typing import IO, Any
@@ -55,7 +56,8 @@ def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
             temporary.chmod(S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses this too
+            temporary.unlink()
         if isinstance(error, OSError):  # which may say nothing of a file, or name the other one
             error.filename = str(target)
         raise

@@ -1,5 +1,6 @@
 """What hookkit writes is whole: the new file, or the one that was there."""
 
+import errno
 import multiprocessing
 import os
 import stat
@@ -225,3 +226,19 @@ def test_a_learner_saves_over_its_last_file(tmp_path: Path) -> None:
 
     assert learn.load("net") is learn
     assert os.listdir(path.parent) == ["net.pth"]
+
+
+def test_where_nothing_can_be_written_the_error_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    with (
+        pytest.raises(OSError, match=r"Read-only file system: '.*run\.npz'"),
+        atomic_write(tmp_path / "run.npz"),
+    ):
+        pass
