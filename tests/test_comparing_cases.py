@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hookkit import Hooks, compare_models, hook_output, hook_outputs, select
 from hookkit.comparing.measures import difference
@@ -216,6 +217,17 @@ def test_own_errors_of_recursive_calls_are_right() -> None:
 
     assert [r.name for r in found.different] == ["a"]
     assert [r.own_rel for r in found["again"]] == [0.0, 0.0, 0.0]
+
+
+def test_gradients_behind_a_checkpoint_are_compared_beside_own_errors() -> None:
+    model = Net(lambda m, x: checkpoint(lambda x: m.b(m.a(x).tanh()), x, use_reentrant=False))
+
+    found = compare_models(model, broken(model, "a.bias"), X, isolate=True, grads=True)
+
+    assert [r.name for r in found if r.own_different] == ["a"]
+    assert [(r.name, r.what) for r in found if r.what == "grad"] == [
+        ("", "grad"), ("b", "grad"), ("a", "grad"),
+    ]  # fmt: skip
 
 
 def test_a_module_with_other_inputs_has_no_own_error() -> None:

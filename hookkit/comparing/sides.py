@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError
 from hookkit.hooks import Hooks
+from hookkit.hooks.entries import recomputing
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
@@ -165,15 +166,15 @@ def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> lis
     order: list[Key] = []
 
     def output(name: str, _m: nn.Module, _i: Any, out: Any) -> Any:
-        if isinstance(out, GeneratorType):
-            return None  # the model's own is shown when it has ended
+        if recomputing() or isinstance(out, GeneratorType):
+            return None  # a checkpoint's second run; the model's own is shown when it has ended
         key = Key(name, "output", calls[name])
         calls[name] += 1
         order.append(key)
         return see(key, out)
 
     def inputs(name: str, _m: nn.Module, given: Inputs) -> Inputs | None:
-        return receive(name, given) if receive else None
+        return receive(name, given) if receive and not recomputing() else None
 
     for name, (m, leaf) in hooks.items():
         if receive is not None:
