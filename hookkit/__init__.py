@@ -24,7 +24,7 @@ alone.
         attention                               attention weights, also of fused attention
      5  features · summaries · plotting         extract; a model at a glance; pictures
      6  pages · callbacks                       report: one page of a run; Callback
-        comparing                               two models, layer by layer
+        comparing · collecting                  two models, layer by layer; activation data sets
      7  recording · live                        HookCallback, where hooks meet a loop; ShowHealth
      8  stats                                   ActivationStats and other recorders
      9  learner · watching                      hookkit's training loop; yours
@@ -46,6 +46,7 @@ from .callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
+from .collecting import Activations, Covariance, Mean, TopK, collect
 from .comparing import Comparison, compare_models
 from .data import DataLoaders
 from .editing import (
@@ -128,6 +129,7 @@ from .watching import Watcher, watch
 
 __all__ = [
     "ActivationStats",
+    "Activations",
     "ArgumentError",
     "CSVLogger",
     "Callback",
@@ -141,6 +143,7 @@ __all__ = [
     "Catcher",
     "Comparison",
     "CompiledWarning",
+    "Covariance",
     "DataLoaders",
     "Diagnosis",
     "EarlyStoppingCallback",
@@ -160,6 +163,7 @@ __all__ = [
     "Hooks",
     "Learner",
     "LogTo",
+    "Mean",
     "MissingExtraError",
     "MixedPrecision",
     "ModelRunError",
@@ -180,12 +184,14 @@ __all__ = [
     "ShowHealth",
     "StopForward",
     "Summary",
+    "TopK",
     "TrainEvalCallback",
     "Watcher",
     "Wrapper",
     "__version__",
     "add",
     "attention_weights",
+    "collect",
     "compare_models",
     "diagnose",
     "dummy_eval",

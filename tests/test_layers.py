@@ -21,7 +21,7 @@ ROWS = [
     {"hooks", "records"},
     {"attention", "moments", "editing", "swapping", "modelinfo", "health"},
     {"features", "summaries", "plotting"},
-    {"pages", "callbacks", "comparing"},
+    {"pages", "callbacks", "comparing", "collecting"},
     {"recording", "live"},
     {"stats"},
     {"learner", "watching"},

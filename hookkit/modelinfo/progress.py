@@ -1,4 +1,4 @@
-"""`Progress`: a line on stderr that says how far a long run of a model is, and is gone afterwards.
+"""`Progress`: a line on stderr that says how far a long run is, and is gone afterwards.
 
 In terminals and notebooks, not in files and pipes. The text is tqdm's where that is installed; its
 bar is not used, as it starts a thread that stays.
@@ -18,15 +18,15 @@ _PAUSE_S = 0.25  # between two drawings
 
 
 class Progress:
-    """How many of `n` modules have been called; a model may have more than it calls."""
+    """How many of `n` modules or batches are done; a model may have more modules than it calls."""
 
-    def __init__(self, n: int) -> None:
-        self._n, self._drawn = n, 0  # _drawn: the width of the line that is shown
+    def __init__(self, n: int | None, unit: str = "modules") -> None:
+        self._n, self._unit, self._drawn = n, unit, 0  # _drawn: the width of the line that is shown
         self._start = time.monotonic()
         self._next = self._start + _WAIT_S
 
     def called(self, n: int) -> None:
-        """Draws the line for `n` modules, if it is time to. Cost: one look at the clock."""
+        """Draws the line for `n` of them, if it is time to. Cost: one look at the clock."""
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + _PAUSE_S
@@ -43,10 +43,15 @@ class Progress:
         try:
             from tqdm import tqdm
         except ImportError:
-            return f"{n} of {self._n} modules, {elapsed_s:.0f} s"
+            return f"{n} of {self._n or '?'} {self._unit}, {elapsed_s:.0f} s"
         coding = getattr(sys.stderr, "encoding", None) or ""
         text: str = tqdm.format_meter(
-            n, self._n, elapsed_s, ncols=width, unit=" modules", ascii=not coding.startswith("utf")
+            n,
+            self._n,
+            elapsed_s,
+            ncols=width,
+            unit=f" {self._unit}",
+            ascii=not coding.startswith("utf"),
         )
         return text
 

@@ -1,0 +1,15 @@
+"""Activation data sets: what layers give for every sample of a loader, on disk or accumulated.
+
+collecting    `collect`: runs a model over a loader.
+batches       A batch of a loader: the model's inputs, the samples' ids, the mask.
+rows          What layers gave for a batch, as rows.
+shards        Rows on disk, of one process: safetensors files and their index.
+activations   `Activations`: reading them.
+accumulators  `Mean`, `Covariance`, `TopK`: statistics in place of data.
+"""
+
+from hookkit.collecting.accumulators import Covariance, Mean, TopK
+from hookkit.collecting.activations import Activations
+from hookkit.collecting.collecting import collect
+
+__all__ = ["Activations", "Covariance", "Mean", "TopK", "collect"]

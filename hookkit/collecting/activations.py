@@ -1,0 +1,270 @@
+"""`Activations`: reading what `collect` wrote.
+
+Files are mapped into memory, and rows are copied as they are read: only what is read is loaded, and
+what is done with it changes no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hookkit.checks import check_number, check_path, shown
+from hookkit.collecting.shards import IDS, Index, check_extra, dtype_of, file_of
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+
+WHO = "Activations"
+Places = np.ndarray[Any, Any]
+
+
+class Activations(Mapping[str, "Layer"]):
+    """The activations in a folder that `collect` wrote: a mapping from layer to its rows.
+
+    Rows are in the order in which the loader gave them; where several processes wrote them, in the
+    order of their ids, each once.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        OptionError: here, if the folder is missing or damaged; as rows are read, if a process's
+            part is missing or not finished, or a file damaged.
+        MissingExtraError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> from hookkit.collecting import collect
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> acts = collect(net, [*torch.randn(10, 2, 4)], ["0", "1"], to=tempfile.mkdtemp())
+    >>> acts
+    Activations(20 rows, 2 layers: '0' 3 float32, '1' 3 float32)
+    >>> acts["1"].shape, acts["1"][[3, 5, 19]].shape, acts.ids[:3]
+    ((20, 3), torch.Size([3, 3]), tensor([0, 1, 2]))
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        check_extra("read activations")
+        self.path = check_path(WHO, path)
+        found = [Index.load(folder, WHO) for folder in sorted(self.path.glob("rank*"))]
+        if not found:
+            raise OptionError(
+                f"{WHO}: {self.path} has no activations. Give a folder that collect wrote."
+            )
+        self._parts = {index.settings["rank"]: index for index in found}
+        self._ranks = max(index.settings["ranks"] for index in found)
+        self._first = next((index for index in found if index.layers), found[0])
+        self._maps: dict[tuple[int, str], Tensor] = {}
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows each layer has."""
+        return int(self._starts[-1]) if self._order is None else len(self._order)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The rows' ids, (n_rows,) int64; (n_rows, 2) for tokens: the sample, the position in it.
+
+        Cost: reads all ids.
+        """
+        ids = self._ids_in_files()
+        return ids if self._order is None else ids[torch.from_numpy(self._order)]
+
+    def _ids_in_files(self) -> Tensor:
+        found = [self._mapped(i, IDS) for i in range(len(self._shards))]
+        shape = self._first.layers[IDS][0] if self._first.layers else ()
+        return torch.cat(found) if found else torch.empty(0, *shape, dtype=torch.int64)
+
+    @cached_property
+    def _order(self) -> Places | None:
+        """The places in the files of the rows in order; None if they are as in the files."""
+        if self._ranks == 1:
+            return None
+        ids = self._ids_in_files().numpy()
+        ids = ids if ids.ndim == 2 else ids[:, None]
+        order = np.lexsort(ids.T[::-1])
+        return order[np.diff(ids[order], axis=0, prepend=ids[order][:1] - 1).any(1)]
+
+    @cached_property
+    def _starts(self) -> Places:
+        """Where each file's rows begin, and where the last one's end."""
+        return np.cumsum([0, *(n for _, n in self._shards)])
+
+    @cached_property
+    def _shards(self) -> list[tuple[Path, int]]:
+        """All files with their numbers of rows, those of the first process first."""
+        found = []
+        for rank in range(self._ranks):
+            folder, index = self.path / f"rank{rank}", self._parts.get(rank)
+            if problem := self._problem(index):
+                raise OptionError(
+                    f"{WHO}: the part of rank {rank} of {self._ranks}, {folder}, {problem}. Call "
+                    "collect there as before, and copy the folders of all ranks into one."
+                )
+            rows = [] if index is None else index.rows
+            found += [(file_of(folder, i), n) for i, n in enumerate(rows)]
+        return found
+
+    def _problem(self, index: Index | None) -> str:
+        if index is None or not index.done:
+            return "is missing" if index is None else "is not finished"
+        # of a sharded model each rank has other parameters
+        common = [{**i.settings, "rank": 0, "model": ""} for i in (index, self._first)]
+        same = common[0] == common[1] and index.layers in ({}, self._first.layers)
+        return "" if same else "is of another model, other layers or settings"
+
+    def _mapped(self, number: int, name: str) -> Tensor:
+        """The rows of a layer in one file, mapped into memory: not to be written to."""
+        if (number, name) not in self._maps:
+            self._maps[number, name] = self._map(*self._shards[number], name)
+        return self._maps[number, name]
+
+    def _map(self, file: Path, n_rows: int, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        opened: Any = safe_open
+        shape, dtype = self._first.layers[name]
+        try:
+            with opened(file, framework="pt") as f:
+                t: Tensor = f.get_tensor(name)
+            if (tuple(t.shape), t.dtype) != ((n_rows, *shape), dtype_of(dtype)):
+                raise ValueError(f"{name} is {tuple(t.shape)} of {t.dtype}")
+        except (OSError, SafetensorError, ValueError, RuntimeError) as why:
+            raise OptionError(
+                f"{WHO}: {file} is damaged or missing ({why}). Copy it anew, or remove {self.path} "
+                "and collect again."
+            ) from why
+        return t
+
+    def __getitem__(self, name: str) -> Layer:
+        if name in list(self):
+            return Layer(self, name)
+        near = ", ".join(map(repr, nearest(str(name), self) or list(self)[:3])) or "there are none"
+        raise SelectionError(
+            f"{WHO}: {self.path} has no layer {name!r}. Nearest: {near}. list(acts) has all "
+            f"{len(self)}."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._first.layers if name != IDS)
+
+    def __len__(self) -> int:
+        return max(len(self._first.layers) - 1, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_maps": {}}  # a worker maps the files itself
+
+    def __repr__(self) -> str:
+        try:
+            state = f"{self.n_rows} rows"
+        except OptionError:
+            state = f"not whole, {sum(sum(index.rows) for index in self._parts.values())} rows"
+        layers = [
+            f"{name!r} {'×'.join(map(str, self._first.layers[name][0])) or 'scalars'} "
+            f"{self._first.layers[name][1]}"
+            for name in self
+        ]
+        few = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+        return f"Activations({state}, {few}: {', '.join(layers[:4])}{', …' if layers[4:] else ''})"
+
+
+class Layer(Dataset[Tensor]):
+    """The rows of one layer: an array on disk, and a torch Dataset.
+
+    `layer[3]` is a row; `layer[10:20]`, `layer[[3, 1]]` and `layer[mask]` are new tensors of rows.
+    `DataLoader(layer, …)` gives batches of rows, `layer.batches(…)` gives them with their ids.
+
+    Attributes:
+        name: of the layer.
+        shape: (n_rows, ...).
+        dtype: of torch.
+    """
+
+    def __init__(self, acts: Activations, name: str) -> None:
+        shape, dtype = acts._first.layers[name]
+        self._acts, self.name, self.dtype = acts, name, dtype_of(dtype)
+        self.shape, self.ndim = (acts.n_rows, *shape), 1 + len(shape)
+
+    @property
+    def ids(self) -> Tensor:
+        """The rows' ids: `Activations.ids`."""
+        return self._acts.ids
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        places = self._places(rows)
+        starts, flat = self._acts._starts, places.reshape(-1)
+        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype)
+        shards = np.searchsorted(starts, flat, side="right") - 1
+        for i in np.unique(shards):
+            here = np.nonzero(shards == i)[0]
+            t, at = self._acts._mapped(int(i), self.name), flat[here] - starts[i]
+            if here[-1] - here[0] == at[-1] - at[0] == len(at) - 1 and (np.diff(at) == 1).all():
+                # neighbours: many times as fast as by index
+                found[here[0] : here[-1] + 1] = t[at[0] : at[-1] + 1]
+            else:
+                found[torch.from_numpy(here)] = t[torch.from_numpy(at)]
+        return found.reshape(*places.shape, *self.shape[1:])
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        """Rows as a DataLoader fetches a batch of them: read at once."""
+        return list(self[rows])
+
+    def _places(self, rows: Any) -> Places:
+        """The places in the files of the rows that an index means."""
+        index = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        if index.dtype == bool and index.shape == (len(self),):
+            index = index.nonzero()[0]
+        if isinstance(rows, tuple) or (index.size and index.dtype.kind not in "iu"):
+            raise ArgumentError(
+                f"{WHO}: {shown(rows)} is no index of the {len(self)} rows of {self.name!r}. Give "
+                "whole numbers, a slice, or a mask with an entry for each row; of the rest of the "
+                "dimensions index what is read: acts[name][rows][:, 3]."
+            )
+        index = index.astype(np.int64)
+        if index.size and not -len(self) <= index.min() <= index.max() < len(self):
+            # an IndexError: Python ends its loops over sequences by it
+            raise IndexError(
+                f"{WHO}: {shown(rows)} is beyond the {len(self)} rows of {self.name!r}"
+            )
+        index = np.where(index < 0, index + len(self), index)
+        return index if self._acts._order is None else self._acts._order[index]
+
+    def batches(
+        self, size: int, *, shuffle: bool = False, seed: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of rows with their ids: `(size, ...)` and `(size,)`; the last may be smaller.
+
+        Args:
+            size: rows in a batch.
+            shuffle: gives all rows in random order.
+            seed: of that order; give another one in each epoch.
+        """
+        size = check_number("Layer.batches", "size", size, 1, whole=True, what="rows in a batch")
+        n, random = len(self), torch.Generator().manual_seed(seed)
+        order = torch.randperm(n, generator=random) if shuffle else None
+        parts = [slice(i, min(i + size, n)) for i in range(0, n, size)]
+        some = (part if order is None else order[part] for part in parts)
+        return ((self[rows], self.ids[rows]) for rows in some)
+
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        """All rows; as float32 what numpy has no dtype for (bfloat16, float8), which is exact."""
+        t = self[:]
+        try:
+            return t.numpy()
+        except TypeError:
+            return t.float().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.to_numpy(), dtype)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name!r}, {'×'.join(map(str, self.shape))} {self.dtype})"

@@ -1,0 +1,116 @@
+"""Statistics of rows, as of all rows at once, however they come and merge."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit import Covariance, Mean, TopK, collect
+from hookkit.errors import OptionError
+
+G = torch.Generator().manual_seed(0)
+ROWS = torch.randn(50, 3, 4, generator=G) * 0.01 + 1000  # where naive sums of squares fail
+IDS = torch.randperm(50, generator=G)
+SIZES = [7, 0, 1, 20, 22]
+
+
+def fed(blank: Any, rows: Tensor = ROWS, ids: Tensor = IDS) -> tuple[Any, Any]:
+    """One that has seen all parts, and one that was merged of two, with an empty one."""
+    one, parts = copy.deepcopy(blank), [copy.deepcopy(blank) for _ in range(3)]
+    for i, (r, n) in enumerate(zip(rows.split(SIZES), ids.split(SIZES), strict=True)):
+        one.update(r, n)
+        parts[i // 3].update(r, n)
+    empty = copy.deepcopy(blank)
+    for part in parts:
+        empty.merge(part)
+    return one, empty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_the_mean_is_that_of_all_rows(dtype: torch.dtype) -> None:
+    rows = ROWS.to(dtype)
+
+    for found in fed(Mean(), rows):
+        torch.testing.assert_close(found.mean, rows.double().mean(0), rtol=1e-14, atol=0)
+        assert (found.n, repr(found)) == (50, "Mean(50 rows of 3×4)")
+
+
+def test_the_covariance_is_torchs() -> None:
+    wanted = torch.cov(ROWS.double().flatten(1).T)
+
+    for found in fed(Covariance()):
+        torch.testing.assert_close(found.cov, wanted, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(found.mean, ROWS.double().mean(0), rtol=1e-14, atol=0)
+
+
+def test_the_covariance_of_scalars_is_their_variance() -> None:
+    for found in fed(Covariance(), ROWS[:, 0, 0]):
+        torch.testing.assert_close(found.cov, ROWS[:, 0, 0].double().var().view(1, 1))
+
+
+def test_without_two_rows_there_is_no_covariance() -> None:
+    one, none = Covariance(), Covariance()
+    one.update(ROWS[:1], IDS[:1])
+
+    assert one.cov is none.cov is None
+    assert (none.mean, repr(none)) == (None, "Covariance(0 rows)")
+
+
+@pytest.mark.parametrize("k", [1, 5, 80])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_the_greatest_values_of_each_unit_and_their_rows(k: int, tokens: bool) -> None:
+    ids = torch.stack([IDS // 5, IDS % 5], 1) if tokens else IDS
+    rows = torch.rand(600, generator=G).argsort().view(50, 3, 4).float()  # no two are equal
+    values, at = rows.topk(min(k, 50), dim=0)
+
+    for found in fed(TopK(k), rows, ids):
+        assert torch.equal(found.values, values)
+        assert torch.equal(found.ids, ids[at])
+        assert repr(found) == f"TopK({k} of 3×4)"
+
+
+def test_what_has_no_greatest_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"values of torch.bool have no order. Give hook= l"):
+        TopK(2).update(torch.ones(3, 2, dtype=torch.bool), torch.arange(3))
+    with pytest.raises(OptionError, match=r"TopK\(k=0\): k is how many values of each unit"):
+        TopK(0)
+
+
+class Longest:
+    """An accumulator of one's own."""
+
+    def __init__(self) -> None:
+        self.length, self.ids = 0.0, []
+
+    def update(self, rows: Tensor, ids: Tensor) -> None:
+        self.length = max(self.length, float(rows.norm(dim=1).max()))
+        self.ids += ids.tolist()
+
+    def merge(self, other: Any) -> None:
+        self.length = max(self.length, other.length)
+
+
+def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+    x = torch.randn(11, 4)
+    blank = Mean()
+
+    means = collect(model, x.split(4), ["0", "1"], into=blank)
+    longest = collect(model, x.split(4), "1", into=Longest(), n=6)
+
+    torch.testing.assert_close(means["0"].mean, model[0](x).double().mean(0).detach())
+    torch.testing.assert_close(means["1"].mean, model(x).double().mean(0).detach())
+    assert blank.n == 0
+    assert longest["1"].ids == [0, 1, 2, 3, 4, 5]
+    torch.testing.assert_close(longest["1"].length, model(x)[:6].norm(dim=1).max().item())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"to": "there"}, {"shard_bytes": 10}])
+def test_options_of_files_are_refused_with_an_accumulator(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"with into= nothing is written, so to= and shard_b"):
+        collect(nn.Linear(2, 2), [torch.ones(1, 2)], "", into=Mean(), **options)
