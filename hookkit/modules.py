@@ -73,6 +73,12 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside compile, DDP, DataParallel, FSDP, checkpoint and EMA wrappers.
 
+    Args:
+        model: a model, wrapped or not.
+
+    Returns:
+        The module inside, or `model` itself.
+
     Raises:
         ArgumentError: `model` is no module.
 

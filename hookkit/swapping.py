@@ -229,6 +229,9 @@ class Wrapper(nn.Module):
     attributes that it does not have are those of `wrapped` (`wrapper.in_features`), and a model's
     state dict has the same keys with it and without it; parameters of your own add keys.
 
+    Args:
+        wrapped: the module in whose place it stands.
+
     >>> class Doubled(Wrapper):
     ...     def forward(self, *args, **kwargs):
     ...         return 2 * self.wrapped(*args, **kwargs)

@@ -1,7 +1,9 @@
 """The site's pages: each block runs and prints what is shown, and each public name is described."""
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_readme import run
@@ -50,3 +52,43 @@ def test_every_page_is_in_a_list_of_pages() -> None:
             listed |= {str(folder / n) + ".md" for n in names.splitlines() if n and n[0] != ":"}
 
     assert {p for p in PAGES if p not in listed} == {"index.md"}
+
+
+# Made by a function, which documents what goes in: their constructors are not for users.
+RESULTS = {
+    "Comparison",
+    "Diagnosis",
+    "FeatureExtractor",
+    "FunctionHooks",
+    "Selection",
+    "Summary",
+    "Watcher",
+}
+
+
+def callables() -> list[tuple[str, Any]]:
+    """Public functions, and classes that a user makes, by name."""
+    found = {n: getattr(m, n) for m in (plotting, hookkit) for n in m.__all__ if n != "__version__"}
+    errors = {n for n, o in found.items() if isinstance(o, type) and issubclass(o, BaseException)}
+    return [(n, o) for n, o in sorted(found.items()) if n not in RESULTS | errors]
+
+
+@pytest.mark.parametrize(("name", "thing"), callables(), ids=[n for n, _ in callables()])
+def test_every_argument_is_described(name: str, thing: Any) -> None:
+    text = inspect.getdoc(thing) or ""
+    described = text.partition("Args:")[2] + text.partition("Attributes:")[2]
+    names = [n for n in inspect.signature(thing).parameters if n not in ("self", "events")]
+
+    # alone in its line, or with its neighbours: `detach, cpu: …`
+    assert [n for n in names if not re.search(rf"^ .*\b{n}\b[\w, *]*:", described, re.M)] == []
+    if inspect.isfunction(thing):
+        assert "Returns:" in text
+
+
+@pytest.mark.parametrize(("name", "thing"), callables(), ids=[n for n, _ in callables()])
+def test_every_function_has_an_example(name: str, thing: Any) -> None:
+    if thing in vars(plotting).values():
+        pages = "".join((DOCS / p).read_text() for p in PAGES)
+        assert f"{name}(" in pages  # a picture's example is where the picture is
+    else:
+        assert ">>> " in (inspect.getdoc(thing) or "")

@@ -20,7 +20,14 @@ from hookkit.errors import ArgumentError, OptionError
 
 
 class TrainEvalCallback(Callback):
-    """Puts the model on the data's device and in the right mode, and counts training batches."""
+    """Puts the model on the data's device and in the right mode, and counts training batches.
+
+    Every Learner has one, unless it is made with `default_cbs=False`.
+
+    >>> from hookkit.testing import synth_learner
+    >>> synth_learner().cbs
+    [TrainEvalCallback, Recorder]
+    """
 
     order = -10
     run_valid = False
@@ -68,6 +75,12 @@ class GradientAccumulation(Callback):
 
     Raises:
         OptionError: `n_acc` is no whole number from 1.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(n_trn=10, cbs=GradientAccumulation(4))
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> learn.n_steps
+    3
     """
 
     order = -5
@@ -106,6 +119,12 @@ class GradientClip(Callback):
 
     Attributes:
         norms: per step the norm before clipping, kept on the device; `norms.read()` gives them.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(n_trn=3, cbs=GradientClip(0.1))
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> len(learn.gradient_clip.norms.read())
+    3
     """
 
     run_valid = False

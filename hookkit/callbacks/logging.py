@@ -124,6 +124,14 @@ class CSVLogger(Callback):
         OptionError: as a fit begins: the file to append to, or that of the fit that is resumed, has
             other columns; there is no Recorder.
         OSError: as a fit begins: the file cannot be written.
+
+    >>> import tempfile
+    >>> from hookkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=CSVLogger())
+    ...     with learn.no_logging(): learn.fit(2)
+    ...     print(Path(folder, "history.csv").read_text().splitlines()[0])
+    epoch,train_loss,valid_loss,time
     """
 
     order = 60

@@ -30,6 +30,11 @@ class ProgressCallback(Callback):
 
     Raises:
         MissingExtraError: tqdm is not installed.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=ProgressCallback)
+    >>> learn.fit(1)  # doctest: +ELLIPSIS
+       epoch ...train_loss...
     """
 
     order = 60

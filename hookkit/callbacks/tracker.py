@@ -111,8 +111,12 @@ class EarlyStoppingCallback(TrackerCallback):
     Nothing is printed: `repr` says what was best when.
 
     Args:
-        monitor, comp, min_delta, reset_on_fit: as `TrackerCallback`'s.
+        monitor: a column of the log: `"train_loss"`, `"valid_loss"` or the name of a metric.
+        comp: `comp(new, best)` is whether `new` is better; None: less for losses and errors, else
+            greater.
+        min_delta: by how much a number has to be better.
         patience: how many epochs in a row may be without a new best; the last of them ends the fit.
+        reset_on_fit: whether each fit begins anew; otherwise it goes on with the best before.
 
     Raises:
         OptionError: as `TrackerCallback`; `patience` is no whole number from 1.
@@ -163,12 +167,16 @@ class SaveModelCallback(TrackerCallback):
     training goes on.
 
     Args:
-        monitor, comp, min_delta, reset_on_fit: as `TrackerCallback`'s.
+        monitor: a column of the log: `"train_loss"`, `"valid_loss"` or the name of a metric.
+        comp: `comp(new, best)` is whether `new` is better; None: less for losses and errors, else
+            greater.
+        min_delta: by how much a number has to be better.
         fname: of the file, without `.pth`.
         every_epoch: saves every epoch instead, or every n-th, as `{fname}_{epoch}`; then nothing is
             loaded at the end.
         at_end: saves what the fit has ended with instead of loading the best.
         with_opt: whether to save and load the optimizer's state too.
+        reset_on_fit: whether each fit begins anew; otherwise it goes on with the best before.
 
     Raises:
         ArgumentError: `fname` is no name of a file.
@@ -176,6 +184,14 @@ class SaveModelCallback(TrackerCallback):
 
     Attributes:
         last_saved_path: the file that was written last; None before the first.
+
+    >>> import tempfile
+    >>> from hookkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=SaveModelCallback(fname="best"))
+    ...     with learn.no_logging(): learn.fit(2)
+    ...     print(learn.save_model.last_saved_path.name)
+    best.pth
     """
 
     order = TrackerCallback.order + 1

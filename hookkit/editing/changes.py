@@ -88,6 +88,9 @@ def zero(*, at: Any = None) -> Change:
         at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
             all. Of a structured output every tensor, unless a leaf was selected (`"lstm[0]"`).
 
+    Returns:
+        The edit, for `edit_output` and the like.
+
     >>> zero(at=(..., 0))(nn.Identity(), torch.ones(2, 2))
     tensor([[0., 1.],
             [0., 1.]])
@@ -96,7 +99,14 @@ def zero(*, at: Any = None) -> Change:
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
-    """Multiplies by `k`, a number or a tensor that broadcasts; `at` as in `zero`.
+    """Multiplies what a layer returns by a number or a tensor.
+
+    Args:
+        k: the factor; a tensor has to broadcast.
+        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+
+    Returns:
+        The edit, for `edit_output` and the like.
 
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
@@ -106,9 +116,15 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
-    """Adds `v`, a number or a tensor that broadcasts, such as a steering vector; `at` as in `zero`.
+    """Adds a number or a tensor, such as a steering vector, to what a layer returns.
 
-    A tensor is cast to the dtype and device of what it is added to, and can be trained.
+    Args:
+        v: what is added; a tensor has to broadcast. It is cast to the dtype and device of what it
+            is added to, and can be trained.
+        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+
+    Returns:
+        The edit, for `edit_output` and the like.
 
     >>> add(torch.tensor([1.0, 2.0]), at=0)(nn.Identity(), torch.zeros(2, 2))
     tensor([[1., 2.],
@@ -124,7 +140,11 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
             of the same containers, whose tensors take the places of its tensors.
-        at: as in `zero`; from a `t` that broadcasts to the full shape the same part is taken.
+        at: what to act on, as in `tensor[at]`; all by default. From a `t` that broadcasts to the
+            full shape the same part is taken.
+
+    Returns:
+        The edit, for `edit_output` and the like.
 
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
@@ -145,6 +165,9 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
             values by layer name. A layer is found by its name, else as the same module. With
             `keep="all"`, call by call; else each call gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
+
+    Returns:
+        The edit, for `edit_output` and the like.
 
     What the other run had is broadcast: one clean sample patches every sample of a batch.
 

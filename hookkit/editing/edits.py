@@ -79,7 +79,16 @@ def edit_outputs(
     Args:
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
             which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
-        f, calls, prepend: as in `edit_output`; the calls of each module are counted by themselves.
+        f: gets the module, its inputs and its output, or the output alone, as in `edit_output`.
+        calls: which calls of each module are edited, by their number, from 0 in each `with`: a
+            collection of numbers, one number, or a function `f(number)`; None edits all.
+        prepend: before the hooks that a module has, which then see what is edited.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
+
+    Raises:
+        ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
     >>> from hookkit.selecting import select
@@ -98,9 +107,22 @@ def edit_input(
 ) -> Hooks:
     """Replaces what `module` is called with by what `f(module, input)` returns.
 
-    Otherwise as `edit_output`. `input` is an `Inputs`: a tuple of the positional inputs, keyword
-    inputs by name (`input["mask"]`, `input.kwargs`). `f` gives the one positional input, a tuple of
-    as many as there are (keyword inputs stay), an `Inputs` for all, or None.
+    Registered, removed and limited to a block as `edit_output` is.
+
+    Args:
+        module: the layer.
+        f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
+            (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
+            as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit.
+        calls: which calls of the module are edited, by their number, from 0 in each `with`: a
+            collection of numbers, one number, or a function `f(number)`; None edits all.
+        prepend: before the hooks that the module has, which then see what is edited.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the calls that reached the layer.
+
+    Raises:
+        ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
     >>> with edit_input(layer := nn.Identity(), scale(2)):
@@ -113,7 +135,21 @@ def edit_input(
 def edit_inputs(
     modules: Modules, f: Function, *, calls: Calls = None, prepend: bool = False
 ) -> Hooks:
-    """`edit_input` for several modules, see `edit_outputs`; leaf paths are into the inputs.
+    """`edit_input` for several modules, registered all or none.
+
+    Args:
+        modules: an iterable of modules, a Sequential (its children), or what `select` returns;
+            leaf paths are into the inputs.
+        f: as in `edit_input`.
+        calls: which calls of each module are edited, by their number, from 0 in each `with`: a
+            collection of numbers, one number, or a function `f(number)`; None edits all.
+        prepend: before the hooks that a module has, which then see what is edited.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
+
+    Raises:
+        ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Identity(), nn.Identity())
@@ -128,9 +164,18 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
     """Replaces the gradient of each tensor that `module` returns by what `f(module, grad)` returns.
 
     Backward goes on from there with the replacement. Forward and backward have to run inside the
-    block. `f` is called for each tensor of the output by itself, when its gradient arrives, and
-    gives a tensor of its shape, or None; it must not write into `grad`. It sees the gradient after
-    the edits and hooks that were written before it. Otherwise as `edit_output`.
+    block. It sees the gradient after the edits and hooks that were written before it.
+
+    Args:
+        module: the layer.
+        f: is called for each tensor of the output by itself, when its gradient arrives, and gives a
+            tensor of its shape, or None; it must not write into the gradient. Or a ready-made edit.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the gradients that were edited.
+
+    Raises:
+        ArgumentError, HookError: as `edit_output`.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
@@ -143,7 +188,17 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
 
 
 def edit_grads(modules: Modules, f: Function) -> Hooks:
-    """`edit_grad` for several modules, see `edit_outputs`.
+    """`edit_grad` for several modules, registered all or none.
+
+    Args:
+        modules: an iterable of modules, a Sequential (its children), or what `select` returns.
+        f: as in `edit_grad`.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the gradients of each layer, by name.
+
+    Raises:
+        ArgumentError, HookError: as `edit_output`.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)

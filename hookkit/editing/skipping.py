@@ -43,6 +43,9 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
         value: what the calls give, of any structure; its tensors are cloned at each call, and
             gradients flow to them. Or a function of the module's inputs: `lambda x: x`.
 
+    Returns:
+        A context manager.
+
     Raises:
         ArgumentError: `module` is no module.
         HookError: `module` is scripted.
@@ -118,6 +121,9 @@ def run_from(model: nn.Module, what: Selector, value: Any) -> Any:
         model: a Sequential, or a wrapper around one.
         what: selects one module, as in `select`: `"3"`, `"features.4"`; it is run too.
         value: its input.
+
+    Returns:
+        What the model gives.
 
     Raises:
         SelectionError: no such module.

@@ -123,6 +123,9 @@ def diagnose(run: Any) -> Diagnosis:
             records do not say), `output_is_probabilities` and `loss_input` (`"Softmax"` or
             `"Sigmoid"`, if that is what makes the loss's input).
 
+    Returns:
+        The `Diagnosis`: prints as a list; `.healthy`, `.rules`, `.findings`.
+
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.
 

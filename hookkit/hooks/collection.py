@@ -39,6 +39,33 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
     A Collection and an Iterator: `len`, `in`, iteration, `next`, `h[0]`, `h[1:3]`, and by name
     (`h["fc"]`) where names are known. A `with` block records the calls of its thread: of asyncio
     tasks that take turns in one, all.
+
+    Args:
+        ms: modules, as many as there are; a Sequential is its children. A mapping, such as what
+            `select` returns, has names.
+        hook_func: `f(module, input, output)`, or of one parameter `f(output)`; what it returns is
+            stored. None stores the output.
+        is_forward: False registers PyTorch's full backward hooks: `f(module, grad_in, grad_out)`.
+        detach: `hook_func` sees detached tensors, and what is stored is detached.
+        cpu: what is stored is moved to the CPU.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        pre: before the forward, `f(module, input)`, instead of after it.
+        edit: what `hook_func` returns (unless None) replaces the output.
+        keep: `"last"` call, `"all"` calls, or `"none"`.
+        clone: None stores snapshots; True clones; False stores live tensors.
+        dtype: floating point tensors are stored as this.
+        stop: in a `with`, the forward ends, and the block with it, when all of them have fired.
+        prepend: before the hooks that the modules have, instead of after them.
+
+    Raises:
+        ArgumentError, OptionError, HookError: as `Hook`, which has more on each option; then none
+            is registered.
+
+    >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
+    >>> with Hooks(net, lambda m, i, o: tuple(o.shape)) as h:
+    ...     y = net(torch.randn(4, 5))
+    >>> list(h.stored)
+    [(4, 10), (4, 10), (4, 3)]
     """
 
     _hooks: list[Hook] | None = None  # made on demand

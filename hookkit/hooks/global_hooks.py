@@ -128,10 +128,18 @@ def hook_tensor(
 ) -> TensorHook:
     """Stores the gradient of any intermediate tensor, which PyTorch does not keep, in `.stored`.
 
-    Set it before the backward pass; each pass replaces what the last one stored. Options as for
-    `hook_output`. Also a context manager, which removes the hook at its end. The gradient is that
-    of the tensor as it is now: an in-place operation afterwards is one of its uses. If the tensor
-    is a view and its memory is written, uses of the tensor that it is a view of count too.
+    Set it before the backward pass; each pass replaces what the last one stored. The gradient is
+    that of the tensor as it is now: an in-place operation afterwards is one of its uses. If the
+    tensor is a view and its memory is written, uses of the tensor that it is a view of count too.
+
+    Args:
+        t: a tensor that requires a gradient.
+        detach: stores the gradient without a graph of its own.
+        cpu: moves it to the CPU; from CUDA without waiting, until it is read.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+
+    Returns:
+        A `TensorHook`, registered already: `.stored`, `.remove()`; also a context manager.
 
     Raises:
         ArgumentError: `t` is no tensor.
@@ -286,6 +294,9 @@ def hook_all(
         pre: calls `hook_func(module, input)` before the forward; PyTorch's global hooks give it the
             positional inputs only.
 
+    Returns:
+        A `GlobalHook`, registered already: `.remove()`; also a context manager.
+
     Raises:
         ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
             nor False.
@@ -321,6 +332,13 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
 
     A line is printed when a call ends, so inner modules come first. Use it in a `with` block, or
     `remove()` it.
+
+    Args:
+        model: a model.
+        file: where to, as of `print`; the standard output by default.
+
+    Returns:
+        The `Hooks`, registered already.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
     >>> with print_sizes(net):

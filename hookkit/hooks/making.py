@@ -37,10 +37,30 @@ def hook_output(
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
     arrived), filled in by the backward pass: what every use of that tensor sends back, also by
     another hook that keeps it. Uses inside the module by its other outputs do not count, nor,
-    where the module returns its input, those of the input. With `retain_grad` both are stored: the
-    output in `stored`, its gradient in `grad`, in the same structure.
+    where the module returns its input, those of the input.
 
-    With `prepend` it sees the output before the hooks that the module has, and their edits.
+    Args:
+        module: the layer. It holds the hook, until `remove()` or the end of the `with`.
+        detach: stores tensors without their graph; a snapshot, which later in-place operations
+            do not change.
+        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
+        grad: stores the gradients instead, in the backward pass.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        keep: `"last"` call, or `"all"`, then in `.calls`.
+        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
+            that was overwritten since warns.
+        dtype: floating point tensors are stored as this.
+        stop: ends the forward, and the `with` block, when it has fired.
+        retain_grad: stores both: the output in `.stored`, its gradient in `.grad`.
+        prepend: before the hooks that the module has, and their edits, instead of after them.
+
+    Returns:
+        The `Hook`, registered already: `.stored`, `.n_calls`, `.remove()`; a context manager.
+
+    Raises:
+        ArgumentError: `module` is no module, or an option is of a wrong kind.
+        OptionError: options that exclude each other.
+        HookError: a module is scripted: it runs no hooks of Python.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_output(m) as h:
@@ -72,7 +92,33 @@ def hook_outputs(
     retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` returns, or the gradients of that: `hook_output`.
+    """`Hooks` that store what each of `modules` returns, or the gradients of that.
+
+    Each stores as `hook_output` does.
+
+    Args:
+        modules: modules, as many as there are; a Sequential is its children, as in fastai; what
+            `select` returns has names, and so has a dict.
+        detach: stores tensors without their graph; a snapshot, which later in-place operations
+            do not change.
+        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
+        grad: stores the gradients instead, in the backward pass.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        keep: `"last"` call, or `"all"`, then in `.calls`.
+        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
+            that was overwritten since warns.
+        dtype: floating point tensors are stored as this.
+        stop: ends the forward, and the `with` block, when the last of them has fired.
+        retain_grad: stores both: outputs in `.stored`, its gradient in `.grad`.
+        prepend: before the hooks that the module has, and their edits, instead of after them.
+
+    Returns:
+        The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
+
+    Raises:
+        ArgumentError: something in `modules` is no module, or an option is of a wrong kind.
+        OptionError: options that exclude each other.
+        HookError: a module is scripted: it runs no hooks of Python.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
     >>> with hook_outputs(net) as h:
@@ -110,8 +156,31 @@ def hook_input(
     positional inputs and then the keyword inputs, None where none arrived. Each place has its own
     gradient, so a tensor that is passed twice comes to the module as two views of it, as with
     PyTorch's full backward hook. `MultiheadAttention`, which tests `query is key`, then computes
-    its projections one by one, and the last digits can differ. `retain_grad` and `prepend` as in
-    `hook_output`.
+    its projections one by one, and the last digits can differ.
+
+    Args:
+        module: the layer. It holds the hook, until `remove()` or the end of the `with`.
+        detach: stores tensors without their graph; a snapshot, which later in-place operations
+            do not change.
+        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
+        grad: stores the gradients instead, in the backward pass.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        keep: `"last"` call, or `"all"`, then in `.calls`.
+        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
+            that was overwritten since warns.
+        dtype: floating point tensors are stored as this.
+        stop: ends the forward, and the `with` block, when it has fired.
+        retain_grad: stores both: the inputs in `.stored`, its gradient in `.grad`.
+        prepend: before the hooks that the module has, and their edits, instead of after them.
+
+    Returns:
+        The `Hook`, registered already; `.stored` is an `Inputs`: a tuple of the positional inputs
+        that has keyword inputs by name.
+
+    Raises:
+        ArgumentError: `module` is no module, or an option is of a wrong kind.
+        OptionError: options that exclude each other.
+        HookError: a module is scripted: it runs no hooks of Python.
 
     >>> m = nn.Linear(5, 3)
     >>> with hook_input(m) as h:
@@ -139,7 +208,33 @@ def hook_inputs(
     retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` is called with, or the gradients: `hook_input`.
+    """`Hooks` that store what each of `modules` is called with, or the gradients of that.
+
+    Each stores as `hook_input` does.
+
+    Args:
+        modules: modules, as many as there are; a Sequential is its children, as in fastai; what
+            `select` returns has names, and so has a dict.
+        detach: stores tensors without their graph; a snapshot, which later in-place operations
+            do not change.
+        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
+        grad: stores the gradients instead, in the backward pass.
+        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        keep: `"last"` call, or `"all"`, then in `.calls`.
+        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
+            that was overwritten since warns.
+        dtype: floating point tensors are stored as this.
+        stop: ends the forward, and the `with` block, when the last of them has fired.
+        retain_grad: stores both: inputs in `.stored`, its gradient in `.grad`.
+        prepend: before the hooks that the module has, and their edits, instead of after them.
+
+    Returns:
+        The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
+
+    Raises:
+        ArgumentError: something in `modules` is no module, or an option is of a wrong kind.
+        OptionError: options that exclude each other.
+        HookError: a module is scripted: it runs no hooks of Python.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
     >>> with hook_inputs(net) as h:

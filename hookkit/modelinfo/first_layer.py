@@ -76,13 +76,19 @@ def _features(layer: nn.Module) -> int | None:
 
 
 def in_channels(m: nn.Module) -> int:
-    """Channels (or features) that the first layer of `m` takes that names them.
+    """How many channels (or features) a model takes.
 
-    >>> in_channels(nn.Conv2d(8, 16, 3, groups=4)), in_channels(nn.ConvTranspose2d(8, 16, 3))
-    (8, 8)
+    Args:
+        m: a model.
+
+    Returns:
+        The number that the first layer takes that names one.
 
     Raises:
         ArgumentError: no layer says so, or the first one takes ids (an embedding).
+
+    >>> in_channels(nn.Conv2d(8, 16, 3, groups=4)), in_channels(nn.ConvTranspose2d(8, 16, 3))
+    (8, 8)
     """
     name, layer = first_layer(check_module("in_channels", m))
     if isinstance(layer, _EMBEDDINGS):

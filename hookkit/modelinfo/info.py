@@ -61,7 +61,13 @@ class ParameterModule(nn.Module):
 
 
 def has_params(m: nn.Module) -> bool:
-    """True if `m` or any module inside it has a parameter.
+    """Whether a module has parameters.
+
+    Args:
+        m: a module.
+
+    Returns:
+        True if `m` or any module inside it has one.
 
     >>> has_params(nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), has_params(nn.ReLU())
     (True, False)
@@ -71,6 +77,9 @@ def has_params(m: nn.Module) -> bool:
 
 def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
     """The number of distinct parameters in `m`, each counted once, and whether they are trainable.
+
+    Args:
+        m: a module.
 
     Returns:
         `(n, trainable)`: True if all are, False if none is (or there is none), a `Partly` with the
@@ -95,7 +104,12 @@ def share(n: int, n_trainable: int) -> bool | Partly:
 def flatten_model(m: nn.Module) -> list[nn.Module]:
     """The innermost modules of `m` in the order of definition, each once.
 
-    A parameter that a module holds beside its children is listed after them as a `ParameterModule`.
+    Args:
+        m: a model.
+
+    Returns:
+        The modules; a parameter that a module holds beside its children stands after them as a
+        `ParameterModule`.
 
     >>> [type(l).__name__ for l in flatten_model(nn.MultiheadAttention(4, 2))]
     ['NonDynamicallyQuantizableLinear', 'ParameterModule', 'ParameterModule']
@@ -140,14 +154,18 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     forward and one copy of parameters and buffers.
 
     Args:
+        m: a model.
         size: of the made-up input beside batch and channels, (64, 64) for images by default.
         x: an example input instead; a tuple is several inputs.
 
-    >>> dummy_eval(nn.Conv2d(3, 8, 3), (32, 32)).shape
-    torch.Size([1, 8, 30, 30])
+    Returns:
+        The model's output, of whatever structure it is.
 
     Raises:
         ModelRunError: the model cannot take the made-up input; its own error is the cause.
+
+    >>> dummy_eval(nn.Conv2d(3, 8, 3), (32, 32)).shape
+    torch.Size([1, 8, 30, 30])
     """
     check_module("dummy_eval", m)
     given, made_up = _inputs(m, size, x)
@@ -192,9 +210,19 @@ def model_sizes(
 ) -> list[Any]:
     """The output size of each direct child of `m`, in the order of definition.
 
-    A `torch.Size`; for a child that returns a structure, the same structure of sizes; None for a
-    child that does not run. A layer without children gives its own output's size. Runs on fake
-    tensors where possible. Arguments as for `dummy_eval`.
+    Runs on fake tensors where possible.
+
+    Args:
+        m: a model. A layer without children gives its own output's size.
+        size: of a made-up input beside batch and channels, (64, 64) for images by default.
+        x: an example input instead; a tuple is several inputs.
+
+    Returns:
+        A `torch.Size` for each child; for one that returns a structure, the same structure of
+        sizes; None for one that does not run.
+
+    Raises:
+        ModelRunError: the model cannot take the made-up input; its own error is the cause.
 
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
@@ -228,6 +256,17 @@ def num_features_model(
     The dimension beside the batch that does not grow with the input: channels of a conv net, the
     last dimension of a vision transformer or of a channels-last net. Where the input size cannot
     change, dimension 1 of an image and the last one of anything else.
+
+    Args:
+        m: a model.
+        size: of a made-up input beside batch and channels, (64, 64) for images by default.
+        x: an example input instead; a tuple is several inputs.
+
+    Returns:
+        The number.
+
+    Raises:
+        ModelRunError: the model cannot take the made-up input; its own error is the cause.
 
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
     24

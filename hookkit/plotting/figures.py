@@ -44,7 +44,11 @@ _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 @block
 def offscreen() -> Iterator[None]:
-    """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread."""
+    """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread.
+
+    Returns:
+        A context manager.
+    """
     token = _offscreen.set(True)
     try:
         yield
@@ -56,6 +60,13 @@ def png(picture: Any, dpi: int = 100) -> bytes:
     """A Figure or Axes as the bytes of a PNG file; a figure of pyplot's is closed.
 
     On the background that it was drawn for, white unless the user's style is a dark one.
+
+    Args:
+        picture: a Figure or an Axes.
+        dpi: dots per inch.
+
+    Returns:
+        The bytes.
 
     Raises:
         ArgumentError: `picture` is neither.
@@ -82,7 +93,15 @@ def figure_of(picture: Any) -> Any:
 
 
 def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
-    """Writes a Figure or Axes to `path` as PNG; missing parent folders are made. The path.
+    """Writes a picture into a PNG file; missing parent folders are made.
+
+    Args:
+        picture: a Figure or an Axes.
+        path: of the file, which ends in `.png`.
+        dpi: dots per inch.
+
+    Returns:
+        The path.
 
     Raises:
         ArgumentError: `picture` is neither.

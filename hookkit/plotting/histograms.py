@@ -227,6 +227,14 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any
     The nearest record is taken, and the title says which; without `step` it is the last one in
     which most layers have finite values.
 
+    Args:
+        record: with histograms: a Run, a Record, a recorder, a Watcher or a Learner.
+        step: the optimizer step.
+        ax: where to draw; a new figure by default.
+
+    Returns:
+        The Axes.
+
     Raises:
         OptionError: no histograms were recorded, or `step` was not.
     """

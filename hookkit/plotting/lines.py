@@ -31,7 +31,15 @@ SHAPES = "os^DvPX<>ph*"
 
 
 def plot_stats(record: Any, *, fig: Any = None) -> Any:
-    """Means and standard deviations of all layers over steps, coloured by depth; the Figure."""
+    """Means and standard deviations of all layers over steps, coloured by depth.
+
+    Args:
+        record: a Run, a Record, a recorder, a Watcher or a Learner.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure.
+    """
     record = by_module(as_record(record, "activation", "gradient"))
     fig = figures.new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
@@ -53,6 +61,13 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     matrix that begins at 0 is drawn from the first step on that changes it by 1 % or less: until
     then its relative update is large whatever the learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
+
+    Args:
+        record: of parameters, a Run, a Record, a recorder, a Watcher or a Learner.
+        ax: where to draw; a new figure by default.
+
+    Returns:
+        The Axes.
     """
     record = by_module(as_record(record, "param"))
     ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
@@ -88,6 +103,13 @@ def plot_dead(record: Any, *, ax: Any = None) -> Any:
     activations, drawn in the middle of the window over which their mean size was judged.
 
     Where no such units were recorded, the share of values near zero instead; the title says so.
+
+    Args:
+        record: a Run, a Record, a recorder, a Watcher or a Learner.
+        ax: where to draw; a new figure by default.
+
+    Returns:
+        The Axes.
     """
     record = by_module(as_record(record, "activation", "gradient"))
     ax, shape = figures.new_axes(ax, 10, 4.5), (len(record.names), len(record))
@@ -145,9 +167,20 @@ def _eps(record: Record) -> str:
 
 
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
-    """Mean, standard deviation and share near zero of one layer over steps; the Figure.
+    """Mean, standard deviation and share near zero of one layer over steps.
 
     As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and `|x|` for near zero.
+
+    Args:
+        record: a Run, a Record, a recorder, a Watcher or a Learner.
+        layer: name or index.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure.
+
+    Raises:
+        SelectionError: there is no such layer.
     """
     record = as_record(record, "activation", "gradient")
     row = record.layer(layer)

@@ -41,6 +41,9 @@ def plot_loss(
         ax: draws the loss alone, here; the result is this Axes.
         fig: an empty Figure or SubFigure.
 
+    Returns:
+        The Figure, or `ax`.
+
     Raises:
         OptionError: `skip_start` is negative, or leaves nothing of the losses.
     """

@@ -109,6 +109,12 @@ class Run(Plain, Exports, Views):
         grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown.
         incidents: from the flight recorder.
         info: model name, number of classes, optimizer, learning rates, versions, output facts, …
+
+    >>> run = Run(losses=np.linspace(2.3, 0.1, 50))
+    >>> run
+    Run(50 steps; nothing recorded)
+    >>> run.diagnose().healthy
+    True
     """
 
     activations: Record | None = None

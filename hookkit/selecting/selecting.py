@@ -131,6 +131,13 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     `torch.nn.utils.parametrize` only when spelt out. Names cost one look-up per part, globs a walk
     through the part of the model that they can reach, the others one walk through the model.
 
+    Args:
+        model: a model, wrapped or not.
+        *what: selectors.
+
+    Returns:
+        A `Selection`: name → module, a Mapping, which hooks, edits and recorders take.
+
     Raises:
         SelectionError: nothing matches; the message has the nearest names.
         ArgumentError: something in `what` is none of the above.
@@ -168,6 +175,12 @@ def leaf_modules(model: nn.Module) -> Selection:
     Shared ones are given once. Left out are parametrizations, containers that are never called,
     what is inside `nn.MultiheadAttention`, which calls no module, and observers of quantization: a
     layer that holds some is a leaf. A model without children is its own leaf, `""`.
+
+    Args:
+        model: a model, wrapped or not.
+
+    Returns:
+        The modules by name.
 
     Raises:
         ArgumentError: `model` is no module.

@@ -57,6 +57,7 @@ class ActivationStats(LayerStats):
         hook: `hook(module, inputs, output)` gives what to record in place of the output (with
             `is_forward=False`: of gradients of inputs and of outputs); a subclass's method of that
             name does too.
+        on_train: whether training is recorded.
         on_valid: records each validation as one record, apart: `record(valid=True)`.
         units: counts dead, dormant and saturated units (channels) over the last `window` records,
             at least half of it; dead from all values, dormant on a CPU from about 32,768 of a layer
@@ -216,13 +217,19 @@ class GradientStats(LayerStats):
     is found. A step that it skips leaves nothing.
 
     Args:
+        with_hist: whether to keep a histogram of each row too, from `sample` of its values.
+        modules: which, as for `select`; None takes every module without children that has
+            parameters.
+        every: records one optimizer step in so many, beginning with the first of each fit.
+        remove_end: takes the hooks off at the end of the fit.
+        include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"`, `"params"` or `"both"`; parameters are rows called by their own names.
         scaler: the GradScaler, needed only where its `step` is not called around a torch
             optimizer's (`each_forward`), or where there is none before the first batch.
         eps: a value of at most this size is near zero.
         bins: as for `ActivationStats`; None: signed octaves from 2**-40 to 2**8.
-
-    The others are those of `ActivationStats`.
+        sample: values per row and step that the histogram counts.
+        exact_hist: counts every value instead.
 
     Raises:
         OptionError: an option that cannot work.

@@ -89,6 +89,14 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
     Args:
         learn: a Learner, or anything with a `model`.
         *xb: the inputs of a batch; the first sample of each is taken where the model can take one.
+
+    Returns:
+        The tuples.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)))
+    >>> layer_info(learn, *learn.dls.one_batch()[:1])[1]
+    ('ReLU', '', '', [1, 3], True)
     """
     _check(learn, "layer_info", xb)
     one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
@@ -149,7 +157,17 @@ def _drawn(s: Summary, xb: tuple[Any, ...]) -> str:
 def module_summary(learn: Any, *xb: Any) -> SummaryText:
     """The layers of `learn.model` in fastai's layout, for the inputs `xb` of a batch.
 
-    A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
+    Args:
+        learn: a Learner, or anything with a `model`.
+        *xb: the inputs of a batch.
+
+    Returns:
+        A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)))
+    >>> module_summary(learn, *learn.dls.one_batch()[:1]).summary.n_params
+    10
     """
     _check(learn, "module_summary", xb)
     made = _summary_of(learn, xb, _mode(learn.model))

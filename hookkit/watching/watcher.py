@@ -78,6 +78,9 @@ def watch(
             what is read of the Watcher is both as one run; the recorders themselves have the new
             part. Weights are yours to load.
 
+    Returns:
+        The `Watcher`, for the `with`; it reads what was recorded afterwards too.
+
     Raises:
         ArgumentError: an argument is of a kind that cannot work.
         OptionError: `resume` is no such file.
