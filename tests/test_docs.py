@@ -60,6 +60,7 @@ RESULTS = {
     "Diagnosis",
     "FeatureExtractor",
     "FunctionHooks",
+    "ParamSelection",
     "Selection",
     "Summary",
     "Watcher",

@@ -141,6 +141,9 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
             what selects modules (a class, a module, a Selection), for all parameters in these. A
             list of several. None: all parameters.
 
+    Returns:
+        A `ParamSelection`, name → parameter, with `.grads()` and `.edit(f)`.
+
     Raises:
         SelectionError: nothing matches; the message has names that are near.
 
