@@ -33,6 +33,11 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
 
     Of a model that applies a softmax itself, `hook_function(F.softmax, within=model)` stores them.
 
+    Args:
+        model: any model.
+        *inputs: what its forward takes.
+        **kwargs: its keyword inputs.
+
     Returns:
         (batch, heads, queries, keys) for each layer (without the batch where the layer had none),
         in the dtype of the queries, in the order of the calls. Of a layer that attends several
