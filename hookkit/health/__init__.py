@@ -6,6 +6,7 @@
     run_view.py           RunView: a run as rules see it; does its loss fall?
     loss_expectations.py  losses that need not fall
     layer_order.py        which matrix stands before each, which layers are given data
+    step_sizes.py         steps against the weights, and against the optimizer's usual ones
     jumps.py              losses that jump out of those before
 
     learning_rate.py      steps that are too large or too small for the weights

@@ -13,7 +13,6 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import LECUN, Finding, Rule, rule
 from hookkit.health.layer_order import given_data, given_numbers
-from hookkit.health.learning_rate import has_learnt_little
 from hookkit.health.run_view import RunView
 from hookkit.records import Record
 
@@ -66,7 +65,7 @@ def _by_inputs(run: RunView, record: Record, row: int) -> tuple[str, Rule | None
     if most < SMALL and (norm := rms * _fan_in(run, name) ** 0.5) < SMALL_NORM:
         what = f"what {name} is given is at most {most:.2g} in size, and {norm:.2g} is the norm of "
         return f"{what}what makes one output", _SMALL, "warning"
-    if share < FAR and not run.excused and (run.fails or has_learnt_little(run)):
+    if share < FAR and not run.excused and (run.fails or run.has_learnt_little):
         what = (
             f"only {share:.2g} of the mean square of what {name} is given differs between samples"
         )

@@ -2,8 +2,8 @@
 
 The size of a step is the ratio of update to weight, `update_ratio`, of each matrix. A learning rate
 is judged by the majority of the matrices that share it: one that moves fast or slowly may be meant
-to. The file is longer than 300 lines, since "too small" is measured in four ways that share what
-they read.
+to. How large steps are is in `step_sizes`. The file is longer than 300 lines, since "too small" is
+measured in five ways.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ from hookkit.health.layer_order import gradients_fade
 from hookkit.health.loss_expectations import trained_in_turns
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import ENOUGH_LOSSES, RunView
+from hookkit.health.step_sizes import (
+    by_rate,
+    early_of,
+    growth,
+    late_share,
+    rate_gone,
+    share_of_rate,
+    update_ratios,
+)
 from hookkit.records import Floats, Ints, Record
 
 # TheDeepChecker: log10 of update:weight should be within -4 and -1; cs231n: about 1e-3
@@ -38,8 +47,8 @@ DOUBLED = 2.0
 # What all steps of a run move of a weight, together: less cannot have taught it much; and where a
 # fifth of the loss or less is gone. Healthy trainings that learn little reach 0.42 (measured)
 WHOLE_PATH, WHOLE_PATH_OF_LITTLE, LITTLE = 0.01, 0.1, 0.8
-# A rate below this share of its largest is none, and if it is none for half of the run (measured)
-NO_RATE, HALF_OF_RUN = 1e-3, 0.5
+# Half of the run or more without a rate to speak of (hookkit, measured)
+HALF_OF_RUN = 0.5
 # 1 % of the weight in 1000 steps (hookkit, measured)
 NEVER_MOVES = 1e-5
 # An early update:weight above this is not slow: what broke at first, moves no more (measured)
@@ -50,7 +59,7 @@ AGREE = 0.6
 # The smallest usual momentum: below it, what noise leaves is a larger share
 USUAL_MOMENTUM = 0.8
 # Above this, of the loss and of the weights' steps, agreeing steps are none too small (measured)
-MUCH_LEFT, AGREEING_SLOW = 0.3, 1.5e-3
+AGREEING_SLOW = 1.5e-3
 # Adam's steps are about as large as the learning rate (Kingma & Ba 2015, 2.1); 3e-2: measured
 ADAM_SHARE = 3e-2
 
@@ -67,8 +76,8 @@ def lr_too_high(run: RunView) -> Iterator[Finding]:
 
     What counts as fast depends on the loss: while it falls, large steps are often meant.
     """
-    record, which, ratio = _update_ratios(run)
-    groups = _by_rate(record, which)
+    record, which, ratio = update_ratios(run)
+    groups = by_rate(record, which)
     # one matrix is no majority, where others have rates of their own
     large = [own for own in groups if own.sum() > 1] or groups
     found = [f for own in large for f in _fast_group(run, record, which[own], ratio[own])]
@@ -92,21 +101,6 @@ def _leaps(run: RunView, record: Record) -> Iterator[Finding]:
         what += "percentile, whichever is larger"
         says, severity = _AMPLIFIES if recurs else _LEAPS, "note" if run.excused else "warning"
         yield says.found(severity, what, (), run.all_steps)
-
-
-def _growth(record: Record, which: Ints) -> Floats:
-    """How many times as large each matrix is at the end as at first."""
-    norm = read.table(record, "weight_norm")[which]
-    return np.asarray(read.median(norm[:, -5:], axis=1) / norm[:, 0])
-
-
-def _by_rate(record: Record, which: Ints) -> list[Bools]:
-    """Which matrices share optimizer and learning rate: each such group is judged by itself."""
-    if "lr" not in record.values or "optimizer" not in record.meta:
-        return [np.ones(len(which), bool)]
-    rates = np.nan_to_num(read.table(record, "lr")[which].max(axis=1), nan=-1.0)
-    keys = [*zip(read.meta(record, "optimizer", "")[which], rates.tolist(), strict=True)]
-    return [np.array([key == own for key in keys]) for own in dict.fromkeys(keys)]
 
 
 def _fast_group(run: RunView, record: Record, which: Ints, ratio: Floats) -> Iterator[Finding]:
@@ -140,33 +134,29 @@ def _too_fast(
         return hit, f"{read.median(size[hit]):.3g} {when}", f"above {least:g} {when}"
 
     if run.fails:
-        growth = _growth(record, which)
-        size = f"{read.median(growth[growth > DOUBLED]):.3g}-fold"
+        grew = growth(record, which)
+        size = f"{read.median(grew[grew > DOUBLED]):.3g}-fold"
         line = f"above {DOUBLED:g} times the first weights in the end"
-        leads_nowhere = growth > DOUBLED, f"so large that the weights grew {size}", line
+        leads_nowhere = grew > DOUBLED, f"so large that the weights grew {size}", line
         return [crossed(early, FAST, soon), crossed(peak, LEAP, once), leads_nowhere]
     if not run.learns:
         erased = [crossed(peak, ERASES, once)] if len(ratio) > 1 else []
         return [*erased, crossed(whole, FAST, "a step, by the median")]
     # While the loss falls, large steps may be meant; those that are not blow the weights up. A
     # single matrix, such as a new head on a frozen body, may move that far.
-    growth = _growth(record, which)
-    leaps = (peak > LEAP) & (growth > BLOWN_UP)
-    sizes = [f"{read.median(size[leaps]):.3g}" for size in (peak, growth)]
+    grew = growth(record, which)
+    leaps = (peak > LEAP) & (grew > BLOWN_UP)
+    sizes = [f"{read.median(size[leaps]):.3g}" for size in (peak, grew)]
     what = f"{sizes[0]} {once}, and the weights grew {sizes[1]}-fold"
     line = f"above {LEAP:g} {once}, with weights that grow {BLOWN_UP:g}-fold or more"
     lines = [(leaps, what, line)]
-    if run.info.get("optimizer") in _EVEN and _much_is_left(run):
+    if run.info.get("optimizer") in _EVEN and run.has_much_left:
         lines += [crossed(peak, FAR_STEP, once)]
     return lines if len(ratio) > 1 else []
 
 
 # RMSprop's and Adagrad's first steps are up to ten times as large as what follows
 _EVEN = frozenset({"Adam", "AdamW", "NAdam", "SGD"})
-
-
-def _much_is_left(run: RunView) -> bool:
-    return read.end_level(run.losses) > MUCH_LEFT * read.start_level(run.losses) > 0
 
 
 _LEAPS = lr_too_high.but(
@@ -201,18 +191,18 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
     """
     which = read.matrices(run.params)
     which = which if len(which) else read.rows(run.params, read.EMBEDDINGS)
-    record, which, ratio = _update_ratios(run, which)
+    record, which, ratio = update_ratios(run, which)
     broke = (early_of(record, ratio) > LEAPT).mean() > 0.5
     if broke or gradients_fade(run):
         return
     whole, path = read.median(ratio, axis=1), np.nansum(ratio * record.spans, axis=1)
-    where, share = read.where(record, which), _share_of_rate(run, record, which)
-    if (gone := _rate_gone(run, record, which)) > HALF_OF_RUN:
+    where, share = read.where(record, which), share_of_rate(run, record, which)
+    if (gone := rate_gone(run, record, which)) > HALF_OF_RUN:
         what = f"in {gone:.0%} of the records the learning rate is below a thousandth of its "
         severity = "warning" if run.learns is not False else "error"
         yield _RATE_GONE.found(severity, f"{what}largest", *where)
     elif _still_agrees(run, record, which, whole):
-        share = read.median(_late_share(run, record, which))
+        share = read.median(late_share(run, record, which))
         what = f"in the later half steps are {share:.2g} times what agreeing gradients make, and "
         what += f"update:weight is {read.median(whole):.2g}"
         yield _AGREES.found("warning", what, *where)
@@ -220,9 +210,9 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         slow = (whole < (TOO_SLOW if run.fails else SLOW)) & (not trained_in_turns(record))
         if slow.mean() > 0.5:
             yield _slow_steps(run, record, which[slow], ratio[slow])
-    elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and has_learnt_little(run):
+    elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and run.has_learnt_little:
         yield _HELD_BACK.found("warning", _by_share(run, share), *where)
-    elif (short := path < _shortest_path(run)).mean() > 0.5 and has_learnt_little(run):
+    elif (short := path < _shortest_path(run)).mean() > 0.5 and run.has_learnt_little:
         what = f"all steps together move {short.sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(path[short]))} of their weight"
         line = _NO_PATH.threshold.format(_shortest_path(run))
@@ -298,70 +288,14 @@ def _still_agrees(run: RunView, record: Record, which: Ints, whole: Floats) -> b
         return False
     if min(run.info.get("momentum", ()), default=0.0) < USUAL_MOMENTUM:
         return False
-    share = float(read.median(_late_share(run, record, which)))
-    return len(run.losses) >= ENOUGH_LOSSES and AGREE < share < np.inf and _much_is_left(run)
-
-
-def has_learnt_little(run: RunView) -> bool:
-    """Whether a loss falls by less than half, and not because the model had learnt before."""
-    start, end = read.start_level(run.losses), read.end_level(run.losses)
-    begins_good = start < 0.5 * run.chance
-    return len(run.losses) >= ENOUGH_LOSSES and end > 0.5 * start > 0 and not begins_good
-
-
-def _rate_gone(run: RunView, record: Record, which: Ints) -> float:
-    """In what share of the records the largest learning rate is almost 0."""
-    rate = np.nan_to_num(_rates(run, record, which), nan=-1.0).max(axis=0)
-    known = rate[rate >= 0]
-    return float((known < NO_RATE * known.max()).mean()) if len(known) and known.max() > 0 else 0.0
-
-
-def _share_of_rate(run: RunView, record: Record, which: Ints) -> float:
-    """Adam's first steps as a share of its learning rate, by element; inf for other optimizers.
-
-    The first one has the size of the rate, but for its eps (Kingma & Ba 2015, 2.1).
-    """
-    early = record.steps < record.steps[0] + 20
-    share = _shares(run, record, which)[:, early].max(axis=1, initial=0.0)
-    return float(np.nan_to_num(read.median(share), nan=np.inf))
-
-
-def _late_share(run: RunView, record: Record, which: Ints) -> Floats:
-    """Each matrix's steps in the later half, as a share of what they are while gradients agree.
-
-    That is the rate for Adam (`_shares`), and |gradient| × rate / (1 - momentum) for SGD; NaN for
-    others.
-    """
-    shares = _shares(run, record, which)
-    if run.info.get("optimizer") == "SGD":
-        most = read.table(record, "grad_norm")[which] * _rates(run, record, which)
-        most /= 1 - max(run.info["momentum"])
-        shares = np.where(most > 0, read.table(record, "update_norm")[which] / most, np.nan)
-    return np.asarray(read.median(shares[:, len(record) // 2 :], axis=1))
-
-
-def _shares(run: RunView, record: Record, which: Ints) -> Floats:
-    """(n, records) Adam's steps as shares of its learning rate, by element; inf for others."""
-    if run.info.get("optimizer") not in ("Adam", "AdamW", "NAdam"):
-        return np.full((len(which), len(record)), np.inf)
-    rate = _rates(run, record, which)
-    size = np.sqrt(read.meta(record, "numel", np.nan)[which])[:, None]
-    step = read.table(record, "update_norm")[which] / size
-    return np.asarray(np.where(rate > 0, step / rate, np.nan))
-
-
-def _rates(run: RunView, record: Record, which: Ints) -> Floats:
-    """(n, records) learning rates of parameters; of the run where they were not recorded."""
-    if "lr" in record.values:
-        return read.table(record, "lr")[which]
-    rates = [lr for lr in run.info.get("lr", ()) if lr > 0]
-    return np.full((len(which), len(record)), min(rates, default=np.nan))
+    share = float(read.median(late_share(run, record, which)))
+    return len(run.losses) >= ENOUGH_LOSSES and AGREE < share < np.inf and run.has_much_left
 
 
 def too_small(run: RunView) -> str:
     """In words, where the steps are far below what the optimizer is made for; "" if not."""
-    record, which, ratio = _update_ratios(run)
-    if (share := _share_of_rate(run, record, which)) < ADAM_SHARE:
+    record, which, ratio = update_ratios(run)
+    if (share := share_of_rate(run, record, which)) < ADAM_SHARE:
         return _by_share(run, share)
     whole = read.median(ratio, axis=1)
     adam = np.isfinite(share)
@@ -372,26 +306,3 @@ def too_small(run: RunView) -> str:
 
 def _by_share(run: RunView, share: float) -> str:
     return f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate"
-
-
-def early_of(record: Record, ratio: Floats) -> Floats:
-    """Each matrix's median over the first 20 steps, of as many records as they have."""
-    first = record.steps < record.steps[0] + 20
-    return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
-
-
-def _update_ratios(run: RunView, which: Ints | None = None) -> tuple[Record, Ints, Floats]:
-    """update:weight of `which`, all matrices, that did not begin at 0 and that a gradient moves."""
-    record = run.params
-    if run.info.get("optimizer") == "LBFGS" and not run.fails:
-        raise read.Missing("LBFGS searches its own step")  # without line_search_fn it does not
-    ratio = read.table(record, "update_ratio")
-    norm = read.table(record, "weight_norm")
-    ratio = np.where(norm > 0, ratio, np.nan)  # from exactly 0 any step is infinite
-    by_decay = read.has_no_gradient(record)
-    moving = (np.nan_to_num(ratio).max(axis=1) > 0) & ~by_decay & (norm[:, 0] != 0)
-    which = read.matrices(record) if which is None else which
-    which = which[moving[which]]
-    if not len(which):
-        raise read.Missing("no matrix that began away from 0 moves")
-    return record, which, ratio[which]

@@ -24,6 +24,8 @@ ENOUGH_LOSSES = 50
 FALL = 0.05
 # A steady fall of 2 % is one, too (hookkit, measured)
 SLOW_FALL = 0.02
+# Above this share of its start a loss has much left (hookkit, measured)
+MUCH_LEFT = 0.3
 # Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
 # and counts as fallen while it ends below three quarters of it (hookkit, measured).
 LEARNT_BEFORE, STILL_LEARNT = 0.5, 0.75
@@ -197,6 +199,18 @@ class RunView:
             return False
         one = read.meta(params, "numel", 0)[params.names.index(last)] == 1
         return bool(one and np.square(read.median(record.values["std"][-1, window])) > 2 * loss)
+
+    @cached_property
+    def has_learnt_little(self) -> bool:
+        """Whether a loss falls by less than half, and not because the model had learnt before."""
+        start, end = read.start_level(self.losses), read.end_level(self.losses)
+        begins_good = start < LEARNT_BEFORE * self.chance
+        return len(self.losses) >= ENOUGH_LOSSES and end > 0.5 * start > 0 and not begins_good
+
+    @property
+    def has_much_left(self) -> bool:
+        """Whether 0.3 of the loss is left."""
+        return read.end_level(self.losses) > MUCH_LEFT * read.start_level(self.losses) > 0
 
     @cached_property
     def falls_slowly(self) -> bool:

@@ -11,9 +11,10 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import TAYLOR, Finding, rule
-from hookkit.health.learning_rate import early_of, lr_too_high
+from hookkit.health.learning_rate import lr_too_high
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.run_view import RunView
+from hookkit.health.step_sizes import early_of
 from hookkit.records import Record
 
 # From here on each gradient is carried on for more than 100 steps
