@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 from hookkit import (
     add,
+    edit_function,
     edit_input,
     edit_output,
     edit_outputs,
@@ -350,13 +351,17 @@ def test_attribution_patching(c: Case) -> None:
 def test_a_head_of_fused_attention_is_ablated(c: Case, head: int) -> None:
     size = DIM // HEADS
     columns = slice(head * size, (head + 1) * size)
-    with edit_input(c.module(c.projs[0]), zero(at=(..., columns))):
+    fused, layer = F.scaled_dot_product_attention, c.module(c.attns[0])
+    with edit_function(fused, zero(at=(slice(None), head)), within=layer):
         found = c.answer(CLEAN)
+    with edit_input(c.module(c.projs[0]), zero(at=(..., columns))):
+        outside = c.answer(CLEAN)
 
     model = copy.deepcopy(c)  # without the head's part of the projection
     proj = model.module(c.projs[0])
     (proj.weight.T if isinstance(proj, nn.Linear) else proj.weight)[columns] = 0
     assert_close(found, model.answer(CLEAN))
+    assert_close(outside, model.answer(CLEAN))
     assert (found - c.answer(CLEAN)).abs() > 1e-3
 
 
