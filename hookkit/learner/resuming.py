@@ -130,6 +130,7 @@ def _take(learn: Any, state: dict[str, Any], undo: ExitStack) -> None:
         undo.callback(p.requires_grad_, p.requires_grad)
         p.requires_grad_(name not in fit["frozen"])
     vars(learn._loss_facts).update(fit["loss_facts"])
+    vars(learn.batch_facts).update(fit["batch_facts"])
     vars(learn).update({name: fit[name] for name in COUNTS})
 
 
