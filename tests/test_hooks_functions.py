@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_outputs
 from hookkit.hooks.block import Block
-from hookkit.hooks.functions import FunctionCalls, modules_within
+from hookkit.hooks.function_calls import FunctionCalls, modules_within
 from hookkit.hooks.snapshot import Options
 from hookkit.selecting import select
 

@@ -11,7 +11,8 @@ from typing import Any
 from hookkit.checks import check_flag
 from hookkit.editing.edits import Calls, Function, edit_options
 from hookkit.errors import OptionError
-from hookkit.hooks.functions import KINDS, FunctionHooks, Within
+from hookkit.hooks.function_calls import Within
+from hookkit.hooks.functions import KINDS, FunctionHooks
 
 
 def edit_function(

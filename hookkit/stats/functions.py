@@ -1,8 +1,8 @@
 """What calls of torch functions give, shown to a recorder in the forwards that it records.
 
-`hooks.functions` runs each call as the call of a module, so what shows its result is what shows a
-layer's. The function mode is on in recorded forwards only; code that torch.compile has made runs
-eagerly in these, since it would call no function that can be seen.
+Each call runs as the call of a module (`hooks.function_calls`), so what shows its result is what
+shows a layer's. The function mode is on in recorded forwards only; code that torch.compile has made
+runs eagerly in these, since it would call no function that can be seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hookkit.attention import attention_logits
 from hookkit.errors import OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import put
-from hookkit.hooks.functions import FunctionCall, FunctionCalls, modules_within
+from hookkit.hooks.function_calls import FunctionCall, FunctionCalls, modules_within
 from hookkit.hooks.torch_functions import same_functions
 from hookkit.interrupts import uninterrupted
 from hookkit.nested import Inputs
