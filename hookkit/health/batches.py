@@ -82,9 +82,9 @@ _SAME_ORDER = unshuffled.but(
 @rule(
     threshold="4 different batches or fewer, in 40 steps or more",
     source="exact, by what the model is given; 4: hookkit, measured",
-    cause="the same few batches again and again: an iterator that is made anew in each step, or a "
-    "subset that was meant for debugging",
-    fix="go through the whole loader, shuffled: for x, y in loader",
+    cause="the same few batches again and again: all of a small data set, unshuffled, or a subset "
+    "that was meant for debugging",
+    fix="if there are more data, go through the whole loader, shuffled: for x, y in loader",
 )
 def repeated_data(run: RunView) -> Iterator[Finding]:
     """A few batches that come back; one alone may be all the data."""
@@ -92,8 +92,8 @@ def repeated_data(run: RunView) -> Iterator[Finding]:
     if n < ENOUGH or different > FEW:
         return
     what = f"the first {n} steps see {different} different batches"
-    if different > 1:
-        yield repeated_data.found("warning", what, (), (0, n - 1))
+    if different > 1:  # a note: a small data set has no more
+        yield repeated_data.found("note", what, (), (0, n - 1))
     elif run.recorded.params is not None and (name := follower(run.recorded.params)):
         what = f"all of the first {n} steps see one batch, while {name} follows what is trained"
         yield _OF_A_BUFFER.found("warning", what, (), (0, n - 1))
