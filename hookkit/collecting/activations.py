@@ -69,7 +69,7 @@ class Activations(Mapping[str, "Layer"]):
 
     @cached_property
     def ids(self) -> Tensor:
-        """The rows' ids, (n_rows,) int64; (n_rows, 2) for tokens: the sample, the position in it.
+        """The rows' ids, (n_rows,) int64; for tokens (n_rows, 2), sample and position in it.
 
         Cost: reads all ids.
         """
@@ -193,7 +193,7 @@ class Layer(Dataset[Tensor]):
 
     @property
     def ids(self) -> Tensor:
-        """The rows' ids: `Activations.ids`."""
+        """The rows' ids, see `Activations.ids`."""
         return self._acts.ids
 
     def __len__(self) -> int:

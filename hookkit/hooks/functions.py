@@ -59,7 +59,7 @@ class FunctionHooks(Hooks):
 
     @property
     def removed(self) -> bool:
-        """Whether it is off: outside of its `with`."""
+        """Whether it is off, as it is outside of its `with`."""
         return not self._on
 
     @uninterrupted
