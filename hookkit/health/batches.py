@@ -187,8 +187,9 @@ _ALMOST = constant_input.but(
     fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
 )
 def small_batch(run: RunView) -> Iterator[Finding]:
-    """Batch norm over one or two samples, which are not all the data."""
+    """Batch norm over one or two samples, which are not all the data; many nets bear it."""
     n, (_, different) = run.activations.meta.get("norm_samples"), run.info.get("batches") or (0, 0)
     if n is not None and n <= SMALL and different != 1:
         what = f"batch norm takes its mean over {n} sample{'s' * (n > 1)} at a time"
-        yield small_batch.found("warning", what, (), run.all_steps)
+        learns = run.improved is None or not run.has_learnt_little
+        yield small_batch.found("note" if learns else "warning", what, (), run.all_steps)
