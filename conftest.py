@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
+collect_ignore = ["tests/typed_script.py"]  # a type checker reads it
 collect_ignore_glob = [] if find_spec("matplotlib") else ["hookkit/plotting/*", "hookkit/pages/*"]

@@ -11,7 +11,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,6 +22,9 @@ from hookkit.checks import check_flag, check_number
 from hookkit.data import batch_size, to_device
 from hookkit.errors import HookError
 from hookkit.texts import format_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Recorder(Callback):
@@ -301,7 +304,7 @@ class Recorder(Callback):
 
         return plot_loss(self.learn.run_record(), skip_start, with_valid, ax=ax, fig=fig)
 
-    def plot_lr(self, *, ax: Any = None) -> Any:
+    def plot_lr(self, *, ax: Any = None) -> Axes:
         """Draws the learning rate of each training batch, dotted lines between epochs; the Axes.
 
         Of several parameter groups it is the last one's.

@@ -9,12 +9,16 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hookkit.errors import SelectionError, nearest
 from hookkit.markup import fragment, table
 from hookkit.records.frames import pandas
 from hookkit.texts import harmless, pad, si, wrap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
 
 _NEAR = 2  # rows shown on each side of the first that differs
 _HEAD = ("layer", "shape", "max_abs", "rel", "cosine", "n_different")
@@ -191,7 +195,7 @@ class Comparison:
         body = table(self.headline, head, cells)
         return fragment(body + "".join(f"<p>{escape(line)}</p>" for line in self._rest()))
 
-    def to_df(self) -> Any:
+    def to_df(self) -> DataFrame:
         """A pandas DataFrame with a line for each row.
 
         Raises:
@@ -199,7 +203,7 @@ class Comparison:
         """
         return pandas().DataFrame([asdict(r) for r in self.rows])
 
-    def plot(self, *, ax: Any = None) -> Any:
+    def plot(self, *, ax: Any = None) -> Axes:
         """The error by depth: `rel` of each row, and `own_rel` where it is known.
 
         Args:

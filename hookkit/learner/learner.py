@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import PrettyString
@@ -49,9 +49,13 @@ from hookkit.learner.lr_finder import SuggestedLRs, find_lr
 from hookkit.learner.predicting import Predicting
 from hookkit.learner.resuming import read_for_fit, resume_from
 from hookkit.records import Floats, Run, Tables, Views
+from hookkit.stats.named import Named
+
+if TYPE_CHECKING:
+    from hookkit.summaries.fastai_layout import SummaryText
 
 
-class Learner(Predicting, Tables, Views):
+class Learner(Predicting, Tables, Views, Named):
     """Trains a model, and calls callbacks at each event.
 
     Args:
@@ -352,7 +356,7 @@ class Learner(Predicting, Tables, Views):
 
     # --- reading
 
-    def summary(self) -> Any:
+    def summary(self) -> SummaryText:
         """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
         from hookkit.summaries import learner_summary
 
@@ -385,18 +389,20 @@ class Learner(Predicting, Tables, Views):
         recorder = self._cb_named("recorder")
         return [] if recorder is None else recorder._epochs(self.n_steps)
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
-            return object.__getattribute__(self, name)
-        cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
-        if cb is not None:
-            return cb
-        if not name.startswith("__") and "model" in vars(self):
-            try:
-                return getattr(self.model, name)
-            except AttributeError:
-                pass
-        raise AttributeError(self._no_attribute(name), name=name, obj=self)
+    if not TYPE_CHECKING:  # so that a misspelt name is an error there: see `Named`
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+                return object.__getattribute__(self, name)
+            cb = None if name[0] == "_" or "cbs" not in vars(self) else self._cb_named(name)
+            if cb is not None:
+                return cb
+            if not name.startswith("__") and "model" in vars(self):
+                try:
+                    return getattr(self.model, name)
+                except AttributeError:
+                    pass
+            raise AttributeError(self._no_attribute(name), name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]

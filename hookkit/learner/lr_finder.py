@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from hookkit.modelinfo.tree import Tree
 from hookkit.recording import HookCallback
 from hookkit.records import Floats
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _BETA = 0.98  # of the smoothing, as the Recorder's
 _OBSERVERS: tuple[type[Callback], ...] = (
     *(HookCallback, SchedulerCallback, TrackerCallback, CSVLogger, LogTo),
@@ -62,7 +65,7 @@ class SuggestedLRs:
     lrs: Floats = field(repr=False)
     losses: Floats = field(repr=False)
 
-    def plot(self, *, ax: Any = None) -> Any:
+    def plot(self, *, ax: Any = None) -> Axes:
         """Draws the loss against the learning rate, and the one suggested; the Axes."""
         from hookkit.plotting.rates import plot_lr_find
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from hookkit.plotting.axes import KINDS, log_y, name_layers, nothing, plain, tit
 from hookkit.plotting.figures import ALARM, depth_colours, new_figure
 from hookkit.records import Floats, Ints, Record, as_run, in_order
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MOST_POINTS = 30
 """Layers up to which a depth profile joins each with the next."""
 
 
-def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Any:
+def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Figure:
     """RMS through the depth of the net, forward (outputs) and backward (their gradients).
 
     Up to 30 layers, and where layers have no blocks, the lines join each layer with the next. Else

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,8 +11,11 @@ from hookkit.plotting.figures import BLUE, ORANGE, literal, new_axes
 from hookkit.plotting.labels import layer_ticks
 from hookkit.plotting.lines import line
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def plot_errors(comparison: Any, *, ax: Any = None) -> Any:
+
+def plot_errors(comparison: Any, *, ax: Any = None) -> Axes:
     """The relative error ‖a−b‖/‖a‖ of each output, in the order in which layers finish; the Axes.
 
     Of a `Comparison`: blue is the error, orange what a module adds itself (with `isolate=True`). A

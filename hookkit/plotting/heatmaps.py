@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from hookkit.plotting.axes import (
 from hookkit.plotting.figures import ALARM, BLACK, NEVER, WHITE, colour_map, key, new_figure
 from hookkit.plotting.labels import listed
 from hookkit.records import Floats, Record, as_run, in_order
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GREY_AND_BLACK = {
     "activation": ("did not run", "all zero"),
@@ -47,7 +50,7 @@ def plot_run(
     findings: Sequence[Any] | None = None,
     relative: bool | None = None,
     fig: Any = None,
-) -> Any:
+) -> Figure:
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
     Colour is log10 RMS (of outputs and of their gradients) and log10 of update:weight, whose map is

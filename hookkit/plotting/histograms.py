@@ -5,7 +5,7 @@ Both draw densities: shares of values divided by the width of their bin on the a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from hookkit.plotting.figures import ALARM, NEVER, colour_map, literal, new_axes
 from hookkit.plotting.labels import row_label
 from hookkit.plotting.lines import FEW, curves
 from hookkit.records import Floats, Record, as_record, by_module
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DECADES = 4
 """Of densities that have a colour of their own, from what one narrowest bin can hold down."""
@@ -215,7 +218,7 @@ def _density_bar(ax: Any, mesh: Any, edges: Floats, top: int) -> None:
     bar.set_label(f"share of values per {unit(edges)}", fontsize=8)
 
 
-def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Any:
+def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axes:
     """How the values of every layer are spread at one step, a line a layer.
 
     Lines are densities: shares of values per decade, for the default bins, whose axis is signed

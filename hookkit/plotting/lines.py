@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from hookkit.plotting.axes import (
 from hookkit.plotting.labels import listed, row_label
 from hookkit.records import Floats, Record, as_record, by_module
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 FEW = 12
 """Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
 
@@ -30,7 +34,7 @@ SHAPES = "os^DvPX<>ph*"
 """One for each of a few lines."""
 
 
-def plot_stats(record: Any, *, fig: Any = None) -> Any:
+def plot_stats(record: Any, *, fig: Any = None) -> Figure:
     """Means and standard deviations of all layers over steps, coloured by depth.
 
     Args:
@@ -54,7 +58,7 @@ def plot_stats(record: Any, *, fig: Any = None) -> Any:
     return fig
 
 
-def plot_updates(record: Any, *, ax: Any = None) -> Any:
+def plot_updates(record: Any, *, ax: Any = None) -> Axes:
     """log10 of update:weight of every matrix over steps, with the −3 that is a healthy pace.
 
     Vectors (biases, norms) are not drawn: their updates say little about the learning rate. A
@@ -93,7 +97,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Any:
     return ax
 
 
-def plot_dead(record: Any, *, ax: Any = None) -> Any:
+def plot_dead(record: Any, *, ax: Any = None) -> Axes:
     """The share of each layer's units that are dead (solid) or dormant (dashed, with rings).
 
     Dead units are those of ReLUs, and of layers that a ReLU alone reads: from the step on at which
@@ -166,7 +170,7 @@ def _eps(record: Record) -> str:
     return f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
 
 
-def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Any:
+def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figure:
     """Mean, standard deviation and share near zero of one layer over steps.
 
     As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and `|x|` for near zero.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,10 +11,13 @@ from hookkit.plotting.axes import log_y, nothing, plain, title
 from hookkit.plotting.figures import BLUE, FAINT, ORANGE, ink, new_axes
 from hookkit.records import Floats
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _LAST = 5  # batches at which the loss is out of hand already
 
 
-def plot_rates(lrs: Sequence[float], ends: Sequence[int] = (), *, ax: Any = None) -> Any:
+def plot_rates(lrs: Sequence[float], ends: Sequence[int] = (), *, ax: Any = None) -> Axes:
     """The learning rate of each training batch, lines where the epochs end; the Axes."""
     ax = new_axes(ax, 10, 3)
     title(ax, "Learning rate")

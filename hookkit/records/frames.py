@@ -18,12 +18,14 @@ from hookkit.records.values import records_of
 from hookkit.texts import csv_cell
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from hookkit.records.record import Record
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
 
 
-def to_df(source: Any) -> Any:
+def to_df(source: Any) -> DataFrame:
     """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value; one value per row.
 
     Args:

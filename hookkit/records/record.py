@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
 from hookkit.records import files, frames, loggers
 from hookkit.records.values import Floats, Ints, Plain, label
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 KINDS = ("activation", "gradient", "param")
 AXES = ("steps", "epochs", "iters", "spans")
@@ -49,7 +52,7 @@ PARAM_STATISTICS = (
 class Tables:
     """Methods of whatever holds records, which send them to other tools: see `hookkit.records`."""
 
-    def to_df(self) -> Any:
+    def to_df(self) -> DataFrame:
         """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
         return frames.to_df(self)
 

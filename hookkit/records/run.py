@@ -20,6 +20,8 @@ from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from hookkit.health import Diagnosis
 
 
@@ -82,7 +84,7 @@ class Views:
 
         return diagnose(self)
 
-    def plot(self, **options: Any) -> Any:
+    def plot(self, **options: Any) -> Figure:
         """The whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
         from hookkit.plotting import plot_run
 

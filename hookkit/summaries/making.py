@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.checks import check_flag, check_module, check_number, kind_of
@@ -44,6 +44,10 @@ _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a singl
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
+ModelInput = Tensor | Sequence[Any] | Mapping[str, Any] | bool | str | None
+"""A keyword input, for type checkers, which then see a misspelt option; others: `model_kwargs`."""
+
+
 def summary(
     model: nn.Module,
     *args: Any,
@@ -53,7 +57,7 @@ def summary(
     columns: Iterable[str] | None = None,
     macs: bool = True,
     model_kwargs: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    **kwargs: ModelInput,
 ) -> Summary:
     """Parameters, output shapes, compute and memory of `model`, which stays as it is.
 

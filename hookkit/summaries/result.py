@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from hookkit.checks import check_flag, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
@@ -19,6 +19,9 @@ from hookkit.summaries.html import as_html
 from hookkit.summaries.lines import Content, View
 from hookkit.summaries.rows import NUMBERS, Row
 from hookkit.summaries.text import as_text
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
@@ -83,7 +86,7 @@ class Summary(Content):
         """`to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
 
-    def to_df(self) -> Any:
+    def to_df(self) -> DataFrame:
         """The rows as a pandas DataFrame, one row each, indexed by name.
 
         Raises:

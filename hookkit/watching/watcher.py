@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from hookkit.live import ShowHealth
 from hookkit.modules import unwrap
 from hookkit.records import Exports, Floats, Run, Views, as_run
 from hookkit.stats import ActivationStats, ParamStats
+from hookkit.stats.named import Named
 from hookkit.watching import checks
 from hookkit.watching.external_loop import ExternalLoop
 from hookkit.watching.loop_hooks import LoopHooks
@@ -126,7 +127,7 @@ def _shown(callbacks: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-class Watcher(Exports, Views):
+class Watcher(Exports, Views, Named):
     """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
 
     Callbacks are found by name: `w.activation_stats`; of several of one name the others are
@@ -352,20 +353,22 @@ class Watcher(Exports, Views):
         """The callbacks, as they were given."""
         return self.loop.cbs
 
-    def __getattr__(self, name: str) -> Any:
-        loop = vars(self).get("loop")
-        if loop is None or name.startswith("_"):
-            raise AttributeError(f"Watcher has no attribute {name!r}", name=name, obj=self)
-        if (cb := loop._cb_named(name)) is not None:
-            return cb
-        known = list(loop._named())
-        near = nearest(name, [*known, *(n for n in dir(type(self)) if n[0] != "_")]) or known
-        raise AttributeError(
-            f"Neither Watcher nor its callbacks have {name!r}. "
-            f"Nearest: {', '.join(near) or 'none: it has no callbacks'}.",
-            name=name,
-            obj=self,
-        )
+    if not TYPE_CHECKING:  # so that a misspelt name is an error there: see `Named`
+
+        def __getattr__(self, name: str) -> Any:
+            loop = vars(self).get("loop")
+            if loop is None or name.startswith("_"):
+                raise AttributeError(f"Watcher has no attribute {name!r}", name=name, obj=self)
+            if (cb := loop._cb_named(name)) is not None:
+                return cb
+            known = list(loop._named())
+            near = nearest(name, [*known, *(n for n in dir(type(self)) if n[0] != "_")]) or known
+            raise AttributeError(
+                f"Neither Watcher nor its callbacks have {name!r}. "
+                f"Nearest: {', '.join(near) or 'none: it has no callbacks'}.",
+                name=name,
+                obj=self,
+            )
 
     def __dir__(self) -> list[str]:
         loop = vars(self).get("loop")
