@@ -1,18 +1,18 @@
 """What `diagnose` says of trainings that people run: 40 and more healthy ones, 60 and more failing.
 
-    python benchmarks/verdicts.py --runs DIR [--half tune|held|all|fresh] [--only WORD …]
+    python benchmarks/verdicts.py --runs DIR [--half tune|held|fresh|all] [--only WORD …]
                                   [--seeds 3] [--workers 2] [--verbose] [--scores] [--write]
                                   [--list]
 
 Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
 runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and changed
-rules are judged in seconds. Prints a table for each half (`Trial.part`, by a hash of the name), and
-each rule's hits and false alarms. The part "fresh" is in neither half, nor in "all"; `--scores`
-trains, and prints how well each training did, without judging it.
+rules are judged in seconds. Prints a table for each part (`Trial.part`: two halves by a hash of the
+name, and "fresh", written last and judged once, when the rules were done), and each rule's hits and
+false alarms; `--scores` trains, and prints how well each training did, without judging it.
 
 A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
 first if its first alarm is by a rule of which its author said, before any run, that it names the
-cause. From both halves `--write` makes `hookkit/health/rates.py`, by which a finding is "clear" or
+cause. From all parts `--write` makes `hookkit/health/rates.py`, by which a finding is "clear" or
 "likely": of each rule, the trainings (in any seed) in which it came first and was right, and those
 in which it came first and was not, or alarmed a healthy one.
 """
@@ -51,6 +51,8 @@ VARIANTS = {
 One rule reports three kinds of parameters that never move, and every collapse; that the inputs are
 the same for all samples is the narrower name of one.
 """
+
+PARTS = ("tune", "held", "fresh")
 
 for _found in iter_modules(realistic.__path__):
     import_module(f"realistic.{_found.name}")
@@ -138,13 +140,13 @@ def scores(trial: Trial, seed: int, folder: Path) -> str:
 
 
 def parts(verdicts: list[Verdict]) -> list[str]:
-    """The parts that are to be shown: both halves, or the fresh one."""
-    return ["fresh"] if any(v.trial.part == "fresh" for v in verdicts) else ["tune", "held"]
+    """The parts that are to be shown."""
+    return [part for part in PARTS if any(v.trial.part == part for v in verdicts)]
 
 
 def table(verdicts: list[Verdict]) -> Iterable[str]:
     """A row for each part."""
-    yield "| half | healthy alarmed | failing with a trace, named first | later | without a trace |"
+    yield "| part | healthy alarmed | failing with a trace, named first | later | without a trace |"
     yield "|---|---|---|---|---|"
     for part in parts(verdicts):
         own = [v for v in verdicts if v.trial.part == part]
@@ -210,7 +212,7 @@ def check_rates(verdicts: list[Verdict], write: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where recorded runs are kept")
-    parser.add_argument("--half", choices=("tune", "held", "all", "fresh"), default="tune")
+    parser.add_argument("--half", choices=(*PARTS, "all"), default="tune")
     parser.add_argument("--only", nargs="*", default=[""], metavar="WORD")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
@@ -220,7 +222,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="what there is; nothing is trained")
     o = parser.parse_args()
     chosen = [t for t in TRIALS.values() if any(word in t.name for word in o.only)]
-    wanted = ("tune", "held") if o.half == "all" else (o.half,)
+    wanted = PARTS if o.half == "all" else (o.half,)
     chosen = [t for t in chosen if t.part in wanted]
     if o.list or not o.runs:
         for t in chosen:
