@@ -221,8 +221,26 @@ def test_a_prepended_hook_comes_before_those_that_are_there() -> None:
     seen = own.stored, edited[0].stored, given[0].stored[0], taken.stored[0]
     assert [t.item() for t in seen] == [20, 21, 1, 10]  # the last one prepended is the first
     handle.remove(), pre.remove()
-    with pytest.raises(OptionError, match="prepend=True puts a hook before those"):
-        hook_output(layer, grad=True, prepend=True)
+
+
+@pytest.mark.parametrize("hook", [hook_output, hook_input])
+def test_gradients_of_a_prepended_hook_are_those_of_what_it_sees(hook: Any) -> None:
+    layer, edit = nn.Identity(), edit_output if hook is hook_output else edit_input
+    with (
+        edit(layer, scale(3)),  # after what is prepended
+        hook(layer, retain_grad=True, prepend=True) as own,
+        hook(layer, grad=True, prepend=True) as own_grad,
+        hook(layer, retain_grad=True) as edited,
+    ):
+        layer(X.clone().requires_grad_()).sum().backward()
+        again = copy.deepcopy(layer)
+    values = [h.stored if hook is hook_output else h.stored[0] for h in (own, edited)]
+    grads = [h.grad if hook is hook_output else h.grad[0] for h in (own, edited)]
+
+    torch.testing.assert_close(values, [X, 3 * X])
+    assert [g.unique().item() for g in (*grads, own_grad.stored[0])] == [3, 1, 3]
+    assert n_hooks(layer) == 0
+    assert torch.equal(again(X), X)
 
 
 # --- edits at some calls

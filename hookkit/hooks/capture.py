@@ -180,7 +180,8 @@ class Capture(HookEntry):
             pre = o.kind == "pre"
             f = MethodType(calls.before if pre else calls.after, self)
             entry = HookEntry(f, edit=self.edit, keeps_output=self.keeps_output)
-            return [*self._of_grads(first), (entry, {"pre": pre, "prepend": o.prepend})]
+            placed, grads = (entry, {"pre": pre, "prepend": o.prepend}), self._of_grads(first)
+            return [placed, *grads] if o.prepend else [*grads, placed]
         if o.kind == "backward":
             check = HookEntry(MethodType(calls.check_output, self), keeps_output=False)
             entry = HookEntry(MethodType(calls.backward, self), edit=self.edit)
@@ -189,7 +190,7 @@ class Capture(HookEntry):
             both = BothGrads(MethodType(calls.backward, self), self.leaf, o.detach, self.switch)
             return both.entries(first)
         begin = MethodType(calls.begin, self)
-        return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first)
+        return GradHooks(begin, o.kind == "pre_grad", self.leaf).entries(first, o.prepend)
 
     def _of_grads(self, first: bool) -> list[Placed]:
         """What stores the gradients, with `retain_grad`: before this hook, which sees aliases."""
@@ -339,7 +340,7 @@ class Gradients(Capture):
     def __init__(self, values: Capture) -> None:
         super().__init__(values.module(), values.switch, values.name, values.leaf)
         kind: Kind = "pre_grad" if values.options.kind == "pre" else "grad"
-        self.own = replace(values.options, kind=kind, retain_grad=False, prepend=False)
+        self.own = replace(values.options, kind=kind, retain_grad=False)
         self.callback = calls.after
 
     @property

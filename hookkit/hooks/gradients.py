@@ -106,19 +106,25 @@ class GradHooks:
         self.versions: dict[int, int] = {}
         self.aliases: list[tuple[int, Any, Any, ViewGradient]] = []
 
-    def entries(self, first: bool) -> list[Placed]:
+    def entries(self, first: bool, prepend: bool = False) -> list[Placed]:
         """The entries to register, in their order, each with its place.
 
         Args:
             first: other hooks may keep the output (`keeps_output(module)`), so `first` is needed.
+            prepend: before the other hooks, so that `first` is not.
         """
         _prepare()
         if self.inputs:
             callbacks: list[Callable[..., Any]] = [self.take, self.give]
         else:
-            callbacks = [self.before, *([self.first] if first else []), self.after]
+            callbacks = [self.before, *([self.first] if first and not prepend else []), self.after]
+        early = {"prepend": True} if prepend else {}
         return [
-            (HookEntry(f, edit=True, keeps_output=False), _PLACES[f.__name__]) for f in callbacks
+            (
+                HookEntry(f, edit=True, keeps_output=False),
+                {**_PLACES[f.__name__], **({} if f == self.before else early)},
+            )
+            for f in callbacks
         ]
 
     def uncounted(self) -> None:

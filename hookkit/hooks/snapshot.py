@@ -121,11 +121,6 @@ class Options:
                 f"{self.who}: grad=True stores gradients alone, in `stored`; retain_grad=True "
                 "stores values, and their gradients in `grad`. Give one of the two."
             )
-        if self.prepend and self.kind in ("grad", "pre_grad"):
-            raise OptionError(
-                f"{self.who}: prepend=True puts a hook before those that its module has, and "
-                "grad=True hooks tensors. Drop prepend=True."
-            )
         if self.stop and (self.retain_grad or not of_values):
             raise OptionError(
                 f"{self.who}: stop=True ends the forward pass, but gradients need all of it. "
