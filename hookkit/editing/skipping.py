@@ -13,7 +13,7 @@ from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.block import Block, reason
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import check_hookable, in_thread
+from hookkit.hooks.entries import check_hookable, in_thread, note
 from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import block
@@ -91,9 +91,13 @@ class _Skip:
             self.seen.missed = "thread"
             return self.run(*args, **kwargs)
         self.seen.count += 1
-        if callable(self.value):
+        if not callable(self.value):
+            return tmap(Tensor.clone, self.value)
+        try:
             return self.value(*args, **kwargs)
-        return tmap(Tensor.clone, self.value)
+        except Exception as e:
+            note(e, self.value, self.seen.label())
+            raise
 
     def end(self, module: nn.Module) -> None:
         """Has the module called again; blocks of several threads end in any order."""

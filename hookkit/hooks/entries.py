@@ -172,7 +172,7 @@ class HookEntry:
         try:
             new = callback(module, *seen)
         except Exception as e:
-            _note(e, callback, module)
+            note(e, callback, brief(module))
             raise
         return new if self.edit else None
 
@@ -356,16 +356,16 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
     try:
         return fn(module, *seen)
     except Exception as e:
-        _note(e, fn, module)
+        note(e, fn, brief(module))
         raise
 
 
-def _note(e: Exception, fn: Callable[..., Any], module: nn.Module) -> None:
-    """Notes on `e` which hook raised it, unless the hook is hookkit's own."""
+def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
+    """Notes on `e` which hook raised it, at which module, unless the hook is hookkit's own."""
     fn = fn.f if isinstance(fn, OfLast) else fn
     if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
         return
-    where = f"on {brief(module)}"
+    where = f"on {label}"
     if not any(n.startswith("hookkit:") and n.endswith(where) for n in getattr(e, "__notes__", ())):
         name = getattr(fn, "__qualname__", None) or type(fn).__name__
         e.add_note(f"hookkit: raised by the hook {name} {where}")
