@@ -224,6 +224,8 @@ def test_a_function_is_seen_however_it_is_reached(f: Any, x: Tensor) -> None:
         (Tensor.__truediv__, [operator.truediv, operator.itruediv]),
         (torch.pow, [operator.pow, lambda a, b: 2**a]),
         (torch.mul, [operator.mul, lambda a, b: 2 * a, torch.mul]),
+        (torch.floor_divide, [operator.floordiv, operator.ifloordiv, lambda a, b: 2 // a]),
+        (torch.remainder, [operator.mod, operator.imod, lambda a, b: 2 % a]),
         (F.relu, [lambda a, b: a.relu_(), lambda a, b: F.relu_(a), lambda a, b: torch.relu_(a)]),
         (F.max_pool1d, [lambda a, b: F.max_pool1d(a, 2)]),
         (torch.einsum, [lambda a, b: torch.einsum("ij,jk", a, b)]),
@@ -241,6 +243,36 @@ def test_operators_and_in_place_forms_count(f: Any, calls: list[Callable[..., An
             call(torch.full((3, 3), 0.5), torch.ones(3, 3))
 
     assert len(h) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("f", "call"),
+    [
+        (torch.bitwise_and, operator.and_),
+        (torch.bitwise_or, operator.or_),
+        (torch.bitwise_xor, operator.ixor),
+        (torch.bitwise_not, lambda a, b: ~a),
+        (torch.bitwise_left_shift, operator.lshift),
+        (torch.bitwise_right_shift, operator.rshift),
+    ],
+)
+def test_operators_on_bits_count(f: Any, call: Callable[..., Any]) -> None:
+    with hook_function(f) as h:
+        y = call(torch.tensor([5, 6]), torch.tensor([1, 3]))
+
+    assert torch.equal(h[f"{f.__name__}:0"].stored, y)
+
+
+def test_a_call_two_python_functions_deep_is_seen(x: Tensor) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    with hook_function(torch.linalg.vector_norm) as norms:
+        F.normalize(x, dim=-1)  # it calls Tensor.norm, and that torch.norm
+    with hook_function(Tensor.unflatten) as parts:
+        attention(x, x, x, need_weights=False)  # by a helper of multi_head_attention_forward
+
+    torch.testing.assert_close(norms[0].stored, x.square().sum(-1, keepdim=True).sqrt())
+    assert parts.names == ("unflatten:0",)
 
 
 def test_the_attention_inside_of_pytorchs_own_is_seen(x: Tensor) -> None:

@@ -16,7 +16,17 @@ from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError
 
 _HOMES = (torch, functional, Tensor)
-_OPERATORS = {"truediv": "div"}  # names of operators that are not those of the function
+_OPERATORS = {  # names of operators that are not those of the function
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
 
 
 def same_functions(who: str, f: Any) -> dict[Any, str]:
@@ -71,7 +81,13 @@ def _overridable() -> frozenset[Any]:
 
 def _is_reported(f: Any) -> bool:
     """Whether a mode sees calls of `f`: all that C++ binds, and Python functions that say so."""
-    return not isinstance(f, FunctionType | type) or f in _overridable()
+    asks = not _ASKS.keys().isdisjoint(_used(f))
+    return asks or not isinstance(f, FunctionType | type) or f in _overridable()
+
+
+def _used(f: Any) -> tuple[str, ...]:
+    """The names of what `f` calls, of one that is written in Python."""
+    return getattr(getattr(f, "__code__", None), "co_names", ())
 
 
 def _why_not(f: Any) -> str:
@@ -84,8 +100,7 @@ def _why_not(f: Any) -> str:
             "F.scaled_dot_product_attention or torch.Tensor.softmax."
         )
     name = getattr(f, "__name__", None) or type(f).__name__
-    used = getattr(getattr(f, "__code__", None), "co_names", ())
-    seen = [n for n in used if any(_is_reported(g) for g in _named(_plain(n)))][:6]
+    seen = [n for n in _used(f) if any(_is_reported(g) for g in _named(_plain(n)))][:6]
     one = f"one of those that it calls ({', '.join(seen)})" if seen else "one that it calls"
     return (
         f"{name} is not one of the torch functions whose calls PyTorch reports, so it cannot be "
@@ -114,14 +129,32 @@ def opened(f: Any, names: Mapping[Any, str]) -> Callable[..., Any] | None:
     It does not ask the mode once more. None if it calls none of the functions in `names`: then it
     need not be opened. A backward pass may call any of them: a checkpoint runs its forward again.
     """
-    code = getattr(f, "__code__", None)
-    wanted = {*names.values(), *(getattr(g, "__name__", "") for g in names)}
-    calls = f in _BACKWARD or not wanted.isdisjoint(getattr(code, "co_names", ()))
-    if code is None or not isinstance(f, FunctionType) or not calls:
+    if not isinstance(f, FunctionType):
         return None
+    wanted = {*names.values(), *(getattr(g, "__name__", "") for g in names)}
+    wanted |= {name.partition("_")[2] for name in wanted}  # of linalg_norm: it is torch.linalg.norm
+    if f not in _BACKWARD and wanted.isdisjoint(_reached(f)):
+        return None
+    code = f.__code__
     twin = FunctionType(code, {**f.__globals__, **_ASKS}, f.__name__, f.__defaults__, f.__closure__)
     twin.__kwdefaults__ = f.__kwdefaults__
     return twin
+
+
+@cache
+def _reached(f: FunctionType) -> frozenset[str]:
+    """The names of what `f` calls, itself or by another Python function of torch that it calls."""
+    names: set[str] = set()
+    seen, found = {f}, [f]
+    for g in found:  # it grows meanwhile
+        new = set(_used(g)) - names
+        names |= new
+        homes = (g.__globals__, *map(vars, _HOMES))  # getattr would import torch's lazy modules
+        inner = [home.get(n) for home in homes for n in new]
+        more = {i for i in inner if isinstance(i, FunctionType)} - seen
+        seen |= more
+        found.extend(more)
+    return frozenset(names)
 
 
 def overridden(types: Iterable[type]) -> bool:
