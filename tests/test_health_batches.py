@@ -153,6 +153,24 @@ def looks(types, first, last, **predecessors):
     return Run(dataclasses.replace(made, meta={**made.meta, **facts}), losses=falling())
 
 
+def one_by_one(data):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), 1e-2)
+    with watch(model, opt, ActivationStats()) as w:
+        for x in data.split(1):
+            loss = (model(x) - x.sum()).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss.item())
+    return w.run_record()
+
+
+def test_one_sample_at_a_time_does_not_say_that_data_are_alike():
+    assert "constant_input" not in diagnose(one_by_one(torch.randn(40, 4))).rules
+
+
 def test_tokens_that_are_the_same_for_all_samples_are_an_error():
     types, fed = ("Embedding", "Linear", "Linear"), {"1.weight": "0.weight", "2.weight": "1.weight"}
 

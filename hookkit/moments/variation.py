@@ -105,6 +105,9 @@ def _some(t: Tensor) -> Tensor:
 
 
 def _share(x: Tensor) -> Tensor:
+    """() the share that differs; NaN of one sample, which differs from no other."""
+    if len(x) < 2:
+        return x.new_full((), torch.nan)
     return x.var(0, correction=0).mean() / x.square().mean()
 
 
