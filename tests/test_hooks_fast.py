@@ -173,6 +173,28 @@ def test_a_keyword_input_that_is_handed_on_keeps_its_memory(x: Tensor, mode: Any
     assert torch.equal(h.stored[1]["same"], before)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_any_input_that_is_handed_on_keeps_its_memory(x: Tensor, mode: Any) -> None:
+    class Pick(nn.Module):
+        def forward(self, which: Any, *given: Any, **named: Any) -> Tensor:
+            return given[which] if isinstance(which, int) else named["x"]
+
+    class First(nn.Module):
+        def forward(self, xs: list[Tensor], flag: bool) -> Tensor:
+            return xs[0]
+
+    array, before, other = x.numpy(), x.clone(), torch.zeros(2)
+    layers = [Pick(), Pick(), First()]
+    with mode(), hook_outputs(layers) as h:
+        layers[0](1, other, x)
+        layers[1]("x", other, x=x)
+        layers[2]([x], True)
+    x.add_(1)
+
+    assert (array == x.numpy()).all()
+    assert all(torch.equal(stored, before) for stored in h.stored)
+
+
 def test_a_parameter_that_is_returned_keeps_its_memory() -> None:
     class Weights(nn.Module):
         def __init__(self) -> None:

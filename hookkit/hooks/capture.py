@@ -51,6 +51,7 @@ from hookkit.hooks.snapshot import (
     lazy_clone,
     snapshot,
 )
+from hookkit.nested import PLAIN
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a third of is_compiling's cost
 is_grad_enabled = torch.is_grad_enabled
@@ -165,10 +166,19 @@ class Capture(HookEntry):
             )
             self.callback = calls.after
             return
-        self.callback, self.handles = calls.after, ()
-        for entry, where in self._entries(keeps_output(module)):
-            entry.switch = self.switch
+        self.handles = ()
+        for entry, where in self.placed(keeps_output(module)):
             self.handles += (register(module, entry, **where),)
+
+    def placed(self, first: bool) -> list[Placed]:
+        """What goes on a module, as `_entries`; it works from now on."""
+        self.callback, o = calls.after, self.options
+        if o.kind == "forward" and not o.retain_grad:
+            return [(self, {"prepend": o.prepend})]
+        found = self._entries(first)
+        for entry, _ in found:
+            entry.switch = self.switch
+        return found
 
     def _entries(self, first: bool) -> list[Placed]:
         """What goes on a module, each entry with its place; `first`: see `GradHooks`."""
@@ -220,7 +230,8 @@ class Capture(HookEntry):
             return
         self.callback, o = None, self.switch.options
         if o.kind == "forward" and not o.retain_grad:
-            self.handles[0].remove()
+            for handle in self.handles:
+                handle.remove()
         else:
             unregister(self.handles)
         if o.retain_grad and self.grads is not None:
@@ -267,10 +278,10 @@ class Capture(HookEntry):
         if output.is_leaf and (
             output.is_quantized
             or module._buffers
-            or kwargs
-            or args[1:]
-            or not args
-            or output is args[0]
+            or (
+                (kwargs or len(args) != 1 or output is args[0])
+                and not _is_new(output, args, kwargs)
+            )
         ):
             self.last = snapshot(output, inputs_and_buffers(module, args, kwargs))
             return None
@@ -347,6 +358,12 @@ class Gradients(Capture):
     def options(self) -> Options:
         """Those of the values, for gradients."""
         return self.own
+
+
+def _is_new(output: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether no input can be `output`, as far as it is seen without a search in structures."""
+    given = (*args, *kwargs.values())
+    return all([x is not output and (type(x) is Tensor or type(x) in PLAIN) for x in given])  # noqa: C419
 
 
 def _gone() -> None:

@@ -43,6 +43,7 @@ class FunctionHooks(Hooks):
 
     _calls: FunctionCalls | None = None  # of a copy: it has none
     _on = False
+    _captures: list[Capture]
 
     def __init__(
         self, functions: Iterable[Any], within: Within, options: Options, numbers: Numbers = "block"
@@ -54,8 +55,9 @@ class FunctionHooks(Hooks):
     def _begin(self, call: FunctionCall) -> None:
         """Puts a hook on a new call."""
         capture = Capture(call, self._block, call.name)
-        capture.register()
-        self._captures, self._hooks = [*self._captures, capture], None
+        call.put(capture.placed(first=False))
+        self._captures.append(capture)
+        self._hooks = None
 
     @property
     def removed(self) -> bool:

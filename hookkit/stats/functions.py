@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from hookkit.attention import attention_logits
 from hookkit.errors import OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import put
 from hookkit.hooks.function_calls import FunctionCall, FunctionCalls, modules_within
 from hookkit.hooks.torch_functions import same_functions
 from hookkit.interrupts import uninterrupted
@@ -94,7 +93,7 @@ class RecordedFunctions(FunctionCalls):
         entries = output_entries(self.switch, row, "", function)
         for entry, _ in entries:
             entry.switch = self.switch
-        put(call, entries)
+        call.put(entries)
 
     @uninterrupted
     def turn_on(self) -> None:
