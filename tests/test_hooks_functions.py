@@ -1,12 +1,14 @@
 """`hook_function`: calls of torch functions, against what plain PyTorch computes."""
 
 import copy
+import gc
 import operator
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -51,6 +53,24 @@ class Layer(nn.Module):
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Layer(), Layer())
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_was_stored_is_freed_with_the_hooks(net: nn.Module, x: Tensor, within: bool) -> None:
+    gc.collect()
+    gc.disable()  # it would free a cycle too, but late, with all that was stored
+    try:
+        with hook_function(F.relu, within=net if within else None) as h:
+            net(x)
+        stored, call = ref(h[0].stored), ref(h[0].module)
+
+        assert stored() is not None
+        assert call() is not None
+        del h
+        assert stored() is None
+        assert call() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

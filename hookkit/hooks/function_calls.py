@@ -85,7 +85,7 @@ class FunctionCalls(TorchFunctionMode):
         functions: the torch functions that are wanted.
         within: modules, by name, in whose forward a call counts; None counts every call.
         block: calls count in its thread, while it is on.
-        begin: called with each new `FunctionCall` before it runs, to put hooks on it.
+        begin: called with each new `FunctionCall` before it runs, to put hooks on it; can be set.
         numbers: the number at the end of a call's name counts the calls of the function in the
             innermost module of `within`: all in the block, or those of one forward; "none" has no
             number, so that all calls of the function in a module are calls of one `FunctionCall`.
@@ -96,7 +96,7 @@ class FunctionCalls(TorchFunctionMode):
         functions: Iterable[Any],
         within: list[Named] | None,
         block: Block,
-        begin: Callable[[FunctionCall], None],
+        begin: Callable[[FunctionCall], None] | None,
         numbers: Numbers = "block",
     ) -> None:
         super().__init__()
@@ -151,7 +151,8 @@ class FunctionCalls(TorchFunctionMode):
         call = self.calls.get(full)
         if call is None:
             call = FunctionCall(full)
-            self.begin(call)
+            if self.begin is not None:
+                self.begin(call)
             self.calls[full] = call
         return call
 

@@ -50,7 +50,7 @@ class FunctionHooks(Hooks):
     ) -> None:
         self._block, self._captures = Block(options), []
         named = modules_within(options.who, within)
-        self._calls = FunctionCalls(functions, named, self._block, self._begin, numbers)
+        self._calls = FunctionCalls(functions, named, self._block, None, numbers)
 
     def _begin(self, call: FunctionCall) -> None:
         """Puts a hook on a new call."""
@@ -73,6 +73,7 @@ class FunctionHooks(Hooks):
             return
         self._captures, self._hooks, self._next = [], None, None
         self._calls.reset()
+        self._calls.begin = self._begin
         self._on = True
         self._calls.start()
 
@@ -80,6 +81,7 @@ class FunctionHooks(Hooks):
         self._on = False
         if self._calls is not None:
             self._calls.stop()
+            self._calls.begin = None  # each would hold the other, and what is stored
             super()._remove()
 
     def _missed(self, waiting: Any) -> str:
