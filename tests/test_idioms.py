@@ -23,7 +23,14 @@ from hookkit.editing import (
     scale,
     zero,
 )
-from hookkit.errors import ArgumentError, CompiledWarning, HookError, NeverFiredWarning, OptionError
+from hookkit.errors import (
+    ArgumentError,
+    CompiledWarning,
+    HookError,
+    NeverFiredWarning,
+    OptionError,
+    SelectionError,
+)
 from hookkit.hooks import Hook, Hooks, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import Inputs
 from hookkit.selecting import select
@@ -62,6 +69,19 @@ def test_both_names_of_a_shared_module_are_in_the_dict() -> None:
 
     assert h.as_dict().keys() == {"0", "2"} == dict(h.items()).keys()
     assert torch.equal(h.as_dict()["2"], y)
+
+
+def test_hooks_of_the_same_name_are_not_read_by_name() -> None:
+    first, second = mlp(), mlp()
+    pairs = [pair for net in (first, second) for pair in net.named_children()]
+    with hook_outputs(pairs) as h:
+        y = [first(X), second(2 * X)]
+
+    assert torch.equal(h.stored[2], y[0])
+    assert torch.equal(h.stored[5], y[1])
+    for read in (h.as_dict, h.items, lambda: h.n_calls):
+        with pytest.raises(SelectionError, match=r"several hooks are called '0'.* by position"):
+            read()
 
 
 def test_what_is_stored_is_an_L_and_a_list_which_torch_takes() -> None:

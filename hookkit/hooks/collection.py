@@ -6,6 +6,7 @@ whatever happens in it; entering them again registers them again. (Just over 300
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -202,6 +203,12 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
     def _keyed(self, each: Iterable[T]) -> dict[str, T]:
         """`each`, one for each hook, by every name that it was selected by."""
         found = dict(zip(self.names, each, strict=True))
+        if len(found) < len(self):
+            several = [name for name, n in Counter(self.names).items() if n > 1]
+            raise SelectionError(
+                f"{self._block.options.who}: several hooks are called {several[0]!r}, so they "
+                "cannot be read by name. Read them by position, or hook each model by itself."
+            )
         return {**found, **{name: found[first] for name, first in self._also.items()}}
 
     @property
