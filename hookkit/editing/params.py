@@ -39,7 +39,8 @@ class ParamSelection(dict[str, nn.Parameter]):
         """Captures the gradients of a `with` block, by name; `.grad` is left as it is.
 
         They are detached copies: the sum of what backward passes bring in the block, as in `.grad`;
-        None until one comes. At the end it warns of parameters to which none came.
+        with DistributedDataParallel this rank's, before they are averaged. None until one comes. At
+        the end it warns of parameters to which none came.
 
         >>> net = nn.Linear(2, 1)
         >>> with select_params(net, "weight").grads() as grads:
@@ -139,7 +140,7 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
         what: as in `select`, for names of parameters: `"fc.weight"`, `"blocks.*.mlp.**"`,
             `"**.bias"`, a compiled regex, a function `f(name, parameter)` or `f(parameter)`; or
             what selects modules (a class, a module, a Selection), for all parameters in these. A
-            list of several. None: all parameters.
+            list of several. Without any: all parameters.
 
     Returns:
         A `ParamSelection`, name → parameter, with `.grads()` and `.edit(f)`.
