@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_both_names_of_a_shared_module_are_in_the_dict() -> None:
     assert torch.equal(h.as_dict()["2"], y)
 
 
-def test_hooks_of_the_same_name_are_not_read_by_name() -> None:
+def test_hooks_of_the_same_name_are_not_read_by_name(tmp_path: Path) -> None:
     first, second = mlp(), mlp()
     pairs = [pair for net in (first, second) for pair in net.named_children()]
     with hook_outputs(pairs) as h:
@@ -82,6 +83,10 @@ def test_hooks_of_the_same_name_are_not_read_by_name() -> None:
     for read in (h.as_dict, h.items, lambda: h.n_calls):
         with pytest.raises(SelectionError, match=r"several hooks are called '0'.* by position"):
             read()
+    pytest.importorskip("safetensors")
+    with pytest.raises(SelectionError, match="hook_outputs: several hooks are called '0'"):
+        h.save(tmp_path / "two.safetensors")
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_is_stored_is_an_L_and_a_list_which_torch_takes() -> None:

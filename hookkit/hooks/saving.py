@@ -38,7 +38,8 @@ def save(hooks: Any, path: str | Path) -> Path:
             keys.append((text, name, call, inner))
     if not tensors:
         raise HookError("Hooks.save: nothing was stored. Run the model in the block first.")
-    by_name = dict(zip(hooks.names, hooks, strict=True))
+    every = dict(hooks.items())  # an error where two have the same name
+    by_name = {name: every[name] for name in hooks.names}
     about = {
         "keys": keys,
         "structures": structures,
