@@ -178,6 +178,48 @@ def test_a_checkpoint_is_edited_again(
         torch.testing.assert_close(a, b)
 
 
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.outer = nn.Linear(4, 4)
+
+    def method(self, x: Tensor) -> Tensor:
+        return F.relu(self.inner(F.relu(self.outer(x))))
+
+    def forward(self, x: Tensor, run: Any) -> Tensor:
+        return run(self.method, x) + run(lambda x: F.relu(self.outer(x)), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": True}, {"grad": True}])
+@pytest.mark.parametrize("within", ["all", "root", "outside"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_a_part_of_a_forward_is_edited_again(
+    options: dict[str, bool], within: str, reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    net = Half()
+    where: Any = {"all": net, "root": [("root", net)], "outside": select(net, "inner")}[within]
+
+    def grads(run: Any) -> list[Tensor]:
+        x = torch.ones(3, 4, requires_grad=True)
+        with edit_function(F.relu, _twice, within=where, **options) as edits:
+            net(x, run).square().sum().backward()
+        assert edits.n_calls
+        got = [x.grad, *(p.grad for p in net.parameters())]
+        net.zero_grad()
+        return got  # type: ignore[return-value]
+
+    again = grads(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
+    for a, b in zip(again, grads(lambda f, x: f(x)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _twice(call: Any, seen: Any, output: Any = None) -> Any:
+    first = seen[0] if isinstance(seen, tuple) else seen
+    return 2 * (first if output is None else output) + 1
+
+
 def test_a_compiled_model_is_edited(net: nn.Sequential, x: Tensor) -> None:
     model = torch.compile(net, backend="eager")
     before = model(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from inspect import currentframe
 from typing import Any, Literal
 
 import torch
@@ -125,24 +126,29 @@ class FunctionCalls(TorchFunctionMode):
             if self.others.get(func, self) is None:  # most calls
                 return func(*args, **kwargs)
             return self._other(func, types, args, kwargs)
-        if not self._counts():
+        if not self.on or (module := self._module()) is None:
             return func(*args, **kwargs)
-        call = self._call(name)
+        call = self._call(module, name)
         call.__dict__["function"] = func  # Module.__setattr__ costs 1 µs
         if self.block.options.edit and not self.block.options.kind.endswith("grad"):
             _check_editable(self.block.options, call, func, kwargs)
         return call(*args, **kwargs)
 
-    def _counts(self) -> bool:
-        if not (self.on and self.block.on) or not (self.inside or self.within is None):
-            return False
-        if graph_task() != -1 and not self.block.options.edit:  # a checkpoint runs it again
-            return False
-        return in_thread(self.block.thread)
+    def _module(self) -> str | None:
+        """The name of the module of `within` that makes this call; None if it does not count."""
+        if not self.block.on or not in_thread(self.block.thread):
+            return None
+        again = graph_task() != -1  # a checkpoint runs it again, which counts for edits only
+        if again and not self.block.options.edit:
+            return None
+        if self.inside:
+            return self.inside[-1]
+        if self.within is None:
+            return ""
+        return _module_run_again(self.within) if again else None
 
-    def _call(self, name: str) -> FunctionCall:
+    def _call(self, module: str, name: str) -> FunctionCall:
         """What runs this call: a new one, unless its name was there before."""
-        module = self.inside[-1] if self.inside else ""
         full = f"{module}/{name}" if module else name
         if self.numbers != "none":
             counts = self.counts.setdefault(module, {})
@@ -230,6 +236,27 @@ class FunctionCalls(TorchFunctionMode):
             return
         self.block.warned += ("fused",)
         warnings.warn(f"{self.block.options.who}: {_FUSED}", HookkitWarning, stacklevel=2)
+
+
+def _module_run_again(within: list[Named]) -> str | None:
+    """The name of the module of `within` whose code a checkpoint runs again, None if of none.
+
+    A checkpoint of a method or of a closure runs it again outside the forward of its module, so no
+    hook on the module says so: the modules whose code is running are read from the stack, up to
+    the backward pass. Of several that hold one of them the smallest counts, which is innermost.
+    """
+    frame = currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.autograd.graph":
+        code = frame.f_code
+        for variable in (*code.co_varnames[:1], *code.co_freevars):
+            runs = frame.f_locals.get(variable)
+            if isinstance(runs, nn.Module):
+                held = [(name, [*m.modules()]) for name, m, _ in within]
+                sizes = {name: len(ms) for name, ms in held if any(m is runs for m in ms)}
+                if sizes:
+                    return min(sizes, key=lambda name: sizes[name])
+        frame = frame.f_back
+    return None
 
 
 def _check_editable(o: Options, call: FunctionCall, func: Any, kwargs: Any) -> None:
