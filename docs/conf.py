@@ -4,10 +4,13 @@
 made with, imports the package: the reference shows the signatures that a reader's Python has.
 """
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from hookkit import __version__
+from hookkit.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tables import rules, rules_not_met
@@ -35,14 +38,31 @@ nb_execution_mode = "off"  # the suite runs the notebooks and compares what they
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True  # `opt_func=Adam`, not `<class 'torch.optim.adam.Adam'>`
+
+# What a class has from hookkit's own bases is described with it: `Learner.get_preds`,
+# `ActivationStats.stats`, `Watcher.save`. From the first base named here on, nothing is.
+bases = "HookCallback, Callback, Wrapper, Module, dict, Mapping, Sequence, Collection"
+bases += ", Exception, object"
+# Called by training loops and by other files of hookkit, never by a user. Callback's page has its
+# own list, as a callback of one's own may define them.
+not_called = "cleanup_fit, state_dict, load_state_dict, of, of_named, made, register, switch"
+not_called += ", removed, silent, never_called, holds_callbacks, in_closure, finds_opts"
+not_called += ", stepped_opts, all_batches, extra_repr"
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": bases,
+    "exclude-members": ", ".join((not_called, *EVENTS)),
+}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_use_rtype = False  # a sentence with a colon is no type: types are the annotations
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hookkit {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_sidebars = {page: [] for page in ("index", "start")}  # nothing is below them
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
@@ -56,3 +76,14 @@ html_theme_options = {
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def _join_names(*args: Any) -> None:
+    """Writes `:ivar a,b:` for `:ivar a, b:`, which Sphinx reads as a variable b of type a."""
+    lines = args[-1]
+    lines[:] = [re.sub(r"^:ivar .*?:", lambda m: m[0].replace(", ", ","), line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Runs after napoleon, whose priority is 500."""
+    app.connect("autodoc-process-docstring", _join_names, priority=600)

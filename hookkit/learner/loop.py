@@ -318,7 +318,7 @@ class Loop(CallbackRunner):
 
     @property
     def opts(self) -> list[Any]:
-        """The plain torch optimizers: none before the first fit, then one."""
+        """The plain torch optimizers, none before the first fit and then one."""
         return [] if self._opt is None else [bare_optimizer(self._opt)]
 
     @property
@@ -328,7 +328,7 @@ class Loop(CallbackRunner):
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches go: the DataLoaders' device, else that of the first parameter, if any."""
+        """The device of the DataLoaders, where batches go, or else of the first parameter."""
         given = getattr(self.dls, "device", None)
         first = next(self.model.parameters(), None)
         return given if given is not None or first is None else first.device

@@ -26,7 +26,7 @@ class LayerStats(Exports, StatsCallback):
 
     @property
     def stats(self) -> StatsList:
-        """Everything recorded, as fastai's: `stats[batch][layer]["mean" | "std" | "near_zero"]`.
+        """Everything recorded, as in fastai, such as `stats[batch][layer]["mean"]`.
 
         One entry per record and hooked module, in the order of `names`; NaN where a module did
         not run. All statistics of `record()` are there, and "hist", a (bins,) float tensor, if
@@ -49,7 +49,7 @@ class LayerStats(Exports, StatsCallback):
         return record.layer(layer)  # a name; or it raises
 
     def layer_stats(self, layer: int | str) -> L:
-        """Means, stds and shares near zero of one layer over the records: an `L` of three `L`s."""
+        """Means, stds and shares near zero of one layer over the records: an `L` of three."""
         record, row = self.record(), self._row(layer)
         return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
 
@@ -91,7 +91,7 @@ class LayerStats(Exports, StatsCallback):
         return self._units(layer, "dead")
 
     def dormant_units(self, layer: int | str) -> list[int]:
-        """Indices of the units whose mean |x| is at most 0.025 of the layer's, over the window."""
+        """Indices of the units whose mean size is at most 0.025 of the layer's, over the window."""
         return self._units(layer, "dormant")
 
     def _units(self, layer: int | str, which: str) -> list[int]:

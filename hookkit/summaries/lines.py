@@ -90,9 +90,10 @@ class Content:
 
     @property
     def step_bytes(self) -> int:
-        """Peak of a training step: parameters, buffers, gradients, optimizer state, saved tensors.
+        """Peak memory of a training step, in bytes.
 
-        Without workspaces of kernels and passing intermediates, which depend on the device.
+        The sum of parameters, buffers, gradients, optimizer state and saved tensors; without
+        workspaces of kernels and passing intermediates, which depend on the device.
         """
         state = (self.optimizer or {}).get("state_bytes") or 0
         held = self.param_bytes + self.buffer_bytes
