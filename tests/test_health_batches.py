@@ -131,6 +131,17 @@ def test_a_fixed_order_that_does_no_harm_is_a_note():
     assert found(Run(losses=falling(end=0.5) + batches), "unshuffled").severity == "note"
 
 
+def test_single_hard_batches_in_a_fixed_order_are_not_sorted_data():
+    batches = RNG.permutation(np.repeat([0.1, 2.5], [70, 10]))
+    level = 3 * np.exp(-np.arange(800) / 40) + RNG.normal(0, 0.01, 800)
+
+    scattered = Run(losses=level + np.tile(batches, 10))
+    sorted_ = Run(losses=level + np.tile(np.sort(batches), 10))
+
+    assert found(scattered, "unshuffled").severity == "note"
+    assert found(sorted_, "unshuffled").severity == "warning"
+
+
 @pytest.mark.parametrize("n", [5, 12, 40])
 def test_the_period_is_the_first_and_no_multiple_of_it(n):
     batches = np.tile(RNG.normal(0, 0.3, n), 400 // n + 1)[:400]

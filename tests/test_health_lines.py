@@ -230,7 +230,7 @@ CASES = [
     (
         Run(losses=repeating(10)),
         "unshuffled",
-        "correlation above 0.85 with the losses of a period before, while part",
+        "correlation above 0.85 with the losses of a period before, while a tenth",
         "(correlation 1.00)",
     ),
     (
