@@ -3,6 +3,7 @@
 collecting    `collect`: runs a model over a loader.
 batches       A batch of a loader: the model's inputs, the samples' ids, the mask.
 rows          What layers gave for a batch, as rows.
+index         `Index`: what one process has written, and how far it has come.
 shards        Rows on disk, of one process: safetensors files and their index.
 activations   `Activations`: reading them.
 accumulators  `Mean`, `Covariance`, `TopK`: statistics in place of data.

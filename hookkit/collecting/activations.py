@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hookkit.checks import check_number, check_path, shown
-from hookkit.collecting.shards import IDS, Index, check_extra, dtype_of, file_of
+from hookkit.collecting.index import IDS, Index, check_extra, dtype_of, file_of
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 
 WHO = "Activations"

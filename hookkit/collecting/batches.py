@@ -20,7 +20,7 @@ from hookkit import ranks
 from hookkit.checks import kind_of, shown
 from hookkit.data import split_batch, to_device
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.modules import unwrap
+from hookkit.modules import class_name, unwrap
 from hookkit.nested import Inputs, describe, leaves
 
 WHO = "collect"
@@ -151,6 +151,26 @@ def digest(tensors: Iterable[Tensor]) -> str:
         except (RuntimeError, NotImplementedError, TypeError):  # sparse, nested, quantized, meta
             continue
     return text.hexdigest()
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """What tells a model from others, in words: class, values and modes.
+
+    Raises:
+        ArgumentError: a parameter or buffer has no shape yet.
+    """
+    root = unwrap(model)
+    named: dict[str, Any] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    if lazy := [name for name, p in named.items() if nn.parameter.is_lazy(p)]:
+        raise ArgumentError(f"{WHO}: '{lazy[0]}' has no shape yet. Run the model once.")
+    # of a sharded parameter this rank's part
+    values = digest(p.to_local() if hasattr(p, "to_local") else p for p in named.values())
+    modes = [m.training for m in root.modules()]
+    mixed = f"training in {modes.count(True)} modules, {digest([torch.tensor(modes)])}"
+    return {
+        "model": f"{class_name(root)} with parameters and buffers {values}",
+        "mode": mixed if len({*modes}) == 2 else "training" if modes[0] else "evaluation",
+    }
 
 
 def field_of(batch: Any, field: Any, option: str) -> Any:

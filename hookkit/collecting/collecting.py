@@ -25,9 +25,9 @@ from hookkit.checks import (
     check_path,
 )
 from hookkit.collecting.activations import Activations
-from hookkit.collecting.batches import WHO, Field, Reading, part_of
+from hookkit.collecting.batches import WHO, Field, Reading, fingerprint, part_of
 from hookkit.collecting.rows import Cutter, Rows, called
-from hookkit.collecting.shards import Shards, fingerprint
+from hookkit.collecting.shards import Shards
 from hookkit.data import DataLoaders, n_batches, no_batches
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hooks
@@ -63,7 +63,7 @@ def collect(
 ) -> Any:
     """What layers of a model give for all batches of a loader, a row for each sample or token.
 
-    It is written to the folder `to` as safetensors files, a part at a time, in bounded memory, and
+    It is written to the folder `to` as safetensors files, batch by batch, in bounded memory, and
     read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
     complete is only opened. The model runs in the modes in which it is, without gradients;
     buffers, modes and random states are restored. A compiled model runs eagerly.
@@ -92,7 +92,8 @@ def collect(
             of ids is not passed to the model.
         into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of the folder: nothing
             is written. Merged over the processes.
-        shard_bytes: how large the files become, about, and how much memory rows take.
+        shard_bytes: how large the files become at most, about. A part is kept when its file is
+            full, or the loader at its end.
 
     Returns:
         An `Activations`; with `into` a dict with an accumulator for each layer, on the CPU.
@@ -137,7 +138,8 @@ def collect(
         **{"rank": part.rank, "ranks": part.ranks},
     }
     folder = check_path(WHO, to, "to")
-    _write(run, batches, Shards(folder, settings, size))
+    with Shards(folder, settings, size) as shards:
+        _write(run, batches, shards)
     with ranks.together("call collect"):
         ranks.gather_object(None)  # until all parts are written
     return Activations(folder)
@@ -214,12 +216,13 @@ class _Run:
 def _write(run: _Run, batches: Any, shards: Shards) -> None:
     """Writes the rows of all batches that are not written."""
     index, cutter = shards.index, run.cutter
-    cutter.n_rows, cutter.samples = sum(index.rows), index.samples
+    cutter.n_rows, cutter.samples = sum(index.rows) - index.skip, index.samples
+    start = index.batches  # another thread counts on
 
     def wanted(number: int, batch: Any) -> bool:
         if number == 0:
             shards.check_first(run.reading.digest(batch))
-        return number >= index.batches and not index.done
+        return number >= start and not index.done
 
     def take(number: int, rows: Rows) -> None:
         shards.add(rows, number + 1, cutter.samples)

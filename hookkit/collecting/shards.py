@@ -1,131 +1,122 @@
 """Rows on disk: what one process has written, as safetensors files and their index.
 
     acts/rank0/index.json            the settings, the layers, the shards
-    acts/rank0/00000.safetensors     whole batches: a tensor for each layer, and the ids
+    acts/rank0/00000.safetensors     a tensor for each layer, and the ids
 
-A shard is written aside and renamed, and then the index is: whatever kills the process, the index
-names whole shards only, and says at which batch to go on.
+Rows go to the file of a shard as they come. A full shard is ended in another thread, which waits
+for the disk, renames the file, and then replaces the index: whatever kills the process, the index
+names whole shards only, and says at which row of which batch to go on.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hookkit.collecting.batches import WHO, digest
+from hookkit.collecting.batches import WHO
+from hookkit.collecting.index import IDS, Index, Layers, check_extra, dtype_of, file_of
 from hookkit.collecting.rows import Rows
-from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
-from hookkit.files import atomic_write
-from hookkit.modules import class_name, unwrap
+from hookkit.errors import HookError, OptionError
 
-IDS = "::ids"  # beside the layers' names, none of which has colons in front
-_FORMAT = 1
+_MOVED_BYTES = 2**22
 
 
-@dataclass
-class Index:
-    """What one process has written.
+class Shard:
+    """A file that rows are written to as they come; it gets its name when it is whole.
 
-    Attributes:
-        settings: what was collected, of which model.
-        layers: the shape of a row and the dtype by layer, and of `IDS`.
-        rows: how many each file has.
-        batches: how many of the loader's are written.
-        samples: how many samples were in these.
-        first: the digest of the first batch.
-        done: whether the loader has come to its end.
+    Until then each layer has a region of it, of `room` rows. Appending to one file for each layer
+    would do without regions, and a model of 1000 layers could not open them all.
+
+    Args:
+        target: the file.
+        layers: the shape of a row and the dtype, by layer.
+        room: how many rows fit.
     """
 
-    settings: dict[str, Any]
-    layers: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    rows: list[int] = field(default_factory=list)
-    batches: int = 0
-    samples: int = 0
-    first: str = ""
-    done: bool = False
+    def __init__(self, target: Path, layers: Layers, room: int) -> None:
+        kinds = [(name, torch.Size(shape), dtype_of(d)) for name, (shape, d) in layers.items()]
+        # the widest first, as safetensors has them: values stay aligned
+        self._kinds = sorted(kinds, key=lambda kind: -kind[2].itemsize)
+        self._codes = {dtype: _code(dtype) for _, _, dtype in kinds}
+        self.target, self.room, self.n = target, room, 0
+        self._head = len(self._header(room))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = target.with_name(f".hookkit-{target.stem}.tmp")
+        self._file = self._temporary.open("w+b")
 
-    def save(self, folder: Path) -> None:
-        """Writes it to `folder`."""
-        with atomic_write(folder / "index.json", text=True) as file:
-            json.dump({"format": _FORMAT, **asdict(self)}, file)
+    @property
+    def is_full(self) -> bool:
+        """Whether no row fits any more."""
+        return self.n == self.room
 
-    @classmethod
-    def load(cls, folder: Path, who: str) -> Index:
-        """The index in `folder`.
+    def add(self, columns: dict[str, Tensor], first: int) -> int:
+        """Writes the rows from `first` on that fit; the number of the first that does not."""
+        end = min(len(columns[IDS]), first + self.room - self.n)
+        for (name, shape, dtype), start in zip(self._kinds, self._starts(self.room), strict=False):
+            self._file.seek(self._head + start + self.n * shape.numel() * dtype.itemsize)
+            t = columns[name][first:end].reshape(-1).resolve_neg().cpu()
+            self._file.write(t.view(torch.uint8).numpy().data)  # no copy where rows are contiguous
+        self.n += end - first
+        return end
 
-        Raises:
-            OptionError: it is missing or damaged.
-        """
-        try:
-            found = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-            if found.pop("format") != _FORMAT:
-                raise ValueError("it is of another version of hookkit")
-            index = cls(**found)
-            index._check()
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as why:
-            raise OptionError(
-                f"{who}: {folder / 'index.json'} cannot be read ({type(why).__name__}: {why}). "
-                "Give a folder that collect wrote; if it is damaged, remove it and collect again."
-            ) from why
-        return index
+    def close(self) -> None:
+        """Ends the file, waits for the disk, and gives it its name."""
+        if not self.is_full:
+            self._close_gaps()
+        self._file.seek(0)
+        self._file.write(self._header(self.n))
+        self._file.flush()
+        os.fsync(self._file.fileno())  # else a crash may leave the name on an empty file
+        self._file.close()
+        self._temporary.replace(self.target)
 
-    def _check(self) -> None:
-        """Raises for anything that would not have been saved."""
-        self.layers = {name: (tuple(shape), d) for name, (shape, d) in self.layers.items()}
-        rank, of = self.settings["rank"], self.settings["ranks"]
-        counts = [rank, of - rank - 1, *self.rows, self.batches, self.samples]
-        counts += [n for shape, dtype in self.layers.values() for n in shape if dtype_of(dtype)]
-        if not all(type(n) is int and n >= 0 for n in counts) or type(self.done) is not bool:
-            raise ValueError("a number in it is wrong")
+    def discard(self) -> None:
+        """Removes the file."""
+        with suppress(OSError):  # a full disk refuses what is still in the buffer
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
+    def _starts(self, n: int) -> list[int]:
+        """Where the regions of `n` rows begin behind the header, and where the last one ends."""
+        sizes = (n * shape.numel() * dtype.itemsize for _, shape, dtype in self._kinds)
+        return [*accumulate(sizes, initial=0)]
 
-def check_extra(purpose: str) -> None:
-    """Raises MissingExtraError if safetensors is not installed."""
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise missing_extra("safetensors", "collect", purpose) from None
+    def _header(self, n: int) -> bytes:
+        """The header of `n` rows, as long as that of `room` rows."""
+        starts, codes = self._starts(n), self._codes
+        entries = {
+            name: {"dtype": codes[dtype], "shape": [n, *shape], "data_offsets": starts[i : i + 2]}
+            for i, (name, shape, dtype) in enumerate(self._kinds)
+        }
+        text = json.dumps(entries).encode()
+        size = self._head - 8 if n < self.room else -(-len(text) // 8) * 8
+        return size.to_bytes(8, "little") + text.ljust(size)
 
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name; raises ValueError if there is none."""
-    if not isinstance(found := getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return found
-
-
-def file_of(folder: Path, number: int) -> Path:
-    """The file of a shard.
-
-    >>> file_of(Path("rank0"), 3).name
-    '00003.safetensors'
-    """
-    return folder / f"{number:05d}.safetensors"
+    def _close_gaps(self) -> None:
+        """Moves the regions together, in place: safetensors allows no bytes between them."""
+        starts = self._starts(self.n)
+        for old, new, end in zip(self._starts(self.room), starts, starts[1:], strict=False):
+            for at in range(0, end - new, _MOVED_BYTES):
+                self._file.seek(self._head + old + at)
+                data = self._file.read(min(_MOVED_BYTES, end - new - at))
+                self._file.seek(self._head + new + at)
+                self._file.write(data)
+        self._file.truncate(self._head + starts[-1])
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What tells a model from others, in words: class and parameters, and the modules' modes.
+def _code(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype."""
+    from safetensors.torch import save
 
-    Raises:
-        ArgumentError: parameters have no shape yet.
-    """
-    root = unwrap(model)
-    named = dict(root.named_parameters())
-    if lazy := [name for name, p in named.items() if nn.parameter.is_lazy(p)]:
-        raise ArgumentError(f"{WHO}: '{lazy[0]}' has no shape yet. Run the model once.")
-    # of a sharded parameter this rank's part
-    values = digest(p.to_local() if hasattr(p, "to_local") else p for p in named.values())
-    modes = [m.training for m in root.modules()]
-    mixed = f"training in {modes.count(True)} modules, {digest([torch.tensor(modes)])}"
-    return {
-        "model": f"{class_name(root)} with parameters {values}",
-        "mode": mixed if len({*modes}) == 2 else "training" if modes[0] else "evaluation",
-    }
+    return str(json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"])
 
 
 class Shards:
@@ -134,7 +125,7 @@ class Shards:
     Args:
         folder: of the whole data set.
         settings: what is collected, of which model; `rank` is the process's number, of `ranks`.
-        shard_bytes: how large a file becomes, about; one batch at least.
+        shard_bytes: how large a file becomes at most, about; one row at least.
 
     Raises:
         OptionError: there are rows of another model, other layers or settings.
@@ -152,8 +143,19 @@ class Shards:
             raise OptionError(f"{WHO}: {folder} is a file. Give a folder in to=.")
         for left in self.folder.glob(".hookkit-*.tmp"):  # of a process that was killed
             left.unlink()
-        self._buffers: dict[str, Tensor] = {}
-        self._n, self._end = 0, (self.index.batches, self.index.samples)  # rows that wait
+        self._shard: Shard | None = None
+        self._end = (self.index.batches, self.index.samples, self.index.skip)
+        self._number = len(self.index.rows)
+        self._disk = ThreadPoolExecutor(1, "collect")
+        self._closing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._disk.shutdown()
+        if self._shard is not None:  # after an error
+            self._shard.discard()
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         there = self.index.settings
@@ -177,21 +179,47 @@ class Shards:
 
     def add(self, rows: Rows, batches: int, samples: int) -> None:
         """Takes the rows of a batch: until then there were so many batches and samples."""
-        columns, n = {**rows[0], IDS: rows[1]}, len(rows[1])
+        columns, at = {**rows[0], IDS: rows[1]}, self._end[2]
         self._check_layers(columns)
-        room = len(self._buffers[IDS]) if self._buffers else -1
-        if self._n + n > room:
-            self._flush()
-            if n > room:
-                self._buffers = self._blank(n)
-        for name, t in columns.items():
-            self._buffers[name][self._n : self._n + n].copy_(t)
-        self._n, self._end = self._n + n, (batches, samples)
+        while at < len(rows[1]):
+            self._shard = self._shard or self._new()
+            at = self._shard.add(columns, at)
+            if self._shard.is_full:
+                self._close((*self._end[:2], at) if at < len(rows[1]) else (batches, samples, 0))
+        self._end = (batches, samples, 0)
 
     def finish(self) -> None:
         """Writes what is left, and that there is no more."""
-        self._flush()
+        if self._shard is not None:
+            self._close(self._end)
+        self._wait()
         self.index.done = True
+        self.index.save(self.folder)
+
+    def _new(self) -> Shard:
+        layers = self.index.layers
+        each = sum(torch.Size(shape).numel() * dtype_of(d).itemsize for shape, d in layers.values())
+        target, self._number = file_of(self.folder, self._number), self._number + 1
+        return Shard(target, layers, max(1, self.shard_bytes // each))
+
+    def _close(self, end: tuple[int, int, int]) -> None:
+        """Ends the shard in another thread, while the next one is written: one at a time."""
+        self._wait()
+        self._closing, self._shard = self._disk.submit(self._ended, self._shard, end), None
+
+    def _wait(self) -> None:
+        if self._closing is not None:
+            self._closing.result()
+
+    def _ended(self, shard: Any, end: tuple[int, int, int]) -> None:
+        """Ends a shard, and then has the index name it."""
+        try:
+            shard.close()
+        except BaseException:  # such as a full disk
+            shard.discard()
+            raise
+        self.index.rows.append(shard.n)
+        self.index.batches, self.index.samples, self.index.skip = end
         self.index.save(self.folder)
 
     def _check_layers(self, columns: dict[str, Tensor]) -> None:
@@ -204,25 +232,6 @@ class Shards:
                     f'{WHO}: rows of "{name}" are {now} in this batch and {before} before. Give '
                     'hook= a function that returns rows of one shape, or use per="token".'
                 )
-
-    def _blank(self, n: int) -> dict[str, Tensor]:
-        """Buffers for the rows of a shard, of `n` at least."""
-        kinds = {name: (shape, dtype_of(d)) for name, (shape, d) in self.index.layers.items()}
-        each = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds.values())
-        n = max(n, self.shard_bytes // each)
-        return {name: torch.empty(n, *shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
-
-    def _flush(self) -> None:
-        """Writes the rows that wait as a shard."""
-        from safetensors.torch import save_file
-
-        if self._n:
-            with atomic_write(file_of(self.folder, len(self.index.rows))) as file:
-                save_file({name: t[: self._n] for name, t in self._buffers.items()}, file.name)
-            self.index.rows.append(self._n)
-            self.index.batches, self.index.samples = self._end
-            self.index.save(self.folder)
-            self._n = 0
 
 
 def _words(layer: tuple[tuple[int, ...], str] | None) -> str:
