@@ -45,7 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "positions": {},
     "ids": {"ids": 1},
     "tokens": {"per": "token", "mask": mask},
-    "n": {"n": 7},
 }
 
 
@@ -169,3 +168,8 @@ def test_parts_are_made_one_after_the_other_too(tmp_path: Path) -> None:
 
     torch.testing.assert_close(parts[1]["0"][:], model()[0](data().tensors[0]).detach())
     assert parts[1].ids.tolist() == [*range(N)]
+
+
+def test_a_number_of_rows_is_of_one_process(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"collect\(n=7\): how many rows each of 2 processes"):
+        collect(model(), loader(data(), 0), "0", tmp_path, n=7)

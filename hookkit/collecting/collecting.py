@@ -86,7 +86,7 @@ def collect(
         inputs: stores what the modules receive in place of what they give; `hook` is then
             `f(module, input)` or `f(input)`.
         dtype: floating point rows are stored as this.
-        n: stops after so many rows; over several processes each writes its share.
+        n: stops after so many rows; for a single process only.
         ids: the samples' ids, whole numbers: a field or function as for `mask`. By default their
             positions in the order of the loader: of the data set if it does not shuffle. A field
             of ids is not passed to the model.
@@ -126,8 +126,12 @@ def collect(
     batches = DataLoaders(loader).train  # its check
     part = part_of(batches, ids)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
-    share = None if n is None else n // part.ranks + (part.rank < n % part.ranks)
-    run = _Run(model, layers, options, Reading(model, part, ids, mask), per, share)
+    if n is not None and part.ranks > 1:
+        raise OptionError(
+            f"{WHO}(n={n}): how many rows each of {part.ranks} processes would have to write is "
+            "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
+        )
+    run = _Run(model, layers, options, Reading(model, part, ids, mask), per, n)
     if into is not None:
         return _accumulated(run, batches, into, unused=to == "acts" and size == _SHARD_BYTES)
     settings = {
