@@ -42,6 +42,24 @@ def test_a_parameter_without_gradient_is_named():
     assert found(Run(params=p), "no_gradient").layers == ("1.weight",)
 
 
+def test_a_bias_that_a_loss_of_derivatives_has_no_use_for_is_a_note():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    with watch(net, opt, ParamStats()) as w:
+        for _ in range(50):
+            x = torch.randn(32, 1, requires_grad=True)
+            (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+            opt.zero_grad()
+            (slope - x.detach().cos()).pow(2).mean().backward()
+            opt.step()
+
+    f = found(w.run_record(), "no_gradient")
+
+    assert (f.layers, f.severity) == (("2.bias",), "note")
+    assert "derivative" in f.cause
+
+
 def test_a_gradient_of_exactly_zero_is_an_error():
     p = weights(update_norm=[1, 0, 1, 1], grad_norm=[1, 0, 1, 1])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,9 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     yield from _report(record, cut & asleep, _NEVER_RAN, asleep_too)
     all_cut = len(read.matrices(record)) and (cut & ~asleep)[read.matrices(record)].all()
     severity = "error" if all_cut else "warning"
-    yield from _report(record, cut & ~asleep, _NO_GRADIENT, what, severity)
+    constant = _beside_a_trained_matrix(record, np.isfinite(grads).any(axis=1))
+    yield from _report(record, cut & ~asleep & ~constant, _NO_GRADIENT, what, severity)
+    yield from _report(record, cut & ~asleep & constant, _NO_USE, what, "note")
     if not gradients_fade(run):  # else `vanishing` reports why
         pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1)
         size = read.median(read.table(record, "grad_rms"), axis=1)
@@ -79,6 +82,12 @@ _NO_GRADIENT = Rule(
     "requires_grad_(False)",
 )
 
+_NO_USE = _NO_GRADIENT.but(
+    cause="the loss has no use for a constant, though for the weight beside it: it is made of "
+    "derivatives, or of differences",
+    fix="leave the bias out, bias=False, or let it be: it does no harm",
+)
+
 _NEVER_RAN = _NO_GRADIENT.but(
     cause="an expert that no token is sent to, or a layer that forward() does not call",
     fix="balance the load of the experts; call the layer, or delete it",
@@ -93,6 +102,13 @@ _FAINT = Rule(
     fix="look at the biases of gates, and at the size of what the layers give: "
     'run.activations.values["rms"]',
 )
+
+
+def _beside_a_trained_matrix(record: Record, graded: Any) -> Bools:
+    """(parameters,) biases of layers whose weight gets a gradient."""
+    trained = {n for n, g in zip(record.names, graded, strict=True) if g}
+    of_layer = (n.rpartition(".")[0::2] for n in record.names)
+    return np.array([name == "bias" and f"{m}.weight" in trained for m, name in of_layer], bool)
 
 
 def _report(
