@@ -1,6 +1,6 @@
 """`BatchFacts`: whether the first steps of a training see different batches, or a few again.
 
-Builds on `nested`. Each tensor that the model is given is reduced to one number on its device, for
+Builds on `nested` and `moments`. Each tensor that the model is given is reduced to one number on its device, for
 `MANY` steps; the host reads them on demand. Equal batches have equal numbers, in whatever order
 they come; a batch that is shuffled, augmented or drawn anew has another.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hookkit.hooks.snapshot import is_transforming
+from hookkit.moments.moments import plain
 from hookkit.nested import leaves
 
 MANY = 64
@@ -47,8 +48,8 @@ class BatchFacts:
             for t in leaves(given):
                 # no subclasses: reading a part of a DTensor would wait for other ranks
                 whole = type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested
-                if whole and t.numel() and not t.is_meta:
-                    mark = _mark(t.detach())
+                if whole and t.numel() and (values := plain(t)) is not None:
+                    mark = _mark(values)
                     # the largest: a closure evaluates the same batch again
                     now = mark if self._now is None else self._now.to(mark.device)
                     self._now = torch.maximum(now, mark)
@@ -75,6 +76,5 @@ class BatchFacts:
 
 def _mark(t: Tensor) -> Tensor:
     """One number that depends on the values of a tensor and on their order."""
-    values = torch.view_as_real(t) if t.is_complex() else t
-    some = values.reshape(-1)[:: max(values.numel() // _VALUES, 1)][:_VALUES].double()
+    some = t.reshape(-1)[:: max(t.numel() // _VALUES, 1)][:_VALUES].double()
     return some @ torch.arange(len(some), dtype=torch.float64, device=t.device).cos()

@@ -77,7 +77,7 @@ class Variation:
         for row, (first, *latest) in known.items():
             table[row, 0], table[row, 1] = first, sorted(latest or [first])[len(latest) // 2]
         for row, given in _on_the_host([*self._given.items()]):
-            table[row, 2:] = torch.tensor(given, dtype=torch.float64)
+            table[row, 2:] = torch.tensor(given, dtype=torch.float64, device="cpu")
         return table
 
     def moved(self, row_of: Sequence[int]) -> Variation:
