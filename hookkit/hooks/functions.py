@@ -151,6 +151,7 @@ def hook_function(
         ArgumentError: PyTorch reports no calls of `f`, as of every function that is not its own;
             or `within` holds no modules.
 
+    >>> from torch import nn
     >>> import torch.nn.functional as F
     >>> from hookkit.selecting import select
     >>> net = nn.TransformerEncoderLayer(8, 2, batch_first=True)
