@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hookkit import ActivationStats, watch
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
-from hookkit.hooks import hook_function, hook_outputs
+from hookkit.hooks import hook_function, hook_output, hook_outputs
 from hookkit.hooks.block import Block
 from hookkit.hooks.function_calls import FunctionCalls, modules_within
 from hookkit.hooks.snapshot import Options
@@ -581,3 +582,16 @@ def test_the_calls_of_one_forward_are_numbered_again_if_wanted(
         calls.stop()
 
     assert made == ["0/add:0", "0/add:1", "1/add:0", "1/add:1"]
+
+
+def test_what_recorders_and_hooks_compute_is_no_call_of_the_model() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    functions = [torch.mean, torch.Tensor.detach, torch.clone, torch.Tensor.double, torch.abs]
+    with watch(net, opt, ActivationStats(units=True, with_hist=True)):
+        for f in functions:
+            unfired = pytest.warns(NeverFiredWarning)
+            with unfired, hook_function(f, within=net) as h, hook_output(net[0], clone=True):
+                net(torch.randn(3, 4)).sum().backward()
+                opt.step()
+            assert h.names == ()

@@ -1,8 +1,8 @@
 """`BatchFacts`: whether the first steps of a training see different batches, or a few again.
 
-Builds on `nested` and `moments`. Each tensor that the model is given is reduced to one number on its device, for
-`MANY` steps; the host reads them on demand. Equal batches have equal numbers, in whatever order
-they come; a batch that is shuffled, augmented or drawn anew has another.
+Builds on `nested` and `moments`. Each tensor that the model is given is reduced to one number on
+its device, for `MANY` steps; the host reads them on demand. Equal batches have equal numbers, in
+whatever order they come; a batch that is shuffled, augmented or drawn anew has another.
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ Which functions a mode sees, and which of them are the same, is in `torch_functi
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from inspect import currentframe
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -79,6 +81,16 @@ for _name, _value in vars(nn.Module()).items():
     setattr(FunctionCall, _name, _value)
 
 
+# Modules of hookkit that make calls of a model: the last passes them on from an outer block
+_MODELS = ("hookkit.testing", "hookkit.demo", __name__)
+
+
+def _is_hookkits(caller: FrameType) -> bool:
+    """True for what recorders, hooks and edits compute beside the model."""
+    name = str(caller.f_globals.get("__name__", ""))
+    return name.startswith("hookkit.") and not name.startswith(_MODELS)
+
+
 class FunctionCalls(TorchFunctionMode):
     """The mode that runs each wanted call as the call of a `FunctionCall`.
 
@@ -126,7 +138,7 @@ class FunctionCalls(TorchFunctionMode):
             if self.others.get(func, self) is None:  # most calls
                 return func(*args, **kwargs)
             return self._other(func, types, args, kwargs)
-        if not self.on or (module := self._module()) is None:
+        if not self.on or _is_hookkits(sys._getframe(1)) or (module := self._module()) is None:
             return func(*args, **kwargs)
         call = self._call(module, name)
         call.__dict__["function"] = func  # Module.__setattr__ costs 1 µs
