@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def part_of(loader: Any, ids: Field) -> Part:
-    """This process's part of the data. Without `ids` torch's own samplers alone tell positions.
+    """This process's part of the data. Without `ids` only torch's own samplers give positions.
 
     Raises:
         OptionError: there are several processes, and neither ids nor positions.
@@ -154,7 +154,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What tells a model from others, in words: class, values and modes.
+    """What distinguishes a model, in words: class, values and modes.
 
     Raises:
         ArgumentError: a parameter or buffer has no shape yet.

@@ -71,7 +71,7 @@ class Cutter:
         return self.n is not None and self.n_rows >= self.n
 
     def rows(self, batch: Any, given: Inputs, found: dict[str, Tensor]) -> Rows:
-        """The rows of a batch that count; what was `given` to the model tells how many samples."""
+        """The rows of a batch that count; what was `given` to the model has as many samples."""
         shape = self._shape(found, _n_samples(given))
         ids = self._ids(batch, shape)
         kept = self.reading.kept(batch, shape, self.samples)
@@ -114,7 +114,7 @@ class Cutter:
 
 
 def _n_samples(given: Inputs) -> int | None:
-    """How many samples a model is called with, by its first input; None if it does not tell."""
+    """How many samples a model is called with, by its first input; None if that is unknown."""
     x = next(iter([*given, *given.kwargs.values()]), None)
     if isinstance(x, PackedSequence):
         return int(x.batch_sizes[0])

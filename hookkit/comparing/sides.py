@@ -198,7 +198,7 @@ def is_compiled(model: nn.Module) -> bool:
     """True if the model or a part of it is compiled: hooks inside would not see compiled code run.
 
     `_compiled_call_impl` is private, in torch 2.11 to 2.13: what `module.compile()` sets. Nothing
-    public tells; without it such a model would run eagerly here.
+    public says so; without it such a model would run eagerly here.
     """
     return any(
         type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None

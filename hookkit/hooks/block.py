@@ -220,7 +220,7 @@ def reasons(hooks: Iterable[Capture]) -> dict[str, str]:
 def _is_silent(h: Capture) -> bool:
     """Whether `h`, which has stored nothing, never fired.
 
-    The count does not tell of a gradient hook that stores: it counts forward calls.
+    The count says nothing of a gradient hook that stores: it counts forward calls.
     """
     if h.traced or h.options.kind == "recorder":
         return False

@@ -34,7 +34,7 @@ class Lines:
 
     draws = False
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line that stays, above the bars of tqdm if there are any."""
         _print(line, sys.stderr)
 
@@ -62,7 +62,7 @@ class Notebook(Lines):
             return
         self.draws = True
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Does nothing: findings stand below the picture."""
 
     def show(self, lines: Sequence[str], found: Diagnosis) -> None:
@@ -105,12 +105,12 @@ class Terminal(Lines):
         self._stream, self._is_mine = stream, False
         self._rows, self._texts = 0, list[str]()  # of the terminal, as the block was drawn
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line above the block, in a row of its own."""
         if not _bars():
             # An open line ends: a row of spaces wraps, unless the cursor is where a row begins.
             self._stream.write(" " * _size(self._stream)[0] + "\r")
-        super().tell(line)
+        super().print_line(line)
 
     def show(self, lines: Sequence[str], found: Diagnosis) -> None:
         """Redraws the block, if there is room for it, and no other one."""

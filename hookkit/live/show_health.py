@@ -152,7 +152,7 @@ class ShowHealth(Callback):
         found = diagnose(run)
         for new in self._judge(found, last):
             line = f"{new.severity}: {new.rule}: {new.sentences[0]}"
-            screen.tell(f"step {self.learn.n_steps:,}: {line}")
+            screen.print_line(f"step {self.learn.n_steps:,}: {line}")
         clear = [f for f in found if f.severity != "note" and f.rule in self.findings]
         shown = replace(found, findings=tuple(clear))
         self._now = run, shown

@@ -112,9 +112,9 @@ def cleaned_up(
 ) -> Iterator[None]:
     """Removes what is still alive of `made` at the end from caches and containers, not the copy's.
 
-    Weak references tell: normally all have died with the run. For the others the garbage collector
-    names the containers, one level after the other. What a fake tensor replaced in an attribute of
-    the modules' classes, or where the user's hooks refer to, is restored.
+    Weak references show it: normally all have died with the run. For the others the garbage
+    collector names the containers, one level after the other. What a fake tensor replaced in an
+    attribute of the modules' classes, or where the user's hooks refer to, is restored.
     """
     kinds = {c for m in tree.modules for c in type(m).__mro__ if issubclass(c, nn.Module)}
     classes = {c: dict(vars(c)) for c in kinds if not c.__module__.startswith("torch.")}

@@ -111,7 +111,7 @@ class StatsCallback(HookCallback):
         return self.on_valid and not self.learn.eval_pass
 
     def before_step(self) -> None:
-        """Notes that a step was tried: if none comes of it, AMP or a callback has skipped it.
+        """Notes that a step was tried: if none follows, AMP or a callback has skipped it.
 
         A closure may evaluate many batches before its step is made.
         """
