@@ -9,10 +9,12 @@ Which functions a mode sees, and which of them are the same, is in `torch_functi
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from inspect import currentframe
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -81,14 +83,15 @@ for _name, _value in vars(nn.Module()).items():
     setattr(FunctionCall, _name, _value)
 
 
-# Modules of hookkit that make calls of a model: the last passes them on from an outer block
-_MODELS = ("hookkit.testing", "hookkit.demo", __name__)
+_HOME = str(Path(__file__).parents[1]) + os.sep
+# Files of hookkit that make calls of a model: the last passes them on from an outer block
+_MODELS = (f"{_HOME}testing", f"{_HOME}demo", __file__)
 
 
 def _is_hookkits(caller: FrameType) -> bool:
     """True for what recorders, hooks and edits compute beside the model."""
-    name = str(caller.f_globals.get("__name__", ""))
-    return name.startswith("hookkit.") and not name.startswith(_MODELS)
+    file = caller.f_code.co_filename
+    return file.startswith(_HOME) and not file.startswith(_MODELS)
 
 
 class FunctionCalls(TorchFunctionMode):
