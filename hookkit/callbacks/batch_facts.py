@@ -76,5 +76,6 @@ class BatchFacts:
 
 def _mark(t: Tensor) -> Tensor:
     """One number that depends on the values of a tensor and on their order."""
-    some = t.reshape(-1)[:: max(t.numel() // _VALUES, 1)][:_VALUES].double()
-    return some @ torch.arange(len(some), dtype=torch.float64, device=t.device).cos()
+    wide = torch.float32 if t.device.type == "mps" else torch.float64  # Apple's has no float64
+    some = t.reshape(-1)[:: max(t.numel() // _VALUES, 1)][:_VALUES].to(wide)
+    return some @ torch.arange(len(some), dtype=wide, device=t.device).cos()
