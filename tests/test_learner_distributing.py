@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from hookkit.callbacks import Callback
-from hookkit.errors import MissingExtraError
+from hookkit.errors import MissingExtraError, OptionError
 from hookkit.testing import synth_learner
 
 accelerate = pytest.importorskip("accelerate")
@@ -107,9 +109,36 @@ def test_without_accelerate_the_pip_command_is_reported(monkeypatch: Any) -> Non
         quiet().distrib_ctx().__enter__()
 
 
+def test_an_accelerator_that_sees_one_process_of_several_is_refused(monkeypatch: Any) -> None:
+    engine = accelerate.Accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(OptionError, match=r"2 processes were started, and accelerate sees one "):
+        quiet().distrib_ctx(engine).__enter__()
+
+
+def launchers(folder: Path) -> dict[str, list[str]]:
+    """How docs/how-to/processes.md starts two processes of a script."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (folder / "hosts").write_text("127.0.0.1 slots=2\n")
+    by_mpi = ["--cpu", f"--mpirun_hostfile={folder / 'hosts'}", f"--main_process_port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return {
+        "torchrun": torchrun,
+        "accelerate launch": [*launch, "--multi_gpu", "--main_process_port=0"],
+        "accelerate launch over MPI": [*launch, *by_mpi],
+    }
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_readmes_script_runs_under_torchrun(tmp_path: Any) -> None:
+@pytest.mark.parametrize("way", ["torchrun", "accelerate launch", "accelerate launch over MPI"])
+def test_the_readmes_script_runs_under(way: str, tmp_path: Any) -> None:
+    if way.endswith("MPI") and shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
     (code,) = re.findall(r"^```py\n(.*?)^```\n", README.read_text(), re.M | re.S)
     code += """
 found = [p.tolist() for p in learn.model.parameters()], preds.tolist(), learn.recorder.values
@@ -117,12 +146,15 @@ with open(f"seen{torch.distributed.get_rank()}", "w") as file:
     file.write(repr((type(learn.model).__name__, learn.n_steps, *found)))
 """
     (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if torch.accelerator.is_available():
+        env["ACCELERATE_USE_CPU"] = "true"
 
     out = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-    )
+        [*launchers(tmp_path)[way], "train.py"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
     assert out.returncode == 0, out.stderr[-2000:]
     first, second = ((tmp_path / f"seen{rank}").read_text() for rank in (0, 1))

@@ -159,7 +159,7 @@ class Part(SubsetRandomSampler):
 
 def assert_close(got: list[Any], want: list[Any]) -> None:
     for one, true in zip(got, want, strict=True):
-        torch.testing.assert_close(torch.tensor(one), torch.tensor(true), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(true), rtol=1e-6, atol=1e-6)
 
 
 def plain(x: Any) -> Any:
@@ -358,7 +358,8 @@ def test_losses_and_metrics_are_those_of_the_data_set(seen: Any, case: str) -> N
 
     for found in seen:
         for i in same:
-            assert found[case][i] == pytest.approx(want[i], rel=1e-6)
+            # the float32 predictions, of about 1, are rounded as their batch's matmul does it
+            assert found[case][i] == pytest.approx(want[i], rel=1e-6, abs=1e-6)
         assert found[case] == seen[0][case]
 
 

@@ -9,10 +9,12 @@ put into the Learner's own model and optimizer at the end.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -141,6 +143,17 @@ _NO_LENGTH = (
 )
 
 
+def _check_processes(engine: Any) -> None:
+    """An OptionError if accelerate sees one process where several were started."""
+    n = max(int(os.environ.get("WORLD_SIZE", 1)), ranks.world_size())
+    if n > 1 and engine.num_processes == 1:
+        raise OptionError(
+            f"distrib_ctx: {n} processes were started, and accelerate sees one alone. On CPUs make "
+            f"it with Accelerator(cpu=True), or give no accelerator; the first one that a process "
+            f"makes decides for all of its later ones."
+        )
+
+
 def _check_batches(engine: Any, loaders: list[Any]) -> None:
     """An OptionError if a data set makes its batches itself, which accelerate cannot share out."""
     whole = [
@@ -184,7 +197,11 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         from accelerate import Accelerator
     except ImportError:
         raise missing_extra("accelerate", "distributed", "train over several processes") from None
-    engine = Accelerator(**options) if accelerator is None else accelerator
+    if accelerator is None:  # which by itself takes several processes on CPUs for one
+        options = {"cpu": not torch.accelerator.is_available(), **options}
+        accelerator = Accelerator(**options)
+    engine = accelerator
+    _check_processes(engine)
     _allow_sharding(engine, options.get("fsdp_plugin"))
     learn._needs_data("distrib_ctx")
     _check_batches(engine, learn.dls.loaders)

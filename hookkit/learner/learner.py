@@ -450,7 +450,8 @@ class Learner(Predicting, Tables, Views, Named):
 
         Inside the `with`, model, optimizer and loaders are accelerate's: DDP or FSDP, mixed
         precision, gradient accumulation, each as `accelerate.Accelerator(**options)` says.
-        Afterwards they are the plain ones again. A single process works too. With
+        Afterwards they are the plain ones again. A single process works too. Without a GPU it
+        takes the CPUs, as with `cpu=True`. With
         `fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)` the model is sharded, on CPUs
         too; the Learner's own model, which stays where it was, has learnt nothing if an error ends
         the `with`. Validation, `get_preds` and records are over all ranks: each of them has to
@@ -458,7 +459,8 @@ class Learner(Predicting, Tables, Views, Named):
 
         Raises:
             MissingExtraError: accelerate is not installed.
-            OptionError: version 1 of FSDP is wanted on CPUs; a loader has `batch_size=None`.
+            OptionError: version 1 of FSDP is wanted on CPUs; a loader has `batch_size=None`;
+                `accelerator` sees one process, and several were started.
         """
         return distributed(self, accelerator, options)
 
