@@ -105,7 +105,12 @@ def compared(func: Any) -> int:
                 expected = seen(func(*given, **named), everything)
             except Exception:
                 continue  # torch refuses it
-            kernels.run(func, given, named)
+            try:
+                kernels.run(func, given, named)
+            except Exception as error:  # torch 2.11's fake `select` takes any index
+                with pytest.raises(type(error)), fake_tensors._disable_current_modes():
+                    func(*args, **kwargs)
+                continue
             again, _ = kernels.run(func, given, named)
         assert seen(again, everything) == expected, (func, args, kwargs)
         n += 1
