@@ -198,7 +198,8 @@ SCENARIOS: list[Callable[[], None]] = [
 ]
 
 
-LONG = {summarized: 12, watched: 30, fit: 30}  # thousands of points, all of them clean
+# Of thousands of points some, but all of those where parameters are written
+MOST = {summarized: 12, watched: 30, fit: 30, params_edited: 2000}
 
 
 @pytest.mark.slow
@@ -206,7 +207,7 @@ LONG = {summarized: 12, watched: 30, fit: 30}  # thousands of points, all of the
 def test_nothing_is_left_wherever_ctrl_c_comes(scenario: Callable[[], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # blocks that were interrupted before their hooks fired
-        found = interrupted_everywhere(scenario, left, most=LONG.get(scenario, 100))
+        found = interrupted_everywhere(scenario, left, most=MOST.get(scenario, 100))
 
     assert found == []
 

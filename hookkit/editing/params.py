@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_function, check_module, shown
@@ -42,6 +41,7 @@ class ParamSelection(dict[str, nn.Parameter]):
         with DistributedDataParallel this rank's, before they are averaged. None until one comes. At
         the end it warns of parameters to which none came.
 
+        >>> import torch
         >>> net = nn.Linear(2, 1)
         >>> with select_params(net, "weight").grads() as grads:
         ...     net(torch.ones(3, 2)).sum().backward()
@@ -95,6 +95,7 @@ class ParamSelection(dict[str, nn.Parameter]):
             ArgumentError: `f` is no function.
             HookError: a replacement does not fit; no parameter is changed then.
 
+        >>> import torch
         >>> from hookkit.editing import zero
         >>> net = nn.Linear(2, 2)
         >>> with torch.no_grad(), select_params(net, "*").edit(zero()):
@@ -122,11 +123,11 @@ class ParamSelection(dict[str, nn.Parameter]):
         return new
 
 
-@torch.no_grad()
 def _write(values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    # Detached, it shares values and version. A Ctrl-C in `no_grad` could leave gradients off.
     for p, value in values:
         if value is not None:
-            p.copy_(value)
+            p.detach().copy_(value.detach())
 
 
 def select_params(model: nn.Module, *what: Any) -> ParamSelection:
