@@ -1,9 +1,15 @@
 """Every notebook runs top to bottom and shows what it was committed with.
 
 A cell tagged `varies` may print something else each time (times, paths); every other cell's text
-output is compared. The last cell asserts.
+output is compared. A cell tagged `needs-X` is left out where X is not installed. The last cell
+asserts.
 """
 
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +46,23 @@ def code_cells(book: Any) -> list[Any]:
     return [c for c in book.cells if c.cell_type == "code"]
 
 
+def read(path: Path) -> Any:
+    """The notebook, without the cells of libraries that are not installed."""
+    book = nbformat.read(path, as_version=4)
+    book.cells = [c for c in book.cells if all(map(find_spec, needed(c)))]
+    return book
+
+
+def needed(cell: Any) -> list[str]:
+    tags = cell.metadata.get("tags", [])
+    return [tag.removeprefix("needs-") for tag in tags if tag.startswith("needs-")]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs_and_shows_what_was_committed(path: Path, tmp_path: Path) -> None:
-    committed = nbformat.read(path, as_version=4)
-    book = nbformat.read(path, as_version=4)
+    committed, book = read(path), read(path)
 
     nbclient.NotebookClient(
         book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
@@ -63,6 +80,35 @@ def test_notebook_is_committed_with_outputs_and_ends_in_an_assertion(path: Path)
     assert "assert" in cells[-1].source
     assert all(c.execution_count for c in cells)
     assert any(c.outputs for c in cells)
+
+
+def test_cells_of_a_library_that_is_missing_are_left_out(tmp_path: Path) -> None:
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(name) for name in ("torch", "no_such_library")]
+    for cell in book.cells:
+        cell.metadata.tags = ["varies", f"needs-{cell.source}"]
+    nbformat.write(book, tmp_path / "book.ipynb")
+
+    assert [cell.source for cell in read(tmp_path / "book.ipynb").cells] == ["torch"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_script_of_several_processes_prints_what_is_shown(tmp_path: Path) -> None:
+    (path,) = (p for p in NOTEBOOKS if p.stem.startswith("07"))
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+    (script,) = re.findall(r"```python\n(.+?)```", text, flags=re.S)
+    ((command, shown),) = re.findall(r"```text\n\$ torchrun (.+?)\n(.+?)```", text, flags=re.S)
+    options = command.split()
+    (tmp_path / options[-1]).write_text(script)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
+        **{"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 300},
+    )
+
+    assert done.stdout == shown, done.stderr
 
 
 DRAWN = """
