@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -195,8 +196,11 @@ def test_an_unknown_name_is_an_error_before_any_hook_is_in(net: nn.Sequential) -
 # --- errors that only a run can make
 
 
+@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_patching_call_by_call_under_a_checkpoint_is_refused(reentrant: bool, x: Tensor) -> None:
+def test_patching_call_by_call_under_a_checkpoint_is_refused(
+    reentrant: bool, backward_in: BackwardIn, x: Tensor
+) -> None:
     layer = nn.Linear(5, 5)
 
     def run() -> Tensor:
@@ -209,7 +213,7 @@ def test_patching_call_by_call_under_a_checkpoint_is_refused(reentrant: bool, x:
     with edit_output(layer, patch_from(other, at=0)):
         loss = run().sum()
         with pytest.raises(HookError, match=r"which of its 2 calls that is cannot be kno"):
-            loss.backward()
+            backward_in(loss.backward)
 
 
 def test_a_tensor_that_does_not_broadcast_names_layer_and_shape(

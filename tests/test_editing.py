@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -261,13 +262,16 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: self.fc(x).relu(), x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_with_the_edit_and_it_counts_once(reentrant: bool) -> None:
+def test_a_checkpoint_recomputes_with_the_edit_and_it_counts_once(
+    reentrant: bool, backward_in: BackwardIn
+) -> None:
     torch.manual_seed(0)
     net, x = Checkpointed(reentrant), torch.randn(5, 3, requires_grad=True)
 
     with edit_output(net.fc, scale(-1)) as edits:
-        net(x).sum().backward()
+        backward_in(net(x).sum().backward)
 
     wanted = torch.autograd.grad((-net.fc(x)).relu().sum(), x)[0]
     torch.testing.assert_close(x.grad, wanted)
@@ -925,21 +929,19 @@ def test_functorch_and_inference_mode() -> None:
             torch.testing.assert_close(net(x), wanted)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_values_from_the_cpu_go_to_the_layers_device() -> None:
+def test_values_from_the_cpu_go_to_the_layers_device(gpu: torch.device) -> None:
     net, x = mlp(), torch.randn(5, 4)
     with hook_outputs(select(net, "0")) as run:
         wanted = net(x)
-    net.cuda()
+    net.to(gpu)
 
     with edit_outputs(select(net, "0"), patch_from(run)):
-        patched = net(torch.zeros(5, 4, device="cuda"))
+        patched = net(torch.zeros(5, 4, device=gpu))
     with edit_output(net[0], add(torch.ones(3))):
-        added = net(x.cuda())
+        added = net(x.to(gpu))
 
     torch.testing.assert_close(patched.cpu(), wanted)
-    assert added.is_cuda
+    assert added.device == gpu
 
 
 # --- the zoo

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -194,8 +195,9 @@ class Half(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"inputs": True}, {"grad": True}])
 @pytest.mark.parametrize("within", ["all", "root", "outside"])
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 def test_a_checkpoint_of_a_part_of_a_forward_is_edited_again(
-    options: dict[str, bool], within: str, reentrant: bool
+    options: dict[str, bool], within: str, reentrant: bool, backward_in: BackwardIn
 ) -> None:
     torch.manual_seed(0)
     net = Half()
@@ -204,7 +206,7 @@ def test_a_checkpoint_of_a_part_of_a_forward_is_edited_again(
     def grads(run: Any) -> list[Tensor]:
         x = torch.ones(3, 4, requires_grad=True)
         with edit_function(F.relu, _twice, within=where, **options) as edits:
-            net(x, run).square().sum().backward()
+            backward_in(net(x, run).square().sum().backward)
         assert edits.n_calls
         got = [x.grad, *(p.grad for p in net.parameters())]
         net.zero_grad()

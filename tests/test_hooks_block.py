@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -74,11 +75,14 @@ def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:
     assert "MultiheadAttention uses its weights without calling it; hook the attention" in text
 
 
-def test_a_run_that_is_only_recomputed_in_the_block_is_reported(x: Tensor) -> None:
+@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
+def test_a_run_that_is_only_recomputed_in_the_block_is_reported(
+    x: Tensor, backward_in: BackwardIn
+) -> None:
     layer = nn.Linear(3, 3)
     loss = checkpoint(layer, x.requires_grad_(), use_reentrant=True).sum()
 
-    text = reported(hook_output(layer), loss.backward)
+    text = reported(hook_output(layer), lambda: backward_in(loss.backward))
 
     assert "seen only while a checkpoint recomputed it; run the forward in the block too" in text
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backwards import BackwardIn, here, pytorchs_thread
 from fastcore.foundation import L
 from hooked import n_hooks
 from torch import Tensor, nn
@@ -321,8 +322,9 @@ def test_calls_that_never_come_are_reported() -> None:
         assert _seen(net, 2, edit_output(net, zero(), calls=[5])) == [1, 1]
 
 
+@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_an_edited_call(reentrant: bool) -> None:
+def test_a_checkpoint_recomputes_an_edited_call(reentrant: bool, backward_in: BackwardIn) -> None:
     layer = nn.Linear(4, 4)
     net = nn.Sequential(layer, nn.Tanh())
 
@@ -331,7 +333,7 @@ def test_a_checkpoint_recomputes_an_edited_call(reentrant: bool) -> None:
         with edit_output(layer, scale(3), calls=[0]):
             for _ in range(n):
                 y = call(net, y)
-            y.sum().backward()
+            backward_in(y.sum().backward)
         return x.grad
 
     again = partial(checkpoint, use_reentrant=reentrant)

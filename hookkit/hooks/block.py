@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
 from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
-from hookkit.hooks.entries import Switch
+from hookkit.hooks.entries import Switch, this_thread
 from hookkit.interrupts import Guard, uninterrupted
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Block(Switch):
         if self.depth > 1:
             return
         self.guard.begin()
-        self.thread = get_ident()
+        self.thread = this_thread()
         if hooks and self.options.stop:
             self.waiting = {id(h): h for h in hooks}
         if FRAMES in sys.modules:

@@ -36,6 +36,7 @@ from hookkit.hooks.entries import (
     brief,
     entry_of,
     graph_task,
+    in_thread,
     is_tracing,
     register,
     unregister,
@@ -321,7 +322,7 @@ class Capture(HookEntry):
     def uncounted(self) -> Capture | None:
         """One that edits as this does and stores nothing; None in another thread's block."""
         block = self.switch
-        if block.thread not in (None, get_ident()):
+        if not in_thread(block.thread):
             return None
         o = copy.copy(block.options)
         object.__setattr__(o, "keep", "none")

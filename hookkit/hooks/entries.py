@@ -94,12 +94,30 @@ def in_jit_trace() -> bool:
 # -- which calls count ------------------------------------------------------------------------
 
 
+# Private: `torch._C._stash_obj_in_tls`, `_is_key_in_tls` and `_get_obj_in_tls` (since 2.0), the
+# objects that autograd hands from a thread to those that run its backward pass: on a GPU these are
+# threads of PyTorch's own, and a checkpoint recomputes in them. Without these names the calls that
+# are recomputed there count as another thread's, and are not edited.
+_hand_on: Callable[[str, Any], None] = getattr(torch._C, "_stash_obj_in_tls", lambda key, x: None)
+_is_handed: Callable[[str], bool] = getattr(torch._C, "_is_key_in_tls", lambda key: False)
+_KEY = "hookkit.thread"
+
+
+def this_thread() -> int:
+    """The number of this thread, known from now on in the threads that run its backward passes."""
+    _hand_on(_KEY, number := get_ident())
+    return number
+
+
 def in_thread(thread: int | None) -> bool:
-    """Whether this call is made by `thread`; None stands for every thread.
+    """Whether this call is made by `thread`, or for it in a backward pass; None is every thread.
 
     The rule of all hooks: a `with` block, or a fit, records the calls of the thread that began it.
     """
-    return thread is None or thread == get_ident()
+    if thread is None or thread == get_ident():
+        return True
+    of_autograd = graph_task() != -1 and _is_handed(_KEY)
+    return of_autograd and bool(torch._C._get_obj_in_tls(_KEY) == thread)
 
 
 def counts_for(thread: int | None, module: nn.Module, again: bool = False) -> bool:
