@@ -49,7 +49,7 @@ test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with do
 test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models: under two minutes
 	$(PYTEST) -m "not slow and not zoo" $(ARGS)
 
-test-gpu: $(STAMP)  ## only the tests that need a CUDA device
+test-gpu: $(STAMP)  ## only the tests that need an accelerator (HOOKKIT_TEST_DEVICE=cuda:1)
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
 integrations: $(INTEG)  ## add the libraries that hookkit is tested beside

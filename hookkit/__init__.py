@@ -16,6 +16,7 @@ alone.
      0  errors · interrupts · version           errors and warnings; Ctrl-C; the version
      1  checks · events · files                 of arguments; names of events; whole files
         nested · modules · texts                structures of tensors; submodules; text widths
+        devices                                 what differs between devices
      2  selecting · ranks · data                which modules; which process; which batches
         autograd_graph · markup                 the graph behind a tensor; HTML
      3  hooks · records                         capture; what was recorded, as values

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hookkit.checks import check_number, kind_of
+from hookkit.devices import accelerator
 from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
 from hookkit.interrupts import Undo
 from hookkit.nested import leaves, tmap
@@ -186,8 +187,8 @@ def _device(device: torch.device | str | int) -> torch.device:
         raise OptionError(
             f"DataLoaders(device={device!r}): {first} Use 'cpu', 'cuda' or 'cuda:1'."
         ) from None
-    if named.type == "cuda" and named.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())  # as tensors there report it
+    if named.index is None and named.type == accelerator() != "cpu":  # as tensors there report it
+        return torch.device(named.type, torch.accelerator.current_device_index())
     return named
 
 

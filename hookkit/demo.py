@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit.callbacks import ProgressCallback
 from hookkit.data import DataLoaders
+from hookkit.devices import accelerator
 from hookkit.errors import missing_extra
 from hookkit.learner import Learner
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -110,12 +111,11 @@ def draw(learn: Any, out: Path) -> list[Path]:
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's options; a bad value ends the program with a line and exit code 2."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the pictures")
     p.add_argument("--epochs", type=int, default=8, help="passes over the training digits")
     p.add_argument("--seed", type=int, default=42, help="of the split, the weights, the order")
-    p.add_argument("--device", default=default, help="cpu, cuda or cuda:<n>")
+    p.add_argument("--device", default=accelerator(), help="cpu, cuda, cuda:<n>, mps or xpu")
     o = p.parse_args(argv)
     if o.epochs < 1:
         p.error(f"--epochs {o.epochs}: give 1 or more")

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hookkit.devices import accelerator
 from hookkit.errors import HookError
 from hookkit.interrupts import block
 from hookkit.nested import describe, leaves, named_leaves, tmap
@@ -258,9 +259,9 @@ def _bytes(t: Tensor) -> Tensor:
 def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     """`f(t)` on the device that the group's backend can send from; the result where `t` was."""
     w = t.detach()
-    if dist.get_backend() == "nccl" and not w.is_cuda:
-        w = w.to(f"cuda:{torch.cuda.current_device()}")
-    elif dist.get_backend() == "gloo" and w.is_cuda:
+    if dist.get_backend() in ("nccl", "xccl") and w.is_cpu:
+        w = w.to(torch.device(accelerator(), torch.accelerator.current_device_index()))
+    elif dist.get_backend() == "gloo" and not w.is_cpu:
         w = w.cpu()
     return f(w).to(t.device)
 

@@ -5,6 +5,7 @@ And the garbage collector looks at what a test makes, not at the million objects
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
@@ -15,10 +16,11 @@ import pytest
 import torch
 from zoo_base import Entry
 
+from hookkit.devices import accelerator
 from hookkit.moments.numba_loader import machine
 
 GOLDEN = Path(__file__).parent / "golden"
-CUDA = torch.cuda.is_available()
+DEVICE = os.environ.get("HOOKKIT_TEST_DEVICE") or accelerator()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(isinstance(param, Entry) for param in params):
             item.add_marker(pytest.mark.zoo)
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
         if old and item.get_closest_marker("traces_gradients"):
             item.add_marker(skip)
 
@@ -65,12 +69,32 @@ def whole_heap() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture
+def gpu() -> torch.device:
+    """The accelerator that a test is run on, or what `HOOKKIT_TEST_DEVICE` names ("cuda:1")."""
+    if DEVICE == "cpu":
+        pytest.skip("needs an accelerator")
+    return torch.empty(0, device=DEVICE).device  # with its number
+
+
+@pytest.fixture
+def cuda(gpu: torch.device) -> Iterator[torch.device]:
+    """The same for a test that uses what CUDA alone has; waiting is allowed again after it."""
+    if gpu.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    with torch.cuda.device(gpu):
+        yield gpu
+    torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture(autouse=True)
 def _no_device_unless_marked(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
     """Tests without the marker `gpu` are about CPUs: PyTorch's DataParallel, say, would move."""
-    if CUDA and not request.node.get_closest_marker("gpu"):
+    if accelerator() != "cpu" and not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -153,10 +153,8 @@ def test_the_batch_size_is_the_first_tensors(batch: Any, n: int) -> None:
     assert batch_size(batch) == n
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_without_a_number_is_the_device_that_tensors_report() -> None:
-    dls = DataLoaders(BATCHES, device="cuda")
+def test_a_device_without_a_number_is_the_one_that_tensors_report(gpu: torch.device) -> None:
+    dls = DataLoaders(BATCHES, device=gpu.type)
 
     x: Tensor = dls.one_batch()[0]
 

@@ -1,34 +1,31 @@
-"""`watch` on a CUDA device: the loop is never made to wait."""
+"""On an accelerator: nothing waits for it, and what is recorded and edited is as on a CPU."""
 
 import warnings
+from threading import Thread
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
 from test_watching import net, sgd
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.editing import edit_output, scale, zero
+from hookkit.nested import leaves
+from hookkit.records import Run
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.stats.param_norms import norms_of
 from hookkit.watching import watch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
-
-@pytest.fixture
-def _no_waiting():
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.usefixtures("_no_waiting")
-def test_no_step_waits_for_the_device():
-    model, loss_func = net().cuda(), nn.CrossEntropyLoss()
+def test_no_step_waits_for_the_device(cuda: torch.device):
+    model, loss_func = net().to(cuda), nn.CrossEntropyLoss()
     opt = sgd(model)
-    x = torch.randn(5, 4, device="cuda")
-    y = torch.zeros(5, dtype=torch.long, device="cuda")
+    x = torch.randn(5, 4, device=cuda)
+    y = torch.zeros(5, dtype=torch.long, device=cuda)
     w = watch(model, opt, ActivationStats(), GradientStats(), ParamStats(), loss_func=loss_func)
 
     with w:
@@ -47,16 +44,16 @@ def test_no_step_waits_for_the_device():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_gradient_scaler_leaves_out(fused: bool):
-    model = net().cuda()
+def test_a_step_that_the_gradient_scaler_leaves_out(fused: bool, gpu: torch.device):
+    model = net().to(gpu)
     opt = torch.optim.AdamW(model.parameters(), fused=fused)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler = torch.amp.GradScaler(gpu.type, init_scale=4.0)
     before = model[0].weight.detach().clone()
 
     with warnings.catch_warnings(), watch(model, opt, ParamStats()) as w:
         warnings.simplefilter("ignore")  # of no step at all
-        with torch.autocast("cuda", torch.float16):
-            loss = model(torch.randn(5, 4, device="cuda")).float().mean()
+        with torch.autocast(gpu.type, torch.float16):
+            loss = model(torch.randn(5, 4, device=gpu)).float().mean()
         scaler.scale(loss * float("inf")).backward()
         scaler.step(opt)
         scaler.update()
@@ -66,17 +63,17 @@ def test_a_step_that_the_gradient_scaler_leaves_out(fused: bool):
 
 
 class OnTwoDevices(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.host, self.card = nn.Linear(4, 6), nn.Linear(6, 3).cuda()
+        self.host, self.card, self.device = nn.Linear(4, 6), nn.Linear(6, 3).to(device), device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return self.card(self.host(x).relu().cuda())
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.card(self.host(x).relu().to(self.device))
 
 
-def test_a_model_on_two_devices_is_recorded_on_both_and_in_half_precision():
-    model = OnTwoDevices()
+def test_a_model_on_two_devices_is_recorded_on_both_and_in_half_precision(gpu: torch.device):
+    model = OnTwoDevices(gpu)
     opt = sgd(model)
 
     with watch(model, opt, ActivationStats(with_hist=True), GradientStats(), ParamStats()) as w:
@@ -90,3 +87,143 @@ def test_a_model_on_two_devices_is_recorded_on_both_and_in_half_precision():
     assert record.values["count"].tolist() == [[30.0] * 3, [15.0] * 3]
     assert (record.values["std"] > 0).all()
     assert (w.param_stats.record().values["update_norm"] > 0).all()
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses float64 anywhere but on the CPU, as Apple's devices do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in leaves(out) if not t.is_cpu and t.dtype is torch.float64]
+        assert not made, f"{func} made a float64 tensor on {made[0].device}"
+        return out
+
+
+def losses_and_record(device: torch.device) -> tuple[Any, Run]:
+    torch.manual_seed(0)
+    model = net().to(device)
+    opt, x = torch.optim.AdamW(model.parameters(), 1e-2), torch.randn(5, 4).to(device)
+    y = torch.arange(5).to(device) % 2
+    stats = ActivationStats(units=True, with_hist=True), GradientStats(True), ParamStats()
+    with warnings.catch_warnings(), watch(model, opt, *stats, FlightRecorder("report")) as w:
+        for _ in range(4):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            w.loss(loss)
+    return w.losses, w.run_record()
+
+
+def test_a_device_without_float64_records_the_same(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    wanted_losses, wanted = losses_and_record(torch.device("cpu"))
+    monkeypatch.setattr("hookkit.devices.WITHOUT_FLOAT64", frozenset((gpu.type,)))
+    monkeypatch.setattr("hookkit.moments.triton_kernels.serves", lambda device: False)
+
+    with NoFloat64():
+        losses, run = losses_and_record(gpu)
+
+    np.testing.assert_allclose(losses, wanted_losses, 1e-3)
+    for name, table in wanted.activations.values.items():
+        np.testing.assert_allclose(run.activations.values[name], table, 1e-3, 1e-4, err_msg=name)
+    for name, table in wanted.params.values.items():
+        np.testing.assert_allclose(run.params.values[name], table, 1e-2, 1e-4, err_msg=name)
+
+
+def test_norms_whose_squares_leave_float32(gpu: torch.device):
+    values = [1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
+    norms = norms_of([torch.full((4,), value, device=gpu) for value in values])
+    np.testing.assert_allclose(norms.cpu(), [2 * value for value in values], 1e-6)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["report", "raise"])
+def test_gradients_whose_squares_overflow_are_no_incident(gpu: torch.device, on_nonfinite: str):
+    model = nn.Linear(4, 1).to(gpu)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-30)
+    with watch(model, opt, recorder := FlightRecorder(on_nonfinite)):
+        for _ in range(3):
+            (model(torch.full((2, 4), 1e3, device=gpu)) * 1e17).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert recorder.incidents == ()
+
+
+def test_a_training_by_torch_func_is_seen(gpu: torch.device):
+    model = net().to(gpu)
+    opt, recorder = sgd(model), FlightRecorder()
+    with warnings.catch_warnings(), watch(model, opt, recorder):
+        warnings.simplefilter("ignore")  # of a first product without a CUDA context, by torch 2.11
+        for _ in range(3):
+            values, x = dict(model.named_parameters()), torch.randn(5, 4, device=gpu)
+            grads = torch.func.grad(
+                lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()
+            )(values, x)
+            for name, p in values.items():
+                p.grad = grads[name].detach()
+            opt.step()
+
+    assert recorder.incidents == ()
+
+
+def test_a_learning_rate_on_the_device_is_recorded(gpu: torch.device):
+    model = net().to(gpu)
+    rate = torch.tensor(0.5, device=gpu)
+    opt = torch.optim.SGD(
+        [{"params": [model[0].weight]}, {"params": [model[2].weight], "lr": rate}], 0.1
+    )
+    with watch(model, opt, stats := ParamStats()):
+        for _ in range(2):
+            model(torch.randn(5, 4, device=gpu)).mean().backward()
+            opt.step()
+            rate.mul_(0.5)
+
+    record = stats.record()
+    np.testing.assert_allclose(record.value("lr", "0.weight"), [0.1, 0.1])
+    np.testing.assert_allclose(record.value("lr", "2.weight"), [0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d in vars(torch).values() if str(d).startswith("torch.float8")]
+)
+def test_every_float8_is_recorded(gpu: torch.device, dtype: torch.dtype):
+    class Narrow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.to(dtype)
+
+    model, stats = Narrow(4, 8).to(gpu), ActivationStats()
+    opt = sgd(model)
+    with watch(model, opt, stats):
+        model(torch.ones(2, 4, device=gpu))[0].sum().backward()
+        opt.step()
+
+    assert stats.record().value("count").tolist() == [[16], [16]]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_the_edit(gpu: torch.device, reentrant: bool):
+    model, x = net().to(gpu), torch.randn(5, 4, device=gpu, requires_grad=True)
+
+    with edit_output(model[1], scale(-1)) as edits:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+    wanted = torch.autograd.grad(model[2](-model[1](model[0](x))).sum(), x)[0]
+    torch.testing.assert_close(x.grad, wanted)
+    assert edits.n_calls == {"0": 1}
+
+
+def test_forwards_of_another_thread_are_not_edited(gpu: torch.device):
+    model, x, found = net().to(gpu), torch.randn(5, 4, device=gpu), []
+    wanted = model(x)
+
+    with edit_output(model, zero()):
+        other = Thread(target=lambda: found.append(model(x)))
+        other.start()
+        other.join()
+        here = model(x)
+
+    assert torch.equal(found[0], wanted)
+    assert not here.any()

@@ -383,13 +383,13 @@ def test_vmap_jacobian_and_inference_mode() -> None:
         torch.testing.assert_close(extract(x)["1"], wanted)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_features_on_a_gpu_are_safe_from_in_place_operations(lenet: LeNet) -> None:
+def test_features_on_a_gpu_are_safe_from_in_place_operations(
+    lenet: LeNet, gpu: torch.device
+) -> None:
     wanted = conv2_by_hand(lenet)
-    extract = feature_extractor(lenet, "conv2", stop=False).cuda()
+    extract = feature_extractor(lenet, "conv2", stop=False).to(gpu)
 
-    torch.testing.assert_close(extract(IMAGE.cuda())["conv2"].cpu(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(extract(IMAGE.to(gpu))["conv2"].cpu(), wanted, rtol=1e-3, atol=1e-3)
 
 
 # --- warnings and errors

@@ -16,7 +16,7 @@ PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
     {"errors", "interrupts", "version"},
-    {"checks", "events", "nested", "modules", "texts", "files"},
+    {"checks", "devices", "events", "nested", "modules", "texts", "files"},
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},
     {"attention", "moments", "editing", "swapping", "modelinfo", "health"},

@@ -916,12 +916,12 @@ def test_a_cancelled_fit_is_a_fit_that_ended_well() -> None:
 # --- devices
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("named", [True, False])
-def test_on_cuda_batches_follow_the_model_or_both_follow_the_loaders(named: bool) -> None:
-    dls = DataLoaders(*synth_dbunch().loaders, device="cuda" if named else None)
-    model = RegModel() if named else RegModel().cuda()
+def test_batches_follow_the_model_or_both_follow_the_loaders(
+    named: bool, gpu: torch.device
+) -> None:
+    dls = DataLoaders(*synth_dbunch().loaders, device=gpu if named else None)
+    model = RegModel() if named else RegModel().to(gpu)
     seen: set[str] = set()
     look = Callback(after_pred=lambda cb: seen.update({cb.x.device.type, cb.pred.device.type}))
     learn = quiet(data=dls, model=model, cbs=look)
@@ -929,18 +929,16 @@ def test_on_cuda_batches_follow_the_model_or_both_follow_the_loaders(named: bool
     learn.fit(1)
     preds, _ = learn.get_preds()
 
-    assert seen == {"cuda"}
-    assert not preds.is_cuda
+    assert seen == {gpu.type}
+    assert preds.is_cpu
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_no_batch_waits_for_the_device() -> None:
+def test_on_cuda_no_batch_waits_for_the_device(cuda: torch.device) -> None:
     learn = quiet(n_trn=6, n_val=0, data=synth_dbunch(n_train=6, n_valid=1, cuda=True))
     before = Callback(before_batch=lambda cb: torch.cuda.set_sync_debug_mode("error"))
     after = Callback(after_batch=lambda cb: torch.cuda.set_sync_debug_mode("default"))
     before.order, after.order = -100, 100
-    learn.dls.loaders[:] = [[(x.cuda(), y.cuda()) for x, y in dl] for dl in learn.dls.loaders]
+    learn.dls.loaders[:] = [[(x.to(cuda), y.to(cuda)) for x, y in dl] for dl in learn.dls.loaders]
 
     learn.fit(1, cbs=[before, after])
 

@@ -13,6 +13,7 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
+from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
 from hookkit.events import EVENTS, CancelBatchException, CancelFitException
 from hookkit.recording import HookCallback
@@ -697,18 +698,19 @@ def test_a_non_module_in_the_list_is_refused() -> None:
     assert n_hooks(learn.model) == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("cpu", [True, False])
 @pytest.mark.parametrize("is_forward", [True, False])
-def test_on_cuda_what_is_stored_goes_where_it_is_asked(cpu: bool, is_forward: bool) -> None:
+def test_what_is_stored_goes_where_it_is_asked(
+    cpu: bool, is_forward: bool, gpu: torch.device
+) -> None:
     cb = HookCallback(cpu=cpu, is_forward=is_forward, hook=lambda m, i, o: o)
+    dls = DataLoaders(*synth_dbunch().loaders, device=gpu)
 
-    quiet(data=synth_dbunch(cuda=True), cbs=cb).fit(1)
+    quiet(data=dls, cbs=cb).fit(1)
 
     stored = cb.hooks.stored[0]
     stored = stored if is_forward else stored[0]
-    assert stored.is_cuda != cpu
+    assert stored.is_cpu == cpu
 
 
 def test_a_pickled_callback_holds_neither_hooks_nor_activations() -> None:

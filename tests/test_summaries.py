@@ -833,11 +833,9 @@ def test_hugging_face_models_from_config(kind: str) -> None:
     assert any(r.tied for r in s) == (kind != "bert")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout()).cuda()
-    x = torch.randn(64, 3, 128, 128, device="cuda")
+def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state(cuda: torch.device) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout()).to(cuda)
+    x = torch.randn(64, 3, 128, 128, device=cuda)
     state, memory = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 

@@ -99,8 +99,7 @@ def test_an_event_log_can_listen_to_some_events_only() -> None:
     assert log.order == 7
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_a_synthetic_learner_on_cuda() -> None:
     learn = synth_learner(cuda=True)
     learn.logger = lambda row: None

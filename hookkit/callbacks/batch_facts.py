@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookkit.devices import widest_float
 from hookkit.hooks.snapshot import is_transforming
 from hookkit.moments.moments import plain
 from hookkit.nested import leaves
@@ -76,6 +77,6 @@ class BatchFacts:
 
 def _mark(t: Tensor) -> Tensor:
     """One number that depends on the values of a tensor and on their order."""
-    wide = torch.float32 if t.device.type == "mps" else torch.float64  # Apple's has no float64
+    wide = widest_float(t.device)
     some = t.reshape(-1)[:: max(t.numel() // _VALUES, 1)][:_VALUES].to(wide)
     return some @ torch.arange(len(some), dtype=wide, device=t.device).cos()

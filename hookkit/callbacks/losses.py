@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hookkit import ranks
+from hookkit.devices import widened
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +40,7 @@ class Scalars:
             self._pack()
 
     def _pack(self) -> None:
-        self._packed.append(torch.stack(self._loose).double())
+        self._packed.append(widened(torch.stack(self._loose)))
         self._loose = []
 
     def read(self, start: int = 0) -> Floats:

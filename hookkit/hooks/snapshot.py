@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_function
+from hookkit.devices import sent
 from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks.entries import is_compiling
 from hookkit.hooks.references import Reference, references
@@ -198,7 +199,7 @@ Versions = list[tuple[Tensor, int]]
 
 
 class StoredValue:
-    """One stored value with what is needed to read it: versions of live tensors, CUDA events.
+    """One stored value with what is needed to read it: versions of live tensors, events of copies.
 
     Attributes:
         references: the objects in it that are no copies.
@@ -303,14 +304,9 @@ class Snapshotter:
     def _offloaded(self, t: Tensor) -> Tensor:
         # pinned memory holds plain tensors: no sparse, nested, quantized ones, no subclasses'
         plain = t.layout is torch.strided and not (t.is_nested or t.is_quantized)
-        if t.is_cuda and plain and not t.requires_grad and not is_compiling():
-            return self._offloaded_async(t)
-        return t.cpu()
-
-    def _offloaded_async(self, t: Tensor) -> Tensor:
-        host = torch.empty_like(t, device="cpu", pin_memory=True)
-        host.copy_(t, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(t.device))
-        self.events = (*self.events, event)  # the parts of a structure may be on several devices
+        if not plain or t.requires_grad or is_compiling():
+            return t.cpu()
+        host, event = sent(t)
+        if event is not None:
+            self.events = (*self.events, event)  # the parts may be on several devices
         return host

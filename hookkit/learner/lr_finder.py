@@ -31,6 +31,7 @@ from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.loss_facts import LossFacts
 from hookkit.checks import check_flag, check_number
 from hookkit.data import loader_state, set_loader
+from hookkit.devices import widened
 from hookkit.errors import ModelRunError
 from hookkit.events import CancelFitException, CancelValidException
 from hookkit.interrupts import Undo, block
@@ -120,7 +121,7 @@ class LRFinder(Callback):
 
     def _loss(self) -> float:
         """The mean over all ranks, or one of them would stop alone."""
-        loss = self.learn.loss.detach().mean().double()
+        loss = widened(self.learn.loss.detach().mean())
         if self.learn.accelerator is not None:
             loss = ranks.total(loss) / ranks.world_size()
         return float(loss)  # sync: one for each batch of the mock training

@@ -236,7 +236,7 @@ class GatherPreds(Callback):
 
 def kept(x: Any) -> Any:
     """A detached copy of `x` on the CPU that later batches cannot change."""
-    return tmap(lambda t: t.detach().cpu() if t.is_cuda else t.detach().clone(), x)
+    return tmap(lambda t: t.detach().to("cpu", copy=True), x)
 
 
 def joined(batches: list[Any], dim: int = 0) -> Any:

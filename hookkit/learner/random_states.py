@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hookkit.devices import accelerator
+
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators, and of every device's."""
@@ -30,9 +32,7 @@ def _device_states() -> list[torch.Tensor]:
 
 def _device_module() -> Any:
     """`torch.cuda`, `torch.mps`, … ; None where there is no accelerator."""
-    if not torch.accelerator.is_available():
-        return None
-    return torch.get_device_module(torch.accelerator.current_accelerator())
+    return None if (kind := accelerator()) == "cpu" else torch.get_device_module(kind)
 
 
 def set_random(state: dict[str, Any]) -> None:

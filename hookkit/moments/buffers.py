@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.devices import widest_float
 from hookkit.moments import triton_kernels
 from hookkit.moments.cpu import cpu_row
 from hookkit.moments.histograms import ABSENT, Bins, sample_of
@@ -86,7 +87,7 @@ class Buffers:
         self, options: Options, device: torch.device, rows: int, units: UnitTables | None = None
     ) -> None:
         self.options, self.device, self.rows, self.slots = options, device, max(rows, 1), 1
-        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.dtype = widest_float(device)
         self.fused = triton_kernels.serves(device)
         self.by_array = reads_arrays(device)
         self.kept: dict[str, Tensor] | None = None

@@ -129,6 +129,8 @@ def add(
     x = x.contiguous()
     if x.dtype is torch.bool:
         x = x.view(torch.uint8)
+    elif x.dtype.itemsize == 1 and x.is_floating_point():  # a GPU knows some kinds of float8 only
+        x = x.float()
     wide = x.dtype in (torch.float64, torch.int32, torch.int64, torch.uint32)
     n, n_sampled, size = x.numel(), 0, 1
     if samples is not None:

@@ -18,6 +18,7 @@ import torch
 
 from hookkit import health
 from hookkit.checks import kind_of, shown
+from hookkit.devices import accelerator
 from hookkit.errors import ArgumentError, HookkitError, OptionError
 from hookkit.files import atomic_write
 from hookkit.markup import details, prose, table, terms
@@ -262,8 +263,9 @@ def _model(summary: Any, run: Any) -> str:
 
 
 def _environment(run: Run) -> str:
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    known = [("hookkit", __version__), ("torch", torch.__version__), ("CUDA device", cuda)]
+    module = torch.get_device_module(kind := accelerator())
+    device = getattr(module, "get_device_name", lambda: kind)() if kind != "cpu" else "none"
+    known = [("hookkit", __version__), ("torch", torch.__version__), ("Accelerator", device)]
     known += [("Python", platform.python_version()), ("System", platform.system())]
     facts = [(key.replace("_", " "), _fact(run.info[key])) for key in run.info if key != "torch"]
     return terms([*known, *((key, fact) for key, fact in facts if fact)])

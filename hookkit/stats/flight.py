@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
+from hookkit.devices import sent
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks.entries import Placed, graph_task
+from hookkit.hooks.snapshot import outside
 from hookkit.modules import class_name, unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
@@ -223,14 +225,8 @@ class FlightRecorder(HookCallback):
         return self._judge(self._norms.at, fine, late=self.learn.stepped)
 
     def _send_flag(self) -> None:
-        fine = self._norms.finite()
-        flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=fine.is_cuda)
-        flag.copy_(fine, non_blocking=True)
-        arrived: Any = None
-        if fine.is_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        self._flags.append((self._norms.at, flag, arrived))
+        with outside():  # a forward inside of torch.func.grad may have begun this batch
+            self._flags.append((self._norms.at, *sent(self._norms.finite())))
 
     def _look_late(self, wait: bool = False) -> None:
         """Reads the flags of earlier batches, as far as they have arrived."""

@@ -130,7 +130,7 @@ class NormHistory:
     def finite(self) -> Tensor:
         """0-d bool on the device: no norm of this batch is NaN or Inf."""
         fine = torch.isfinite(self.norms[self.at]).all()
-        norms = [norm.float() for _, norm in self.grads.get(self.at, {}).values()]
+        norms = [norm for _, norm in self.grads.get(self.at, {}).values()]
         for device in {norm.device for norm in norms}:
             some = torch.stack([norm for norm in norms if norm.device == device])
             fine = fine & torch.isfinite(some).all().to(fine.device)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookkit.devices import widened, widest_float
 from hookkit.moments.cpu import norms
 from hookkit.moments.moments import floats_of, plain, working_dtype
 
@@ -44,7 +45,7 @@ def local_values(t: Tensor) -> Tensor:
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """(n,) float64 2-norms on the tensors' device; on a CPU right also where squares overflow.
+    """(n,) 2-norms on the tensors' device, in its widest float; right also where squares overflow.
 
     16-bit tensors are read in float32, since their squares overflow early.
     """
@@ -53,7 +54,10 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     # Private: `torch._foreach_norm`, and `_foreach_sub_` and `_foreach_copy_`: one operation for a
     # list of tensors, in few kernels on a GPU (since 2.0; torch's optimizers are made of them).
     # Without them each tensor costs a launch of its own.
-    norms = torch.stack([n.real for n in torch._foreach_norm(wide, 2)]).double()
+    dtype = None
+    if not (wide[0].is_cpu or any(t.is_complex() for t in wide)):
+        dtype = widest_float(wide[0].device)
+    norms = widened(torch.stack([n.real for n in torch._foreach_norm(wide, 2, dtype)]))
     if norms.is_cpu:
         found = norms.numpy()
         for i in np.flatnonzero((found < _SMALL) | (found == math.inf)):
@@ -157,7 +161,7 @@ class WeightCopies:
             grad = torch.stack([zero[0] if g is None else next(found) for g in grads])
             has_grad = torch.stack([zero[0] if g is None else one[0] for g in grads])
         ratio = torch.where((weight == 0) & (update == 0), 0.0, update / weight)
-        bad = (~torch.isfinite(weight + update + grad)).double()
+        bad = widened(~torch.isfinite(weight + update + grad))
         return torch.stack([weight, grad, update, ratio, bad, one, has_grad], dim=1)
 
     def _by_arrays(self, now: list[Any], grads: list[Tensor | None]) -> Tensor:

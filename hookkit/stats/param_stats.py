@@ -18,6 +18,7 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.readout import across_ranks
 from hookkit.checks import check_flag, check_number
+from hookkit.devices import widest_float
 from hookkit.moments.history import Key, StepHistory
 from hookkit.moments.numba_loader import machine
 from hookkit.records import Exports, Record
@@ -159,8 +160,8 @@ class ParamStats(Exports, Callback):
                 tables = self._copies.tables(live, self._grads_of(live), self.names)
             place = self.learn.n_steps - 1, self.learn.epoch, self.learn.train_iter
             keyed: dict[Key, Tensor] = {("params", d): table[None] for d, table in tables.items()}
-            keyed[_RATES] = torch.tensor([[_rate(group) for group in self._groups]], **_HOST)
-            self.history = self.history.with_records([place], keyed)
+            rates = {("rates", d): table[None] for d, table in _rates(self._groups).items()}
+            self.history = self.history.with_records([place], keyed | rates)
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
         """Measures the gradients that one optimizer of several has used, before they are reset."""
@@ -204,7 +205,7 @@ class ParamStats(Exports, Callback):
         rates = torch.zeros(n, rows, 2, **_HOST)
         for key in past.tables:
             part = past.read(key)
-            (rates if key == _RATES else table)[:, : part.shape[1]] += part
+            (rates if key[0] == "rates" else table)[:, : part.shape[1]] += part
         moved = self._moved((table[..., 2] > 0).any(0).tolist())
         if whole:
             table = self._over_ranks(table)
@@ -311,20 +312,29 @@ def _brief(names: list[str]) -> str:
     return f"{len(names)} parameter{'s' * (len(names) != 1)}" + (f": {some}" if names else "")
 
 
-_HOST: Any = {"dtype": torch.float64, "device": "cpu"}
+_HOST: Any = {"dtype": torch.float64, "device": torch.device("cpu")}
 _OF_TENSOR = "ndim", "numel", "shape", "requires_grad", "dtype"
 _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
 _NORMS: Key = "params", torch.device("cpu")
-_RATES: Key = "rates", torch.device("cpu")
-"""Of each row the sum of its learning rates, and of how many."""
 
 
-def _rate(group: dict[str, Any] | None) -> tuple[float, float]:
-    """A group's learning rate and 1; zeros if it has none that the host can read for nothing."""
-    rate = None if group is None else group.get("lr")
-    if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu):
-        return 0.0, 0.0
-    return float(rate), 1.0
+def _rates(groups: list[dict[str, Any] | None]) -> dict[torch.device, Tensor]:
+    """By device (rows, 2): of each row the learning rate that is there, and 1; else zeros."""
+    rates = [None if group is None else group.get("lr") for group in groups]
+    far = [rate if isinstance(rate, Tensor) and not rate.is_cpu else None for rate in rates]
+    near = [
+        (0.0, 0.0) if rate is None or rate is there else (float(rate), 1.0)
+        for rate, there in zip(rates, far, strict=True)
+    ]
+    tables = {_HOST["device"]: torch.tensor(near, **_HOST).reshape(-1, 2)}
+    for device in {rate.device for rate in far if rate is not None}:
+        zero = torch.zeros((), dtype=widest_float(device), device=device)
+        one, here = zero + 1, [rate is not None and rate.device == device for rate in far]
+        pairs = zip(far, here, strict=True)
+        value = [x.detach().to(zero).reshape(()) if x is not None and h else zero for x, h in pairs]
+        known = torch.stack([one if h else zero for h in here])
+        tables[device] = torch.stack([torch.stack(value), known], 1)
+    return tables
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hookkit.callbacks.optimizers import live_scalers, unscaling
+from hookkit.devices import widened
 from hookkit.moments.accumulator import StatsAccumulator
 from hookkit.moments.buffers import Options
 
@@ -134,4 +135,4 @@ def inverse_scale(scaler: Any) -> Tensor | None:
         scale = torch.tensor(
             float(getattr(scaler, "_init_scale", 1.0)), dtype=torch.float64, device="cpu"
         )
-    return scale.detach().double().reciprocal()
+    return widened(scale.detach()).reciprocal()
