@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, HookError, MissingExtraError
+from hookkit.records import Run
 from hookkit.stats import FlightRecorder, ParamStats
 from hookkit.watching import watch
 
@@ -442,6 +444,58 @@ def test_the_runs_before_and_after_a_resume_of_lightning_join(tmp_path):
     whole = trained(3)
     assert joined.valid == whole.valid
     np.testing.assert_array_equal(joined.losses, whole.losses)
+    for name, values in whole.params.values.items():
+        np.testing.assert_array_equal(joined.params.values[name], values)
+
+
+class GoesOn(DataLoader):
+    """Goes on within an epoch, as torchdata's StatefulDataLoader."""
+
+    done = first = 0
+
+    def __iter__(self):
+        self.done, self.first = self.first, 0
+        for batch in [*super().__iter__()][self.done :]:
+            self.done += 1
+            yield batch
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.first = state["done"] % len(self)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ended", [N + 3, N + 5, 2 * N, 2 * N + 1])
+def test_a_run_that_went_past_its_checkpoint_is_cut_where_the_resumed_one_begins(tmp_path, ended):
+    pl = pytest.importorskip("lightning.pytorch")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    class End(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == N + 3:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+            if trainer.global_step == ended:
+                raise ZeroDivisionError
+
+    def trained(*cbs, **options):
+        bridge = HookkitCallback(ParamStats())
+        trainer = lightning_trainer(tmp_path, 1, bridge, *cbs, max_epochs=3)
+        with suppress(ZeroDivisionError):
+            trainer.fit(lightning_module("self"), GoesOn(Rows(), BATCH_SIZE), **options)
+        return bridge.watcher.run_record()
+
+    killed = Run.load(trained(End()).save(tmp_path / "run.npz"))
+
+    joined = killed + trained(ckpt_path=tmp_path / "within.ckpt")
+
+    whole = trained()
+    assert joined.valid == whole.valid
+    np.testing.assert_array_equal(joined.losses, whole.losses)
+    np.testing.assert_array_equal(joined.grad_norms, whole.grad_norms)
+    for axis in ("steps", "epochs", "iters", "spans"):
+        np.testing.assert_array_equal(getattr(joined.params, axis), getattr(whole.params, axis))
     for name, values in whole.params.values.items():
         np.testing.assert_array_equal(joined.params.values[name], values)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from hookkit.errors import OptionError
 from hookkit.records.record import AXES, Record
 from hookkit.records.values import Floats, same
 
-Shift = tuple[int, int]
-"""By how many steps and epochs what comes later is counted on."""
+if TYPE_CHECKING:
+    from hookkit.records.run import Run
+
+Shift = tuple[int, int, int]
+"""By how many steps, epochs and batches what comes later is counted on."""
 
 _OPTIONS = ("eps", "sample", "exact_hist", "window")
 _AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_variation")
@@ -26,7 +29,8 @@ def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | 
     """The columns of `a`, then those of `b`; an OptionError if their options differ."""
     if b is None:
         return a
-    b = replace(b, steps=b.steps + shift[0], epochs=b.epochs + shift[1])
+    moved = zip(AXES, shift, strict=False)
+    b = replace(b, **{axis: getattr(b, axis) + by for axis, by in moved})
     if a is None:
         return b
     _check_options(a, b)
@@ -124,6 +128,34 @@ def joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Flo
     return whole
 
 
+def cut_record(record: Record, n: int) -> Record:
+    """The columns of `record` that begin before step `n`."""
+    kept = record.steps < n
+    return replace(
+        record,
+        **{axis: getattr(record, axis)[kept] for axis in AXES},
+        values={name: table[:, kept] for name, table in record.values.items()},
+        hist=None if record.hist is None else record.hist[..., kept],
+    )
+
+
+def cut_epochs(rows: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """The epochs that begin before step `n`; of the last one, which may go on, what is counted.
+
+    >>> rows = [{"epoch": 0, "step": 3, "score": 1}, {"epoch": 1, "step": 7, "score": 2}]
+    >>> cut_epochs(rows, 6)
+    [{'epoch': 0, 'step': 3, 'score': 1}, {'epoch': 1, 'step': 5}]
+    """
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        if found and found[-1].get("step", 0) + 1 >= n:
+            break
+        if row.get("step", 0) >= n:
+            row = {k: x for k, x in row.items() if k in ("epoch", "train_loss")} | {"step": n - 1}
+        found.append(row)
+    return found
+
+
 def joined_epochs(
     a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], losses: Floats | None
 ) -> list[dict[str, Any]]:
@@ -140,3 +172,53 @@ def joined_epochs(
         first = a[-2].get("step", -1) + 1 if len(a) > 1 else 0
         row["train_loss"] = float(np.nanmean(losses[first : row["step"] + 1]))
     return [*a[:-1], row, *b[1:]]
+
+
+def moved_epoch(row: dict[str, Any], shift: Shift) -> dict[str, Any]:
+    """An epoch's row, counted on."""
+    by = dict(zip(("step", "epoch"), shift, strict=False))
+    return {name: value + by[name] if name in by else value for name, value in row.items()}
+
+
+def joined_info(run: Run, later: Run) -> dict[str, Any]:
+    """The facts of both; where they differ, those of the later one."""
+    info = {**later.info, **run.info, **{k: x for k, x in later.info.items() if x is not None}}
+    if "n_batches" in info:
+        info["n_batches"] = n_batches(run) + n_batches(later)
+    for fact, of in (("within_epoch", later), ("first_step", run)):
+        if fact not in of.info:
+            info.pop(fact, None)
+    return info
+
+
+def n_batches(run: Run) -> int:
+    """How many training batches there were; up to its last column, where a run does not know it."""
+    lasts = [int(r.iters[-1]) + 1 for r in run.records if len(r)]
+    return int(run.info.get("n_batches", max(lasts, default=0)))
+
+
+def shift_after(run: Run, later: Run) -> Shift:
+    """By how many steps, epochs and batches `later` is to be counted on."""
+    firsts = [int(r.steps[0]) for r in later.records if len(r)]
+    for values in (later.losses, later.grad_norms):
+        firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
+    firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
+    if min(firsts, default=0) >= run.n_steps:
+        return 0, 0, n_batches(run)
+    n_epochs = run.n_epochs - bool(run.info.get("within_epoch"))
+    return run.n_steps, n_epochs, n_batches(run)
+
+
+def run_until(run: Run, n: int) -> Run:
+    """The run before step `n`."""
+    own = vars(run).items()
+    cut: dict[str, Any] = {slot: cut_record(r, n) for slot, r in own if isinstance(r, Record)}
+    cut |= {slot: series[:n] for slot, series in own if isinstance(series, np.ndarray)}
+    after = [int(r.iters[r.steps >= n][0]) for r in run.records if (r.steps >= n).any()]
+    return replace(
+        run,
+        **cut,
+        valid=cut_epochs(run.valid, n),
+        incidents=tuple(i for i in run.incidents if i.step < n),
+        info={**run.info, "n_batches": min(after, default=n_batches(run))},
+    )

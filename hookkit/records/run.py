@@ -15,7 +15,15 @@ import numpy as np
 
 from hookkit.errors import OptionError
 from hookkit.records import files
-from hookkit.records.joining import joined_epochs, joined_record, joined_series
+from hookkit.records.joining import (
+    joined_epochs,
+    joined_info,
+    joined_record,
+    joined_series,
+    moved_epoch,
+    run_until,
+    shift_after,
+)
 from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 
@@ -53,10 +61,15 @@ class Incident(Plain):
     history: dict[str, Floats] = field(default_factory=dict, repr=False)
     note: str = ""
 
-    def _later(self, steps: int, epochs: int) -> Incident:
+    def _later(self, steps: int, epochs: int, batches: int) -> Incident:
         """The same, counted on."""
-        before = self.steps + steps
-        return replace(self, step=self.step + steps, epoch=self.epoch + epochs, steps=before)
+        return replace(
+            self,
+            step=self.step + steps,
+            epoch=self.epoch + epochs,
+            iter=self.iter + batches,
+            steps=self.steps + steps,
+        )
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.type})" if self.name else ""
@@ -159,43 +172,35 @@ class Run(Plain, Exports, Views):
     def __add__(self, later: Any) -> Run:
         """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
 
-        The later one's steps and epochs follow on this one's: they are counted on, unless they
-        begin behind this run's end already, as after `watch(…, resume=run)`. An epoch that this
+        The later one's steps, epochs and batches follow on this one's: they are counted on, unless
+        it was numbered on already, by `watch(…, resume=run)` or by the library whose training was
+        resumed. If it then begins within this run, this one counts up to there. An epoch that this
         one ended within is one of both.
 
         Raises:
             OptionError: they were recorded with other options.
         """
         later = as_run(later)
-        steps, epochs = self._shift(later)
-        after = [_moved(row, steps, epochs) for row in later.valid]
-        known = {name: x for name, x in later.info.items() if x is not None}
+        first: int = later.info.get("first_step", self.n_steps)
+        if first < self.n_steps:
+            return run_until(self, first).__add__(later)
+        shift = steps, *_ = shift_after(self, later)
+        after = [moved_epoch(row, shift) for row in later.valid]
         n, past = self.n_steps, (self.losses, self.grad_norms)
         series = zip(past, (later.losses, later.grad_norms), strict=True)
         losses, grad_norms = (joined_series(a, b, n, steps) for a, b in series)
         of_kind = {
-            slot: joined_record(getattr(self, slot), getattr(later, slot), (steps, epochs))
+            slot: joined_record(getattr(self, slot), getattr(later, slot), shift)
             for slot in _SLOTS.values()
         }
-        before = {name: x for name, x in self.info.items() if name != "within_epoch"}
         return Run(
             **of_kind,
             losses=losses,
             valid=joined_epochs(self.valid, after, losses),
             grad_norms=grad_norms,
-            incidents=(*self.incidents, *(i._later(steps, epochs) for i in later.incidents)),
-            info={**later.info, **before, **known},
+            incidents=(*self.incidents, *(i._later(*shift) for i in later.incidents)),
+            info=joined_info(self, later),
         )
-
-    def _shift(self, later: Run) -> tuple[int, int]:
-        """By how many steps and epochs `later` is to be counted on."""
-        firsts = [int(r.steps[0]) for r in later.records if len(r)]
-        for values in (later.losses, later.grad_norms):
-            firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
-        firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
-        follows = min(firsts, default=0) >= self.n_steps
-        n_epochs = self.n_epochs - bool(self.info.get("within_epoch"))
-        return (0, 0) if follows else (self.n_steps, n_epochs)
 
     @property
     def n_epochs(self) -> int:
@@ -207,12 +212,6 @@ class Run(Plain, Exports, Views):
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
         alone = f"; {self.info['rank']} alone" if "rank" in self.info else ""
         return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'}{alone})"
-
-
-def _moved(row: dict[str, Any], steps: int, epochs: int) -> dict[str, Any]:
-    """An epoch's row, counted on."""
-    by = {"step": steps, "epoch": epochs}
-    return {name: value + by[name] if name in by else value for name, value in row.items()}
 
 
 _SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}

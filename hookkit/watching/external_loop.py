@@ -33,8 +33,8 @@ from hookkit.watching.optimizer_groups import OptimizerGroups
 
 _IN_EVAL = (State.EVAL, State.PAUSED)
 _KEPT = (  # in copies and pickles
-    "cbs", "_past", "n_steps", "epoch", "elsewhere", "earlier", "losses", "spans",
-    "n_cancelled_steps", "_gathered_at",
+    "cbs", "_past", "n_steps", "epoch", "elsewhere", "earlier", "first_step", "losses", "spans",
+    "train_iter", "n_cancelled_steps", "_gathered_at",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ class ExternalLoop(CallbackRunner):
         n_steps: optimizer steps so far, over all runs, and those `elsewhere`.
         elsewhere: (first, end) of steps that were made before, in another loop.
         earlier: the Run that is resumed, or None.
+        first_step: the number of the first step, of a training that is resumed; else None.
         resumes_epoch: it ended within an epoch, which has not been marked since.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
@@ -78,6 +79,7 @@ class ExternalLoop(CallbackRunner):
     pred: Any = None
     loss: Tensor | None = None
     epoch = n_cancelled_steps = 0
+    first_step: int | None = None
     resumes_epoch = False
     compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
 
@@ -160,15 +162,18 @@ class ExternalLoop(CallbackRunner):
         self.resumes_epoch = bool(run.info.get("within_epoch"))
         self.number_from(run.n_steps, run.n_epochs - self.resumes_epoch)
 
-    def number_from(self, step: int, epoch: int = 0) -> None:
-        """Numbers steps and epochs from these on: those before were made elsewhere."""
+    def number_from(self, step: int, epoch: int) -> None:
+        """Numbers steps and epochs from these on, as those of the training that is resumed."""
+        self._pass_over(step)
+        self.first_step, self.epoch = step or None, max(self.epoch, epoch)
+
+    def _pass_over(self, step: int) -> None:
         if step > self.n_steps:
             self.elsewhere.append((self.n_steps, step))
             self.n_steps = step
-        self.epoch = max(self.epoch, epoch)
 
     def _continue_from(self, cb: Callback) -> None:
-        self.number_from(cb._last_step)
+        self._pass_over(cb._last_step)
 
     def finish(self) -> None:
         """The run is over: what is open is closed, then `after_fit`."""
