@@ -254,7 +254,15 @@ def test_a_function_is_seen_however_it_is_reached(f: Any, x: Tensor) -> None:
         (torch.special.expit, [lambda a, b: torch.special.expit(a)]),
         (torch.ops.aten.relu, [lambda a, b: torch.ops.aten.relu(a)]),
         (torch.ops.aten.relu.default, [lambda a, b: torch.ops.aten.relu.default(a)]),
-        (torch.cat, [lambda a, b: torch.cat([a, b])]),
+        (torch.ops.aten.softmax.int, [lambda a, b: a.softmax(-1)]),
+        (torch.ops.prims.sin, [lambda a, b: torch.ops.prims.sin.default(a)]),
+        (torch.cat, [lambda a, b: torch.cat([a, b]), lambda a, b: torch.concat([a, b])]),
+        (torch.concat, [lambda a, b: torch.cat([a, b]), lambda a, b: torch.concatenate([a, b])]),
+        (torch.multiply, [operator.mul, lambda a, b: a.multiply_(b)]),
+        (torch.special.psi, [lambda a, b: a.digamma(), lambda a, b: torch.special.psi(a)]),
+        (torch.linalg.matmul, [operator.matmul]),
+        (torch.clip, [lambda a, b: a.clamp(0, 1)]),
+        (F.gelu, [lambda a, b: torch.ops.aten.gelu.default(a)]),
         (Tensor.__getitem__, [lambda a, b: a[0]]),
     ],
 )
@@ -282,6 +290,17 @@ def test_operators_on_bits_count(f: Any, call: Callable[..., Any]) -> None:
         y = call(torch.tensor([5, 6]), torch.tensor([1, 3]))
 
     assert torch.equal(h[f"{f.__name__}:0"].stored, y)
+
+
+def test_the_functions_of_an_exported_program_are_seen(net: nn.Sequential, x: Tensor) -> None:
+    program = torch.export.export(net, (x,)).module()
+
+    with hook_function(F.relu) as h:
+        program(x)
+    with hook_function(F.relu) as expected:
+        net(x)
+
+    torch.testing.assert_close(h.stored, expected.stored)
 
 
 def test_a_call_two_python_functions_deep_is_seen(x: Tensor) -> None:

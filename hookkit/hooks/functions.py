@@ -124,10 +124,11 @@ def hook_function(
     number of the call: `h["blocks.3.attn/scaled_dot_product_attention:0"]`. `h.names` lists all.
 
     The same function counts however it is reached: from `torch`, `torch.nn.functional` or as a
-    method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), and as an
-    operator (`@` is `matmul`, `+` and `+=` are `add`). A call that a torch function written in
-    Python makes counts too, as that of `F.scaled_dot_product_attention` in `nn.MultiheadAttention`;
-    one that C++ makes does not.
+    method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), as an
+    operator (`@` is `matmul`, `+` and `+=` are `add`), by an alias (`torch.concat` is `torch.cat`),
+    and as an operation of an exported program (`torch.ops.aten.relu`). A call that a torch function
+    written in Python makes counts too, as that of `F.scaled_dot_product_attention` in
+    `nn.MultiheadAttention`; one that C++ makes does not.
 
     Compiled models run eagerly in the block, other threads are not seen, and PyTorch's fused
     `nn.TransformerEncoderLayer` is off; where it would have run, a warning says so once. Of blocks

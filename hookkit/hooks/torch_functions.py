@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
@@ -16,6 +17,8 @@ from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError
 
 _HOMES = (torch, functional, Tensor)
+# The whole of what PyTorch's documentation says of a function that is another one: the other's name
+_ALIAS = re.compile(r"^Alias (?:for|of) :\w+:`(?:torch|~)\.([\w.]+)`\.?$", re.MULTILINE)
 _OPERATORS = {  # names of operators that are not those of the function
     "truediv": "div",
     "floordiv": "floor_divide",
@@ -35,21 +38,18 @@ def same_functions(who: str, f: Any) -> dict[Any, str]:
     Raises:
         ArgumentError: PyTorch does not report calls of `f`.
 
-    >>> sorted(getattr(g, "__name__", "") for g in same_functions("", torch.Tensor.relu_))
-    ['relu', 'relu', 'relu', 'relu_', 'relu_']
+    >>> sorted({g.__name__ for g in same_functions("", torch.Tensor.relu_)})
+    ['relu', 'relu.default', 'relu.out', 'relu_', 'relu_.default']
     """
-    if isinstance(f, torch._ops.OpOverloadPacket):
-        overloads = [getattr(f, name) for name in f.overloads()]  # type: ignore[no-untyped-call]
-        return dict.fromkeys([f, *overloads], f.__name__)
     if isinstance(f, torch._ops.OpOverload):
-        return same_functions(who, f.overloadpacket)
+        f = f.overloadpacket
     name = _plain(getattr(f, "__name__", ""))
     found = _reported(name)
     try:
         if f in found:
             return found
-        if f in _overridable():
-            return {f: name}
+        if isinstance(f, torch._ops.OpOverloadPacket) or f in _overridable():
+            return dict.fromkeys(_with_overloads(f), name)
     except TypeError:  # it cannot be hashed
         pass
     raise ArgumentError(f"{who}: {_why_not(f)}")
@@ -69,14 +69,39 @@ def _named(name: str) -> list[Any]:
     """What is called so, in place and as an operator too, in torch's three homes of functions."""
     other = {v: k for k, v in _OPERATORS.items()}.get(name, name)
     names = [name, f"{name}_", *(f"__{p}{n}__" for p in ("", "r", "i") for n in {name, other})]
-    found = [getattr(home, n, None) for home in _HOMES for n in names if name]
-    return [g for g in found if callable(g)]
+    homes = (*_HOMES, torch.ops.aten)
+    found = [getattr(home, n, None) for home in homes for n in names if name]
+    home, _, inner = name.partition("_")  # of linalg_norm: it is torch.linalg.norm
+    if home in ("linalg", "special"):
+        found.append(getattr(getattr(torch, home), inner, None))
+    return [g for each in found if callable(each) for g in _with_overloads(each)]
+
+
+def _with_overloads(f: Any) -> list[Any]:
+    """`f`, and if it is an operator of `torch.ops` each form of it."""
+    if not isinstance(f, torch._ops.OpOverloadPacket):
+        return [f]
+    return [f, *(getattr(f, name) for name in f.overloads())]  # type: ignore[no-untyped-call]
 
 
 @cache
 def _reported(name: str) -> dict[Any, str]:
-    """What is called so and reported, each with the name; kept, since it takes 8 µs to find."""
-    return {g: name for g in _named(name) if _is_reported(g)}
+    """What is called so, or an alias, and reported, each with the name; kept, as it takes long."""
+    names = _aliases().get(name, [name])
+    return {g: name for n in names for g in _named(n) if _is_reported(g)}
+
+
+@cache
+def _aliases() -> dict[str, set[str]]:
+    """All names of each function that has several: `concat` and `concatenate` are `cat`."""
+    names: dict[str, set[str]] = {}
+    for home in (*_HOMES, torch.special, torch.linalg):
+        for f in vars(home).values():
+            if callable(f) and (same := _ALIAS.search(str(f.__doc__))):
+                other = same[1].removeprefix("nn.functional.").replace(".", "_")
+                both = names.get(f.__name__, {f.__name__}) | names.get(other, {other})
+                names.update(dict.fromkeys(both, both))
+    return names
 
 
 @cache
