@@ -315,6 +315,39 @@ def test_a_call_two_python_functions_deep_is_seen(x: Tensor) -> None:
     assert parts.names == ("unflatten:0",)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: nn.TransformerEncoderLayer(8, 2, batch_first=True)(x),  # Tensor.unflatten
+        lambda x: F.max_pool2d(x, 2),  # its inner function reports it
+        lambda x: F.interpolate(x, scale_factor=2.0, mode="area"),
+        lambda x: torch.meshgrid(x[0, 0], x[0, 1], indexing="ij"),
+        lambda x: torch.unique(x),
+    ],
+    ids=["unflatten", "max_pool2d", "interpolate", "meshgrid", "unique"],
+)
+@pytest.mark.parametrize("f", [torch.add, Tensor.__len__])
+def test_a_function_that_is_reported_twice_runs_once(
+    f: Any, run: Callable[[Tensor], Any], x: Tensor
+) -> None:
+    with hook_function(f) as h:
+        y = run(x)
+        x + len(x)
+
+    assert h[-1].stored is not None
+    assert type(y) is type(run(x))
+
+
+def test_the_residuals_of_pytorchs_own_layer_are_seen(x: Tensor) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, norm_first=True, dropout=0)
+
+    with hook_function(torch.add, within=select(layer, "")) as h:
+        y = layer(x)
+
+    assert len(h) == 2
+    torch.testing.assert_close(h[1].stored, y.detach(), rtol=0, atol=0)
+
+
 def test_the_attention_inside_of_pytorchs_own_is_seen(x: Tensor) -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 

@@ -130,6 +130,7 @@ class FunctionCalls(TorchFunctionMode):
         self.counts: dict[str, dict[str, int]] = {}
         self.calls: dict[str, FunctionCall] = {}
         self.others: dict[Any, Callable[..., Any] | None] = {}  # unwanted functions, see `opened`
+        self.opened: list[tuple[Any, int]] = []  # those that run, and what for
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
@@ -181,11 +182,16 @@ class FunctionCalls(TorchFunctionMode):
         """Runs an unwanted function; if it calls a wanted one itself, with the mode on."""
         if func not in self.others:
             self.others[func] = opened(func, self.names)
-        inner = self.others[func]
-        if inner is None or overridden(types):
+        inner, this = self.others[func], (func, id(args[0]) if args else 0)
+        # One that calls its C form is reported twice: `Tensor.unflatten` calls `super().unflatten`
+        if inner is None or overridden(types) or this in self.opened:
             return func(*args, **kwargs)
-        with self:
-            return inner(*args, **kwargs)
+        self.opened.append(this)
+        try:
+            with self:
+                return inner(*args, **kwargs)
+        finally:
+            self.opened.remove(this)
 
     # -- which modules run
 
