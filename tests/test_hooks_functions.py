@@ -338,6 +338,18 @@ def test_a_function_that_is_reported_twice_runs_once(
     assert type(y) is type(run(x))
 
 
+def test_operators_in_python_functions_of_torch_are_seen(x: Tensor) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    with hook_function(torch.mul) as scaled, hook_function(Tensor.__getitem__) as parts:
+        attention(x, x, x)  # `q * scale`, with the parts of a projection
+    with hook_function(torch.sub) as hard, hook_function(torch.softmax) as soft:
+        F.gumbel_softmax(x, hard=True)  # `y_hard - y_soft`
+
+    assert (len(scaled), len(parts)) == (1, 3)
+    assert torch.equal((hard[0].stored + soft[0].stored).round(decimals=5).unique(), Tensor([0, 1]))
+
+
 def test_the_residuals_of_pytorchs_own_layer_are_seen(x: Tensor) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, norm_first=True, dropout=0)
 

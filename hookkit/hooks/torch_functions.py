@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -151,6 +152,8 @@ _ASKS: Mapping[str, Any] = dict.fromkeys(
 )
 
 
+_OPERATE = ("BINARY_", "COMPARE_", "UNARY_", "STORE_S")  # the last is `x[i] = y`
+_ASKED = "handle_torch_function"  # goes to the mode; what it calls itself is no torch function
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -164,6 +167,7 @@ def opened(f: Any, names: Mapping[Any, str]) -> Callable[..., Any] | None:
         return None
     wanted = {*names.values(), *(getattr(g, "__name__", "") for g in names)}
     wanted |= {name.partition("_")[2] for name in wanted}  # of linalg_norm: it is torch.linalg.norm
+    wanted |= {"__"} & {name[:2] for name in wanted}
     if f not in _BACKWARD and wanted.isdisjoint(_reached(f)):
         return None
     code = f.__code__
@@ -174,14 +178,17 @@ def opened(f: Any, names: Mapping[Any, str]) -> Callable[..., Any] | None:
 
 @cache
 def _reached(f: FunctionType) -> frozenset[str]:
-    """The names of what `f` calls, itself or by another Python function of torch that it calls."""
+    """The names of what `f` calls, itself or by another Python function of torch that it calls.
+
+    "__" stands for operators.
+    """
     names: set[str] = set()
     seen, found = {f}, [f]
     for g in found:  # it grows meanwhile
         new = set(_used(g)) - names
-        names |= new
+        names |= new | {"__" for i in dis.get_instructions(g) if i.opname.startswith(_OPERATE)}
         homes = (g.__globals__, *map(vars, _HOMES))  # getattr would import torch's lazy modules
-        inner = [home.get(n) for home in homes for n in new]
+        inner = [home.get(n) for home in homes for n in new - _ASKS.keys() - {_ASKED}]
         more = {i for i in inner if isinstance(i, FunctionType)} - seen
         seen |= more
         found.extend(more)
