@@ -1,6 +1,7 @@
 """Rules on the batches: unshuffled, repeated_data, constant_input."""
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from hookkit import ActivationStats, ParamStats, watch
 from hookkit.health import diagnose
-from hookkit.health.batches import period_of
+from hookkit.health.batches import _correlations, period_of
 from hookkit.records import Run
 
 RNG = np.random.default_rng(0)
@@ -156,6 +157,29 @@ def test_noise_trends_waves_and_spikes_have_no_period():
 
     for losses in (falling(400), walk, RNG.normal(1, 0.3, 400), spiked, np.ones(400)):
         assert period_of(losses) is None
+
+
+def test_a_long_run_takes_no_more_memory_than_its_losses_ask_for():
+    losses = falling(20_000) + RNG.normal(0, 0.1, 20_000)
+    tracemalloc.start()
+    try:
+        period_of(losses)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 100 * losses.nbytes  # all windows of a running median were 1,300 times as much
+
+
+def test_the_correlations_are_those_with_the_losses_a_period_before():
+    a = RNG.normal(size=201)
+
+    plain = [
+        (a[n:] * a[:-n]).sum() / np.sqrt((a[n:] ** 2).sum() * (a[:-n] ** 2).sum())
+        for n in range(2, 51)
+    ]
+
+    np.testing.assert_allclose(_correlations(a, 50), plain, rtol=0, atol=1e-12)
 
 
 def looks(types, first, last, **predecessors):

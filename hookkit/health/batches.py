@@ -113,16 +113,14 @@ def period_of(losses: Floats) -> Period | None:
     late = losses[len(losses) // 5 :]
     if len(late) < ENOUGH:
         return None
-    level = _running_median(late, max(3, len(late) // 10) | 1)
-    around = late - level
+    around = late - _running_median(late, max(3, len(late) // 10) | 1)
     reach = 6 * read.SIGMA * float(np.median(np.abs(around)))
     around = np.clip(around, -reach, reach)  # one spike repeats with nothing
-    sizes = range(2, len(late) // TIMES + 1)
-    alike = [_correlation(around[n:], around[:-n]) for n in sizes]
-    if not alike or not (best := max(alike)) > REPEATS:
+    alike = _correlations(around, len(late) // TIMES)
+    if not (best := alike.max()) > REPEATS:
         return None
-    n = sizes[alike.index(next(c for c in alike if c > max(REPEATS, 0.97 * best)))]
-    return Period(n, alike[n - 2], late[-n * (TIMES - 1) :].reshape(-1, n).mean(axis=0))
+    n = 2 + int(np.argmax(alike > max(REPEATS, 0.97 * best)))
+    return Period(n, float(alike[n - 2]), late[-n * (TIMES - 1) :].reshape(-1, n).mean(axis=0))
 
 
 def _levels_of_parts(profile: Floats) -> Floats:
@@ -132,16 +130,30 @@ def _levels_of_parts(profile: Floats) -> Floats:
     return np.asarray(np.convolve(around, np.full(n, 1 / n), "valid"))
 
 
-def _correlation(a: Floats, b: Floats) -> float:
-    size = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum()) / size if size else 0.0
+def _correlations(a: Floats, most: int) -> Floats:
+    """(most − 1,) of the values with those 2, 3, … `most` before them.
+
+    By the Wiener-Khinchin theorem, in n log n: one at a time they would be n²/4 products.
+    """
+    n, squares = np.arange(2, most + 1), np.append(0.0, np.cumsum(a * a))
+    products = np.fft.irfft(np.abs(np.fft.rfft(a, 2 * len(a))) ** 2)[n]
+    sizes = np.sqrt(squares[len(a) - n] * (squares[-1] - squares[n]))
+    some = sizes > 1e-9 * squares[-1]  # else there is nothing but rounding errors
+    return np.asarray(np.divide(products, sizes, out=np.zeros(len(n)), where=some))
 
 
 def _running_median(values: Floats, n: int) -> Floats:
-    """(len(values),) medians of `n` neighbours, of fewer different ones at the ends."""
+    """(len(values),) medians of `n` neighbours, of fewer different ones at the ends.
+
+    Of a wide window each is taken at every twentieth of it, and the line between them: all of them
+    would be n²/10 values to sort.
+    """
     ends = np.median(values[:n]), np.median(values[-n:])
     wide = np.concatenate([np.full(n // 2, ends[0]), values, np.full(n // 2, ends[1])])
-    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(wide, n), axis=1))
+    places = np.arange(len(values))
+    at = np.union1d(places[:: max(1, n // 20)], places[-1:])
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(wide, n)[at], axis=1)
+    return np.asarray(np.interp(places, at, medians))
 
 
 @rule(
