@@ -6,8 +6,8 @@
 Blocks of each kind are run in turn, in shuffled order, in one process on one thread; times are
 CPU time per step (median over the rounds) and its ratio to the bare loop of the same round.
 With `--live`: what `ShowHealth(every_s=0.5)` adds to a loop with recorders, over ten seconds of it,
-in a terminal and in a notebook: how many looks and pictures there were, and their share of the CPU
-time, which is exact where ratios of whole loops are not.
+in a terminal and in a notebook: how many looks and pictures there were, those at the end too, and
+their share of the CPU time, which is exact where ratios of whole loops are not.
 """
 
 import argparse
@@ -118,11 +118,10 @@ class Counted(ShowHealth):
         super().before_fit()
 
     def _do(self, job: str, last: bool = False) -> None:
-        if not last:  # what is shown at the end is not timed
-            self.done[job] += 1
-            start = time.process_time()
-            super()._do(job)
-            self.spent += time.process_time() - start
+        self.done[job] += 1
+        start = time.process_time()
+        super()._do(job, last)
+        self.spent += time.process_time() - start
 
 
 def live(make, n_rounds: int, seconds: float = 10.0) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
@@ -56,11 +57,7 @@ class Notebook(Lines):
         self._lines: Sequence[str] = ()
         self._found: Diagnosis | tuple[()] = ()
         self._picture = ""
-        try:
-            import hookkit.plotting.svg  # noqa: F401  a second, which the training must not wait for
-        except ImportError:
-            return
-        self.draws = True
+        self.draws = find_spec("matplotlib") is not None  # imported by the first picture
 
     def print_line(self, line: str) -> None:
         """Does nothing: findings stand below the picture."""

@@ -5,8 +5,8 @@ Builds on `readout`, which reads what the recorders have, on `health`, which jud
 and all losses of the steps before are known.
 
 Its cost has a bound by construction: it measures how long each of its jobs takes (to read, judge
-and write; in a notebook to draw the picture), and does it again only when 2 % of the time that has
-passed since, shared among the jobs, is as long. So all of them together take less than 2 %.
+and write; in a notebook to draw the picture), and does it only when it fits into the job's share of
+the time so far, with room for once more at the end. So all of them together take less than 2 %.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from hookkit.records import Run
 from hookkit.texts import format_time
 
 _MOST = 0.02  # of the time
-_PICTURE_S = 0.2  # what the first picture is taken to cost; 0.2 to 0.4 in a notebook, measured
+_LOOKS = 0.25  # of that in a notebook, where pictures have the rest
+_PICTURE_S = 0.3  # what the first picture is taken to cost; 0.2 to 0.4 in a notebook, measured
 
 
 class ShowHealth(Callback):
     """Redraws the run every few seconds while it trains, and prints findings as they become clear.
 
     In a notebook one output shows how far the run is, its picture (`plot_run`, if matplotlib is
-    installed; from the 20th second on, and at the end) and its findings. In a terminal it is a
+    installed; from the 40th second on, or at the end of 20) and its findings. In a terminal it is a
     block of a few lines at the bottom, below everything that is printed and below progress bars;
     in files and pipes only findings are printed. What is shown last stays.
 
@@ -51,8 +52,9 @@ class ShowHealth(Callback):
 
     Args:
         every_s: seconds between two looks, at least. There are fewer where they would take more
-            than 2 % of the time (in a notebook, looks and pictures 1 % each), beyond the first
-            and the last.
+            than 2 % of the time, that at the end included (in a notebook, looks 0.5 % and pictures
+            1.5 %). Beyond it can be a first look that takes longer, the one at the end, which
+            shows the verdict, and the import of matplotlib, if nothing else has imported it.
 
     Raises:
         OptionError: `every_s` is not above 0; as a watched loop begins: there is no recorder.
@@ -84,6 +86,9 @@ class ShowHealth(Callback):
 
     def _clear_fit(self) -> None:
         self._next: dict[str, float] = {}  # when a job is done again, by the clock
+        self._share: dict[str, float] = {}  # of the time, for each job
+        self._cost = {"_look": 0.0, "_draw": _PICTURE_S}  # of the last time, in seconds
+        self._spent = {"_look": 0.0, "_draw": 0.0}
         self._before: set[str] = set()  # rules of the last look
         self._began, self._n_steps = time.perf_counter(), 0
 
@@ -104,10 +109,10 @@ class ShowHealth(Callback):
 
     def _open(self) -> None:
         self._screen = screen()
-        jobs = ["_look", "_draw"] if self._screen.draws else ["_look"]
-        self._next = dict.fromkeys(jobs, self._began + self.every_s)
-        if "_draw" in jobs:
-            self._next["_draw"] += _PICTURE_S / _MOST * len(jobs)
+        self._share = {"_look": _MOST}
+        if self._screen.draws:
+            self._share = {"_look": _MOST * _LOOKS, "_draw": _MOST * (1 - _LOOKS)}
+        self._next = {job: max(self._fits(job), self._began + self.every_s) for job in self._share}
 
     def before_batch(self) -> None:
         """Does the job that is due the longest, if a step was made since the last batch."""
@@ -120,8 +125,10 @@ class ShowHealth(Callback):
 
     def after_fit(self) -> None:
         """Shows how the training has ended."""
-        if self.learn.fitting:
-            for job in [*self._next]:
+        if not self.learn.fitting:
+            return
+        for job in [*self._next]:  # a picture that is there already must not be an old one
+            if job == "_look" or self._spent[job] or time.perf_counter() >= self._fits(job, 1):
                 self._do(job, last=True)
 
     def cleanup_fit(self) -> None:
@@ -144,8 +151,14 @@ class ShowHealth(Callback):
             self._give_up(error)
             return
         now = time.perf_counter()
-        rest = (now - began) / _MOST * len(self._next)
-        self._next[job] = now + max(self.every_s, rest)
+        self._cost[job] = now - began
+        self._spent[job] += now - began
+        self._next[job] = max(now + self.every_s, self._fits(job))
+
+    def _fits(self, job: str, n: int = 2) -> float:
+        """From when on `n` more of a job fit into its share: one now, and the one at the end."""
+        spent = self._spent[job] + n * self._cost[job]
+        return self._began + spent / self._share[job]
 
     def _look(self, screen: Lines, last: bool) -> None:
         run = run_of(self.learn, quiet=True)  # sync: by the clock, not by batch
