@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import GeneratorType
 from typing import Any
 from warnings import warn
@@ -23,15 +24,7 @@ from hookkit.checks import check_choice, check_flag
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import (
-    Handle,
-    attach,
-    check_hookable,
-    in_thread,
-    is_exporting,
-    part_at,
-    this_thread,
-)
+from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
 from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
 from hookkit.hooks.taps import tap
 from hookkit.interrupts import block
@@ -164,7 +157,7 @@ class _Call:
         self.stop = extractor.stop and extractor.keep == "first" and not is_exporting()
         self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
         self.n_missing = len(self.found)
-        self.thread, self.elsewhere = this_thread(), False
+        self.thread, self.elsewhere = get_ident(), False
         self.handles: list[Handle] = []
 
     def attach(self, module: nn.Module, key: str, leaf: str) -> None:

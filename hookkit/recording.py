@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from typing import Any, ClassVar
 from weakref import WeakMethod, ref
 
@@ -29,7 +30,7 @@ from hookkit.errors import ArgumentError, HookkitError, HookkitWarning, OptionEr
 from hookkit.hooks import Hooks
 from hookkit.hooks.block import Block
 from hookkit.hooks.compiling import forget_graphs
-from hookkit.hooks.entries import Placed, this_thread
+from hookkit.hooks.entries import Placed
 from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import Parts
@@ -293,7 +294,7 @@ class HookCallback(Callback):
     @uninterrupted
     def _register(self, modules: Mapping[str, nn.Module]) -> None:
         """Hooks `modules`, all of them, or it raises and those that were hooked still are."""
-        self._switch.thread = this_thread()
+        self._switch.thread = get_ident()
         if self.hooks is None or self.hooks.removed:
             self._switch.options = self._options()
             self.hooks = Hooks.of(modules, self._switch.options, self._switch)

@@ -8,6 +8,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -276,6 +277,26 @@ def test_a_checkpoint_recomputes_with_the_edit_and_it_counts_once(
     wanted = torch.autograd.grad((-net.fc(x)).relu().sum(), x)[0]
     torch.testing.assert_close(x.grad, wanted)
     assert edits.n_calls == {"0": 1}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_another_thread_is_not_edited(reentrant: bool) -> None:
+    net, x = Checkpointed(reentrant), torch.ones(5, 3, requires_grad=True)
+    wanted, found = torch.autograd.grad(net.fc(x).relu().sum(), x)[0], []
+
+    def elsewhere(_: Tensor) -> None:  # while the block's own thread waits in its backward
+        here = torch.ones(5, 3, requires_grad=True)
+        other = Thread(target=lambda: net(here).sum().backward())
+        other.start()
+        other.join()
+        found.append(here.grad)
+
+    with edit_output(net.fc, scale(-1)):
+        y = net(x)
+        y.register_hook(elsewhere)
+        y.sum().backward()
+
+    torch.testing.assert_close(found[0], wanted)
 
 
 # --- order

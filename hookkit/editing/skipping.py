@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.block import Block, reason
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import check_hookable, in_thread, note, this_thread
+from hookkit.hooks.entries import check_hookable, in_thread, note
 from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import Options
 from hookkit.interrupts import block
@@ -79,7 +80,7 @@ class _Skip:
     """What is called in the place of a module."""
 
     def __init__(self, module: nn.Module, value: Any) -> None:
-        self.value, self.thread, self.on = value, this_thread(), True
+        self.value, self.thread, self.on = value, get_ident(), True
         self.before = module.__dict__.get(_CALL)
         self.run = self.before or module._call_impl
         self.seen = Capture(module, Block(Options("skip_module", keep="none")))

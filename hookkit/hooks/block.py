@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
 from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
-from hookkit.hooks.entries import Switch, this_thread
+from hookkit.hooks.entries import Switch
 from hookkit.interrupts import Guard, uninterrupted
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Block(Switch):
         if self.depth > 1:
             return
         self.guard.begin()
-        self.thread = this_thread()
+        self.thread = get_ident()
         if hooks and self.options.stop:
             self.waiting = {id(h): h for h in hooks}
         if FRAMES in sys.modules:

@@ -21,7 +21,9 @@ lines, a third of them docstrings: it is what recorders, edits and watched loops
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from threading import enumerate as enumerate_threads
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -94,30 +96,31 @@ def in_jit_trace() -> bool:
 # -- which calls count ------------------------------------------------------------------------
 
 
-# Private: `torch._C._stash_obj_in_tls`, `_is_key_in_tls` and `_get_obj_in_tls` (since 2.0), the
-# objects that autograd hands from a thread to those that run its backward pass: on a GPU these are
-# threads of PyTorch's own, and a checkpoint recomputes in them. Without these names the calls that
-# are recomputed there count as another thread's, and are not edited.
-_hand_on: Callable[[str, Any], None] = getattr(torch._C, "_stash_obj_in_tls", lambda key, x: None)
-_is_handed: Callable[[str], bool] = getattr(torch._C, "_is_key_in_tls", lambda key: False)
-_KEY = "hookkit.thread"
-
-
-def this_thread() -> int:
-    """The number of this thread, known from now on in the threads that run its backward passes."""
-    _hand_on(_KEY, number := get_ident())
-    return number
-
-
 def in_thread(thread: int | None) -> bool:
     """Whether this call is made by `thread`, or for it in a backward pass; None is every thread.
 
     The rule of all hooks: a `with` block, or a fit, records the calls of the thread that began it.
     """
-    if thread is None or thread == get_ident():
-        return True
-    of_autograd = graph_task() != -1 and _is_handed(_KEY)
-    return of_autograd and bool(torch._C._get_obj_in_tls(_KEY) == thread)
+    return thread is None or thread == get_ident() or _runs_backward_of(thread)
+
+
+def _runs_backward_of(thread: int) -> bool:
+    """Whether this is a thread of PyTorch's own that runs a backward pass for `thread`.
+
+    On a GPU all backward passes are run so, and what a checkpoint recomputes is called there. The
+    thread that began the pass waits in torch.autograd. Of several that wait at once, with the same
+    module hooked, it is not known whose pass this is.
+    """
+    here = get_ident()
+    if is_compiling() or graph_task() == -1 or here in _python_threads():
+        return False
+    frame = sys._current_frames().get(thread)
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.autograd")
+
+
+def _python_threads() -> set[int | None]:
+    """Those that Python has started; it lists others as dummies once they asked for their name."""
+    return {t.ident for t in enumerate_threads() if not t.name.startswith("Dummy-")}
 
 
 def counts_for(thread: int | None, module: nn.Module, again: bool = False) -> bool:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import chain
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from hookkit.hooks.entries import (
     in_thread,
     is_tracing,
     recomputing,
-    this_thread,
 )
 from hookkit.interrupts import uninterrupted
 from hookkit.modules import unwrap, wrappers
@@ -85,7 +85,7 @@ class LoopHooks:
     def attach(self) -> None:
         """Registers the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._reporting, self._steps, self._last_loss = 0, False, [], None
-        self._thread = this_thread()
+        self._thread = get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.loop.root_ran:
