@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import ZOO, Entry
 
-from hookkit import Activations, collect, unwrap
-from hookkit.collecting.index import Index
+from hookkit import Activations, collect, hook_all, unwrap
+from hookkit.collecting import shards as shards_module
+from hookkit.collecting.index import load
 from hookkit.errors import (
     ArgumentError,
     HookError,
@@ -36,12 +37,16 @@ pytest.importorskip("safetensors")
 
 
 def net(seed: int = 0) -> nn.Sequential:
+    """Quarters all through: sums of their products are exact, in whatever order a CPU adds them."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)).eval()
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)).eval()
+    for p in model.parameters():
+        p.data = torch.randint(-8, 9, p.shape) / 4
+    return model
 
 
 def rows(n: int = 11) -> Tensor:
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(1))
+    return torch.randint(-8, 9, (n, 4), generator=torch.Generator().manual_seed(1)) / 4
 
 
 def loader(n: int = 11, **options: Any) -> DataLoader[Any]:
@@ -369,18 +374,45 @@ def test_rows_are_shared_out_over_files_whatever_the_batches(tmp_path: Path) -> 
     whole = net()[0](rows(23)).detach()
     assert torch.equal(acts["0"][:], whole)
     assert torch.equal(acts["2"][:], net()(rows(23)).detach()[:, ::2].half())
-    assert Index.load(tmp_path / "rank0", "x").rows == [9, 9, 5]
-    sizes = [len(f.read_bytes()) for f in sorted(tmp_path.rglob("*.safetensors"))]
-    assert sizes[0] - sizes[2] == 36 * 4  # nothing but rows
+    assert shard_rows(tmp_path) == [12, 11]
+
+
+def shard_rows(folder: Path) -> list[int]:
+    return load(folder / "rank0" / "progress.json", "x")[0].rows
 
 
 def test_an_error_leaves_whole_files_only(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         collect(net(), [*rows(9).split(3), torch.ones(2, 5)], "0", tmp_path, shard_bytes=128)
 
-    assert Index.load(tmp_path / "rank0", "x").rows == [4, 4]
-    names = [f.name for f in sorted((tmp_path / "rank0").iterdir())]
-    assert names == ["00000.safetensors", "00001.safetensors", "index.json"]
+    assert shard_rows(tmp_path) == [6]
+    assert [f.name for f in sorted((tmp_path / "rank0").iterdir())] == ["00000", "progress.json"]
+
+
+def test_rows_are_written_as_the_layers_run(tmp_path: Path) -> None:
+    """So that what is in memory is one layer's output, not a batch of all of them."""
+    written = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            written.append(sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors")) % 4096)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 6), Looks(), nn.Linear(6, 3), Looks(), nn.ReLU()).eval()
+
+    collect(model, [torch.ones(4, 4)], ["0", "2", "4"], tmp_path)
+
+    assert written == [4 * 6 * 4, 4 * 6 * 4 + 4 * 3 * 4]
+
+
+def test_a_module_of_two_names_is_two_layers(tmp_path: Path) -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+
+    acts = collect(model, loader(), ["2", "0"], tmp_path)
+
+    assert sorted(acts) == ["0:0", "0:1", "2:0", "2:1"]
+    assert torch.equal(acts["0:1"][:], acts["2:1"][:])
 
 
 def test_an_error_of_the_disk_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,22 +450,22 @@ def dies(folder: Path, at: int, **options: Any) -> None:
 
 def dies_between(folder: Path, at: int) -> None:
     """Kills itself between a shard and the index that names it."""
-    saved, save = [], Index.save
+    saved, save = [], shards_module.save
 
-    def dying(self: Index, to: Path) -> None:
-        saved.append(to)
+    def dying(file: Path, parts: Any) -> None:
+        saved.append(file)
         if len(saved) == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        save(self, to)
+        save(file, parts)
 
-    Index.save = dying
+    shards_module.save = dying
     collected(folder)
 
 
 @pytest.mark.parametrize(
-    # files have 6 rows, and one of them may still wait for the disk
+    # a shard has 2 batches, and one may still wait for the disk
     ("work", "at", "kept"),
-    [(dies, 1, {0}), (dies, 2, {0}), (dies, 6, {3, 4}), (dies_between, 3, {3})],
+    [(dies, 1, {0}), (dies, 2, {0}), (dies, 6, {2, 4}), (dies_between, 2, {2})],
 )
 def test_what_was_killed_goes_on_where_it_was(
     work: Any, at: int, kept: set[int], tmp_path: Path
@@ -458,6 +490,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
         collected(tmp_path, n=0)
     (tmp_path / "rank0").mkdir()
     (tmp_path / "rank0" / ".hookkit-0123.tmp").write_bytes(b"half")
+    (tmp_path / "rank0" / ".hookkit-3.tmp").mkdir()
 
     collected(tmp_path)
 
@@ -539,6 +572,77 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert "2 of 3 batches, 0 s" in terminal.getvalue()
     assert "1 of ? batches, 0 s" in terminal.getvalue()
     assert not terminal.getvalue().split("\r")[-1].strip()
+
+
+# -- where a forward ends
+
+
+class Later(nn.Module):
+    """Counts its calls in a list that is no attribute."""
+
+    calls: list[str]
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.what, self.memory = what, [0]
+        self.register_buffer("seen", torch.zeros(1))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Later.calls.append(self.what)
+        if self.what == "an attribute":
+            self.last = x
+        elif self.what == "a list":
+            self.memory.append(0)
+        elif self.what == "a buffer":
+            self.seen += 1
+        elif self.what == "a buffer anew":
+            self.seen = self.seen + 1
+        elif self.what == "random numbers":
+            torch.rand(1)
+        return x
+
+
+def ends(model: nn.Module, tmp_path: Path, names: Any = "0") -> bool:
+    """Whether the batches behind the first end before the last module."""
+    Later.calls = []
+    collect(model, torch.ones(12, 4).split(4), names, tmp_path)
+    assert len(Later.calls) in (1, 3)
+    return len(Later.calls) == 1
+
+
+def test_a_forward_ends_with_the_last_layer_that_is_wanted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), Later()).eval()
+
+    assert ends(model, tmp_path / "a", ["0", "1"])
+    assert ends(nn.Sequential(nn.Identity(), model).eval(), tmp_path / "b", "1.1")
+    assert not ends(model, tmp_path / "c", ["0", "3"])
+    x = torch.ones(12, 4)
+    torch.testing.assert_close(Activations(tmp_path / "a")["1"][:], model[0](x).relu().detach())
+
+
+@pytest.mark.parametrize(
+    "what", ["an attribute", "a list", "a buffer", "a buffer anew", "random numbers"]
+)
+def test_it_does_not_where_later_layers_change_something(what: str, tmp_path: Path) -> None:
+    assert not ends(nn.Sequential(nn.Linear(4, 4), Later(what)).eval(), tmp_path)
+
+
+def test_it_does_not_where_others_look_on_or_layers_are_called_again(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), Later()).eval()
+
+    hooked, patched, shared = model(), model(), nn.Linear(4, 4)
+    hooked[1].fc.register_forward_pre_hook(lambda m, i: None)
+    patched[1].forward = patched[1].forward
+    twice = nn.Sequential(shared, shared, Later()).eval()
+    part = model()
+    part[1].fc.train()
+
+    for i, m in enumerate([model().train(), part, hooked, patched, twice]):
+        assert not ends(m, tmp_path / str(i))
+    with hook_all(lambda m, i, o: None):
+        assert not ends(model(), tmp_path / "all")
 
 
 # -- errors
@@ -727,22 +831,27 @@ def index_with(**changes: Any) -> Any:
     import json
 
     def damage(folder: Path) -> None:
-        file = folder / "rank0" / "index.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        file = folder / "index.json"
+        found = json.loads(file.read_text())
+        found["parts"][0] |= changes
+        file.write_text(json.dumps({**found, **{k: changes[k] for k in changes if k in found}}))
 
     return damage
 
 
 def write(name: str, data: bytes | None) -> Any:
     def damage(folder: Path) -> None:
-        file = folder / "rank0" / name
+        file = folder / name
         file.unlink() if data is None else file.write_bytes(data)
 
     return damage
 
 
+SHARD = "rank0/00001/00000-00000.safetensors"
+
+
 def cut(folder: Path) -> None:
-    file = folder / "rank0" / "00001.safetensors"
+    file = folder / SHARD
     file.write_bytes(file.read_bytes()[:-5])
 
 
@@ -750,12 +859,10 @@ def swapped(folder: Path) -> None:
     """A whole file, of other rows."""
     from safetensors.torch import save_file
 
-    tensors = {"0": torch.ones(9, 6), "2": torch.ones(9, 3), "::ids": torch.arange(9)}
-    save_file(tensors, folder / "rank0" / "00001.safetensors")
+    save_file({"0": torch.ones(9, 6)}, folder / SHARD)
 
 
 DAMAGES = {
-    "no index": write("index.json", None),
     "no json": write("index.json", b"{"),
     "no text": write("index.json", b"\xff\xfe\x00"),
     "a list": write("index.json", b"[]"),
@@ -769,10 +876,10 @@ DAMAGES = {
     "no dtype": index_with(layers={"0": [[6], "load"]}),
     "no settings": index_with(settings={}),
     "strange rank": index_with(settings={"rank": "../..", "ranks": 1}),
-    "an empty shard": write("00001.safetensors", b""),
-    "another file": write("00001.safetensors", b"PK\x03\x04" + b"\0" * 200),
-    "a huge header": write("00001.safetensors", b"\xff" * 8 + b"{}"),
-    "no shard": write("00001.safetensors", None),
+    "an empty shard": write(SHARD, b""),
+    "another file": write(SHARD, b"PK\x03\x04" + b"\0" * 200),
+    "a huge header": write(SHARD, b"\xff" * 8 + b"{}"),
+    "no shard": write(SHARD, None),
     "a short shard": cut,
     "other rows": swapped,
 }
@@ -800,6 +907,6 @@ def test_an_unfinished_part_is_said(acts: Activations, tmp_path: Path) -> None:
 
     unfinished = Activations(tmp_path)
 
-    assert repr(unfinished).startswith("Activations(not whole, 23 rows, 2 layers: '0' 6 float32")
+    assert repr(unfinished) == "Activations(not whole)"
     with pytest.raises(OptionError, match=r"the part of rank 0 of 1, .*, is not finished"):
         unfinished["0"][:]

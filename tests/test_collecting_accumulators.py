@@ -1,10 +1,15 @@
 """Statistics of rows, as of all rows at once, however they come and merge."""
 
 import copy
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import started
 from torch import Tensor, nn
 
 from hookkit import Covariance, Mean, TopK, collect
@@ -110,7 +115,75 @@ def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{"to": "there"}, {"shard_bytes": 10}])
-def test_options_of_files_are_refused_with_an_accumulator(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"with into= nothing is written, so to= and shard_b"):
-        collect(nn.Linear(2, 2), [torch.ones(1, 2)], "", into=Mean(), **options)
+def test_an_option_without_use_is_refused_with_an_accumulator() -> None:
+    with pytest.raises(OptionError, match=r"shard_bytes=10\): with into= nothing is written. Giv"):
+        collect(nn.Linear(2, 2), [torch.ones(1, 2)], "", into=Mean(), shard_bytes=10)
+
+
+# -- kept, and gone on with
+
+
+BATCHES = torch.randn(23, 4, generator=G).split(4)
+
+
+def accumulated(folder: Path, into: Any, die_at: int = -1, **options: Any) -> tuple[Any, int]:
+    """What it has of a layer, kept after three batches, and how many were run."""
+    torch.manual_seed(0)
+    ran = []
+
+    def hook(o: Tensor) -> Tensor:
+        ran.append(len(ran))
+        if len(ran) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return o
+
+    options = {"shard_bytes": 200, **options}
+    made = collect(nn.Linear(4, 6).eval(), BATCHES, "", folder, hook=hook, into=into, **options)
+    return made[""], len(ran)
+
+
+@pytest.mark.parametrize(
+    "into", [Mean(), Covariance(), TopK(3), Longest()], ids=lambda i: type(i).__name__
+)
+def test_accumulators_go_on_where_they_were_killed(into: Any, tmp_path: Path) -> None:
+    process = started(accumulated, tmp_path, into, 4)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+    found, n = accumulated(tmp_path, into)
+    again, none = accumulated(tmp_path, into)
+
+    whole, _ = accumulated(tmp_path / "whole", into)
+    assert (n, none) == (3, 0)  # kept after three batches
+    torch.testing.assert_close(vars(found), vars(whole), rtol=0, atol=0)
+    torch.testing.assert_close(vars(again), vars(whole), rtol=0, atol=0)
+
+
+def test_accumulators_of_something_else_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulated(tmp_path, TopK(3))
+
+    with pytest.raises(OptionError, match=r"into is TopK {'k': 3.* there and TopK {'k': 4"):
+        accumulated(tmp_path, TopK(4))
+    with monkeypatch.context() as m:
+        m.setattr(sys.modules[__name__], "BATCHES", BATCHES[::-1])
+        with pytest.raises(OptionError, match="the first batch of the loader is not the one"):
+            accumulated(tmp_path, TopK(3))
+    (tmp_path / "rank0" / "accumulators.pt").write_bytes(b"half")
+    with pytest.raises(OptionError, match=r"accumulators.pt cannot be read .*remove it and coll"):
+        accumulated(tmp_path, TopK(3))
+
+
+class Unsafe(Longest):
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = Path("a")
+
+
+def test_what_cannot_be_read_safely_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"what Unsafe has cannot be kept in a file that is sa"):
+        accumulated(tmp_path, Unsafe())
+
+    assert [*(tmp_path / "rank0").iterdir()] == []
+    assert len(collect(nn.Linear(4, 6), BATCHES, "", into=Unsafe())[""].ids) == 23

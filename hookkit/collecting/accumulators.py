@@ -1,18 +1,30 @@
 """Statistics of what a layer gives, in place of the data: `Mean`, `Covariance`, `TopK`.
 
+    acts/rank0/accumulators.pt    those of each layer, and how far they have come, if they are kept
+
 Each has `update(rows, ids)` and `merge(other)`, and so has an object of your own. Merging is exact,
 so it does not matter which process saw which rows.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from hookkit import ranks
 from hookkit.checks import check_number
-from hookkit.errors import OptionError
+from hookkit.collecting.batches import WHO
+from hookkit.collecting.index import Progress, damaged
+from hookkit.collecting.shards import Store
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.files import atomic_write
+from hookkit.hooks.snapshot import snapshot
+from hookkit.nested import tmap
 
 
 class Mean:
@@ -154,3 +166,84 @@ def _exact(rows: Tensor) -> Tensor:
 
 def _of(row: Any) -> str:
     return "" if row is None else f" of {'×'.join(map(str, row.shape)) or 'one number'}"
+
+
+class Accumulators(Store):
+    """The accumulators of this process; see `Store`.
+
+    Args:
+        into: each layer gets a copy of it.
+        folder: where they are kept; None if they are not.
+        settings: what is collected, of which model.
+        every_bytes: they are kept after so many bytes of rows, or ten times as many as they have.
+    """
+
+    def __init__(
+        self, into: Any, folder: Path | None, settings: dict[str, Any], every_bytes: int
+    ) -> None:
+        if isinstance(into, type) or not (hasattr(into, "update") and hasattr(into, "merge")):
+            raise ArgumentError(
+                f"{WHO}(into={into!r}): give an accumulator, such as Mean() or TopK(10), or an "
+                "object with update(rows, ids) and merge(other)."
+            )
+        self.into, self.found = into, dict[str, Any]()
+        settings = {
+            **settings,
+            "into": f"{type(into).__qualname__} {getattr(into, '__dict__', '')}",
+        }
+        file = folder and folder / f"rank{settings['rank']}" / "accumulators.pt"
+        super().__init__(file, settings, every_bytes)
+
+    def _loaded(self, file: Path) -> Progress:
+        try:
+            kept = torch.load(file, weights_only=True)
+            for key, state in kept["accumulators"].items():
+                vars(self._of(key)).update(state)
+            return Progress(**kept["progress"])
+        except Exception as why:  # of many kinds
+            raise damaged(file, WHO, why) from why
+
+    def _of(self, key: str) -> Any:
+        if key not in self.found:
+            self.found[key] = copy.deepcopy(self.into)
+        return self.found[key]
+
+    def _put(self, key: str, rows: Tensor, ids: Tensor) -> None:
+        self._of(key).update(snapshot(rows), ids)  # it may hold on to rows
+
+    def _keep(self) -> None:
+        if self.file is None:
+            return
+        is_first = not self.file.exists()
+        try:
+            states = {key: vars(each) for key, each in self.found.items()}
+            with atomic_write(self.file) as file:
+                torch.save({"progress": asdict(self.progress), "accumulators": states}, file)
+            if is_first:
+                torch.load(self.file, weights_only=True)
+        except OSError:
+            raise
+        except Exception as why:
+            self.file.unlink(missing_ok=True)
+            raise OptionError(
+                f"{WHO}: what {type(self.into).__qualname__} has cannot be kept in a file that is "
+                f"safe to read ({type(why).__name__}). Give it numbers, texts, tensors, lists and "
+                "dicts alone, or leave to= out: it then starts anew after an interruption."
+            ) from why
+        self.every_bytes = max(self.every_bytes, 10 * self.file.stat().st_size)
+
+    def merged(self) -> dict[str, Any]:
+        """Those of all processes by the layers' names, on the CPU; each of them has to call."""
+        found = {self.progress.name(key): self.found[key] for key in sorted(self.found)}
+        for each in found.values():
+            for name, value in getattr(each, "__dict__", {}).items():
+                setattr(each, name, tmap(Tensor.cpu, value))
+        with ranks.together("call collect"):
+            everyone = ranks.gather_object(found)
+        merged: dict[str, Any] = everyone[0]
+        for name, each in (pair for other in everyone[1:] for pair in other.items()):
+            if name in merged:
+                merged[name].merge(each)
+            else:
+                merged[name] = each
+        return merged

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hookkit.checks import check_number, check_path, shown
-from hookkit.collecting.index import IDS, Index, check_extra, dtype_of, file_of
+from hookkit.collecting.index import IDS, Progress, check_extra, dtype_of, file_of, whole
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.nested import describe
 
 WHO = "Activations"
 Places = np.ndarray[Any, Any]
@@ -34,8 +35,8 @@ class Activations(Mapping[str, "Layer"]):
         path: of the folder.
 
     Raises:
-        OptionError: here, if the folder is missing or damaged; as rows are read, if a process's
-            part is missing or not finished, or a file damaged.
+        OptionError: here, if there is nothing; as it is read, if a process's part is missing or not
+            finished, or a file damaged.
         MissingExtraError: safetensors is not installed.
 
     >>> import tempfile
@@ -51,16 +52,16 @@ class Activations(Mapping[str, "Layer"]):
 
     def __init__(self, path: str | Path) -> None:
         check_extra("read activations")
-        self.path = check_path(WHO, path)
-        found = [Index.load(folder, WHO) for folder in sorted(self.path.glob("rank*"))]
-        if not found:
+        self.path, self._maps = check_path(WHO, path), dict[tuple[int, str], Tensor]()
+        self._files = [*self.path.glob("index.json")] or [*self.path.glob("rank*/progress.json")]
+        if not self._files:
             raise OptionError(
                 f"{WHO}: {self.path} has no activations. Give a folder that collect wrote."
             )
-        self._parts = {index.settings["rank"]: index for index in found}
-        self._ranks = max(index.settings["ranks"] for index in found)
-        self._first = next((index for index in found if index.layers), found[0])
-        self._maps: dict[tuple[int, str], Tensor] = {}
+
+    @cached_property
+    def _parts(self) -> list[Progress]:
+        return whole(self.path, WHO, self._files)
 
     @property
     def n_rows(self) -> int:
@@ -73,77 +74,55 @@ class Activations(Mapping[str, "Layer"]):
 
         Cost: reads all ids.
         """
-        ids = self._ids_in_files()
+        ids = self._ids_in_files
         return ids if self._order is None else ids[torch.from_numpy(self._order)]
 
+    @property
     def _ids_in_files(self) -> Tensor:
+        shape, _ = self._parts[0].layers[IDS]
         found = [self._mapped(i, IDS) for i in range(len(self._shards))]
-        shape = self._first.layers[IDS][0] if self._first.layers else ()
-        return torch.cat(found) if found else torch.empty(0, *shape, dtype=torch.int64)
+        return torch.cat([torch.empty(0, *shape, dtype=torch.int64), *found])
 
     @cached_property
     def _order(self) -> Places | None:
         """The places in the files of the rows in order; None if they are as in the files."""
-        if self._ranks == 1:
+        if len(self._parts) == 1:
             return None
-        ids = self._ids_in_files().numpy()
+        ids = self._ids_in_files.numpy()
         ids = ids if ids.ndim == 2 else ids[:, None]
         order = np.lexsort(ids.T[::-1])
         return order[np.diff(ids[order], axis=0, prepend=ids[order][:1] - 1).any(1)]
 
     @cached_property
-    def _starts(self) -> Places:
-        """Where each file's rows begin, and where the last one's end."""
-        return np.cumsum([0, *(n for _, n in self._shards)])
+    def _shards(self) -> list[tuple[Path, int, int]]:
+        """The folder, number and rows of each shard, those of the first process first."""
+        return [
+            (self.path / f"rank{rank}", i, n)
+            for rank, part in enumerate(self._parts)
+            for i, n in enumerate(part.rows)
+        ]
 
     @cached_property
-    def _shards(self) -> list[tuple[Path, int]]:
-        """All files with their numbers of rows, those of the first process first."""
-        found = []
-        for rank in range(self._ranks):
-            folder, index = self.path / f"rank{rank}", self._parts.get(rank)
-            if problem := self._problem(index):
-                raise OptionError(
-                    f"{WHO}: the part of rank {rank} of {self._ranks}, {folder}, {problem}. Call "
-                    "collect there as before, and copy the folders of all ranks into one."
-                )
-            rows = [] if index is None else index.rows
-            found += [(file_of(folder, i), n) for i, n in enumerate(rows)]
-        return found
+    def _starts(self) -> Places:
+        """Where each shard's rows begin, and where the last one's end."""
+        return np.cumsum([0, *(n for _, _, n in self._shards)])
 
-    def _problem(self, index: Index | None) -> str:
-        if index is None or not index.done:
-            return "is missing" if index is None else "is not finished"
-        # of a sharded model each rank has other parameters
-        common = [{**i.settings, "rank": 0, "model": ""} for i in (index, self._first)]
-        same = common[0] == common[1] and index.layers in ({}, self._first.layers)
-        return "" if same else "is of another model, other layers or settings"
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """The key of each layer, by name."""
+        first = self._parts[0]
+        return {first.name(key): key for key in first.layers if key != IDS}
 
-    def _mapped(self, number: int, name: str) -> Tensor:
-        """The rows of a layer in one file, mapped into memory: not to be written to."""
-        if (number, name) not in self._maps:
-            self._maps[number, name] = self._map(*self._shards[number], name)
-        return self._maps[number, name]
-
-    def _map(self, file: Path, n_rows: int, name: str) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
-        opened: Any = safe_open
-        shape, dtype = self._first.layers[name]
-        try:
-            with opened(file, framework="pt") as f:
-                t: Tensor = f.get_tensor(name)
-            if (tuple(t.shape), t.dtype) != ((n_rows, *shape), dtype_of(dtype)):
-                raise ValueError(f"{name} is {tuple(t.shape)} of {t.dtype}")
-        except (OSError, SafetensorError, ValueError, RuntimeError) as why:
-            raise OptionError(
-                f"{WHO}: {file} is damaged or missing ({why}). Copy it anew, or remove {self.path} "
-                "and collect again."
-            ) from why
-        return t
+    def _mapped(self, number: int, key: str) -> Tensor:
+        """The rows of a layer in one shard, mapped into memory: not to be written to."""
+        if (number, key) not in self._maps:
+            folder, i, n = self._shards[number]
+            shape, dtype = self._parts[0].layers[key]
+            self._maps[number, key] = _mapped(file_of(folder, i, key), (n, *shape), dtype_of(dtype))
+        return self._maps[number, key]
 
     def __getitem__(self, name: str) -> Layer:
-        if name in list(self):
+        if name in self._keys:
             return Layer(self, name)
         near = ", ".join(map(repr, nearest(str(name), self) or list(self)[:3])) or "there are none"
         raise SelectionError(
@@ -152,26 +131,41 @@ class Activations(Mapping[str, "Layer"]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._first.layers if name != IDS)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return max(len(self._first.layers) - 1, 0)
+        return len(self._keys)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_maps": {}}  # a worker maps the files itself
 
     def __repr__(self) -> str:
         try:
-            state = f"{self.n_rows} rows"
+            kinds = [(name, *self._parts[0].layers[key]) for name, key in self._keys.items()]
         except OptionError:
-            state = f"not whole, {sum(sum(index.rows) for index in self._parts.values())} rows"
-        layers = [
-            f"{name!r} {'×'.join(map(str, self._first.layers[name][0])) or 'scalars'} "
-            f"{self._first.layers[name][1]}"
-            for name in self
-        ]
+            return "Activations(not whole)"
+        layers = [f"{name!r} {'×'.join(map(str, s)) or 'scalars'} {d}" for name, s, d in kinds]
         few = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-        return f"Activations({state}, {few}: {', '.join(layers[:4])}{', …' if layers[4:] else ''})"
+        more = ", …" if layers[4:] else ""
+        return f"Activations({self.n_rows} rows, {few}: {', '.join(layers[:4])}{more})"
+
+
+def _mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The only tensor of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    opened: Any = safe_open
+    try:
+        with opened(file, framework="pt") as f:
+            t: Tensor = f.get_tensor(*f.keys())
+        if (tuple(t.shape), t.dtype) != (shape, dtype):
+            raise ValueError(f"it has {describe(t)}")
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as why:
+        raise OptionError(
+            f"{WHO}: {file} is damaged or missing ({why}). Copy it anew, or remove the folder that "
+            "collect wrote and collect again."
+        ) from why
+    return t
 
 
 class Layer(Dataset[Tensor]):
@@ -187,7 +181,8 @@ class Layer(Dataset[Tensor]):
     """
 
     def __init__(self, acts: Activations, name: str) -> None:
-        shape, dtype = acts._first.layers[name]
+        self._key = acts._keys[name]
+        shape, dtype = acts._parts[0].layers[self._key]
         self._acts, self.name, self.dtype = acts, name, dtype_of(dtype)
         self.shape, self.ndim = (acts.n_rows, *shape), 1 + len(shape)
 
@@ -206,7 +201,7 @@ class Layer(Dataset[Tensor]):
         shards = np.searchsorted(starts, flat, side="right") - 1
         for i in np.unique(shards):
             here = np.nonzero(shards == i)[0]
-            t, at = self._acts._mapped(int(i), self.name), flat[here] - starts[i]
+            t, at = self._acts._mapped(int(i), self._key), flat[here] - starts[i]
             if here[-1] - here[0] == at[-1] - at[0] == len(at) - 1 and (np.diff(at) == 1).all():
                 # neighbours: many times as fast as by index
                 found[here[0] : here[-1] + 1] = t[at[0] : at[-1] + 1]

@@ -47,14 +47,15 @@ def part_of(loader: Any, ids: Field) -> Part:
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)
-    if type(batches) is BatchSampler and type(sampler) is DistributedSampler:
-        n: int | None = None if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
+    known = type(batches) is BatchSampler and type(sampler) is DistributedSampler
+    if known and ranks.world_size() in (1, sampler.num_replicas):
+        n: int | None = None if sampler.drop_last else len(sampler.dataset)
         return Part(sampler.rank, sampler.num_replicas, n)
     if ids is None and ranks.is_distributed():
         raise OptionError(
             f"{WHO}: of this loader it is not known which samples each of the "
             f"{ranks.world_size()} processes gets. Give ids=, or a DataLoader with torch's "
-            "DistributedSampler."
+            "DistributedSampler over all of them."
         )
     return Part(ranks.rank(), ranks.world_size())
 
@@ -97,33 +98,36 @@ class Reading:
         own = not leaves(x) and hasattr(x, "to")  # a user's object, such as a graph
         return x.to(self.device) if own else to_device(x, self.device)
 
-    def positions(self, n: int, first: int) -> Tensor:
-        """The positions of `n` samples of this process, before which it had `first`."""
-        return torch.arange(first, first + n) * self.part.ranks + self.part.rank
+    def ids_of(self, batch: Any, n: int, first: int) -> Tensor:
+        """The ids of a batch's `n` samples, (n,) int64, before which this process had `first`."""
+        if self.ids is None:
+            return torch.arange(first, first + n) * self.part.ranks + self.part.rank
+        if (ids := self._given_ids(batch)).shape != (n,):
+            raise self._no_ids(f"{describe(ids)} for {n} samples")
+        return ids
 
-    def given_ids(self, batch: Any) -> Tensor:
-        """The ids that a batch has, int64."""
+    def _given_ids(self, batch: Any) -> Tensor:
         found = field_of(batch, self.ids, "ids")
         try:
             ids = torch.as_tensor(found).cpu()
         except (TypeError, ValueError, RuntimeError):
-            raise self.no_ids(kind_of(found)) from None
+            raise self._no_ids(kind_of(found)) from None
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise self.no_ids(f"{describe(ids)} of {ids.dtype}")
+            raise self._no_ids(f"{describe(ids)} of {ids.dtype}")
         return ids.to(torch.int64)
 
-    def no_ids(self, found: str) -> OptionError:
-        """The error for what cannot be ids."""
+    def _no_ids(self, found: str) -> OptionError:
         return OptionError(
             f"{WHO}(ids={shown(self.ids)}): each sample of a batch needs a whole number, and this "
             f"is {found}. Number the samples, or leave ids= out."
         )
 
-    def kept(self, batch: Any, shape: tuple[int, ...], first: int) -> Tensor | None:
-        """Which rows of a batch count, a bool tensor of `shape`; None for all of them."""
-        inside = torch.ones(shape, dtype=torch.bool)
+    def kept(self, batch: Any, shape: torch.Size, first: int) -> Tensor:
+        """Which rows of a batch count, a bool tensor of `shape`."""
+        kept = torch.ones(shape, dtype=torch.bool)
         if self.part.n_samples is not None:
-            inside[self.positions(shape[0], first) >= self.part.n_samples] = False
+            positions = torch.arange(first, first + shape[0]) * self.part.ranks + self.part.rank
+            kept[positions >= self.part.n_samples] = False
         if self.mask is not None:
             mask = torch.as_tensor(field_of(batch, self.mask, "mask")).cpu() != 0
             if mask.shape != shape:
@@ -132,12 +136,12 @@ class Reading:
                     f"of the layers are {'×'.join(map(str, shape))} (samples, and tokens with "
                     'per="token"). Give a mask of that shape.'
                 )
-            inside &= mask
-        return None if inside.all() else inside
+            kept &= mask
+        return kept
 
     def digest(self, batch: Any) -> str:
         """A fingerprint of a batch, by its ids if it has some, else by its tensors."""
-        return digest(leaves(batch) if self.ids is None else [self.given_ids(batch)])
+        return digest(leaves(batch) if self.ids is None else [self._given_ids(batch)])
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -1,14 +1,13 @@
 """`collect`: runs a model over a loader and keeps what chosen layers give, a row for each sample.
 
 Builds on `hooks`, `selecting` and `modelinfo.sandbox`. Hooks are on the model only while it runs,
-so that what a loader does is not recorded.
+so that what a loader does is not recorded. They pass rows on to a `Store` as the layers run.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from itertools import chain, islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,24 @@ from hookkit.checks import (
     check_number,
     check_path,
 )
+from hookkit.collecting.accumulators import Accumulators
 from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO, Field, Reading, fingerprint, part_of
-from hookkit.collecting.rows import Cutter, Rows, called
-from hookkit.collecting.shards import Shards
+from hookkit.collecting.index import key_of, write_index
+from hookkit.collecting.rows import Cut
+from hookkit.collecting.shards import Shards, Store
+from hookkit.collecting.stopping import Ending
 from hookkit.data import DataLoaders, n_batches, no_batches
-from hookkit.errors import ArgumentError, ModelRunError, OptionError
+from hookkit.errors import HookError, ModelRunError, OptionError
 from hookkit.hooks import Hooks
+from hookkit.hooks.entries import called
 from hookkit.hooks.snapshot import FUNCTION_OF, Options
 from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
 from hookkit.modelinfo.progress import Progress
 from hookkit.modelinfo.tree import Tree
 from hookkit.modules import unwrap
-from hookkit.nested import describe, named_leaves, tmap
+from hookkit.nested import describe, named_leaves
 from hookkit.selecting import Selection, select
 
 _SHARD_BYTES = 2**27
@@ -49,7 +52,7 @@ def collect(
     model: nn.Module,
     loader: Any,
     modules: Any,
-    to: str | Path = "acts",
+    to: str | Path | None = None,
     *,
     per: str = "sample",
     mask: Field = None,
@@ -63,13 +66,17 @@ def collect(
 ) -> Any:
     """What layers of a model give for all batches of a loader, a row for each sample or token.
 
-    It is written to the folder `to` as safetensors files, batch by batch, in bounded memory, and
-    read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
+    It is written to the folder `to` as safetensors files, as each layer runs, in bounded memory,
+    and read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
     complete is only opened. The model runs in the modes in which it is, without gradients;
     buffers, modes and random states are restored. A compiled model runs eagerly.
 
-    Over several processes each writes the samples that its loader gives it, and none twice:
-    `Activations` reads all parts as one, in the order of the ids. Call it in each of them.
+    A forward ends with the last layer that is wanted, from the second batch on, of a model in
+    evaluation mode without hooks or wrappers, if each of the layers was called once in the first
+    batch and that changed no attribute, buffer or random state.
+
+    Over several processes each writes the samples that its loader gives it, and none twice, and
+    rank 0 an index: `Activations` reads all parts as one, in the order of the ids.
 
     Args:
         model: any model.
@@ -77,7 +84,8 @@ def collect(
             which goes by keyword, or an object that the model takes. They are moved to its device.
         modules: selectors, as for `select`. A module that is called k times for each batch is k
             layers, `name:0` to `name:k-1`.
-        to: the folder.
+        to: the folder, by default `acts`. With `into` the accumulators are kept there, to go on
+            after an interruption; by default they are not.
         per: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
             and 1 are samples and tokens, and each token is a row.
         mask: which tokens (or samples) count, those of padding not: a field of the batch by name
@@ -90,10 +98,10 @@ def collect(
         ids: the samples' ids, whole numbers: a field or function as for `mask`. By default their
             positions in the order of the loader: of the data set if it does not shuffle. A field
             of ids is not passed to the model.
-        into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of the folder: nothing
-            is written. Merged over the processes.
-        shard_bytes: how large the files become at most, about. A part is kept when its file is
-            full, or the loader at its end.
+        into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of rows on disk. Merged
+            over the processes.
+        shard_bytes: how many bytes of rows make a shard, or come between two states of
+            accumulators. After an interruption those of the last whole shard on are run again.
 
     Returns:
         An `Activations`; with `into` a dict with an accumulator for each layer, on the CPU.
@@ -121,8 +129,9 @@ def collect(
     check_choice(WHO, "per", per, ("sample", "token"))
     kind: Any = "pre" if check_flag(WHO, "inputs", inputs) else "forward"
     n = n if n is None else check_number(WHO, "n", n, 1, whole=True, what="how many rows")
-    size = check_number(WHO, "shard_bytes", shard_bytes, 1, whole=True, what="bytes in a file")
-    options = Options(WHO, kind, _tensors_of(kind, hook), keep="all", dtype=dtype)
+    size = check_number(WHO, "shard_bytes", shard_bytes, 1, whole=True, what="bytes in a shard")
+    f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
+    how = Options(WHO, kind, dtype=dtype, keep="none")
     batches = DataLoaders(loader).train  # its check
     part = part_of(batches, ids)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
@@ -131,9 +140,7 @@ def collect(
             f"{WHO}(n={n}): how many rows each of {part.ranks} processes would have to write is "
             "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
         )
-    run = _Run(model, layers, options, Reading(model, part, ids, mask), per, n)
-    if into is not None:
-        return _accumulated(run, batches, into, unused=to == "acts" and size == _SHARD_BYTES)
+    reading = Reading(model, part, ids, mask)
     settings = {
         **fingerprint(model),
         "layers": [*layers],
@@ -141,23 +148,27 @@ def collect(
         **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
         **{"rank": part.rank, "ranks": part.ranks},
     }
-    folder = check_path(WHO, to, "to")
-    with Shards(folder, settings, size) as shards:
-        _write(run, batches, shards)
+    if into is not None and to is None and size != _SHARD_BYTES:
+        raise OptionError(
+            f"{WHO}(shard_bytes={size}): with into= nothing is written. Give to= too, where the "
+            "accumulators are kept each time they have seen so many bytes, or leave it out."
+        )
+    if into is not None:
+        store: Any = Accumulators(
+            into, None if to is None else check_path(WHO, to, "to"), settings, size
+        )
+    else:
+        folder = check_path(WHO, "acts" if to is None else to, "to")
+        store = Shards(folder, settings, size)
+    with store:
+        _Run(model, layers, f, how, reading, store, n, per).over(batches)
+    if into is not None:
+        return store.merged()
     with ranks.together("call collect"):
         ranks.gather_object(None)  # until all parts are written
+    if not ranks.rank():
+        write_index(folder, WHO)
     return Activations(folder)
-
-
-def _tensors_of(kind: Any, hook: Any) -> Callable[..., dict[str, Tensor]]:
-    """The hook function: what `hook` gives, or the layer, as tensors by path.
-
-    Without it an object beside the tensors, such as a decoder's cache, would be stored as a
-    reference, and a warning given as soon as a later layer changes it.
-    """
-    known = FUNCTION_OF[kind]
-    f = None if hook is None else check_function(WHO, hook, *known, name="hook")
-    return lambda *seen: dict(named_leaves(f(*seen) if f else seen[-1]))
 
 
 def _name(x: Any) -> Any:
@@ -166,106 +177,94 @@ def _name(x: Any) -> Any:
 
 
 class _Run:
-    """Runs the model batch by batch, with hooks on the layers that are wanted."""
+    """Runs the model batch by batch. It is the hook on the layers that are wanted."""
+
+    wants_hook = True
+    cut: Cut  # of this batch
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Selection,
-        options: Options,
-        reading: Reading,
-        per: str,
-        n: int | None,
-    ) -> None:
-        self.model, self.options, self.reading = model, options, reading
-        self.places = [(name, m, layers.leaf(name)) for name, m in layers.items()]
-        self.cutter = Cutter(reading, per, n)
+        self, model: nn.Module, layers: Selection, f: Any, how: Options, reading: Reading,
+        store: Store, n: int | None, per: str,
+    ) -> None:  # fmt: skip
+        self.model, self.f, self.reading = model, f, reading
+        self.options = replace(how, hook_func=self)
+        self.store, self.n, self.per = store, n, per
+        self.modules = [(name, m, layers.leaf(name)) for name, m in layers.items()]
+        self.places: dict[Any, list[int]] = {}  # of a module selected by two names, both
+        for place, (_, m, leaf) in enumerate(self.modules):
+            self.places.setdefault((id(m), leaf), []).append(place)
 
-    def over(
-        self,
-        batches: Any,
-        take: Callable[[int, Rows], None],
-        wanted: Callable[[int, Any], bool] = lambda number, batch: True,
-    ) -> None:
-        """Calls `take` with the number and the rows of each batch that is `wanted`, until n."""
-        progress, number = Progress(n_batches(batches), unit="batches"), -1
+    def over(self, batches: Any) -> None:
+        """Has the store take the rows of each batch that it has not, until there are n."""
+        line, number, tree = Progress(n_batches(batches), unit="batches"), -1, Tree(self.model)
+        progress, start = self.store.progress, self.store.progress.batches
         with Undo() as stack:
-            stack.enter_context(sandbox.restore_after(Tree(self.model), params=False))
+            stack.enter_context(sandbox.restore_after(tree, params=False))
             stack.enter_context(sandbox.preserve_random_states())
-            stack.callback(progress.close)
+            stack.callback(line.close)
             for number, batch in enumerate(batches):
-                if wanted(number, batch):
-                    take(number, self._rows(number, batch))
+                if number == 0:
+                    self.store.check_first(self.reading.digest(batch))
+                if progress.done:
+                    return
+                if number == start:
+                    ending = Ending(self.model, tree)
+                    self._batch(number, batch, self.options)
+                    options = replace(self.options, stop=ending.may(progress.layers))
+                elif number > start:
+                    self._batch(number, batch, options)
                 if not ranks.rank():  # of several processes the first one shows how far it is
-                    progress.called(number + 1)
-                if self.cutter.is_full:
+                    line.called(number + 1)
+                if self.n is not None and progress.n_rows >= self.n:
                     break
         if number < 0:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
+        self.store.finish()
 
-    def _rows(self, number: int, batch: Any) -> Rows:
-        given = self.reading.inputs(batch)
+    def _batch(self, number: int, batch: Any, options: Options) -> None:
+        given, progress = self.reading.inputs(batch), self.store.progress
+        left = None if self.n is None else self.n - progress.n_rows
+        self.cut = Cut(self.reading, batch, given, self.per, progress.samples, left)
         try:
-            with torch.no_grad(), Hooks.of_named(self.places, self.options) as hooks:
+            with torch.no_grad(), Hooks.of_named(self.modules, options) as hooks:
                 self.model(*given, **given.kwargs)
-                hint = _INPUTS if self.options.kind == "pre" else _OUTPUTS
-                found = called(hooks, [name for name, _, _ in self.places], hint)
-            return self.cutter.rows(batch, given, found)
+                if silent := hooks.silent:
+                    label, why = next(iter(silent.items()))
+                    raise HookError(
+                        f"{WHO}: {len(silent)} of {len(hooks)} modules were not called: {label}: "
+                        f"{why}. Leave out what does not run for every batch."
+                    )
+            self.store.end_batch(self.cut.n_samples, self.cut.ids)
         except Exception as error:
             what = describe(given)
             error.add_note(f"{WHO}: in batch {number}, for which the model was given {what}")
             raise
 
-
-def _write(run: _Run, batches: Any, shards: Shards) -> None:
-    """Writes the rows of all batches that are not written."""
-    index, cutter = shards.index, run.cutter
-    cutter.n_rows, cutter.samples = sum(index.rows) - index.skip, index.samples
-    start = index.batches  # another thread counts on
-
-    def wanted(number: int, batch: Any) -> bool:
-        if number == 0:
-            shards.check_first(run.reading.digest(batch))
-        return number >= start and not index.done
-
-    def take(number: int, rows: Rows) -> None:
-        shards.add(rows, number + 1, cutter.samples)
-
-    run.over(islice(batches, 1) if index.done else batches, take, wanted)
-    if not index.done:
-        shards.finish()
+    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> None:
+        """Has the store take what a layer gives, as rows."""
+        o = self.options
+        given = seen[-1] if self.f is None else called(self.f, module, *seen)
+        t = _tensor(hook.name, dict(named_leaves(given)), _INPUTS if o.kind == "pre" else _OUTPUTS)
+        if o.dtype is not None and t.is_floating_point():
+            t = t.to(o.dtype)
+        rows = self.cut.rows(hook.name, t)
+        for place in self.places[id(module), hook.leaf]:
+            self.store.add(key_of(place, hook.count), rows, self.cut.ids)
 
 
-def _accumulated(run: _Run, batches: Any, into: Any, *, unused: bool) -> dict[str, Any]:
-    """An accumulator for each layer, of the rows of all processes, on the CPU."""
-    if isinstance(into, type) or not (hasattr(into, "update") and hasattr(into, "merge")):
-        raise ArgumentError(
-            f"{WHO}(into={into!r}): give an accumulator, such as Mean() or TopK(10), or an object "
-            "with update(rows, ids) and merge(other)."
+def _tensor(name: str, found: dict[str, Tensor], hint: str) -> Tensor:
+    """The only tensor of those that were found, by path."""
+    if len(found) != 1:
+        paths = ", ".join(f'"{path}"' for path in [*found][:6])
+        cure = hint.format(name=name, paths=paths) if found else "Give hook= a function of it."
+        words = ", ".join(map(describe, found.values())) or "none"
+        raise HookError(
+            f'{WHO}: of "{name}" one tensor is needed to make rows, and there is {words}. {cure}'
         )
-    if not unused:
-        raise OptionError(
-            f"{WHO}: with into= nothing is written, so to= and shard_bytes= have no use. Leave "
-            "them out, or into=."
+    t = next(iter(found.values()))
+    if t.is_nested or t.is_quantized or t.layout is not torch.strided or t.is_complex():
+        raise HookError(
+            f'{WHO}: "{name}" gives a tensor of {t.dtype} ({t.layout}), and rows are dense and '
+            "real. Give hook= a function that returns such a tensor."
         )
-    found: dict[str, Any] = {}
-
-    def take(number: int, rows: Rows) -> None:
-        for name, t in rows[0].items():
-            if name not in found:
-                found[name] = copy.deepcopy(into)
-            found[name].update(t, rows[1])
-
-    run.over(batches, take)
-    for each in found.values():
-        for name, value in getattr(each, "__dict__", {}).items():
-            setattr(each, name, tmap(Tensor.cpu, value))
-    with ranks.together("call collect"):
-        everyone = ranks.gather_object(found)
-    merged: dict[str, Any] = {}
-    for name, each in chain.from_iterable(one.items() for one in everyone):
-        if name in merged:
-            merged[name].merge(each)
-        else:
-            merged[name] = each
-    return merged
+    return t
