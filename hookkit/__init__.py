@@ -6,31 +6,53 @@ Three ways to use it:
     with watch(model, opt, ActivationStats(every=10)) as w: train(model)    # … a whole training
     print(summary(model, x))                                                # … the architecture
 
-A file or folder imports only from the rows above its own, and `tests/test_layers.py` checks it. A
-folder's docstring says what is in its files. There are three groups: the model (`selecting`,
-`hooks`, `modelinfo`, `summaries`); what was recorded (`records`, `health`, `plotting`, `pages`),
-which are values and know nothing of hooks and loops; and training (`callbacks`, `recording`,
-`stats`), with its two drivers `learner` and `watching`. Hooks meet a training loop in `recording`
-alone.
+What there is for which task; `help(hookkit.watch)` describes one, with an example:
 
-     0  errors · interrupts · version           errors and warnings; Ctrl-C; the version
-     1  checks · events · files                 of arguments; names of events; whole files
-        nested · modules · texts                structures of tensors; submodules; text widths
-        devices                                 what differs between devices
-     2  selecting · ranks · data                which modules; which process; which batches
-        autograd_graph · markup                 the graph behind a tensor; HTML
-     3  hooks · records                         capture; what was recorded, as values
-     4  moments · editing · swapping            statistics; change outputs; replace modules
-        modelinfo · health                      sizes, shapes, compute; diagnosis of a run
-        attention                               attention weights, also of fused attention
-     5  features · summaries · plotting         extract; a model at a glance; pictures
-     6  pages · callbacks                       report: one page of a run; Callback
-        comparing · collecting                  two models, layer by layer; activation data sets
-     7  recording · live                        HookCallback, where hooks meet a loop; ShowHealth
-     8  stats                                   ActivationStats and other recorders
-     9  learner · watching                      hookkit's training loop; yours
-    10  bridges · testing · demo                other libraries' loops; small models; a real run
+Choose modules by name, pattern or class     select, Selection, leaf_modules, unwrap
+    … parameters                             select_params, ParamSelection
+
+Look inside one pass
+    what layers return, and its gradients    hook_output(s), Hook, Hooks
+    what they are given                      hook_input(s)
+    calls of functions, attention weights    hook_function, FunctionHooks, attention_weights
+    one tensor; all modules; sizes           hook_tensor, hook_all, print_sizes
+    inner outputs as an ordinary module      feature_extractor, FeatureExtractor
+    for a whole data set                     collect, Activations, Mean, Covariance, TopK
+
+Change what goes through a model
+    outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
+    what functions return                    edit_function
+    … to what                                zero, scale, add, replace, patch_from
+    leave a layer out; run a part            skip_module, run_from, StopForward
+    other modules in place of its own        swap, Wrapper, Catcher, GramWrapper
+
+Know a model
+    layers, shapes, parameters, compute      summary, Summary, module_summary, layer_info
+    a single fact                            model_sizes, num_features_model, in_channels,
+                                             total_params, has_params, flatten_model, dummy_eval
+    where two models begin to differ         compare_models, Comparison
+
+Record a training
+    any loop                                 watch, Watcher; hookkit.bridges
+    activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
+    the first NaN or Inf                     FlightRecorder
+    what is wrong, why, what to do           diagnose, Diagnosis, Finding; ShowHealth, while it runs
+    numbers, pictures, one page              Record, Run; hookkit.plotting; report
+
+Train
+    a loop with events                       Learner, DataLoaders, Recorder
+    do something at an event, or in a hook   Callback, HookCallback
+    accumulate, clip, schedule, use AMP      GradientAccumulation, GradientClip,
+                                             SchedulerCallback, MixedPrecision
+    save, stop, log, show                    SaveModelCallback, EarlyStoppingCallback, CSVLogger,
+                                             LogTo, ProgressCallback, TrainEvalCallback
+    end a batch, an epoch, a fit early       CancelBatchException and others of its kind
+
+Errors are HookkitErrors, warnings HookkitWarnings. In a shell: python -m hookkit --help, and
+python -m hookkit compare --help.
 """
+
+# Which files there are, and which may import which: the rows in docs/develop/architecture.md.
 
 from .attention import attention_weights
 from .callbacks import (

@@ -48,8 +48,7 @@ def lines() -> Iterator[str]:
         yield package
         for name in public(module):
             thing = getattr(module, name)
-            is_error = isinstance(thing, type) and issubclass(thing, BaseException)
-            if name.startswith("__") or is_error or not callable(thing):
+            if name.startswith("__") or is_error(thing) or not callable(thing):
                 yield f"  {name}"
             else:
                 yield f"  {name}{signature(thing)}"
@@ -64,3 +63,16 @@ def test_public_names_and_signatures(golden: Callable[[str, str], None]) -> None
 def test_every_public_name_is_there() -> None:
     assert sorted(set(hookkit.__all__)) == sorted(hookkit.__all__)
     assert [name for name in hookkit.__all__ if not hasattr(hookkit, name)] == []
+
+
+def test_help_has_every_public_name_but_errors_in_less_than_sixty_lines() -> None:
+    text = str(hookkit.__doc__)
+    errors = [name for name in hookkit.__all__ if is_error(getattr(hookkit, name))]
+    mentioned = re.findall(r"\w+", re.sub(r"(\w+)\(s\)", r"\1 \1s", text))
+
+    assert set(hookkit.__all__) - {*mentioned, *errors, "__version__"} == set()
+    assert len(text.splitlines()) < 60
+
+
+def is_error(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, BaseException)
