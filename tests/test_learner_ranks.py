@@ -269,6 +269,9 @@ def learnt(ranks: int, **options: Any) -> dict[str, Any]:
     learn.opt_func = partial(torch.optim.SGD, momentum=0.9)
     plain, kind = learn.model, type(learn.model)
     with learn.distrib_ctx(cpu=True, **options) if ranks > 1 else nullcontext():
+        learn.fit(1, 0.05)
+    # once more, with an optimizer that has a state by now
+    with learn.distrib_ctx(cpu=True, **options) if ranks > 1 else nullcontext():
         cbs = [ActivationStats(), GradientStats(of="params"), ParamStats(), GradientClip(100.0)]
         learn.fit(2, 0.05, cbs=cbs)
         names = {type(m).__name__ for m in learn.model.modules()}
@@ -301,6 +304,7 @@ def thawed(ranks: int) -> list[Tensor]:
     learn.splitter = lambda model: [list(part.parameters()) for part in (model[0], model[2])]
     learn.freeze()
     with learn.distrib_ctx(cpu=True) if ranks > 1 else nullcontext():
+        assert ranks == 1 or type(learn.model).__name__ == "DistributedDataParallel"
         learn.fit(1, 0.05, cbs=ParamStats())
         learn.unfreeze()
         learn.fit(1, 0.05, cbs=ParamStats())

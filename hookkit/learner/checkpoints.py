@@ -192,10 +192,10 @@ def take_weights(
     found = {name: ranks.sharded_as(t, own.get(name)) for name, t in state["model"].items()}
     model.load_state_dict(found, strict=strict)
     if with_opt and "opt" in state:
-        learn.opt.load_state_dict(_sharded_opt(learn.opt, state["opt"]))
+        learn.opt.load_state_dict(sharded_opt(learn.opt, state["opt"]))
 
 
-def _sharded_opt(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+def sharded_opt(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state, with what it has of each parameter sharded as that is."""
     parameters = [p for group in opt.param_groups for p in group["params"]]
     ids = [i for group in state["param_groups"] for i in group["params"]]

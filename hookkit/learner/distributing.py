@@ -26,6 +26,7 @@ from hookkit.data import batch_size, n_batches
 from hookkit.errors import HookkitWarning, OptionError, missing_extra
 from hookkit.events import CancelBatchException
 from hookkit.interrupts import block
+from hookkit.learner.checkpoints import sharded_opt
 from hookkit.nested import tmap
 
 
@@ -172,22 +173,40 @@ def _check_batches(engine: Any, loaders: list[Any]) -> None:
         )
 
 
-def _allow_sharding(engine: Any, plugin: Any) -> None:
-    """Has accelerate use its `fsdp_plugin` on CPUs too.
+@block
+def _sharding_allowed(engine: Any, plugin: Any) -> Iterator[None]:
+    """Has accelerate use its `fsdp_plugin` on CPUs too, until the end of the `with`.
 
     accelerate (1.15) shards on devices only, and takes DDP on CPUs. Its own code for FSDP2 runs
-    there once its state says so.
+    there once its state says so, which all accelerators of a process share.
     """
     from accelerate.utils import DistributedType
 
+    state = engine.state
     if plugin is None or engine.distributed_type != DistributedType.MULTI_CPU:
+        yield
         return
     if getattr(plugin, "fsdp_version", 1) != 2:
         raise OptionError(
             "distrib_ctx: accelerate runs version 1 of FSDP on devices only, and these are CPUs. "
             "Use FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
-    engine.state.distributed_type, engine.state.fsdp_plugin = DistributedType.FSDP, plugin
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+    try:
+        yield
+    finally:
+        state.distributed_type, state.fsdp_plugin = DistributedType.MULTI_CPU, None
+
+
+def _prepared(engine: Any, model: nn.Module, opt: Any, sharded: bool) -> tuple[nn.Module, Any]:
+    """Both as accelerate has them; sharded ones are copies, with the optimizer's state so far."""
+    if not sharded:
+        return engine.prepare(model, opt)  # type: ignore[no-any-return]
+    model, new = copy.deepcopy((model, opt))
+    new.state.clear()  # accelerate gives the groups their sharded parameters, and not the state
+    model, new = engine.prepare(model, new)
+    new.load_state_dict(sharded_opt(new, opt.state_dict()))
+    return model, new
 
 
 @block
@@ -200,20 +219,22 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     if accelerator is None:  # which by itself takes several processes on CPUs for one
         options = {"cpu": not torch.accelerator.is_available(), **options}
         accelerator = Accelerator(**options)
-    engine = accelerator
-    _check_processes(engine)
-    _allow_sharding(engine, options.get("fsdp_plugin"))
+    _check_processes(accelerator)
     learn._needs_data("distrib_ctx")
-    _check_batches(engine, learn.dls.loaders)
+    _check_batches(accelerator, learn.dls.loaders)
     if learn.opt is None:
         learn.create_opt()
+    with _sharding_allowed(accelerator, options.get("fsdp_plugin")):
+        yield from _prepared_learner(learn, accelerator)
+
+
+def _prepared_learner(learn: Any, engine: Any) -> Iterator[Any]:
     own, plain = learn.model, learn.opts[0]
     sharded = bool(getattr(engine, "is_fsdp2", False))
     loaders, device, logger = list(learn.dls.loaders), learn.dls.device, learn.logger
     try:
         learn.accelerator, learn.dls.device = engine, engine.device
-        both = own, plain
-        learn.model, learn.opt = engine.prepare(*copy.deepcopy(both) if sharded else both)
+        learn.model, learn.opt = _prepared(engine, own, plain, sharded)
         learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
         if not engine.is_main_process:
             learn.logger = lambda row: None
