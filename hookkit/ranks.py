@@ -151,7 +151,7 @@ def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure:
     """
     code = hashlib.blake2b(repr(list(own)).encode(), digest_size=7).digest()
     number = int.from_bytes(code, "big")
-    low, high = greatest(torch.tensor([-number, number])).tolist()
+    low, high = greatest(torch.tensor([-number, number], device="cpu")).tolist()
     if -low == high:
         return
     everyone = gather_object((list(own), list(texts)))
@@ -192,7 +192,7 @@ def union(own: Mapping[str, T]) -> dict[str, T]:
     while True:
         more = {key: value for key, value in own.items() if key not in found}
         behind = world_size() - 1 - rank()  # of equally many the first rank's
-        most = int(greatest(torch.tensor(len(more) * world_size() + behind)))
+        most = int(greatest(torch.tensor(len(more) * world_size() + behind, device="cpu")))
         if most < world_size():
             return found
         sent = [more]

@@ -33,7 +33,9 @@ class Scalars:
 
     def append(self, value: Tensor | float) -> None:
         """Adds one number, or the mean of a tensor of several."""
-        t = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if not isinstance(value, Tensor):
+            value = torch.tensor(float(value), device="cpu")
+        t = value.detach()
         self._loose.append(t.mean() if t.ndim else t)
         self._n += 1
         if len(self._loose) >= _PACK:
@@ -126,8 +128,8 @@ class LossHistory:
         start = self._n_gathered
         own = torch.from_numpy(self.by_batch(start))
         with ranks.together(f"average training losses{where}"):
-            n = int(ranks.greatest(torch.tensor(len(own))))
-            sums = torch.zeros(2, n, dtype=torch.float64)
+            n = int(ranks.greatest(torch.tensor(len(own), device="cpu")))
+            sums = torch.zeros(2, n, dtype=torch.float64, device="cpu")
             sums[0, : len(own)], sums[1, : len(own)] = own, 1.0
             total, n_ranks = ranks.total(sums)[:, : len(own)]
         self._values.replace(start, (total / n_ranks).numpy())

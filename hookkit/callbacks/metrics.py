@@ -167,11 +167,12 @@ def add_up(metrics: Sequence[Mean | Metric], where: str) -> None:
     Each rank has to call; `where` says how far the run is, should one not come. Two reductions for
     all of them together, of some numbers for each.
     """
-    own = [torch.as_tensor(getattr(m, "total", 0.0)).detach().cpu().double() for m in metrics]
-    numbers = torch.tensor([m.n for m in metrics], dtype=torch.float64)
+    known = [getattr(m, "total", 0.0) for m in metrics]
+    own = [torch.as_tensor(total, device="cpu").detach().double() for total in known]
+    numbers = torch.tensor([m.n for m in metrics], dtype=torch.float64, device="cpu")
     with ranks.together(f"add up losses and metrics{where}"):
         # a rank without a batch does not know how many numbers a metric gives
-        sizes = ranks.greatest(torch.tensor([t.numel() for t in own])).tolist()
+        sizes = ranks.greatest(torch.tensor([t.numel() for t in own], device="cpu")).tolist()
         sums = [t.flatten().expand(size) for t, size in zip(own, sizes, strict=True)]
         whole = ranks.total(torch.cat([numbers, *sums]))
     counts, *totals = torch.split(whole, [len(metrics), *sizes])

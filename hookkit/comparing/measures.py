@@ -73,7 +73,7 @@ def difference(a: Tensor, b: Tensor, rtol: float, atol: float) -> Difference:
     """
     # On the CPU, since some accelerators have no float64: one copy each, not one a chunk.
     a, b = (t.detach().reshape(-1).cpu() for t in (a, b))
-    sums = torch.zeros(4, dtype=torch.float64)  # of (a − b)², a², b², a·b
+    sums = torch.zeros(4, dtype=torch.float64, device="cpu")  # of (a − b)², a², b², a·b
     most, n_different = 0.0, 0
     for start in range(0, len(a), _CHUNK):
         p, q = (t[start : start + _CHUNK] for t in (a, b))

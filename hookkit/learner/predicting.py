@@ -226,7 +226,7 @@ class GatherPreds(Callback):
         The first ones of all ranks come first, then the second ones, as accelerate shared them out.
         """
         own, found = self.batches, list[Any]()
-        n = int(ranks.greatest(torch.tensor(max(own, default=-1) + 1)))
+        n = int(ranks.greatest(torch.tensor(max(own, default=-1) + 1, device="cpu")))
         for first in range(0, n, _AT_A_TIME):
             some = range(first, first + _AT_A_TIME)
             everyone = ranks.gather_object({i: own[i] for i in some if i in own})

@@ -121,11 +121,11 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     n, dims, last = int(_features(layer) or 0), *input_dims(layer)
     sides = _fixed_sides(m, n, dims) if size is None else checked_sides(size, dims)
     generator = torch.Generator().manual_seed(0)
-    p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
+    p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
     if isinstance(layer, _EMBEDDINGS):
-        return torch.randint(n, (1, *sides), generator=generator).to(p.device)
+        return torch.randint(n, (1, *sides), generator=generator, device="cpu").to(p.device)
     shape = (1, *sides, n) if last else (1, n, *sides)
-    x = torch.empty(shape).uniform_(-1, 1, generator=generator)
+    x = torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator)
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
 
 

@@ -52,7 +52,9 @@ def merged(
     widths = [units[row].shape[1] if row in units else 0 for row in range(len(names))]
     rows = empty_rows(len(history) * len(names)).view(len(history), len(names), N_FIELDS)
     rows[:, order] = tables["moments"]
-    low, high, most = _reduced(ranks.greatest, -rows[..., 4], rows[..., 5], torch.tensor(widths))
+    low, high, most = _reduced(
+        ranks.greatest, -rows[..., 4], rows[..., 5], torch.tensor(widths, device="cpu")
+    )
     widths = most.int().tolist()
 
     own = {"moments": _sums(rows), "units": _side_by_side(units, widths, len(history))}

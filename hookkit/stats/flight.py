@@ -225,7 +225,7 @@ class FlightRecorder(HookCallback):
         return self._judge(self._norms.at, fine, late=self.learn.stepped)
 
     def _send_flag(self) -> None:
-        with outside():  # a forward inside of torch.func.grad may have begun this batch
+        with outside():
             self._flags.append((self._norms.at, *sent(self._norms.finite())))
 
     def _look_late(self, wait: bool = False) -> None:
@@ -241,7 +241,9 @@ class FlightRecorder(HookCallback):
             ):
                 return
             del self._flags[0]
-            self._judge(at, bool(flag.numpy()), late=True)
+            with outside():  # a forward inside of torch.func.grad may read the flags
+                fine = bool(flag.numpy())
+            self._judge(at, fine, late=True)
 
     # --- reporting
 

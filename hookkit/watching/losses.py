@@ -35,7 +35,7 @@ def loss_in(output: Any) -> tuple[Tensor | None, bool]:
 def one_number(loss: Any) -> Tensor:
     """`loss` as a 0-d tensor, still in its graph; an ArgumentError if it is not one real number."""
     try:
-        value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
+        value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ArgumentError(
             f"w.loss: expected the batch's loss as one number, found {kind_of(loss)}. "
