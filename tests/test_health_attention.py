@@ -41,33 +41,6 @@ def test_ordinary_attention_is_no_finding():
     assert logits_finding(Run(attention(), losses=FLAT)) == []
 
 
-def test_a_softmax_that_picks_one_key_is_a_warning_if_the_loss_does_not_fall():
-    one_hot = attention(rms=with_row(2, math.sqrt(0.125 * 0.99)))
-
-    f = found(Run(one_hot, losses=FLAT), "attention_logits")
-    calm = found(Run(one_hot, losses=falling()), "attention_logits")
-
-    assert (f.severity, f.layers) == ("warning", ("block.softmax",))
-    assert "the heaviest key gets 99.0% of the weight or more" in f.evidence
-    assert calm.severity == "note"
-
-
-def test_with_few_keys_or_as_the_last_layer_a_softmax_may_decide():
-    sure = {"rms": with_row(2, math.sqrt(0.5)), "mean": with_row(2, 0.5, plain=0.125)}
-    last = [*INNER[:2], INNER[3], INNER[4], "head.softmax"]
-    one_hot = attention(last, [*TYPES[:2], *TYPES[3:], "Softmax"], rms=with_row(4, 0.35))
-
-    assert logits_finding(Run(attention(**sure), losses=FLAT)) == []
-    assert logits_finding(Run(one_hot, losses=FLAT)) == []
-
-
-def test_weights_of_multihead_attention_are_judged_where_they_were_recorded():
-    names, types = ["attn", "attn[1]", "head"], ["MultiheadAttention"] * 2 + ["Linear"]
-    one_hot = attention(names, types, rms=[5.0, math.sqrt(0.125 * 0.98), 0.2])
-
-    assert found(Run(one_hot, losses=FLAT), "attention_logits").layers == ("attn[1]",)
-
-
 def test_scores_recorded_in_place_of_the_weights_are_read_as_they_are():
     scores = attention(min=with_row(2, -90.0), max=with_row(2, np.linspace(2, 240, N)))
 
@@ -119,7 +92,7 @@ def test_attention_that_shows_no_logits_is_unjudged():
 
     why = dict(diagnose(fused).unjudged)["attention_logits"]
 
-    assert why == "no attention scores, weights, or separate queries and keys"
+    assert why == "no attention scores, or separate queries and keys"
     assert "attention_logits" not in dict(diagnose(other).unjudged)
 
 
@@ -160,18 +133,6 @@ def trained(scale, *callbacks):
             opt.step()
             w.loss(loss)
     return model, w
-
-
-def test_mean_square_over_mean_of_weights_is_the_mean_concentration():
-    stats = ActivationStats(include_paramless=True)
-    model, _ = trained(1.0, stats)
-
-    r = stats.record()
-    row = r.layer("1.softmax")
-    share = r.values["rms"][row, -1] ** 2 / r.values["mean"][row, -1]
-
-    expected = model[1].weights.double().square().sum(-1).mean().item()
-    assert share == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "alarmed"), [(1.0, False), (30.0, True)])

@@ -76,15 +76,14 @@ def test_a_code_that_a_penalty_pushes_to_nothing_has_collapsed(beta, named):
 class Pairs(nn.Module):
     """How well users and items match."""
 
-    def __init__(self, std, norm=False):
+    def __init__(self, std):
         super().__init__()
         self.user, self.item = nn.Embedding(30, 8), nn.Embedding(30, 8)
-        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
         for table in (self.user, self.item):
             nn.init.normal_(table.weight, std=std)
 
     def forward(self, ids):
-        return (self.norm(self.user(ids[0])) * self.norm(self.item(ids[1]))).sum(-1)
+        return (self.user(ids[0]) * self.item(ids[1])).sum(-1)
 
 
 def matched(model):
@@ -92,15 +91,12 @@ def matched(model):
     return mse_loss(model(ids), ((ids[0] + ids[1]) % 2).float())
 
 
-@pytest.mark.parametrize(
-    ("std", "norm", "severity"), [(6.0, False, "warning"), (6.0, True, "note")]
-)
-def test_embeddings_that_begin_far_away_are_named(std, norm, severity):
+def test_embeddings_that_begin_far_away_are_named():
     torch.manual_seed(0)
-    model = Pairs(std, norm)
+    model = Pairs(6.0)
     run = trained(model, torch.optim.Adam(model.parameters(), 1e-3), matched)
 
-    assert found(run, "bad_init").severity == severity
+    assert found(run, "bad_init").severity == "warning"
 
 
 def test_embeddings_as_pytorch_makes_them_are_not():
@@ -268,19 +264,6 @@ def test_a_momentum_near_1_is_named_where_the_loss_does_not_fall(value, named):
     opt = torch.optim.SGD(model.parameters(), 3e-2, momentum=value)
 
     assert ("momentum" in alarms(steps(model, opt, n=260, told=lambda x: x))) == named
-
-
-@pytest.mark.parametrize(("sign", "named"), [(-1, True), (1, False)])
-def test_a_loss_that_is_told_as_it_is_and_climbed_is_ascent(sign, named):
-    torch.manual_seed(0)
-    x = torch.randn(64, 16)
-    model = deep(2, nn.Tanh)
-    opt = torch.optim.SGD(model.parameters(), 1e-2)
-
-    def turned(model):
-        return sign * mse_loss(model(x).squeeze(-1), x[:, 0])
-
-    assert ("ascent" in alarms(steps(model, opt, turned, told=lambda x: sign * x))) == named
 
 
 @pytest.mark.parametrize(

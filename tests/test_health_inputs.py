@@ -94,18 +94,7 @@ def test_vectors_whose_elements_are_small_because_they_are_many_are_usual(data):
     assert "input_scale" not in alarms(trained(net(n=2000), ((2000,), data)))
 
 
-def test_inputs_far_from_zero_are_named_where_little_is_learnt():
-    torch.manual_seed(0)
-    far = ((6, 2), lambda x: 10 + x / 10)
-
-    f = found(trained(Memory(), far), "input_scale")
-    near = trained(Memory(), ((6, 2), lambda x: 1 + x))
-
-    assert "far from 0" in f.cause
-    assert "input_scale" not in alarms(near)
-
-
-def test_inputs_far_from_zero_from_which_all_is_learnt_are_no_problem():
+def test_inputs_far_from_zero_are_no_problem():
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     run = trained(model, ((8,), lambda x: 1 + x / 11), 400, 3e-2, lambda x: 3 + x.mean(1))

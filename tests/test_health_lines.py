@@ -19,9 +19,9 @@ import torch
 from health_runs import CE, EVEN, FLAT, MSE, N, acts, falling, found, slow, weights
 from test_health_attention import QK, attention, with_row
 from test_health_gradients import sampled, summed
-from test_health_loss_expectations import episodes, players, signed
+from test_health_loss_expectations import signed
 from test_health_precision import HALF, TINY, grads, overflow, with_dtypes
-from test_health_units import gradients, layers
+from test_health_units import layers
 from test_health_unmoved import begun
 from torch import nn
 
@@ -35,10 +35,7 @@ SPOILED = "Its own weights were not finite: the step before has spoiled them."
 NLL, BCE = {"loss_func": "NLLLoss"}, {"loss_func": "BCEWithLogitsLoss"}
 NO_GRADIENT = {"update_norm": [1, 0, 1, 1], "grad_norm": [1, 0, 1, 1]}
 BEGAN = np.where(np.arange(N) > 0, 5.0, 0.0)  # the norm of a matrix that began at 0
-GONE = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5])
 SOFTMAX = acts(("Linear", "ReLU", "Linear", "Softmax"))
-FLOOR = np.log(np.e + 9) - 1
-RISES = 2.0 + np.linspace(0, 1, N) + np.random.default_rng(0).normal(0, 0.01, N)
 PLAYERS = weights(update_norm=[EVEN, EVEN, ~EVEN, ~EVEN])
 TEACHER = weights(
     requires_grad=[True, True, False, False],
@@ -242,18 +239,8 @@ CASES = [
     (
         Run(losses=falling(), info={"batches": [64, 4]}),
         "repeated_data",
-        "4 different batches or fewer",
+        "2 to 4 different batches",
         "the first 64 steps see 4 different batches",
-    ),
-    (
-        Run(
-            params=weights(requires_grad=[True, True, True, False], weight_norm=GROWN),
-            losses=falling(),
-            info={"batches": [64, 1]},
-        ),
-        "repeated_data",
-        "1 batch in 40 steps or more",
-        "all of the first 64 steps see one batch, while 3.weight follows",
     ),
     (
         Run(with_fact("norm_samples", 2), losses=falling()),
@@ -373,12 +360,6 @@ CASES = [
         "to 0.0238% of their first norm",
     ),
     (
-        Run(params=weights(grad_norm=[0.1] * 4, update_norm=[0.05] * 4), losses=RISES),
-        "ascent",
-        "over 12 % of the sum",
-        "by 47% of all",
-    ),
-    (
         Run(losses=np.linspace(2, 5, N), info={**CE, "maximize": True}),
         "ascent",
         "any rise, under maximize=True",
@@ -391,12 +372,6 @@ CASES = [
         "to 305",
     ),
     # inputs and initial weights
-    (
-        Run(acts(rms=[80, 40, 1], std=[80, 40, 1])),
-        "input_scale",
-        "above 20, where",
-        "standard deviation 80 before",
-    ),
     (Run(given(80, 255, 0.5)), "input_scale", "RMS above 30", "has RMS 80"),
     (
         Run(given(0.02, 0.06, 0.5)),
@@ -405,28 +380,10 @@ CASES = [
         "is at most 0.06 in size",
     ),
     (
-        Run(given(1, 1.2, 0.004), losses=FLAT),
-        "input_scale",
-        "below 0.01",
-        "only 0.004 of the mean square",
-    ),
-    (
-        Run(acts(("Linear",) * 5, std=[1, 0.2, 0.05, 0.01, 1]), losses=FLAT),
-        "bad_init",
-        "over 1296-fold, as PyTorch's own weights",
-        "1e+04-fold",
-    ),
-    (
         Run(acts(("Linear",) * 8, std=[10.0**-i for i in range(8)]), losses=FLAT),
         "bad_init",
         "over 1e6-fold",
         "1e+12-fold",
-    ),
-    (
-        Run(acts(("Linear",) * 5, std=[1, 2, 5, 12.5, 1]), losses=FLAT),
-        "bad_init",
-        "over 50-fold, 10 × the number of layers",
-        "grows 156-fold",
     ),
     (
         Run(with_fact("dropout", {"drop": 0.902}), losses=FLAT),
@@ -461,7 +418,7 @@ CASES = [
     (
         Run(losses=falling(start=40.0), info={**CE, "chance": np.log(10)}),
         "initial_loss",
-        "above 23, ten times ln C",
+        "above 4.61, 2 times ln C",
         "the first loss is 40",
     ),
     # dead, dormant, saturated units
@@ -477,22 +434,10 @@ CASES = [
         "up to 70%",
     ),
     (
-        Run(layers(dead=[0, 0.6, 0]), gradients=gradients([0.5, 0.8, 0])),
+        Run(layers(["", "ReLU", ""], dead=[0, 0.6, 0])),
         "dead",
         "over 50 % of a layer's units",
         "up to 60%",
-    ),
-    (
-        Run(layers(dead=[0, 0.95, 0.9]), losses=falling()),
-        "dead",
-        "over 50 % of a layer's units",
-        "up to 95%",
-    ),
-    (
-        Run(layers(dead=[0, 0.95, 0.9]), losses=FLAT),
-        "dead",
-        "over 90 % of a layer's units, while the loss does not fall",
-        "up to 95%",
     ),
     (
         Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])),
@@ -504,20 +449,20 @@ CASES = [
         Run(acts(("Linear", "Tanh", "Linear"), saturated=[np.nan, 0.7, np.nan])),
         "saturated",
         "over 50 % at its ends",
-        "at least 70%",
+        "up to 70%",
     ),
     (
         Run(acts(("Linear", "Tanh", "Linear"), saturated=[np.nan, 0.95, np.nan])),
         "saturated",
         "over 90 % at its ends",
-        "at least 95%",
+        "up to 95%",
     ),
     (
         Run(acts(("Linear", "Sigmoid", "Linear"), saturated=[0, 0.95, 0], mean=[0, 0.02, 0],
                  std=[1, 0.01, 1]), losses=falling()),
         "saturated",
         "over 90 % at its ends",
-        "at least 95%",
+        "up to 95%",
     ),
     # parameters that do not move
     (Run(params=weights(update_norm=[1, 0, 1, 1])), "unmoved", "exactly no change", "never moves"),
@@ -534,26 +479,6 @@ CASES = [
         "no gradient ever reaches it",
     ),
     (
-        Run(acts(rms=[1, 1, np.nan]),
-            params=weights(3, update_norm=[1, 1, 0], grad_norm=[1, 1, np.nan])),
-        "no_gradient",
-        "no gradient in any record",
-        "its layer never runs in training",
-    ),
-    (
-        Run(params=weights(grad_rms=[1e-3, 1e-15, 1e-3, 1e-3], update_norm=[1, 0, 1, 1],
-                           grad_norm=[1, 1e-14, 1, 1]), losses=falling(), info={"lr": [1e-3]}),
-        "vanishing",
-        "a median RMS below 1e-7",
-        "RMS 1e-15, and never moves",
-    ),
-    (
-        Run(params=weights(update_norm=[np.arange(N) < 3] * 4), losses=FLAT),
-        "unmoved",
-        "for half of the records or more",
-        "after step 2",
-    ),
-    (
         Run(with_dtypes(acts(), ["", "", ""], unregistered=["w"])),
         "not_in_optimizer",
         "any weight in a batch's autograd graph",
@@ -566,29 +491,10 @@ CASES = [
         "exactly 0 at every step",
     ),
     (
-        Run(acts(("Linear",) * 3, max=[3, -1, 3]),
-            params=weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])),
-        "dead",
-        "a gradient of exactly 0",
-        "never above 0",
-    ),
-    (
-        Run(params=begun([False] * 4, kind="RNN", **NO_GRADIENT)),
-        "vanishing",
-        "a gradient of exactly 0",
-        "exactly 0 at every step",
-    ),
-    (
         Run(params=weights(weight_norm=[0, 0, BEGAN, BEGAN], update_norm=[0, 0, 1, 1])),
         "zero_init",
         "all matrices begin at 0, and some never move",
-        "4 of 4 matrices begin at exactly 0, and not all ever move",
-    ),
-    (
-        Run(params=weights(weight_norm=[BEGAN, BEGAN, 5, 5]), losses=FLAT),
-        "zero_init",
-        "half of all matrices or more",
-        "2 of 4 matrices begin at exactly 0, and the loss does not fall",
+        "all 4 matrices begin at exactly 0",
     ),
     (
         Run(params=begun([False, True, True, False])),
@@ -604,7 +510,7 @@ CASES = [
         "first over last 0.0001",
     ),
     (
-        Run(params=weights(grad_rms=[9, 3, 1, 0.1])),
+        Run(params=weights(grad_rms=[9, 3, 1, 0.1]), losses=FLAT),
         "exploding",
         "first over last above 70",
         "first over last 90",
@@ -666,18 +572,6 @@ CASES = [
         "up to 1e+04",
     ),
     (Run(gradients=grads(**TINY)), "fp16_underflow", "below 2.4e-7 in most layers", "RMS 1.1e-07"),
-    (
-        Run(gradients=grads(rms=[0.0] * 3, zero=[1.0] * 3), losses=FLAT),
-        "fp16_underflow",
-        "exactly 0 in all layers",
-        "exactly 0, also of the last",
-    ),
-    (
-        Run(with_dtypes(acts(), [HALF] * 3), params=GONE, losses=FLAT),
-        "fp16_underflow",
-        "all below 6.1e-5",
-        "have RMS 5e-07 or less",
-    ),
     # attention
     (
         Run(attention(min=with_row(2, -90.0), max=with_row(2, 240.0))),
@@ -690,12 +584,6 @@ CASES = [
         "attention_logits",
         "above 33, where the largest",
         "by queries and keys, is 144",
-    ),
-    (
-        Run(attention(rms=with_row(2, np.sqrt(0.125 * 0.99)))),
-        "attention_logits",
-        "above 0.95, which",
-        "the heaviest key gets 99.0% of the weight",
     ),
     # what the loss is given
     (
@@ -715,21 +603,8 @@ CASES = [
     (
         Run(losses=FLAT, info={**CE, "output_is_probabilities": True}),
         "probabilities",
-        "rows of non-negative numbers that sum to 1",
+        "rows from 0 to 1 that sum to 1",
         "rows are probabilities",
-    ),
-    (
-        Run(losses=FLOOR + 0.01 + 0.8 * np.exp(-np.arange(300) / 50), info=CE),
-        "probabilities",
-        "at the end below 1.561",
-        "settles on 1.474",
-    ),
-    (
-        Run(acts(("Linear", "ReLU", "Conv2d"), rms=[1, 1, 12], min=[-3, -3, -20]),
-            losses=0.46 + 0.2 * np.exp(-np.arange(300) / 60), info=BCE),
-        "probabilities",
-        "RMS above 4",
-        "RMS 12",
     ),
     (Run(info={"broadcast": "(8, 1) meets (8,)"}), "broadcast", "makes n × n", "(8, 1) meets (8,)"),
     (
@@ -746,41 +621,10 @@ CASES = [
     ),
     # where the loss begins and ends
     (
-        Run(losses=falling(start=8), info=CE),
-        "initial_loss",
-        "above 4.61, twice ln C",
-        "the first loss is 8",
-    ),
-    (
-        Run(losses=np.r_[8.0, FLAT], info=CE),
-        "initial_loss",
-        "above 4.61, twice ln C, and no loss that falls",
-        "the first loss is 8, where",
-    ),
-    (
-        Run(losses=falling(start=16.0, end=3.3), info=CE),
-        "initial_loss",
-        "above 11.5, five times ln C",
-        "the first loss is 16",
-    ),
-    (
-        Run(losses=falling(start=2.7e4, end=1e2), info=MSE),
-        "target_scale",
-        "above 20, where standardised targets give about 1",
-        "the first error is 164 (mse",
-    ),
-    (
         Run(losses=falling(start=2.7e4, end=3e3), info=MSE),
         "target_scale",
         "above 20 at first and at the end",
         "and the last is 56",
-    ),
-    (
-        Run(params=weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4),
-            losses=np.r_[np.full(5, 1.1e5), np.full(95, 1e5)], info=MSE),
-        "target_scale",
-        "below 0.05 of it",
-        "can take 0.018",
     ),
     (Run(losses=FLAT), "not_learning", "above 2.19, 5 % below its start", "ends at 2.3"),
     (
@@ -816,15 +660,8 @@ CASES = [
     (Run(losses=np.linspace(2.3, 50, 300)), "diverging", "above 5.1", "ends at 47.7"),
     (Run(losses=broken()), "diverging", "any NaN or Inf", "is not finite at the end"),
     (Run(params=PLAYERS, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
-    (Run(players(), losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
     (Run(params=TEACHER, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
     (Run(losses=signed(0, 0.2)), "not_learning", "stays within ten times", "above 0 and below"),
-    (
-        Run(episodes(8), losses=np.linspace(3, 9, 300)),
-        "not_learning",
-        "sees more than twice as much",
-        "saw 3.2 times",
-    ),
     (
         Run(params=weights(grad_norm=[0.1] * 4, update_norm=[0.05] * 4),
             losses=3 + np.linspace(0, 8, N)),

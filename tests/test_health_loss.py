@@ -1,7 +1,5 @@
 """Rules on the loss: initial_loss, target_scale, not_learning, below_zero, spikes, overfit."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from health_runs import (
@@ -9,8 +7,6 @@ from health_runs import (
     FLAT,
     MSE,
     SHRINKS,
-    N,
-    acts,
     alarms,
     falling,
     first,
@@ -34,8 +30,10 @@ def test_initial_loss_against_chance():
     high = np.concatenate([[40.0], FLAT])
 
     assert found(Run(losses=high, info=CE), "initial_loss").severity == "warning"
-    assert found(Run(losses=falling(start=8), info=CE), "initial_loss").severity == "note"
-    assert alarms(Run(losses=falling(), info=CE)) == set()
+    assert alarms(Run(losses=falling(start=8), info=CE)) == set()  # of several heads, perhaps
+    known = {**CE, "chance": np.log(10)}
+    assert alarms(Run(losses=falling(start=8), info=known)) == {"initial_loss"}
+    assert alarms(Run(losses=falling(), info=known)) == set()
 
 
 def test_not_learning_and_diverging():
@@ -107,13 +105,6 @@ def test_one_low_first_batch_is_no_jump():
     assert alarms(Run(losses=lucky)) == set()
 
 
-def test_a_frozen_model_that_does_not_learn_has_this_as_its_cause():
-    p = weights(update_norm=[0, 0, 0, 1], requires_grad=[False] * 3 + [True])
-
-    assert "3 of 4 matrices are frozen" in found(Run(params=p, losses=FLAT), "not_learning").cause
-    assert "frozen" not in found(Run(params=weights(), losses=FLAT), "not_learning").cause
-
-
 def test_a_loss_below_where_it_can_be_is_an_error():
     run = Run(losses=falling(end=-0.9), info={"loss_func": "NLLLoss"})
 
@@ -182,26 +173,6 @@ def test_a_drop_to_chance_that_then_stays_is_no_slow_fall():
     assert alarms(Run(losses=slow(0.09, noise=1.0))) == {"not_learning"}
 
 
-def regression(numel=1, std=1.0):
-    record = acts(std=[1, 1, std])
-    p = weights(3, update_norm=[0.05] * 3)
-    names = (*p.names[:2], "2.bias")
-    return {
-        "activations": record,
-        "params": dataclasses.replace(p, names=names, meta={**p.meta, "numel": [64, 64, numel]}),
-        "info": MSE,
-    }
-
-
-def test_a_regression_that_had_learnt_before_may_stay_at_the_floor_of_its_noise():
-    floor = FLAT / 10  # of a variance of 1
-
-    assert alarms(Run(**regression(), losses=floor)) == set()
-    for other in (regression(std=0.5), regression(numel=8), regression() | {"info": {}}):
-        assert alarms(Run(**other, losses=floor)) == {"not_learning"}
-    assert "diverging" in alarms(Run(**regression(), losses=floor * np.linspace(1, 9, 300)))
-
-
 @pytest.mark.parametrize("noise", [0.04, 0.4])
 def test_a_loss_in_whose_noise_a_fall_may_hide_is_a_note(noise):
     stays = 1 + noise * np.random.default_rng(2).normal(size=300)
@@ -218,13 +189,6 @@ def test_a_fall_shows_in_ten_steps_and_a_rate_is_then_judged_by_it():
 
     assert alarms(Run(params=fast, losses=falls)) == set()
     assert alarms(Run(params=fast, losses=np.full(12, 2.3))) == {"lr_too_high"}
-
-
-def test_a_high_first_loss_that_never_comes_below_chance_is_a_warning():
-    wild = falling(start=16.0, end=3.3)
-
-    assert alarms(Run(losses=wild, info=CE)) == {"initial_loss"}
-    assert alarms(Run(losses=falling(start=16.0, end=1.0), info=CE)) == set()
 
 
 def test_targets_that_are_not_standardised_are_named_if_the_loss_does_not_fall():
@@ -260,20 +224,6 @@ def test_noise_by_factors_is_no_spike_where_some_losses_are_0_or_below():
     level = np.full(300, 10.0) + np.random.default_rng(0).normal(0, 0.5, 300)
     level[::20], level[[100, 150, 201, 250]] = -0.1, 90.0
     assert "spikes" in alarms(Run(losses=level))
-
-
-def test_targets_out_of_reach_are_named_though_noise_makes_the_loss_fall():
-    noisy = 1e5 * np.random.default_rng(0).uniform(0.7, 1.3, N)
-    noisy[:5], noisy[-10:] = 1.1e5, 0.9e5  # as chance may have it
-    slow = weights(4, grad_norm=[500] * 4, update_norm=[0.01] * 4)  # 20 a step
-    quick = weights(4, grad_norm=[500] * 4, update_norm=[1.0] * 4)
-
-    f = found(Run(params=slow, losses=noisy, info=MSE), "target_scale")
-
-    assert f.severity == "warning"
-    assert "all steps together can take 0.018" in f.evidence
-    for run in (Run(params=quick, losses=noisy, info=MSE), Run(losses=noisy, info=MSE)):
-        assert "and the last is 300" in found(run, "target_scale").evidence
 
 
 def test_a_steady_fall_from_far_does_not_excuse_an_error_that_stays_huge():

@@ -139,12 +139,10 @@ def test_gradients_at_float16s_smallest_number_from_the_start_are_a_warning(loss
     assert "GradScaler" in f.fix
 
 
-def test_gradients_that_get_so_small_as_the_loss_falls_are_a_note():
+def test_gradients_that_get_so_small_late_are_no_finding():
     late = np.geomspace(1e-3, 1e-9, N)
 
-    assert found(Run(gradients=grads(rms=[late] * 3), losses=falling()), "fp16_underflow")
-    assert alarms(Run(gradients=grads(rms=[late] * 3), losses=falling())) == set()
-    assert "fp16_underflow" in alarms(Run(gradients=grads(rms=[late] * 3), losses=FLAT))
+    assert diagnose(Run(gradients=grads(rms=[late] * 3), losses=falling())).rules == ()
 
 
 def test_zeros_alone_are_no_underflow():
@@ -229,41 +227,3 @@ def test_under_autocast_outputs_that_come_near_the_end_of_float16_are_named():
 
     (f,) = [f for f in w.diagnose() if f.rule == "fp16_range"]
     assert f.layers == ("2",)
-
-
-def test_gradients_that_are_zero_in_every_layer_underflowed_if_nothing_is_learnt():
-    none = grads(rms=[0.0] * 3, zero=[1.0] * 3)
-    last_alive = grads(rms=[0.0, 0.0, 1e-3], zero=[1.0, 1.0, 0.0])
-
-    assert found(Run(gradients=none, losses=FLAT), "fp16_underflow").severity == "error"
-    assert "fp16_underflow" not in alarms(Run(gradients=last_alive, losses=FLAT))
-    assert "fp16_underflow" not in alarms(Run(gradients=none, losses=falling()))
-
-
-def test_without_gradients_of_outputs_those_of_matrices_are_judged():
-    half = with_dtypes(acts(), [HALF] * 3)
-    gone = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5])
-
-    f = found(Run(half, params=gone, losses=FLAT), "fp16_underflow")
-
-    assert diagnose(Run(half, params=gone, losses=FLAT))[0] == f
-    for record, p, losses in (
-        (with_dtypes(acts(), [FULL] * 3), gone, FLAT),
-        (half, weights(3, grad_rms=[0, 0, 1e-4]), FLAT),
-        (half, weights(3, grad_rms=[1e-5, 1e-5, 1e-5]), FLAT),
-        (half, gone, falling()),
-        (half, dataclasses.replace(gone, meta={**gone.meta, "unscaled": True}), FLAT),
-    ):
-        assert "fp16_underflow" not in diagnose(Run(record, params=p, losses=losses)).rules
-
-
-def test_lost_gradients_come_before_the_weights_that_never_move():
-    p = weights(3, grad_rms=[0, 0, 5e-7], grad_norm=[0, 0, 1e-5], update_norm=[0, 0, 0])
-    p.values["update_norm"][2, :3] = 1e-3
-
-    d = diagnose(
-        Run(with_dtypes(acts(), [HALF] * 3), params=with_dtypes(p, [HALF] * 3), losses=FLAT)
-    )
-
-    assert d[0].rule == "fp16_underflow"
-    assert "unmoved" in d.rules

@@ -3,13 +3,8 @@
 import dataclasses
 
 import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
 from health_runs import CE, FLAT, N, acts, alarms, falling, first, found, weights
-from torch import nn
 
-from hookkit import ParamStats, watch
 from hookkit.health import diagnose
 from hookkit.records import Run
 
@@ -243,65 +238,9 @@ def test_a_high_weight_decay_comes_before_the_steps_it_makes():
     assert [f.rule for f in d][:2] == ["weight_decay", "lr_too_high"]
 
 
-def trained(sign=1.0, lr=0.01, steps=60):
-    """A small regression, recorded by `ParamStats`; a sign of -1 climbs the loss."""
-    torch.manual_seed(0)
-    net, truth = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(4, 1)
-    opt = torch.optim.SGD(net.parameters(), lr)
-    with watch(net, opt, ParamStats()) as w:
-        for _ in range(steps):
-            x = torch.randn(64, 4)
-            loss = F.mse_loss(net(x), x @ truth)
-            opt.zero_grad()
-            (sign * loss).backward()
-            opt.step()
-            w.loss(loss)
-    return w.run_record()
-
-
-def test_ascent_comes_before_its_effects():
-    d = diagnose(trained(sign=-1.0))
-
-    assert (d[0].rule, d[0].severity) == ("ascent", "error")
-    assert "wrong sign" in d[0].cause
-
-
-@pytest.mark.parametrize("lr", [0.01, 1.5])
-def test_a_loss_that_falls_or_steps_that_go_too_far_are_no_ascent(lr):
-    assert "ascent" not in diagnose(trained(lr=lr)).rules
-
-
 def rising(by, n=N):
     noise = np.random.default_rng(0).normal(0, 0.01, n)
     return 2.0 + np.linspace(0, by, n) + noise
-
-
-def test_ascent_is_a_matter_of_what_steps_can_do():
-    p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)  # together 0.02 a step, 2 in all
-
-    assert "47% of all" in found(Run(params=p, losses=rising(1.0)), "ascent").evidence
-    for by in (0.1, 10.0):  # too little for a climb, more than any step can do
-        assert "ascent" not in diagnose(Run(params=p, losses=rising(by))).rules
-
-
-def test_ascent_is_seen_before_the_loss_has_risen_far():
-    p = weights(4, n=30, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
-    losses = rising(0.3, 30)
-
-    assert alarms(Run(params=p, losses=losses)) == {"ascent"}
-    both_signs = losses - 2.05
-    assert alarms(Run(params=p, losses=both_signs)) == set()
-
-
-def test_ascent_is_seen_in_some_of_the_steps_but_not_in_merged_ones():
-    p = weights(4, grad_norm=[0.1] * 4, update_norm=[0.05] * 4)
-    every_other = dataclasses.replace(p, steps=2 * p.steps)
-    merged = dataclasses.replace(every_other, spans=np.full(N, 2))
-    losses = rising(2.0, 2 * N)
-
-    assert "49% of all" in found(Run(params=every_other, losses=losses), "ascent").evidence
-    d = diagnose(Run(params=merged, losses=losses))
-    assert dict(d.unjudged)["ascent"] == "not each step of parameters by itself"
 
 
 def test_maximize_is_ascent_where_the_loss_cannot_be_meant_to_rise():

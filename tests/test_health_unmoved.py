@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import FLAT, N, acts, alarms, falling, first, found, weights
+from health_runs import FLAT, N, alarms, falling, found, weights
 from torch import nn
 
 from hookkit import ParamStats, watch
@@ -15,17 +15,18 @@ from hookkit.records import Run
 
 
 def test_weights_that_begin_at_zero_are_named_unless_something_is_learnt():
-    norm = np.full((4, N), 5.0)
-    norm[:2, 0] = 0
-    half, most = weights(weight_norm=norm), weights(weight_norm=np.roll(norm, 1, 0))
-    norm[1, 0] = 5.0
+    norm = np.full((2, N), 5.0)
+    norm[:, 0] = 0
+    zero, half = weights(2, weight_norm=norm), weights(2, weight_norm=[norm[0], 5.0])
 
-    f = found(Run(params=half, losses=FLAT), "zero_init")
+    f = found(Run(params=zero, losses=FLAT), "zero_init")
     assert (f.severity, f.layers) == ("error", ("0.weight", "1.weight"))
-    assert "zero_init" in alarms(Run(params=most, losses=FLAT))
-    for quiet in (Run(params=half, losses=falling()), Run(params=half)):
-        assert "zero_init" not in alarms(quiet)
-    assert "zero_init" not in alarms(Run(params=weights(weight_norm=norm), losses=FLAT))
+    for run in (
+        Run(params=zero, losses=falling()),
+        Run(params=zero),
+        Run(params=half, losses=FLAT),
+    ):
+        assert "zero_init" not in alarms(run)
 
 
 def test_a_parameter_outside_the_optimizer_is_named():
@@ -108,37 +109,7 @@ def test_frozen_layers_are_no_finding():
     assert alarms(Run(params=p, losses=falling())) == set()
 
 
-def test_a_layer_that_never_runs_is_no_cut_graph():
-    asleep = acts(rms=[1, 1, np.nan])
-    p = weights(3, update_norm=[1, 1, 0], grad_norm=[1, 1, np.nan])
-
-    assert "never runs" in found(Run(asleep, params=p), "no_gradient").evidence
-    assert "detach()" in found(Run(acts(), params=p), "no_gradient").cause
-
-
-def test_a_rate_that_is_zero_too_soon_is_named_and_convergence_is_not():
-    stop, fading = np.arange(N) < 3, np.where(np.arange(N) < 3, 1.0, 1e-9)
-    halted = weights(update_norm=[stop] * 4)
-
-    f = found(Run(params=halted, losses=FLAT), "unmoved")
-
-    assert f.evidence == "no matrix moves after step 2, though gradients go on"
-    assert "schedule" in f.cause
-    assert alarms(Run(params=halted, losses=falling())) == set()
-    assert alarms(Run(params=weights(update_norm=[stop] * 4, grad_norm=[fading] * 4))) == set()
-
-
-def test_a_relu_that_was_not_recorded_is_inferred_from_what_it_is_given():
-    p = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
-    linear = ("Linear",) * 3
-
-    f = found(Run(acts(linear, max=[3, -1, 3]), params=p, losses=FLAT), "dead")
-
-    assert (f.layers, f.severity) == (("1.weight",), "error")
-    assert first(Run(acts(linear), params=p, losses=FLAT)) == "zero_gradient"
-
-
-def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
+def test_a_recurrence_whose_first_inputs_get_no_gradient_is_named():
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
@@ -157,7 +128,7 @@ def test_a_recurrence_whose_first_inputs_get_no_gradient_vanishes():
             F.cross_entropy(model(x), torch.randint(2, (8,))).backward()
             opt.step()
 
-    f = found(w.run_record(), "vanishing")
+    f = found(w.run_record(), "zero_gradient")
     assert (f.layers, f.severity) == (("rnn.weight_ih_l0",), "error")
 
 
@@ -187,43 +158,6 @@ def test_weights_that_move_without_decay_or_grow_have_gradients_that_were_not_se
     for losses in (FLAT, None):
         run = Run(params=grows, losses=losses, info={"weight_decay": [1e-2]})
         assert "zero_gradient" not in diagnose(run).rules
-
-
-def test_zeros_among_frozen_weights_are_no_lack_of_symmetry():
-    norm = np.full((6, N), 5.0)
-    norm[:2, 0] = 0
-    lora = weights(6, weight_norm=norm, requires_grad=[True] * 4 + [False] * 2)
-    half = weights(4, weight_norm=norm[:4])
-
-    assert "zero_init" not in alarms(Run(params=lora, losses=FLAT))
-    assert "zero_init" in alarms(Run(params=half, losses=FLAT))
-
-
-def test_a_gradient_below_1e_7_that_moves_nothing_has_vanished():
-    faint = weights(4, grad_rms=[1e-3, 1e-15, 1e-3, 1e-3], update_norm=[1, 0, 1, 1],
-                    grad_norm=[1, 1e-14, 1, 1])  # fmt: skip
-    held = {"lr": [1e-3]}
-
-    f = found(Run(params=faint, losses=falling(), info=held), "vanishing")
-
-    assert (f.severity, f.layers) == ("warning", ("1.weight",))
-    assert "VanishingGradient: 1e-7" in f.source
-    assert "unmoved" not in diagnose(Run(params=faint, losses=falling(), info=held)).rules
-    assert found(Run(params=faint, losses=falling(), info={"lr": [0.0]}), "unmoved")
-
-
-@pytest.mark.parametrize(
-    ("reader", "rule"), [(None, "dead"), ("ReLU", "dead"), ("", "zero_gradient")]
-)
-def test_a_layer_below_0_is_shut_only_where_a_relu_may_read_it(reader, rule):
-    low = acts(("Linear", "Linear", "Linear"), max=[3, -0.1, 3])
-    low = dataclasses.replace(low, meta={**low.meta, "feeds": ["", reader, ""]})
-    still = weights(3, update_norm=[1, 0, 1], grad_norm=[1, 0, 1])
-
-    f = found(Run(low, params=still, losses=FLAT), rule)
-
-    assert (f.severity, f.layers) == ("error", ("1.weight",))
-    assert "gradient is exactly 0" in f.evidence
 
 
 def test_weights_that_are_all_zero_and_partly_stay_so_need_no_loss_as_proof():

@@ -114,20 +114,3 @@ def test_looking_for_the_backward_pass_leaves_nothing_on_the_parameters():
         opt.step()
 
     assert not any(p._backward_hooks for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("opt", "betas", "eps"),
-    [
-        (lambda p: torch.optim.AdamW(p, betas=(0.8, 0.5), eps=0.1), [[0.8, 0.5]], [0.1]),
-        (lambda p: torch.optim.SGD(p, 0.1), [[]], [None]),
-        (lambda p: torch.optim.Adafactor(p), [[]], [None]),  # its eps are two
-    ],
-)
-def test_the_settings_of_an_optimizer_are_known(opt, betas, eps):
-    model = net(3)
-    with watch(model, opt(model.parameters()), ActivationStats()) as w:
-        pass
-
-    info = w.run_record().info
-    assert (info["betas"], info["eps"]) == (betas, eps)

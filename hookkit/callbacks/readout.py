@@ -125,8 +125,6 @@ def info_of(runner: Any) -> dict[str, Any]:
         "lr": [float(g["lr"]) for g in groups],
         "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
         "momentum": [float(g.get("momentum") or g.get("betas", (0.0,))[0]) for g in groups],
-        "betas": [[_plain(b) for b in g.get("betas") or ()] for g in groups],
-        "eps": [_plain(g.get("eps")) for g in groups],
         "maximize": any(g.get("maximize", False) for g in groups),
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": runner.n_epoch,
@@ -135,11 +133,6 @@ def info_of(runner: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-
-
-def _plain(setting: Any) -> float | None:
-    """An optimizer's setting as a number; None where it is something else (Adafactor's eps)."""
-    return float(setting) if isinstance(setting, (int, float)) else None
 
 
 def loop_text(runner: Any) -> str:

@@ -10,9 +10,9 @@
     jumps.py              losses that jump out of those before
 
     learning_rate.py      steps that are too large or too small for the weights
-    steps.py              momentum, weight decay, steps that go uphill
+    steps.py              momentum, weight decay, an optimizer that maximises
     gradients.py          gradients that vanish, explode, or are never zeroed
-    inputs.py             data that are too large, too small, or far from 0
+    inputs.py             data that are too large, or too small
     activations.py        scale of initial weights; dropout
     units.py              dead, dormant, saturated units
     batches.py            batches in one order, only a few of them, or whose samples do not differ

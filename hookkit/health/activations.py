@@ -21,10 +21,6 @@ LARGE_GAIN = 5.0
 SMALL_GAIN = 0.07
 # Healthy trainings begin with an RMS of at most 1.1 (hookkit, measured)
 LARGE_EMBEDDING = 3
-# SageMaker Debugger, PoorWeightInitialization; times the number of layers: measured
-VARIANCE_RATIO = 10.0
-# PyTorch's default weights have variance 1 / (3 fan_in), of which a ReLU leaves half
-DEFAULT_SHRINKAGE = 6.0
 # Beyond this a net that does not learn has its cause (hookkit, measured)
 BROKEN_RATIO = 1e6
 # A correlation of log size with depth: it grows or shrinks along the depth (measured)
@@ -35,45 +31,38 @@ LEAST_KEPT = 0.25
 
 @rule(
     needs=("activations",),
-    threshold="over 10 × the number of layers, along the depth",
-    source=f"10: {SAGEMAKER}, PoorWeightInitialization; times the layers: hookkit, measured",
+    threshold="over 1e6-fold along the depth, while the loss does not fall",
+    source=f"{SAGEMAKER}, PoorWeightInitialization, compares the same; 1e6: hookkit, measured",
     cause="weights that begin too large or too small for this depth",
     fix="initialise each weight for its fan-in, torch.nn.init.kaiming_normal_(layer.weight), or "
     "put norm layers (nn.LayerNorm, nn.BatchNorm2d) between",
 )
 def bad_init(run: RunView) -> Iterator[Finding]:
-    """Activations that shrink or grow from layer to layer in the first batch."""
+    """Weights whose size, or what they make of the first batch, is far from what can be learnt."""
+    by_size = [*_large_weights(run), *_large_embeddings(run), *_small_weights(run)]
+    yield from by_size or _along_depth(run)
+
+
+def _along_depth(run: RunView) -> Iterator[Finding]:
+    """Activations that shrink or grow from layer to layer before training, and nothing is learnt.
+
+    Not of the head, whose scale is free.
+    """
     record = run.activations
-    which = read.rows(record, read.PRE_ACTIVATION)
-    if by_size := [*_large_weights(run), *_large_embeddings(run), *_small_weights(run)]:
-        yield from by_size
-        return
-    if len(which) < 4:
-        return
-    # in the first record alone: later ones show the steps; and not of the head, whose scale is free
-    std = read.table(record, "std")[which[:-1]][:, 0]
-    if not (std > 0).all():
+    which = read.rows(record, read.PRE_ACTIVATION)[:-1]
+    std = read.table(record, "std")[which, 0]
+    if len(which) < 3 or not (std > 0).all() or not run.fails:
         return
     ratio = float(np.square(std.max() / std.min()))  # inf, where Python's ** would raise
-    trend = _trend(np.log(std)) if ratio > 1 else 0.0
-    threshold = VARIANCE_RATIO * len(which)
-    if not (ratio > threshold and abs(trend) > ALONG_DEPTH):
+    if not ratio > BROKEN_RATIO:
         return
-    # of what PyTorch's own weights give nobody is warned
-    usual = float(np.float64(DEFAULT_SHRINKAGE) ** len(std)) if trend < 0 else 0.0
-    fails = run.fails and ratio > min(usual, BROKEN_RATIO)
-    grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
-    what = f"the variance of layer outputs {grows} {ratio:.3g}-fold over {len(which)} layers "
-    what += "before training" + ", and the loss does not fall" * fails
-    cause = f"weights that begin too {large} for this depth"
-    where = read.where(record, which[:-1], read.FIRST)
-    if fails and ratio > BROKEN_RATIO:
-        yield _BROKEN.but(cause=cause).found("error", what, *where)
-    else:
-        line = f"over {threshold:.0f}-fold, 10 × the number of layers, along the depth"
-        line += f"; and over {usual:.4g}-fold, as PyTorch's own weights" * bool(fails and usual)
-        here = bad_init.but(threshold=line, cause=cause)
-        yield here.found("warning" if fails else "note", what, *where)
+    trend = float(np.corrcoef(np.arange(len(std)), np.log(std))[0, 1])
+    if abs(trend) > ALONG_DEPTH:
+        grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
+        what = f"the variance of layer outputs {grows} {ratio:.3g}-fold over {len(which) + 1} "
+        what += "layers before training, and the loss does not fall"
+        here = bad_init.but(cause=f"weights that begin too {large} for this depth")
+        yield here.found("error", what, *read.where(record, which, read.FIRST))
 
 
 def _large_weights(run: RunView) -> Iterator[Finding]:
@@ -87,11 +76,8 @@ def _large_weights(run: RunView) -> Iterator[Finding]:
 
 
 def _small_weights(run: RunView) -> Iterator[Finding]:
-    """Weights that begin so small that hardly anything comes through, and the loss does not fall.
-
-    Those of recurrences too.
-    """
-    which, gain = _gains(run, linear=False)
+    """Weights that begin so small that hardly anything comes through, where the loss stays."""
+    which, gain = _gains(run)
     which, gain = which[gain > 0], gain[gain > 0]
     hit = gain < SMALL_GAIN
     if hit.any() and hit.mean() > 0.5 and run.fails:
@@ -100,19 +86,18 @@ def _small_weights(run: RunView) -> Iterator[Finding]:
         yield _SMALL_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
 
 
-def _gains(run: RunView, linear: bool = True) -> tuple[Ints, Floats]:
-    """Matrices, of linear and convolutional layers alone or all, and their RMS times √fan_in."""
+def _gains(run: RunView) -> tuple[Ints, Floats]:
+    """Matrices, and their RMS times √fan_in."""
     record = run.recorded.params
     if record is None or "shape" not in record.meta or "weight_rms" not in record.values:
         return np.zeros(0, np.int64), np.zeros(0)
     which = read.matrices(record)
-    which = which[read.are(record.types, read.PRE_ACTIVATION)[which]] if linear else which
     fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which])
     return which, record.values["weight_rms"][which, 0] * np.sqrt(fan_in)
 
 
 def _large_embeddings(run: RunView) -> Iterator[Finding]:
-    """Embeddings that begin several times as large as PyTorch's; with norms behind, a note."""
+    """Embeddings that begin several times as large as PyTorch's."""
     record = run.recorded.params
     if record is None or "weight_rms" not in record.values:
         return
@@ -120,10 +105,9 @@ def _large_embeddings(run: RunView) -> Iterator[Finding]:
     size = record.values["weight_rms"][which, 0]
     hit = (size > LARGE_EMBEDDING) & read.trainable(record)[which]
     if hit.any():
-        normed = any("Norm" in kind for kind in run.activations.types)
         what = f"embeddings begin with RMS {size[hit].max():.3g}"
         where = read.where(record, which[hit], read.FIRST)
-        yield _LARGE_EMBEDDING.found("note" if normed else "warning", what, *where)
+        yield _LARGE_EMBEDDING.found("warning", what, *where)
 
 
 _LARGE_EMBEDDING = bad_init.but(
@@ -147,23 +131,6 @@ _LARGE_GAIN = bad_init.but(
     cause="weights that begin too large: a standard deviation that does not shrink with the number "
     "of inputs",
 )
-
-_BROKEN = bad_init.but(
-    threshold="over 1e6-fold along the depth, while the loss does not fall",
-    source="hookkit, measured",
-)
-
-
-def _trend(sizes: Floats) -> float:
-    """How strictly sizes grow (1) or shrink (-1) along the depth; one layer may be an exception.
-
-    With five layers or more, one of them is left out if the others then grow more strictly: modules
-    stand in the order of their registration, and some models register their first layer last.
-    """
-    place = np.arange(len(sizes))
-    rest = [np.delete(place, i) for i in place] if len(place) > 4 else []
-    orders = [float(np.corrcoef(k, sizes[k])[0, 1]) for k in (place, *rest)]
-    return max((x for x in orders if np.isfinite(x)), key=abs, default=0.0)
 
 
 @rule(

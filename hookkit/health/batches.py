@@ -14,7 +14,6 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data, given_ids
-from hookkit.health.loss_expectations import follower
 from hookkit.health.reading import known, start_level
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats
@@ -82,30 +81,18 @@ _SAME_ORDER = unshuffled.but(
 
 
 @rule(
-    threshold="4 different batches or fewer, in 40 steps or more",
+    threshold="2 to 4 different batches, in 40 steps or more",
     source="exact, by what the model is given; 4: hookkit, measured",
     cause="the same few batches again and again: all of a small data set, unshuffled, or a subset "
     "that was meant for debugging",
     fix="if there are more data, go through the whole loader, shuffled: for x, y in loader",
 )
 def repeated_data(run: RunView) -> Iterator[Finding]:
-    """A few batches that come back; one alone may be all the data."""
+    """A few batches that come back: a note, since a small data set has no more, or only one."""
     n, different = run.info.get("batches") or (0, 0)
-    if n < ENOUGH or different > FEW:
-        return
-    what = f"the first {n} steps see {different} different batches"
-    if different > 1:  # a note: a small data set has no more
+    if n >= ENOUGH and 1 < different <= FEW:
+        what = f"the first {n} steps see {different} different batches"
         yield repeated_data.found("note", what, (), (0, n - 1))
-    elif run.recorded.params is not None and (name := follower(run.recorded.params)):
-        what = f"all of the first {n} steps see one batch, while {name} follows what is trained"
-        yield _OF_A_BUFFER.found("warning", what, (), (0, n - 1))
-
-
-_OF_A_BUFFER = repeated_data.but(
-    threshold="1 batch in 40 steps or more, where frozen matrices change",
-    cause="a replay buffer, or a loader, that gives the same rows each time",
-    fix="draw rows at random: torch.randint(len(buffer), (batch_size,))",
-)
 
 
 def period_of(losses: Floats) -> Period | None:
@@ -208,9 +195,8 @@ _ALMOST = constant_input.but(
     fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
 )
 def small_batch(run: RunView) -> Iterator[Finding]:
-    """Batch norm over one or two samples, which are not all the data; many nets bear it."""
-    n, (_, different) = run.activations.meta.get("norm_samples"), run.info.get("batches") or (0, 0)
-    if n is not None and n <= SMALL and different != 1:
+    """Batch norm over one or two samples: a note, since many nets bear it."""
+    n = run.activations.meta.get("norm_samples")
+    if n is not None and n <= SMALL:
         what = f"batch norm takes its mean over {n} sample{'s' * (n > 1)} at a time"
-        learns = run.improved is None or not run.has_learnt_little
-        yield small_batch.found("note" if learns else "warning", what, (), run.all_steps)
+        yield small_batch.found("note", what, (), run.all_steps)

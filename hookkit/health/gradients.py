@@ -59,14 +59,10 @@ def vanishing(run: RunView) -> Iterator[Finding]:
 )
 def exploding(run: RunView) -> Iterator[Finding]:
     """Gradients that grow towards the input."""
-    if run.learns:
-        return
-    ordered = [c for c in _sizes_by_depth(run) if _order(c.early) < -ORDERED]
-    grows = [c for c in ordered if c.early[0] / c.early[-1] > EXPLODED_RATIO]
-    if grows:
+    grows = [c for c in _sizes_by_depth(run) if c.early[0] / c.early[-1] > EXPLODED_RATIO]
+    if grows and run.fails:
         which, size, _, early = max(grows, key=lambda c: c.early[0] / c.early[-1])
-        severity = "error" if run.fails else "note"
-        yield _first_and_last(run, exploding, severity, which, size, early)
+        yield _first_and_last(run, exploding, "error", which, size, early)
 
 
 class _Chain(NamedTuple):

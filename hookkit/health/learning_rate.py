@@ -2,8 +2,7 @@
 
 The size of a step is the ratio of update to weight, `update_ratio`, of each matrix. A learning rate
 is judged by the majority of the matrices that share it: one that moves fast or slowly may be meant
-to. How large steps are is in `step_sizes`. The file is longer than 300 lines, since "too small" is
-measured in five ways.
+to. How large steps are is in `step_sizes`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ ADAM_SHARE = 3e-2
 @rule(
     needs=("params",),
     threshold="above 0.1 in most matrices",
-    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
+    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3; others: hookkit, measured",
     cause="the learning rate is too high",
     fix="divide the learning rate by 10, or warm it up: torch.optim.lr_scheduler.LinearLR(opt)",
 )
@@ -114,10 +113,7 @@ def _fast_group(run: RunView, record: Record, which: Ints, ratio: Floats) -> Ite
     what += ", while the loss does not fall" * run.fails
     says, severity = (_TOO_HIGH_OR_UPHILL, "error") if run.fails else (lr_too_high, "warning")
     least = ", or ".join(line for *_, line in lines)
-    published = [says.source] if f"above {FAST:g} " in least else []
-    measured = ["sizes of one step: hookkit, measured"] if "one step" in least else []
-    source = "; ".join(published + measured)
-    here = says.but(threshold=f"{least}, in most matrices", source=source)
+    here = says.but(threshold=f"{least}, in most matrices")
     yield here.found(severity, what, *read.where(record, which[fast]))
 
 

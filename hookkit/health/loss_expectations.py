@@ -23,15 +23,11 @@ NEVER_BELOW_ZERO = frozenset(
     | {"binarycrossentropy", "binarycrossentropywithlogits"}
 )
 
-# A step sees twice as much at the end as at first: losses of different data (measured)
-GROWN_BATCH = 2.0
 # A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)
 ABOVE_BOUND = 2.0
 # Both signs have a tenth of the early losses or more, and the loss stays within ten times their
 # size (hookkit, measured).
 BOTH_SIGNS, NEAR_ZERO = 0.1, 10
-# Share of steps in which the layers see what they saw a period before (hookkit, measured)
-ALIKE = 0.95
 
 
 def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
@@ -43,7 +39,7 @@ def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
 
 
 _PLAYERS = _expected(
-    threshold="where no matrix moves at every step, or steps differ in turns",
+    threshold="where no matrix moves at every step",
     source="Goodfellow et al. 2014 (arXiv 1406.2661): at a GAN's optimum neither player gains",
     cause="players that learn against each other: such a loss need not fall",
     fix="judge by samples or scores, not by this loss",
@@ -84,14 +80,6 @@ _CHANGING_DATA = _expected(
     fix="judge by the reward, or by the loss on data that stay the same",
 )
 
-_GROWING_DATA = _expected(
-    threshold="where a step of the last third sees more than twice as much as one of the first",
-    source="the definition: the losses of different data cannot be compared",
-    cause="data that grow with the run: episodes that last longer as the agent learns, longer "
-    "sequences",
-    fix="judge by the reward, or by the loss on data that stay the same",
-)
-
 
 def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
     """Why the loss of this run need not fall, in words and as the rule that reports it; or None.
@@ -99,14 +87,9 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
     Raises:
         Missing: there are no losses.
     """
-    activations, gradients, params = (
-        getattr(run.recorded, name) for name in ("activations", "gradients", "params")
-    )
+    params = run.recorded.params
     if trained_in_turns(params):
         return "parts of the model move in turns", _PLAYERS
-    seen = [r for r in (activations, gradients) if r is not None and r.names]
-    if params is None and (period := max(map(_period, seen), default=0)):
-        return f"every {period} steps the batch takes the same turns through the layers", _PLAYERS
     if others := run.info.get("others_weights"):
         return f"{others} weights of another model take part in it", _OTHERS_WEIGHTS
     if _has_both_signs(run):
@@ -115,9 +98,6 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
         return f"{name}, frozen, follows what is trained", _MOVING_TARGET
     if (rise := _rise_over_bound(run)) > ABOVE_BOUND:
         return f"it rises {rise:.3g} times as far as gradients and steps explain", _CHANGING_DATA
-    if (growth := max(map(_batch_growth, seen), default=0)) > GROWN_BATCH:
-        what = f"a step saw {growth:.2g} times as much at the end as at first"
-        return what, _GROWING_DATA
     return None
 
 
@@ -148,23 +128,6 @@ def trained_in_turns(params: Record | None) -> bool:
     return bool(together.min() == 0 and a[0] < b[-1] and b[0] < a[-1])
 
 
-def _period(record: Record) -> int:
-    """After how many steps the layers see the same shares of the batch again; 0 if at each step.
-
-    A discriminator sees real and generated samples in one step and only generated ones in the next;
-    and what is detached there gets gradients in every other step. So a GAN is seen without
-    parameters.
-    """
-    if "count" not in record.values or set(np.diff(record.steps)) | set(record.spans) != {1}:
-        return 0
-    counts = np.nan_to_num(record.values["count"])
-    shares = np.nan_to_num(counts / counts.max(axis=0))  # a last batch is short in all layers
-    for n in range(1, min(6, shares.shape[1] // 5) + 1):
-        if np.isclose(shares[:, n:], shares[:, :-n], atol=1e-9).all(axis=0).mean() > ALIKE:
-            return n if n > 1 else 0
-    return 0
-
-
 def _has_both_signs(run: RunView) -> bool:
     """Whether the loss is above and below 0 from early on, or begins at 0, and stays near it."""
     values = read.known(run.losses)
@@ -187,14 +150,3 @@ def _rise_over_bound(run: RunView) -> float:
         return read.rise_over_bound(run.params, run.losses_of(20)) or 0.0
     except read.Missing:
         return 0.0
-
-
-def _batch_growth(record: Record) -> float:
-    """How many times as much a step shows to the layers in the last third as in the first."""
-    if "count" not in record.values or len(record) < 6:
-        return 0.0
-    counts = record.values["count"] / record.spans
-    counts = counts[(np.nan_to_num(counts) > 0).all(axis=1)]
-    third = len(record) // 3
-    grew = counts[:, -third:].mean(axis=1) / counts[:, :third].mean(axis=1)
-    return float(min(grew, default=0.0))

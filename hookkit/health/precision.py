@@ -12,10 +12,10 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Ints, Record
+from hookkit.records import Ints, Record
 
-# IEEE 754 binary16: its largest number, its smallest, and its smallest with all bits
-LARGEST, SMALLEST, NORMAL = 65504.0, 2.0**-24, 2.0**-14
+# IEEE 754 binary16: its largest number, and its smallest
+LARGEST, SMALLEST = 65504.0, 2.0**-24
 # Below this, two bits or fewer of a gradient remain
 TWO_BITS = 4 * SMALLEST
 
@@ -55,27 +55,24 @@ def fp16_underflow(run: RunView) -> Iterator[Finding]:
     Reads gradients of outputs, or of parameters that are float16 themselves. Where a scale was
     undone (a GradScaler that `GradientStats` knows) there is nothing to find.
     """
-    if nothing_left := [*_zero_outputs(run), *_zero_weights(run)]:
-        yield nothing_left[0]
-        return
     small = [*_sizes(run, run.recorded.gradients), *_sizes(run, run.recorded.params)]
     if not small:
         record = run.recorded.activations
         if record is not None and len(_half_rows(run, record)) and run.recorded.gradients is None:
             raise read.Missing("no gradients of outputs")
         return
-    # names and sizes of the layers with too small gradients, in the first and in the later half
-    halves = [[(name, x[half]) for name, x in small if x[half] < TWO_BITS] for half in (0, 1)]
-    most = max(halves, key=len)
+    most = [(name, size) for name, size in small if size < TWO_BITS]
     if len(most) > len(small) / 2:
         what = f"the gradients of {len(most)} of {len(small)} layers in float16 have RMS "
         what += f"{max(size for _, size in most):.2g} or less where they are not 0"
-        severity = "warning" if most is halves[0] or run.fails else "note"
-        yield fp16_underflow.found(severity, what, [name for name, _ in most], run.all_steps)
+        yield fp16_underflow.found("warning", what, [name for name, _ in most], run.all_steps)
 
 
-def _sizes(run: RunView, record: Record | None) -> Iterator[tuple[str, Floats]]:
-    """Of each row in float16: its name, and its gradients' RMS where they are not 0, by half."""
+def _sizes(run: RunView, record: Record | None) -> Iterator[tuple[str, float]]:
+    """Of each row in float16: its name, and its gradients' RMS where they are not 0.
+
+    In the first half of the run: those of a net that has learnt may be small.
+    """
     if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
         return
     rows = _half_rows(run, record)
@@ -85,58 +82,13 @@ def _sizes(run: RunView, record: Record | None) -> Iterator[tuple[str, Floats]]:
     some = 1 - record.values["zero"][rows] if "zero" in record.values else np.ones_like(rms)
     size = np.where(some > 0, rms / np.sqrt(some), 0.0)
     size[~np.isfinite(rms)] = np.nan
-    halves = size[:, : len(record) // 2], size[:, read.last_half(record)]
-    medians = np.stack([read.median(half, axis=1) for half in halves], axis=1)
-    alive = np.asarray((size > 0).any(axis=1)) & np.isfinite(medians).all(axis=1)
-    yield from zip(read.where(record, rows[alive])[0], medians[alive], strict=True)
-
-
-def _zero_outputs(run: RunView) -> Iterator[Finding]:
-    """Gradients of outputs that are exactly 0 in every float16 layer, also in the last."""
-    record = run.recorded.gradients
-    if record is None or len(record) < read.MIN_RECORDS or record.meta.get("unscaled"):
-        return
-    broken = np.nan_to_num(record.values.get("nonfinite", np.zeros(1))).any()
-    if broken or not run.fails:
-        return
-    rows = _half_rows(run, record)
-    rms = read.table(record, "rms")[rows]
-    known = np.isfinite(rms).any(axis=1)
-    if known.sum() >= 2 and not np.nan_to_num(rms[known]).any():
-        what = f"the gradients of all {known.sum()} layers in float16 are exactly 0, also of the "
-        yield _ALL_BELOW.found("error", f"{what}last", *read.where(record, rows[known]))
-
-
-def _zero_weights(run: RunView) -> Iterator[Finding]:
-    """Matrices' gradients that are all exactly 0 or subnormal, where the last layer is float16."""
-    record, seen = run.recorded.params, run.recorded.activations
-    if record is None or seen is None or len(record) < read.MIN_RECORDS:
-        return
-    if record.meta.get("unscaled") or len(seen.names) - 1 not in _half_rows(run, seen):
-        return
-    sizes, which = read.median(read.table(record, "grad_rms"), axis=1), read.matrices(record)
-    which = which[np.isfinite(sizes[which])]
-    tiny, zero = sizes[which] < NORMAL, sizes[which] == 0
-    if len(which) >= 2 and tiny.all() and zero.any() and run.fails:
-        what = f"the gradients of {zero.sum()} of {len(which)} matrices are exactly 0, and those "
-        what += f"of the others have RMS {sizes[which].max():.2g} or less, also of the last"
-        yield _SUBNORMAL.found("error", what, *read.where(record, which))
-
-
-_ALL_BELOW = fp16_underflow.but(
-    threshold="exactly 0 in all layers and records, while the loss does not fall",
-    cause="half precision without loss scaling: all gradients are below float16's smallest number",
-)
-
-_SUBNORMAL = _ALL_BELOW.but(
-    threshold="some matrices' exactly 0 and all below 6.1e-5, the smallest normal number, while "
-    "the loss does not fall",
-    source=f"{_IEEE}: 2^-24 and 2^-14; {_AMP}",
-)
+    medians = read.median(size[:, : len(record) // 2], axis=1)
+    alive = np.asarray((size > 0).any(axis=1)) & np.isfinite(medians)
+    yield from zip(read.where(record, rows[alive])[0], medians[alive].tolist(), strict=True)
 
 
 def _half_rows(run: RunView, record: Record) -> Ints:
     """Rows in float16, by what was recorded; a record that does not say is the model's dtype."""
-    whole = str(run.info.get("dtype", run.info.get("amp_dtype", "")))
+    whole = str(run.info.get("dtype", ""))
     dtypes = map(str, read.meta(record, "dtype", whole))
     return np.flatnonzero(["float16" in name and "bfloat16" not in name for name in dtypes])

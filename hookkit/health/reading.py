@@ -209,13 +209,9 @@ def smoothed(values: Floats, n: int = 5) -> Floats:
     return np.asarray(np.median(views, axis=1))
 
 
-# How far the steps can have moved the loss has an upper bound, to first order. A step dw changes
-# the loss by g·dw, so by at most |g| |dw|, summed over the parameters. How much of that bound a
-# rise uses says what kind of rise it is: going uphill on purpose (a wrong sign) uses most of it. A
-# learning rate that is too high makes the loss rise as well, but then the steps go to and fro: on a
-# quadratic whose distance grows r-fold a step it is (r - 1) / 2 of the bound, which is a sixteenth
-# where the rise takes ten steps or more to be tenfold. A rise of twice the bound is not made by the
-# steps.
+# How far the steps can have moved the loss has an upper bound, to first order: a step dw changes
+# the loss by g·dw, so by at most |g| |dw|, summed over the parameters. A rise of twice the bound is
+# not made by the steps.
 
 
 def bound(record: Record) -> Floats:

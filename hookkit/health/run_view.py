@@ -26,9 +26,8 @@ FALL = 0.05
 SLOW_FALL = 0.02
 # Above this share of its start a loss has much left (hookkit, measured)
 MUCH_LEFT = 0.3
-# Shares of chance: a loss that begins below half of it belongs to a model that had learnt before,
-# and counts as fallen while it ends below three quarters of it (hookkit, measured).
-LEARNT_BEFORE, STILL_LEARNT = 0.5, 0.75
+# A loss that begins below this share of chance belongs to a model that had learnt before (measured)
+LEARNT_BEFORE = 0.5
 
 
 class RunView:
@@ -167,38 +166,15 @@ class RunView:
         if n and n > 1:
             chance = float(np.log(n))
             at_chance = f"chance is ln {n} = {chance:.3g}"
-            if start < LEARNT_BEFORE * chance:
-                most = STILL_LEARNT * chance
-                return end < most, f"above {most:.3g}, three quarters of chance ({at_chance})"
-            near, far = abs(end - chance) < FALL * chance, end > 10 * chance
-            if start > chance and end < line and (near or far):
-                far_off = f"above {10 * chance:.3g}, ten times chance ({at_chance})"
-                return False, f"within 5 % of chance ({at_chance})" if near else far_off
-            if start > chance and (near or far):
-                return False, missed
+            if start > chance and abs(end - chance) < FALL * chance:
+                return False, f"within 5 % of chance ({at_chance})"
+            if start > chance and end > 10 * chance:
+                return False, f"above {10 * chance:.3g}, ten times chance ({at_chance})"
         if end < line:
             return True, ""
         if end < (1 - FALL) * self.chance and end < 1.5 * start:
             return True, ""  # below what guessing gives, as the first steps were already
-        first, last = slice(read.MIN_RECORDS), slice(-10, None)
-        return self._explains_targets(start, first) and self._explains_targets(end, last), missed
-
-    def _explains_targets(self, loss: float, window: slice) -> bool:
-        """Whether a regression with one output errs by far less than its output varies.
-
-        If the output had nothing to do with the targets, the mean squared error would be at least
-        the output's variance. Half of that is then proof that it has learnt.
-        """
-        record, params = self.recorded.activations, self.recorded.params
-        if self.loss_name != "mse" or not record or not params:
-            return False
-        if record.types[-1:] != ("Linear",) or "std" not in record.values:
-            return False
-        last = f"{record.names[-1]}.bias"
-        if last not in params.names:
-            return False
-        one = read.meta(params, "numel", 0)[params.names.index(last)] == 1
-        return bool(one and np.square(read.median(record.values["std"][-1, window])) > 2 * loss)
+        return False, missed
 
     @cached_property
     def has_learnt_little(self) -> bool:
@@ -216,8 +192,8 @@ class RunView:
     def falls_slowly(self) -> bool:
         """Whether the loss falls by less than 5 %, but steadily and by far more than its noise.
 
-        By 2 % or more (below chance, where that is known), from quarter to quarter of the run, and
-        in the later half still by four standard errors: so that a first drop alone is no slow fall.
+        By 2 % or more (below chance, where that is known), and from the second quarter of the run
+        to the last by four standard errors: so that a first drop alone is no slow fall.
         """
         if self.recorded.losses is None:
             return False
@@ -225,9 +201,8 @@ class RunView:
         if len(values) < ENOUGH_LOSSES or np.isinf(end):
             return False
         n = len(values) // 4
-        levels = [float(values[i * n : (i + 1) * n].mean()) for i in range(4)]
+        second, last = values[n : 2 * n].mean(), values[3 * n : 4 * n].mean()
         chance = float(np.log(self.info.get("n_classes") or np.inf))
         fall = min(read.start_level(values), chance) - end
-        steady = levels[0] > levels[1] > levels[2] > levels[3]
-        lasts = levels[1] - levels[3] > 4 * read.noise(values) * np.sqrt(2 / n)
-        return bool(steady and lasts and fall > SLOW_FALL * abs(end))
+        lasts = second - last > 4 * read.noise(values) * np.sqrt(2 / n)
+        return bool(lasts and fall > SLOW_FALL * abs(end))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import TAYLOR, Finding, rule
+from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.learning_rate import lr_too_high
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.run_view import RunView
@@ -26,8 +26,6 @@ DECAY_PER_STEP, SHRUNK = 0.01, 0.1
 USUAL_DECAY = 0.3
 # The same where decay is seen to outweigh the gradient (measured)
 HALVED = 0.5
-# Of the bound in `reading`: twice what steps reach that are too large (hookkit, measured)
-UPHILL = 0.12
 
 
 @rule(
@@ -129,35 +127,15 @@ _OUTWEIGHS = weight_decay.but(
 
 
 @rule(
-    threshold="over 12 % of the sum of |gradient| × |update|, twice what steps reach that are too "
-    "large and go to and fro",
-    source=f"{TAYLOR}; 12 %: hookkit, measured",
-    cause="the steps go uphill: maximize=True, or a wrong sign",
-    fix="minimise: remove maximize=True, or turn the sign of what loss.backward() is called on",
-)
-def ascent(run: RunView) -> Iterator[Finding]:
-    """A loss that the steps push up, as far as their size and the gradients' explains.
-
-    What they can do, and how much of it steps that go to and fro use, is in `reading`.
-    """
-    maximized = bool(run.info.get("maximize")) and run.loss_name in NEVER_BELOW_ZERO
-    record = None if maximized else run.params
-    series = run.losses_of(20)
-    if run.improved or run.need_not_fall:
-        return
-    start, end = read.start_level(series), read.end_level(series)
-    if record is None and end > start:
-        what = f"the loss rises from {start:.3g} to {end:.3g}, and the optimizer was made with "
-        yield _MAXIMIZED.found("error", f"{what}maximize=True", (), run.all_steps)
-    share = None if record is None else read.rise_over_bound(record, series)
-    if share is not None and UPHILL < share < 2:
-        what = f"the loss rises steadily, by {share:.0%} of all that steps and gradients can do"
-        yield ascent.found("error", what, (), run.all_steps)
-
-
-_MAXIMIZED = ascent.but(
     threshold="any rise, under maximize=True and with a loss that is to fall",
     source="PyTorch's documentation of optimizers: maximize turns the direction of the steps",
     cause="the optimizer maximises the loss",
     fix="make the optimizer without maximize=True",
 )
+def ascent(run: RunView) -> Iterator[Finding]:
+    """A loss that the optimizer pushes up, though it cannot be meant to rise."""
+    series = run.losses_of(20)
+    start, end = read.start_level(series), read.end_level(series)
+    if run.info.get("maximize") and run.loss_name in NEVER_BELOW_ZERO and end > start:
+        what = f"the loss rises from {start:.3g} to {end:.3g}, and the optimizer was made with "
+        yield ascent.found("error", f"{what}maximize=True", (), run.all_steps)

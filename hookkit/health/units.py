@@ -1,25 +1,15 @@
 """Rules on units that give nothing: dead, dormant, saturated.
 
-Whether a unit is dead shows in a ReLU's output. Most records have no ReLU in them, since a ReLU has
-no parameters; then it shows in what the ReLU is given: a unit that is never above 0 there. That a
-ReLU does read a layer is known
-
-recorded   where the ReLU itself was recorded (`include_paramless=True`),
-consumer   from `meta["feeds"]`: per row the class of the activation that alone reads its output,
-           "" where something else does, None where it is not known,
-gradients  where at least so large a share of the layer's gradients is exactly 0 at every record,
-
-and otherwise not at all: a note, unless the whole layer is below 0 and the loss does not fall.
+Whether a unit is dead shows in a ReLU's output, or, since most records have no ReLU in them (it has
+no parameters), in what the ReLU is given: a unit that is never above 0 there. Which layers a ReLU
+alone reads is known from the autograd graph, `meta["feeds"]`. Other layers are not judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, Rule, rule
@@ -29,12 +19,7 @@ from hookkit.records import Floats, Ints, Record
 
 # Shares of a layer's units. SageMaker Debugger, DeadRelu: 50 % of a layer; the others: measured.
 NOTED, MANY, MOST = 0.2, 0.5, 0.9
-# Karpathy, makemore part 3: |tanh| above 0.97; the same for a sigmoid is 0.47 away from 1/2
-TANH_END, SIGMOID_END = 0.97, 0.47
-# A gate's mean is so far from 1/2, and its values differ by no more than this (measured)
-SHUT, ALIKE = 0.45, 0.05
 
-_NOT_RELU = ("GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh", "Sigmoid", "Softplus")
 _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh")
 
 
@@ -46,29 +31,19 @@ _DORMANT_TYPES = (*read.RELU_LIKE, "GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "
     fix="divide the learning rate by 10, or use nn.LeakyReLU or nn.GELU",
 )
 def dead(run: RunView) -> Iterator[Finding]:
-    """Units behind a ReLU that give nothing throughout the later half of the run.
-
-    Three groups of layers: those that a ReLU reads for sure, those where zeros among the gradients
-    prove it, and those where it stays a guess. A layer whose weight still gets a gradient is not
-    dead, whatever its outputs look like.
-    """
+    """Units behind a ReLU that give nothing throughout the later half of the run."""
     record = run.activations
     relu, feeds = read.are(record.types, read.RELU_LIKE), read.meta(record, "feeds", None)
     sure = can_die(record)
-    maybe = ~relu.any() & _may_feed_a_relu(record, feeds)
-    share, born = _dead_shares(run, record, relu, sure | maybe)
-    proved = maybe & (share > NOTED) & (_zero_gradients(run, record) >= share)
+    share, born = _dead_shares(record, relu, sure)
     units = "a ReLU layer's units" if relu.any() else "the units that a ReLU is given"
-    by_gradients = "the units that a ReLU is given (as many gradients are exactly 0)"
     found = [*_dead_layers(run, sure, share, born, units)]
-    found += _dead_layers(run, proved, share, born, by_gradients)
-    found += _maybe_dead(run, np.flatnonzero(maybe & ~proved & (share > MANY)), share)
     yield from found
     known = any(consumer is not None for consumer in feeds)
     if not found and not known and not relu.any():
         raise read.Missing("no ReLU among the layers (include_paramless=True records them)")
     unseen = not found and known and "dead" not in record.values
-    if unseen and (sure & (_largest_possible_share(run, record, relu) > MANY)).any():
+    if unseen and (sure & (_largest_possible_share(record, relu) > MANY)).any():
         raise read.Missing(UNITS_UNSEEN)
 
 
@@ -94,13 +69,6 @@ _BORN = dead.but(
 
 _LOST = dead.but(cause="capacity that was lost, or that was not needed")
 
-_UNPROVED = dead.but(
-    source=f"{dead.source}; a ReLU is not proved",
-    cause="dead units, if a ReLU reads this layer: biases that began so, or a learning rate that "
-    "is too high",
-    fix="record what proves it: GradientStats(), or the ReLU itself (include_paramless=True)",
-)
-
 
 def _dead_layers(
     run: RunView, which: Bools, share: Floats, born: Floats, units: str
@@ -124,21 +92,6 @@ def _source(says: Rule, low: float) -> str:
     return says.source if low == MANY else f"hookkit, measured; {says.source}"
 
 
-def _maybe_dead(run: RunView, rows: Ints, share: Floats) -> Iterator[Finding]:
-    """One finding about layers of which it is not known whether a ReLU reads them."""
-    if len(rows):
-        most = share[rows].max()
-        what = f"up to {read.percent(most)} of a layer's units never give anything above 0: a ReLU "
-        what += "behind them lets nothing through"
-        where = read.where(run.activations, rows, read.last_half(run.activations))
-        if most > MOST and run.fails:
-            line = "over 90 % of a layer's units, while the loss does not fall"
-            here = _UNPROVED.but(threshold=line, source=_source(_UNPROVED, MOST))
-            yield here.found("warning", what, *where)
-        else:
-            yield _UNPROVED.found("note", what, *where)
-
-
 def _graded(which: Bools, share: Floats) -> Iterator[tuple[str, float, Ints]]:
     """By severity, the worst first: the least share that has it, and the rows."""
     grades = ("error", MOST, np.inf), ("warning", MANY, MOST), ("note", NOTED, MANY)
@@ -154,25 +107,8 @@ def _smallest(table: Floats) -> Floats:
     return np.where(np.isfinite(least), least, np.nan)
 
 
-def _may_feed_a_relu(record: Record, feeds: npt.NDArray[Any]) -> Bools:
-    """Rows that a ReLU may read: not before a norm or another activation, and not the last."""
-    may = [
-        (this in read.PRE_ACTIVATION or this.startswith("BatchNorm"))
-        and "Norm" not in behind
-        and behind not in _NOT_RELU
-        and consumer is None
-        for (this, behind), consumer in zip(pairwise(record.types), feeds, strict=False)
-    ]
-    return np.array([*may, False], bool)
-
-
-def _dead_shares(run: RunView, record: Record, relu: Bools, which: Bools) -> tuple[Floats, Floats]:
-    """(n_layers,) shares of units never above 0: throughout the later half; in the first records.
-
-    0 for a layer that gives nothing above 0 and is not dead, by the gradient of its weight: one in
-    the later half means that something reads the layer's negative outputs. One that was always 0 is
-    reported as such, by `zero_gradient`.
-    """
+def _dead_shares(record: Record, relu: Bools, which: Bools) -> tuple[Floats, Floats]:
+    """(n_layers,) shares of units never above 0: in the later half, and in the first records."""
     whole = np.zeros((len(relu), len(record)), bool)
     if relu.any():
         whole[relu] = read.table(record, "zero")[relu] >= 1
@@ -181,33 +117,13 @@ def _dead_shares(run: RunView, record: Record, relu: Bools, which: Bools) -> tup
     # over a window of records before this one; `dead` in older records
     units = record.values.get("never_positive", record.values.get("dead"))
     table = np.asarray(whole if units is None else np.fmax(units, whole), np.float64)
-    share, params = _smallest(table[:, read.last_half(record)]), run.recorded.params
-    if params is not None and "grad_norm" in params.values:
-        grads = params.values["grad_norm"]
-        late = np.nan_to_num(grads[:, read.last_half(params)]).any(axis=1)
-        known, never = np.isfinite(grads).any(axis=1), ~np.nan_to_num(grads).any(axis=1)
-        reads = np.asarray(known & (late | never))
-        alive = {name for name, read_ in zip(params.names, reads, strict=True) if read_}
-        share[[f"{n}.weight" in alive for n in record.names] & ~relu & (share >= 1)] = 0
-    return share, _smallest(table[:, :3])
+    return _smallest(table[:, read.last_half(record)]), _smallest(table[:, :3])
 
 
-def _zero_gradients(run: RunView, record: Record) -> Floats:
-    """(n_layers,) the smallest share of a layer's gradients that was exactly 0 in the later half.
-
-    As many as there are dead units prove that a ReLU reads the layer: only a ReLU does so.
-    """
-    seen, by_name = run.recorded.gradients, {}
-    if seen is not None and len(seen) >= read.MIN_RECORDS and "zero" in seen.values:
-        late = _smallest(seen.values["zero"][:, read.last_half(seen)])
-        by_name = dict(zip(seen.names, late, strict=True))
-    return np.array([by_name.get(name, np.nan) for name in record.names])
-
-
-def _largest_possible_share(run: RunView, record: Record, relu: Bools) -> Floats:
+def _largest_possible_share(record: Record, relu: Bools) -> Floats:
     """(n_layers,) the largest share of dead units that leaves room for what was seen above 0."""
     window, zero = read.last_half(record), read.table(record, "zero")
-    most = np.nan_to_num(_zero_gradients(run, record), nan=1.0)
+    most = np.ones(len(relu))
     if record.hist is not None and record.edges is not None:
         below = record.hist[:, np.asarray(record.edges[1:]) <= 0].sum(axis=1)
         share = below / record.hist.sum(axis=1) + zero
@@ -247,48 +163,18 @@ def saturated(run: RunView) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = run.activations
     which = read.are(record.types, ("Tanh", "Sigmoid"))
-    if which[-1]:
-        which[-1] = run.fails
+    which[-1] &= run.fails
     if not which.any():
         why = "no tanh or sigmoid among the layers (include_paramless=True records them)"
         raise read.Missing(why)
     window = read.last_half(record)
-    share = _smallest(_saturated_shares(record)[:, window])
+    table = read.table(record, "saturated")
+    share = _smallest(table[:, window])
     for severity, low, hit in _graded(which & (share > MANY), share):
-        gates = not run.fails and _are_gates(record)[hit].all()
-        late = run.learns and not (_saturated_shares(record)[hit, :3] > MANY).any()
-        what = f"at least {read.percent(share[hit].max())} of a layer is at the ends of its range"
+        late = run.learns and not (table[hit, :3] > MANY).any()
+        what = f"up to {read.percent(share[hit].max())} of a layer is at the ends of its range"
         what += ", and was not at first" * bool(late)
-        says, severity = (_GATES, "note") if gates else (saturated, "note" if late else severity)
         line = saturated.threshold.replace("50", f"{100 * low:.0f}", 1)
-        here = says.but(threshold=line, source=_source(says, low))
-        yield here.found(severity, what, *read.where(record, hit, window))
-
-
-_GATES = saturated.but(
-    cause="gates that their biases begin shut or open, which is often meant",
-    fix="nothing, if it is meant; else begin with biases nearer to 0: "
-    "torch.nn.init.zeros_(layer.bias)",
-)
-
-
-def _are_gates(record: Record) -> Bools:
-    """Which sigmoids begin all at one end: a bias does that, large inputs go to both."""
-    mean, std = read.table(record, "mean")[:, 0], read.table(record, "std")[:, 0]
-    return read.are(record.types, ("Sigmoid",)) & (np.abs(mean - 0.5) > SHUT) & (std < ALIKE)
-
-
-def _saturated_shares(record: Record) -> Floats:
-    """(n_layers, n) share of saturated values: recorded, else the least that mean and RMS allow.
-
-    If a share s of the values is beyond e (and at most 1) and the rest is not, the mean square is
-    at most s + (1 - s) e², so s is at least (rms² - e²) / (1 - e²). For a sigmoid, about 1/2.
-    """
-    if "saturated" in record.values:
-        return record.values["saturated"]
-    square = read.table(record, "rms") ** 2
-    share = (square - TANH_END**2) / (1 - TANH_END**2)
-    if (sigmoid := read.are(record.types, ("Sigmoid",))).any():  # E[(x - 1/2)²] = rms² - mean + 1/4
-        centred = square[sigmoid] - read.table(record, "mean")[sigmoid] + 0.25
-        share[sigmoid] = (centred - SIGMOID_END**2) / (0.25 - SIGMOID_END**2)
-    return np.asarray(share)
+        here = saturated.but(threshold=line, source=_source(saturated, low))
+        where = read.where(record, hit, window)
+        yield here.found("note" if late else severity, what, *where)
