@@ -175,6 +175,15 @@ def test_accumulators_of_something_else_are_not_gone_on_with(
         accumulated(tmp_path, TopK(3))
 
 
+def test_what_a_killed_process_was_keeping_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()
+    (tmp_path / "rank0" / ".hookkit-0123.tmp").write_bytes(b"half")
+
+    accumulated(tmp_path, Mean())
+
+    assert [f.name for f in (tmp_path / "rank0").iterdir()] == ["accumulators.pt"]
+
+
 class Unsafe(Longest):
     def __init__(self) -> None:
         super().__init__()

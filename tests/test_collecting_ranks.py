@@ -69,6 +69,9 @@ def in_group(rank: int, folder: Path) -> None:
         torch.save(vars(found["1"]), folder / f"{type(blank).__name__}{rank}")
     with pytest.raises(OptionError, match=r"not known which samples each of the 2 processes gets"):
         collect(model(), loader(data()), "0", folder / "wrong")
+    fewer = DistributedSampler(data(), num_replicas=1, rank=0)  # both would write the same part
+    with pytest.raises(OptionError, match="with torch's DistributedSampler over all of them"):
+        collect(model(), DataLoader(data(), sampler=fewer), "0", folder / "wrong")
     # as many batches as a process likes, also of a model in DistributedDataParallel
     norm = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4)).eval())
     sampler = loader(data(), rank).sampler

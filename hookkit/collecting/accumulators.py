@@ -24,7 +24,7 @@ from hookkit.collecting.shards import Store
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.files import atomic_write
 from hookkit.hooks.snapshot import snapshot
-from hookkit.nested import tmap
+from hookkit.nested import PLAIN, tmap
 
 
 class Mean:
@@ -169,13 +169,9 @@ def _of(row: Any) -> str:
 
 
 class Accumulators(Store):
-    """The accumulators of this process; see `Store`.
+    """A copy of `into` for each layer, kept in `folder` if there is one; see `Store`.
 
-    Args:
-        into: each layer gets a copy of it.
-        folder: where they are kept; None if they are not.
-        settings: what is collected, of which model.
-        every_bytes: they are kept after so many bytes of rows, or ten times as many as they have.
+    After `every_bytes` of rows, or ten times as many as the accumulators have.
     """
 
     def __init__(
@@ -187,10 +183,8 @@ class Accumulators(Store):
                 "object with update(rows, ids) and merge(other)."
             )
         self.into, self.found = into, dict[str, Any]()
-        settings = {
-            **settings,
-            "into": f"{type(into).__qualname__} {getattr(into, '__dict__', '')}",
-        }
+        plain = {k: v for k, v in getattr(into, "__dict__", {}).items() if type(v) in PLAIN}
+        settings = {**settings, "into": f"{type(into).__qualname__} {plain}"}
         file = folder and folder / f"rank{settings['rank']}" / "accumulators.pt"
         super().__init__(file, settings, every_bytes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,42 +28,22 @@ Field = str | int | Callable[[Any], Any] | None
 """Something that a batch has: a key, a position or an attribute, or a function of the batch."""
 
 
-class Part(NamedTuple):
-    """This process's samples: those at the positions rank, rank + ranks, … of all.
+class Reading:
+    """How batches are read: what `model` gets of them, their samples' ids, and the mask.
 
-    `n_samples` is the length of the data set, behind which the sampler begins it anew; else None.
-    """
+    Without `ids` only torch's own samplers say which samples each of several processes gets.
 
-    rank: int
-    ranks: int
-    n_samples: int | None = None
-
-
-def part_of(loader: Any, ids: Field) -> Part:
-    """This process's part of the data. Without `ids` only torch's own samplers give positions.
+    Attributes:
+        rank: this process's samples are at the positions rank, rank + ranks, … of all.
+        ranks: the number of parts.
+        n_samples: the length of the data set, behind which a sampler begins it anew; else None.
 
     Raises:
+        ArgumentError: `ids` or `mask` is no field of a batch.
         OptionError: there are several processes, and neither ids nor positions.
     """
-    batches = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(batches, "sampler", None)
-    known = type(batches) is BatchSampler and type(sampler) is DistributedSampler
-    if known and ranks.world_size() in (1, sampler.num_replicas):
-        n: int | None = None if sampler.drop_last else len(sampler.dataset)
-        return Part(sampler.rank, sampler.num_replicas, n)
-    if ids is None and ranks.is_distributed():
-        raise OptionError(
-            f"{WHO}: of this loader it is not known which samples each of the "
-            f"{ranks.world_size()} processes gets. Give ids=, or a DataLoader with torch's "
-            "DistributedSampler over all of them."
-        )
-    return Part(ranks.rank(), ranks.world_size())
 
-
-class Reading:
-    """How batches are read: what `model` gets of them, and where ids and mask are."""
-
-    def __init__(self, model: nn.Module, part: Part, ids: Field, mask: Field) -> None:
+    def __init__(self, model: nn.Module, loader: Any, ids: Field, mask: Field) -> None:
         for name, given in (("ids", ids), ("mask", mask)):
             good = given is None or callable(given) or isinstance(given, str | int)
             if not good or isinstance(given, bool):
@@ -71,7 +51,20 @@ class Reading:
                     f"{WHO}({name}={shown(given)}): give the name of a field of the batch, the "
                     "position of an item of it, or a function of the batch."
                 )
-        self.part, self.ids, self.mask = part, ids, mask
+        self.ids, self.mask = ids, mask
+        self.rank, self.ranks, self.n_samples = ranks.rank(), ranks.world_size(), None
+        batches = getattr(loader, "batch_sampler", None)
+        sampler: Any = getattr(batches, "sampler", None)
+        known = type(batches) is BatchSampler and type(sampler) is DistributedSampler
+        if known and self.ranks in (1, sampler.num_replicas):
+            self.rank, self.ranks = sampler.rank, sampler.num_replicas
+            self.n_samples = None if sampler.drop_last else len(sampler.dataset)
+        elif ids is None and self.ranks > 1:
+            raise OptionError(
+                f"{WHO}: of this loader it is not known which samples each of the {self.ranks} "
+                "processes gets. Give ids=, or a DataLoader with torch's DistributedSampler over "
+                "all of them."
+            )
         devices = {t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
         self.device = devices.pop() if len(devices) == 1 else None  # of several: accelerate's
         params = inspect.signature(unwrap(model).forward).parameters
@@ -98,10 +91,14 @@ class Reading:
         own = not leaves(x) and hasattr(x, "to")  # a user's object, such as a graph
         return x.to(self.device) if own else to_device(x, self.device)
 
+    def positions(self, n: int, first: int) -> Tensor:
+        """Of `n` samples of this process, before which it had `first`."""
+        return torch.arange(first, first + n) * self.ranks + self.rank
+
     def ids_of(self, batch: Any, n: int, first: int) -> Tensor:
         """The ids of a batch's `n` samples, (n,) int64, before which this process had `first`."""
         if self.ids is None:
-            return torch.arange(first, first + n) * self.part.ranks + self.part.rank
+            return self.positions(n, first)
         if (ids := self._given_ids(batch)).shape != (n,):
             raise self._no_ids(f"{describe(ids)} for {n} samples")
         return ids
@@ -125,9 +122,8 @@ class Reading:
     def kept(self, batch: Any, shape: torch.Size, first: int) -> Tensor:
         """Which rows of a batch count, a bool tensor of `shape`."""
         kept = torch.ones(shape, dtype=torch.bool)
-        if self.part.n_samples is not None:
-            positions = torch.arange(first, first + shape[0]) * self.part.ranks + self.part.rank
-            kept[positions >= self.part.n_samples] = False
+        if self.n_samples is not None:
+            kept[self.positions(shape[0], first) >= self.n_samples] = False
         if self.mask is not None:
             mask = torch.as_tensor(field_of(batch, self.mask, "mask")).cpu() != 0
             if mask.shape != shape:

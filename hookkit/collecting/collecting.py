@@ -25,7 +25,7 @@ from hookkit.checks import (
 )
 from hookkit.collecting.accumulators import Accumulators
 from hookkit.collecting.activations import Activations
-from hookkit.collecting.batches import WHO, Field, Reading, fingerprint, part_of
+from hookkit.collecting.batches import WHO, Field, Reading, fingerprint
 from hookkit.collecting.index import key_of, write_index
 from hookkit.collecting.rows import Cut
 from hookkit.collecting.shards import Shards, Store
@@ -133,20 +133,19 @@ def collect(
     f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
     how = Options(WHO, kind, dtype=dtype, keep="none")
     batches = DataLoaders(loader).train  # its check
-    part = part_of(batches, ids)
+    reading = Reading(model, batches, ids, mask)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
-    if n is not None and part.ranks > 1:
+    if n is not None and reading.ranks > 1:
         raise OptionError(
-            f"{WHO}(n={n}): how many rows each of {part.ranks} processes would have to write is "
+            f"{WHO}(n={n}): how many rows each of {reading.ranks} processes would have to write is "
             "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
         )
-    reading = Reading(model, part, ids, mask)
     settings = {
         **fingerprint(model),
         "layers": [*layers],
         **{"per": per, "inputs": kind == "pre", "dtype": dtype and str(dtype), "n": n},
         **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
-        **{"rank": part.rank, "ranks": part.ranks},
+        **{"rank": reading.rank, "ranks": reading.ranks},
     }
     if into is not None and to is None and size != _SHARD_BYTES:
         raise OptionError(
@@ -154,16 +153,13 @@ def collect(
             "accumulators are kept each time they have seen so many bytes, or leave it out."
         )
     if into is not None:
-        store: Any = Accumulators(
-            into, None if to is None else check_path(WHO, to, "to"), settings, size
-        )
-    else:
-        folder = check_path(WHO, "acts" if to is None else to, "to")
-        store = Shards(folder, settings, size)
-    with store:
+        kept = None if to is None else check_path(WHO, to, "to")
+        store = Accumulators(into, kept, settings, size)
         _Run(model, layers, f, how, reading, store, n, per).over(batches)
-    if into is not None:
         return store.merged()
+    folder = check_path(WHO, "acts" if to is None else to, "to")
+    with Shards(folder, settings, size) as shards:
+        _Run(model, layers, f, how, reading, shards, n, per).over(batches)
     with ranks.together("call collect"):
         ranks.gather_object(None)  # until all parts are written
     if not ranks.rank():

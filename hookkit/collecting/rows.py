@@ -40,11 +40,8 @@ class Cut:
 
     def rows(self, name: str, t: Tensor) -> Tensor:
         """The rows of a layer."""
-        n, inner = (
-            t.shape[:1] if self._n is None else torch.Size([self._n]),
-            t.shape[1 : self._n_dims],
-        )
-        shape = self.shape or n + inner
+        n = t.shape[:1] if self._n is None else torch.Size([self._n])
+        shape = self.shape or n + t.shape[1 : self._n_dims]
         if t.ndim < self._n_dims or t.shape[: self._n_dims] != shape:
             words = zip(shape, ("samples", "tokens"), strict=False)
             raise HookError(

@@ -29,15 +29,9 @@ _HEAD = 4096  # bytes in front of the rows, of which safetensors' header takes a
 
 
 class Store:
-    """Takes rows of each layer, and keeps them whenever there are `every_bytes` of them.
+    """Takes rows of each layer, and keeps them in `file` whenever there are `every_bytes` of them.
 
-    Args:
-        file: where its progress is kept, `acts/rank0/…`; None if nothing is.
-        settings: what is collected, of which model.
-        every_bytes: bytes of rows.
-
-    Raises:
-        OptionError: `file` is of another model, other layers or settings, or damaged.
+    What is there must be of the same settings. Without a file nothing is kept.
     """
 
     def __init__(self, file: Path | None, settings: dict[str, Any], every_bytes: int) -> None:
@@ -63,12 +57,6 @@ class Store:
     def _clear(self) -> None:
         for left in self.file.parent.glob(".hookkit-*.tmp") if self.file is not None else ():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._clear()
 
     def _check_settings(self, here: dict[str, Any], folder: Path) -> None:
         there = self.progress.settings
@@ -127,16 +115,7 @@ class Store:
 
 
 class Shards(Store):
-    """The shards of this process; see `Store`.
-
-    Args:
-        folder: of the whole data set.
-        settings: what is collected, of which model.
-        shard_bytes: a shard ends with the batch in which it has so many.
-
-    Raises:
-        MissingExtraError: safetensors is not installed.
-    """
+    """The shards of this process in `folder`, of about `shard_bytes` each; see `Store`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], shard_bytes: int) -> None:
         check_extra("write activations")
@@ -148,9 +127,12 @@ class Shards(Store):
     def _loaded(self, file: Path) -> Progress:
         return load(file, WHO)[0]
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *error: object) -> None:
         self._disk.shutdown()
-        super().__exit__(*error)
+        self._clear()
 
     @property
     def _shard(self) -> Path:
