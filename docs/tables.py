@@ -1,4 +1,8 @@
-"""Tables on the site's pages that are read from the package: the rules of `diagnose`."""
+"""Tables on the site's pages: the rules of `diagnose`, and the notebooks with their questions."""
+
+import json
+import re
+from pathlib import Path
 
 from hookkit.health import RULES
 from hookkit.health.rates import RATES
@@ -21,3 +25,15 @@ def rules() -> str:
 def rules_not_met() -> str:
     """Names of the rules that came first in no training of the benchmark."""
     return ", ".join(sorted(f"`{r.name}`" for r in RULES if r.name not in RATES))
+
+
+def notebooks() -> str:
+    """Every notebook as a row of a Markdown table: its title, and the question it answers."""
+    lines = ["| notebook | the question |", "|---|---|"]
+    for path in sorted((Path(__file__).parent.parent / "nbs").glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title = first.splitlines()[0].removeprefix("# ")
+        question = "".join(re.findall(r"\*\*(.+?\?)\*\*", first, re.S)[:1])
+        link = f"{{doc}}`{_cell(title)} </notebooks/{path.stem}>`"
+        lines.append(f"| {path.name[:2]} {link} | {_cell(question)} |")
+    return "\n".join(lines)

@@ -74,10 +74,12 @@ def test_notebook_runs_and_shows_what_was_committed(path: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_is_committed_with_outputs_and_ends_in_an_assertion(path: Path) -> None:
-    cells = code_cells(nbformat.read(path, as_version=4))
+def test_notebook_asks_a_question_has_outputs_and_ends_in_an_assertion(path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    cells, first = code_cells(book), book.cells[0]
 
     assert "assert" in cells[-1].source
+    assert re.search(r"^# .+\n(.|\n)*\*\*(.|\n)+?\?\*\*", first.source)  # a title and a question
     assert all(c.execution_count for c in cells)
     assert any(c.outputs for c in cells)
 
