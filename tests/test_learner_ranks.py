@@ -489,3 +489,21 @@ def test_a_rank_that_ends_in_validation_ends_those_that_wait_for_it(seen: Any) -
     words = "rank 0 of 2 waited .* give its metrics each batch, epoch 0, batch 0 .not training"
 
     assert re.search(words, seen[0]["lost"])
+
+
+def lost_in_training(rank: int, folder: Path) -> None:
+    learn = learner(None, batch_norm=False)
+    end = Callback(before_backward=lambda cb: os._exit(0) if rank and cb.iter == 1 else None)
+    if rank == 1:
+        (folder / "left1").touch()
+    with context(learn), pytest.raises(RuntimeError) as error:
+        learn.fit(1, cbs=end)
+    (folder / "notes").write_text("\n".join(error.value.__notes__))
+
+
+def test_the_error_where_gradients_are_averaged_says_when_and_who(tmp_path: Path) -> None:
+    in_ranks(lost_in_training, tmp_path)
+
+    words = "the loss was scalar, epoch 0, batch 1 .training.\n"
+    words += "rank 0 of 2 was in the backward pass, where the ranks average their gradients"
+    assert re.match(words, (tmp_path / "notes").read_text())

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from hookkit import ranks
 from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.optimizers import bare_optimizer, stepping_scaler
 from hookkit.callbacks.runner import CallbackRunner
@@ -218,6 +219,11 @@ class Loop(CallbackRunner):
                 self.loss_grad.backward()
         except RuntimeError as error:
             error.add_note(f"the loss was {describe(self.loss_grad)}{self._where()}")
+            if ranks.is_distributed():
+                error.add_note(
+                    f"{ranks.this_rank()} was in the backward pass, where the ranks average their "
+                    f"gradients. If one has ended or did not come, look for its error."
+                )
             raise
 
     def _step(self) -> None:
