@@ -113,11 +113,13 @@ def _series(found: Any, statistics: list[str] | None) -> Iterator[tuple[str, Any
 
 
 def _of_epochs(found: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a Run knows by epoch, at the last step of each, and the learning rate now."""
-    rates = getattr(found, "info", {}).get("lr", [])
+    """What a Run knows by epoch that has ended, at its last step, and the learning rate now."""
+    facts = getattr(found, "info", {})
+    rates = facts.get("lr", [])
     if np.size(rates) and found.n_steps:
         yield "lr", np.array([found.n_steps - 1]), np.atleast_1d(rates)[-1:]
-    for row in getattr(found, "valid", ()):
+    epochs = getattr(found, "valid", ())
+    for row in epochs[:-1] if facts.get("within_epoch") else epochs:
         for name, value in row.items():
             if name not in ("epoch", "step") and "step" in row and is_number(value):
                 yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
