@@ -1,6 +1,7 @@
 """`edit_function`, against models whose forward has the change written into it."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -246,18 +247,55 @@ def test_another_threads_calls_are_left_alone(x: Tensor) -> None:
     assert torch.equal(got[0], F.relu(x))
 
 
-def test_a_result_that_is_written_in_place_is_an_error(x: Tensor) -> None:
-    def run(call: Any, edit: Any) -> None:
-        with edit_function(F.relu, edit):
-            call()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: y.relu_(),
+        lambda y: F.relu(y, inplace=True),
+        lambda y: F.relu(input=y, inplace=True),
+        lambda y: F.relu(y, True),
+        lambda y: torch.ops.aten.relu_(y),
+        lambda y: nn.ReLU(inplace=True)(y),
+    ],
+)
+@pytest.mark.parametrize("inputs", [False, True])
+def test_an_edit_of_a_call_in_place_is_in_its_input_too(
+    call: Callable[[Tensor], Any], inputs: bool, x: Tensor
+) -> None:
+    x.requires_grad_()
+    y = x * 2
 
-    text = "relu is a call of relu_, which writes its result in place, where an edit has no eff"
-    with pytest.raises(HookError, match=f"edit_function: {text}"):
-        run(lambda: x.relu_(), zero())
-    h = edit_function(torch.exp, zero())
-    with pytest.raises(HookError, match="writes its result in place"), h:
+    with edit_function(F.relu, scale(3), inputs=inputs):
+        out = call(y)
+    y.square().sum().backward()
+
+    assert out is y
+    torch.testing.assert_close(y, 6 * x.relu())
+    torch.testing.assert_close(x.grad, 72 * x.relu())
+
+
+def test_an_edit_of_an_operator_in_place(x: Tensor) -> None:
+    y, z, masked = x.clone(), x.clone(), x > 0
+    same, taken = y, masked
+
+    with hook_function(torch.clone) as own, edit_function(torch.add, lambda out: out * 2):
+        y += z
+        z.add_(z).clone()
+    with edit_function(torch.bitwise_and, zero()):
+        masked &= masked
+
+    assert (same is y, taken is masked) == (True, True)
+    torch.testing.assert_close((y, z), (4 * x, 4 * x))
+    assert not masked.any()
+    assert len(own) == 1  # the user's
+
+
+def test_a_result_that_is_written_elsewhere_is_an_error(x: Tensor) -> None:
+    text = r"exp writes its result into tensors that it is given \(out=, or a list\), where"
+    with pytest.raises(HookError, match=text), edit_function(torch.exp, zero()):
         torch.exp(x, out=x)
-    run(lambda: F.relu(x, inplace=True), zero())
+    with pytest.raises(HookError, match="or a list"), edit_function(torch._foreach_exp_, zero()):
+        torch._foreach_exp_([x])
     assert modes() == 0
 
 

@@ -29,8 +29,8 @@ def edit_function(
     A head inside fused attention is ablated so: what `F.scaled_dot_product_attention` returns has
     the heads as a dimension, (batch, head, position, channel), in `nn.MultiheadAttention` too.
 
-    Which calls are seen is described at `hook_function`. One that works in place, as `x.relu_()`,
-    has its result in its input, not in what it returns: to edit it is an error.
+    Which calls are seen is described at `hook_function`. Of one that works in place, `x.relu_()` or
+    `F.relu(x, inplace=True)`, the replacement is in `x` too; to edit one with `out=` is an error.
 
     Args:
         f, within: as for `hook_function`.
@@ -49,7 +49,7 @@ def edit_function(
     Raises:
         ArgumentError: PyTorch reports no calls of `f`; `edit` is no function.
         OptionError: `inputs` and `grad` together; `calls` has what is no number of a call.
-        HookError: later, in the forward: a replacement of another structure; a call in place.
+        HookError: later, in the forward: a replacement of another structure; a call with out=.
 
     >>> import torch
     >>> import torch.nn.functional as F

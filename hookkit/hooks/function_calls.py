@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +28,14 @@ from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks, Modules, Named, named_modules_of
 from hookkit.hooks.entries import HookEntry, Placed, check_hookable, graph_task, in_thread
 from hookkit.hooks.snapshot import Options
-from hookkit.hooks.torch_functions import opened, overridden, same_functions, take_off
+from hookkit.hooks.torch_functions import (
+    opened,
+    overridden,
+    same_functions,
+    take_off,
+    works_in_place,
+    written,
+)
 from hookkit.modules import unwrap
 from hookkit.selecting import select
 
@@ -147,7 +154,7 @@ class FunctionCalls(TorchFunctionMode):
         call = self._call(module, name)
         call.__dict__["function"] = func  # Module.__setattr__ costs 1 µs
         if self.block.options.edit and not self.block.options.kind.endswith("grad"):
-            _check_editable(self.block.options, call, func, kwargs)
+            return _edited(self.block.options, call, args, kwargs)
         return call(*args, **kwargs)
 
     def _module(self) -> str | None:
@@ -280,15 +287,17 @@ def _module_run_again(within: list[Named]) -> str | None:
     return None
 
 
-def _check_editable(o: Options, call: FunctionCall, func: Any, kwargs: Any) -> None:
-    """Raises if the caller may not use what the function returns, but what it has written."""
-    name = func.__name__
-    if kwargs.get("out") is None and (name.endswith("__") or not name.endswith("_")):
-        return
-    raise HookError(
-        f"{o.who}: {call.name} is a call of {name}, which writes its result in place, where an "
-        f"edit has no effect. Edit what is computed from it, or its inputs with inputs=True."
-    )
+def _edited(o: Options, call: FunctionCall, args: Any, kwargs: Any) -> Any:
+    """What a call gives that is edited; of one that works in place, also written there."""
+    in_place = works_in_place(call.function, args, kwargs)
+    if in_place and isinstance(args[0] if args else kwargs.get("input"), Tensor):
+        return written(call, args, kwargs)
+    if in_place or kwargs.get("out") is not None:
+        raise HookError(
+            f"{o.who}: {call.name} writes its result into tensors that it is given (out=, or a "
+            "list), where an edit has no effect. Edit what is computed from them."
+        )
+    return call(*args, **kwargs)
 
 
 def modules_within(who: str, within: Within) -> list[Named] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -120,6 +121,35 @@ def _is_reported(f: Any) -> bool:
 def _used(f: Any) -> tuple[str, ...]:
     """The names of what `f` calls, of one that is written in Python."""
     return getattr(getattr(f, "__code__", None), "co_names", ())
+
+
+def works_in_place(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of a torch function writes what it gives into its first argument."""
+    name = f.__name__.partition(".")[0]  # of an operation: `relu_.default`
+    if name.startswith("__"):
+        return name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    if name.endswith("_") or kwargs.get("inplace"):
+        return True
+    place = _place_of_inplace(f)
+    return place is not None and len(args) > place and bool(args[place])
+
+
+@cache
+def _place_of_inplace(f: Any) -> int | None:
+    """Which argument of `f` is `inplace`, as in `F.relu(x, True)`; None if there is none."""
+    names = [*signature(f).parameters] if isinstance(f, FunctionType) else []
+    return names.index("inplace") if "inplace" in names else None
+
+
+def written(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls `f`, which works in place, on a copy, and writes what it gives into the original.
+
+    So what `f` has written, which autograd may need, is not overwritten by what is made of it.
+    """
+    place: Tensor = args[0] if args else kwargs["input"]
+    if args:
+        return place.copy_(f(place.clone(), *args[1:], **kwargs))
+    return place.copy_(f(**{**kwargs, "input": place.clone()}))
 
 
 def _why_not(f: Any) -> str:
