@@ -16,7 +16,7 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 
 from hookkit.checks import check_module
 from hookkit.errors import HookError
-from hookkit.hooks.function_calls import FunctionCall
+from hookkit.hooks.function_call import FunctionCall
 from hookkit.hooks.functions import FunctionHooks
 from hookkit.hooks.snapshot import Options
 from hookkit.nested import Inputs

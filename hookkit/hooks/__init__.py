@@ -5,7 +5,8 @@ making        `hook_output(s)` and `hook_input(s)`, which make hooks that store.
 collection    `Hooks`: many hooks as one; all of them are registered, or none.
 hook          `Hook`: one module, one function, and what it stored.
 functions     `hook_function`: hooks on the calls of torch functions.
-function_calls  The mode that sees them, and runs each as the call of a module.
+function_calls  The mode that sees them, and in which module each is made.
+function_call   `FunctionCall`, which runs one as a module runs its hooks.
 torch_functions  Which torch functions are seen, and which of them are the same.
 global_hooks  Hooks on one tensor, on every module of the process, on a whole model to print sizes.
 

@@ -19,23 +19,17 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import TorchFunctionMode
 
-from hookkit.errors import HookError, HookkitWarning, OptionError
+from hookkit.errors import HookkitWarning, OptionError
 from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks, Modules, Named, named_modules_of
 from hookkit.hooks.entries import HookEntry, Placed, check_hookable, graph_task, in_thread
+from hookkit.hooks.function_call import FunctionCall, run_edited
 from hookkit.hooks.snapshot import Options
-from hookkit.hooks.torch_functions import (
-    opened,
-    overridden,
-    same_functions,
-    take_off,
-    works_in_place,
-    written,
-)
+from hookkit.hooks.torch_functions import opened, overridden, same_functions, take_off
 from hookkit.modules import unwrap
 from hookkit.selecting import select
 
@@ -49,50 +43,9 @@ _FUSED = (
     "0. torch.backends.mha.set_fastpath_enabled(False) gives the same numbers everywhere."
 )
 
-
-class FunctionCall(nn.Module):
-    """The call of a torch function, as a module: `name` is its name, `function` what was called.
-
-    One is made for each call that is stored, so it is a small object: the 15 dicts of a module,
-    which take 3 µs to make, are empty ones of the class, and its hooks are in two lists instead.
-    """
-
-    name: str
-    function: Any
-    before: list[HookEntry]
-    after: list[HookEntry]
-
-    def __init__(self, name: str) -> None:
-        self.__dict__.update(name=name, function=None, before=[], after=[])
-
-    def put(self, entries: Iterable[Placed]) -> None:
-        """Has `entries` called as if they were registered on a module."""
-        for entry, where in entries:
-            hooks = self.before if where.get("pre") else self.after
-            hooks.insert(0 if where.get("prepend") else len(hooks), entry)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, or an edit in its place."""
-        for hook in self.before:
-            if (new := hook(self, args, kwargs)) is not None:
-                args, kwargs = new
-        output = self.function(*args, **kwargs)
-        for hook in self.after:
-            if (new := hook(self, args, kwargs, output)) is not None:
-                output = new
-        return output
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-for _name, _value in vars(nn.Module()).items():
-    setattr(FunctionCall, _name, _value)
-
-
 _HOME = str(Path(__file__).parents[1]) + os.sep
-# Files of hookkit that make calls of a model: the last passes them on from an outer block
-_MODELS = (f"{_HOME}testing", f"{_HOME}demo", __file__)
+# Files of hookkit that make calls of a model: the last pass them on from an outer block
+_MODELS = (f"{_HOME}testing", f"{_HOME}demo", f"{_HOME}hooks{os.sep}function_call")
 
 
 def _is_hookkits(caller: FrameType) -> bool:
@@ -154,7 +107,7 @@ class FunctionCalls(TorchFunctionMode):
         call = self._call(module, name)
         call.__dict__["function"] = func  # Module.__setattr__ costs 1 µs
         if self.block.options.edit and not self.block.options.kind.endswith("grad"):
-            return _edited(self.block.options, call, args, kwargs)
+            return run_edited(self.block.options, call, args, kwargs)
         return call(*args, **kwargs)
 
     def _module(self) -> str | None:
@@ -285,19 +238,6 @@ def _module_run_again(within: list[Named]) -> str | None:
                     return min(sizes, key=lambda name: sizes[name])
         frame = frame.f_back
     return None
-
-
-def _edited(o: Options, call: FunctionCall, args: Any, kwargs: Any) -> Any:
-    """What a call gives that is edited; of one that works in place, also written there."""
-    in_place = works_in_place(call.function, args, kwargs)
-    if in_place and isinstance(args[0] if args else kwargs.get("input"), Tensor):
-        return written(call, args, kwargs)
-    if in_place or kwargs.get("out") is not None:
-        raise HookError(
-            f"{o.who}: {call.name} writes its result into tensors that it is given (out=, or a "
-            "list), where an edit has no effect. Edit what is computed from them."
-        )
-    return call(*args, **kwargs)
 
 
 def modules_within(who: str, within: Within) -> list[Named] | None:

@@ -15,13 +15,8 @@ from hookkit.errors import HookError, OptionError
 from hookkit.hooks.block import Block
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.collection import Hooks
-from hookkit.hooks.function_calls import (
-    FunctionCall,
-    FunctionCalls,
-    Numbers,
-    Within,
-    modules_within,
-)
+from hookkit.hooks.function_call import FunctionCall
+from hookkit.hooks.function_calls import FunctionCalls, Numbers, Within, modules_within
 from hookkit.hooks.snapshot import Kind, Options
 from hookkit.interrupts import uninterrupted
 

@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from hookkit.attention import attention_logits
 from hookkit.errors import OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.function_calls import FunctionCall, FunctionCalls, modules_within
+from hookkit.hooks.function_call import FunctionCall
+from hookkit.hooks.function_calls import FunctionCalls, modules_within
 from hookkit.hooks.torch_functions import same_functions
 from hookkit.interrupts import uninterrupted
 from hookkit.nested import Inputs
