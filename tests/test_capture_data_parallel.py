@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.editing import edit_output, scale
+from hookkit.editing import edit_output, scale, skip_module
 from hookkit.errors import NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
@@ -167,6 +167,30 @@ def test_an_edit_in_a_block_warns_that_replicas_are_not_edited(
         y = run()
 
     torch.testing.assert_close(y, plain)
+
+
+def test_a_module_that_is_skipped_runs_in_replicas_as_itself(
+    parallel: Parallel, net: nn.Sequential, x: Tensor
+) -> None:
+    class Said(nn.ReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append("_is_replica" in self.__dict__)
+            return super().forward(x)
+
+    ran: list[bool] = []
+    net[1] = Said()
+    model, plain = parallel(net), net(x)
+
+    def run() -> Tensor:
+        with skip_module(net[1], lambda x: 0 * x):
+            y: Tensor = model(x)
+        return y
+
+    with pytest.warns(NeverFiredWarning, match=r"nothing was skipped.*in DataParallel's replicas"):
+        y = run()
+
+    torch.testing.assert_close(y, plain)
+    assert ran == [False, True, True]
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from threading import get_ident
@@ -34,9 +35,9 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
 
     Neither its forward runs nor its own hooks, nor anything inside it, whatever it is called with
     and wherever it is called: a shared module is skipped in each place. (`edit_output` runs the
-    module, and replaces what it gave.) Calls from other threads run it; copies of the module run,
-    also those made in the block. In the block compiled models run eagerly, and the layers of a
-    TransformerEncoder call their parts, without PyTorch's fused path.
+    module, and replaces what it gave.) Calls from other threads run it, DataParallel's too; copies
+    of the module run, also those made in the block. In the block compiled models run eagerly, and
+    the layers of a TransformerEncoder call their parts, without PyTorch's fused path.
 
     Args:
         module: any module that is not scripted.
@@ -87,6 +88,12 @@ class _Skip:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value, in the thread of the block; else what the module gives."""
+        # A replica of DataParallel has the attributes of its module, this one too. Only the caller
+        # knows which of the two is called: `Module._wrapped_call_impl`, private, as old as `_CALL`.
+        called = sys._getframe(1).f_locals.get("self")
+        if isinstance(called, nn.Module) and called is not self.seen.module():
+            self.seen.missed = "replica"
+            return called._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not (self.on and in_thread(self.thread)):
             self.seen.missed = "thread"
             return self.run(*args, **kwargs)
