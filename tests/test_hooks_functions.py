@@ -404,6 +404,16 @@ def test_what_is_given_as_within_is_checked(net: nn.Sequential) -> None:
         hook_function(F.relu, grad=True, hook=torch.mean)
 
 
+def test_a_call_that_raises_an_error_is_reported_as_such(x: Tensor) -> None:
+    text = "'matmul:0' .*its call gave nothing to hooks: it raised an error"
+    with (
+        pytest.warns(NeverFiredWarning, match=text),
+        hook_function(torch.matmul),
+        pytest.raises(RuntimeError, match="Expected size"),
+    ):
+        x @ x
+
+
 # -- the block
 
 

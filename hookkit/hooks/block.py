@@ -246,6 +246,8 @@ def reason(h: Capture) -> str:
         return _NO_BACKWARD
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "MultiheadAttention uses its weights without calling it; hook the attention"
+    if type(module).__name__ == "FunctionCall":  # one is made as the function is called
+        return "its call gave nothing to hooks: it raised an error, or a compiler traced it"
     return "not called (module.forward(x) runs no hooks, module(x) does)"
 
 
