@@ -395,14 +395,31 @@ def test_rows_are_written_as_the_layers_run(tmp_path: Path) -> None:
 
     class Looks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            written.append(sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors")) % 4096)
+            sizes = {f.name[:5]: f.stat().st_size for f in tmp_path.rglob("*.safetensors")}
+            written.append(sizes)
             return x
 
     model = nn.Sequential(nn.Linear(4, 6), Looks(), nn.Linear(6, 3), Looks(), nn.ReLU()).eval()
 
-    collect(model, [torch.ones(4, 4)], ["0", "2", "4"], tmp_path)
+    collect(model, [torch.ones(4096, 4)], ["0", "2", "4"], tmp_path)
 
-    assert written == [4 * 6 * 4, 4 * 6 * 4 + 4 * 3 * 4]
+    first, second = (4096 + 4096 * width * 4 for width in (6, 3))  # behind the header
+    assert written == [{"00000": first}, {"00000": first, "00001": second}]
+
+
+def test_more_layers_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_OPEN", 2)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]).eval()
+
+    acts = collect(model, loader(23), nn.Linear, tmp_path / "a", shard_bytes=700)
+
+    monkeypatch.undo()
+    all_open = collect(model, loader(23), nn.Linear, tmp_path / "b", shard_bytes=700)
+    assert shard_rows(tmp_path / "a") == shard_rows(tmp_path / "b") == [8, 8, 7]
+    for name in all_open:
+        assert torch.equal(acts[name][:], all_open[name][:])
 
 
 def test_a_module_of_two_names_is_two_layers(tmp_path: Path) -> None:

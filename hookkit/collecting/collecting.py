@@ -73,7 +73,8 @@ def collect(
 
     A forward ends with the last layer that is wanted, from the second batch on, of a model in
     evaluation mode without hooks or wrappers, if each of the layers was called once in the first
-    batch and that changed no attribute, buffer or random state.
+    batch and that changed no attribute, buffer or random state. A layer that a later batch calls
+    again then gives its first call.
 
     Over several processes each writes the samples that its loader gives it, and none twice, and
     rank 0 an index: `Activations` reads all parts as one, in the order of the ids.

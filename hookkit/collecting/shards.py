@@ -15,8 +15,9 @@ import json
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from hookkit.collecting.batches import WHO
 from hookkit.collecting.index import IDS, Progress, check_extra, dtype_of, file_of, load, save
 from hookkit.errors import HookError, OptionError
 
+_OPEN = 100  # files that stay open, to open one costs 50 µs; a process may have 256 on some systems
 _HEAD = 4096  # bytes in front of the rows, of which safetensors' header takes about 100
 
 
@@ -123,6 +125,7 @@ class Shards(Store):
         super().__init__(self.folder / "progress.json", settings, shard_bytes)
         self._disk = ThreadPoolExecutor(1, "collect")
         self._ending: Future[None] | None = None
+        self._open: dict[str, BinaryIO] = {}  # files of this shard
 
     def _loaded(self, file: Path) -> Progress:
         return load(file, WHO)[0]
@@ -132,6 +135,9 @@ class Shards(Store):
 
     def __exit__(self, *error: object) -> None:
         self._disk.shutdown()
+        for file in self._open.values():  # after an error
+            with suppress(OSError):  # a full disk refuses what is still in the buffer
+                file.close()
         self._clear()
 
     @property
@@ -140,14 +146,21 @@ class Shards(Store):
         return self.folder / f".hookkit-{len(self.progress.rows)}.tmp"
 
     def _put(self, key: str, rows: Tensor, ids: Tensor) -> None:
-        if not self._n_bytes:
-            self._shard.mkdir(parents=True, exist_ok=True)
         data = rows.reshape(-1).resolve_neg().cpu().view(torch.uint8).numpy().data
-        # opened for each batch: of a thousand layers not all files can be open
-        with (self._shard / f"{key}.safetensors").open("ab") as file:
-            if not file.tell():
-                file.write(bytes(_HEAD))
-            file.write(data)
+        file = self._open.get(key) or self._opened(key)
+        file.write(data)
+        if key not in self._open:
+            file.close()
+
+    def _opened(self, key: str) -> BinaryIO:
+        if not self._open:
+            self._shard.mkdir(parents=True, exist_ok=True)
+        file = (self._shard / f"{key}.safetensors").open("ab")
+        if len(self._open) < _OPEN:
+            self._open[key] = file
+        if not file.tell():
+            file.write(bytes(_HEAD))
+        return file
 
     def end_batch(self, n_samples: int, ids: Tensor) -> None:
         """As `Store.end_batch`."""
@@ -165,19 +178,23 @@ class Shards(Store):
         shard, p = self._shard, self.progress
         if n := p.n_rows - sum(p.rows):
             p.rows.append(n)
-        self._ending = self._disk.submit(self._end, shard, n, copy.deepcopy(p))
+        state, files = copy.deepcopy(p), [*self._open.values()]
+        self._open = {}
+        self._ending = self._disk.submit(self._end, shard, n, state, files)
 
     def _wait(self) -> None:
         if self._ending is not None:
             self._ending.result()
 
-    def _end(self, shard: Path, n: int, progress: Progress) -> None:
+    def _end(self, shard: Path, n: int, progress: Progress, files: list[BinaryIO]) -> None:
+        for file in files:
+            file.close()
         for key, (shape, dtype) in progress.layers.items() if n else ():
             name = IDS if key == IDS else progress.name(key)
-            with (shard / f"{key}.safetensors").open("r+b") as file:
-                file.write(_header(name, [n, *shape], dtype_of(dtype)))
-                file.flush()
-                os.fsync(file.fileno())  # else a crash may leave the name on an empty file
+            with (shard / f"{key}.safetensors").open("r+b") as whole:
+                whole.write(_header(name, [n, *shape], dtype_of(dtype)))
+                whole.flush()
+                os.fsync(whole.fileno())  # else a crash may leave the name on an empty file
         if n:
             target = file_of(self.folder, len(progress.rows) - 1, IDS).parent
             shutil.rmtree(target, ignore_errors=True)  # of a process killed before the next line
