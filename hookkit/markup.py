@@ -132,11 +132,11 @@ def _row(cells: Sequence[str], side: Sequence[str]) -> str:
 
 
 def _is_words(cell: str) -> bool:
-    """Whether a cell is text: neither a number nor the mark of a missing one."""
+    """Whether a cell is text: neither a number, such as 4.1 k, nor the mark of a missing one."""
     try:
-        float(cell.replace(",", ""))
+        float(cell.replace(",", "").rstrip(" kMGT"))
     except ValueError:
-        return cell not in ("–", "")
+        return cell not in ("–", "NaN", "")
     return False
 
 

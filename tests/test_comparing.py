@@ -318,6 +318,6 @@ def test_text_html_frame_and_picture_show_the_first_difference() -> None:
     assert list(frame["name"]) == [r.name for r in found]
     ax = found.plot()
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "error", "own error", "first beyond",
+        "error", "own error, if any", "first beyond the tolerance",
     ]  # fmt: skip
     plt.close("all")

@@ -30,7 +30,7 @@ def test_a_fragment_brings_the_style_sheet() -> None:
 
 
 def test_numbers_stand_on_the_right_and_words_on_the_left() -> None:
-    rows = [["0", "Conv2d", "0.5", "–"], ["1", "ReLU", "nan", "1,024"]]
+    rows = [["0", "Conv2d", "0.5", "–"], ["1", "ReLU", "4.09 k", "1,024"]]
 
     html = table("Layers", ["layer", "type", "mean", "n"], rows)
 

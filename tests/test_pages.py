@@ -320,6 +320,15 @@ def test_a_path_or_title_that_is_no_text_is_refused(options: Any, what: str) -> 
         report(made.run(n=20), **options)
 
 
+def test_a_validation_loss_that_is_nan_is_no_missing_one(tmp_path: Path) -> None:
+    rows = ({"epoch": 0, "valid_loss": np.nan}, {"epoch": 1, "valid_loss": None})
+
+    html = html_of(Run(losses=np.ones(3), valid=rows), tmp_path)
+
+    assert "<td>NaN</td>" in html
+    assert "<td>–</td>" in html
+
+
 @pytest.mark.slow
 def test_the_table_of_many_layers_is_folded(tmp_path: Path) -> None:
     run = Run(made.record(made.transformer_names(), 3, hist=False))

@@ -82,3 +82,22 @@ def test_the_gradient_norm_is_spoken_of_where_it_is_drawn() -> None:
     assert "gradient norm" in captions.of_loss(with_norms)
     assert "No loss was recorded" in captions.of_loss(Run(grad_norms=np.ones(3)))
     assert captions.of_loss(Run(valid=({"epoch": 0, "step": 9},))) == ""
+
+
+def test_the_caption_of_dead_units_names_what_is_drawn() -> None:
+    ran = np.zeros((2, 9))
+    plain = made.record([("0", "Linear"), ("1", "ReLU")], 9)
+    dead = replace(plain, values={**plain.values, "dead": ran})
+    both = replace(plain, values={**plain.values, "dead": ran, "dormant": ran})
+    linear = made.record([("0", "Linear")], 9)
+    linear = replace(linear, values={**linear.values, "dead": ran[:1]})
+
+    assert captions.of_dead(dead) == "The share of units that are dead, a line a layer."
+    assert captions.of_dead(both) == "The share of units that are dead or dormant, a line a layer."
+    assert captions.of_dead(linear) == "The share of values near zero, a line a layer."
+    assert captions.of_dead(plain).endswith("For dead units: ActivationStats(units=True).")
+
+
+def test_the_colours_of_updates_are_explained_where_they_are_drawn() -> None:
+    assert "pale is 0.001 of a weight" in captions.of_run(made.run(n=20), [])
+    assert "pale" not in captions.of_run(replace(made.run(n=20), params=None), [])

@@ -758,7 +758,7 @@ def test_a_validation_loss_of_nan_is_marked() -> None:
     ax = plotting.plot_loss(Run(losses=np.ones(30), valid=rows)).axes[0]
 
     assert points_of(ax) == [(9, 1)]
-    (marked,) = [line for line in ax.lines if line.get_label() == "NaN or Inf in it"]
+    (marked,) = [line for line in ax.lines if line.get_label() == "validation loss: NaN or Inf"]
     assert list(marked.get_xdata()) == [19, 29]
 
 
@@ -949,6 +949,15 @@ def test_both_ends_of_a_spread_have_a_label() -> None:
     _, labels = bins.bin_ticks(edges, int(first), int(last), 5)
 
     assert labels == ["−1", "0", "1"]
+
+
+def test_where_every_decade_has_a_label_the_largest_has_too() -> None:
+    edges = log_bins().edges
+    first, last = np.searchsorted(edges, (-4, 0.16))
+
+    _, labels = bins.bin_ticks(edges, int(first), int(last), 9)
+
+    assert labels == ["−1", "−0.1", "−0.01", "−0.001", "0", "0.001", "0.01", "0.1"]
 
 
 @pytest.mark.parametrize("ends", [(0.2, 0.4), (0.5, 0.8), (-3e-3, -2e-3), (300.0, 700.0)])

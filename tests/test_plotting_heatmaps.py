@@ -56,7 +56,7 @@ def test_a_row_is_drawn_relative_to_its_own_beginning() -> None:
     assert limits == pytest.approx((-limits[1], limits[1]))
     assert limits[1] == pytest.approx(2, abs=0.1)
     when = "RMS of activations, change of each layer since steps 0–9"
-    assert title == f"{when} (0.001 to 50 then)"
+    assert title == f"{when}, when it was 0.001 to 50"
 
 
 def test_without_it_a_row_is_drawn_by_its_level() -> None:

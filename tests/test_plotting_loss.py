@@ -159,3 +159,14 @@ def test_where_no_loss_was_recorded_the_gradient_norm_has_the_room() -> None:
     loss, norm = (ax.get_window_extent().height for ax in figure.axes[:2])
 
     assert norm > 2 * loss
+
+
+@pytest.mark.parametrize("valid", [(), ({"valid_loss": np.nan, "step": 9},)], ids=["", "valid"])
+def test_without_a_finite_loss_there_is_no_scale_and_no_line_in_the_legend(valid: Any) -> None:
+    (ax,) = plotting.plot_loss(Run(losses=np.full(10, np.nan), valid=valid)).axes
+
+    assert not ax.yaxis.get_visible()
+    assert "no finite loss" in [text.get_text() for text in ax.texts]
+    legend = ax.get_legend()
+    said = [text.get_text() for text in legend.get_texts()] if legend else []
+    assert said == ["validation loss: NaN or Inf"] * len(valid)

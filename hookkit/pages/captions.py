@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hookkit.health.units import can_be_dormant, can_die
 from hookkit.records import Record, Run
 
 NAMED = 12
@@ -45,8 +46,12 @@ def in_words(record: Record) -> str:
 
 
 def of_run(run: Run, findings: Any) -> str:
-    """Of the heat-maps: what their rows and numbers are."""
+    """Of the heat-maps: what their rows, colours and numbers are."""
     text = "Layers from top to bottom, steps from left to right."
+    if run.params is not None and len(run.params):
+        text += (
+            " Updates: pale is 0.001 of a weight, a healthy pace; purple is faster, green slower."
+        )
     if any(finding.layers for finding in findings):
         text += " Numbers in the picture are those of the findings."
     return text
@@ -57,12 +62,11 @@ def of_loss(run: Run) -> str:
     norms = [run.grad_norms, run.params.values.get("grad_norm") if run.params else None]
     kinds = ["training"] * _is_known(run.losses)
     kinds += ["validation"] * any("valid_loss" in row for row in run.valid)
-    spikes = " Triangles mark values far above those of the steps before, if any."
     if not kinds:
         none = "The global gradient norm. No loss was recorded."
-        return none + spikes if any(map(_is_known, norms)) else ""
+        return none if any(map(_is_known, norms)) else ""
     text = f"{' and '.join(kinds)} loss by step".capitalize()
-    return text + ", and the global gradient norm" * any(map(_is_known, norms)) + "." + spikes
+    return text + ", and the global gradient norm" * any(map(_is_known, norms)) + "."
 
 
 def _is_known(values: Any) -> bool:
@@ -73,6 +77,22 @@ def of_lines(record: Record) -> str:
     """Of means and standard deviations."""
     text = f"Means and standard deviations of {record.kind}s, a line a layer."
     return text + extremes(record, "std", "the standard deviation")
+
+
+def of_dead(record: Record) -> str:
+    """Of dead and dormant units, or of values near zero where there are none of these."""
+    able = {"dead": can_die(record), "dormant": can_be_dormant(record)}
+    known = [
+        kind
+        for kind, rows in able.items()
+        if kind in record.values and _is_known(record.values[kind][rows])
+    ]
+    if known:
+        return f"The share of units that are {' or '.join(known)}, a line a layer."
+    text = "The share of values near zero, a line a layer."
+    return (
+        text if "dead" in record.values else f"{text} For dead units: ActivationStats(units=True)."
+    )
 
 
 def of_updates(record: Record) -> str:

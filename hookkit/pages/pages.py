@@ -30,7 +30,7 @@ from hookkit.version import __version__
 DPI = 100
 """Of what is pixels in a picture: one to a pixel of the page; 130 would be a fifth more bytes."""
 
-UNFOLDED = 100
+UNFOLDED = 24
 """Rows up to which the table of layers is shown unfolded."""
 
 
@@ -175,8 +175,7 @@ def _pictures_of(record: Record) -> Iterator[str]:
     kind, text = f"{record.kind}s", captions.in_words(record)
     pictures = [("plot_stats", captions.of_lines(record))]
     if record.kind == "activation":
-        what = "The share of dead or dormant units, or of values near zero: the title says which."
-        pictures += [("plot_dead", what)]
+        pictures += [("plot_dead", captions.of_dead(record))]
     if record.hist is not None:
         when = "at the last step at which most layers had finite values"
         pictures += [("plot_density", f"How {kind} were spread {when}, a line a layer.")]
@@ -228,8 +227,11 @@ def _layer_table(record: Record) -> str:
 
 
 def _cell(value: Any, key: str = "") -> str:
-    if value is None or (isinstance(value, float) and np.isnan(value)):
+    """A value as text; of a statistic, `key`, NaN says that it is not known."""
+    if value is None or (key and isinstance(value, float) and np.isnan(value)):
         return "–"
+    if isinstance(value, float) and np.isnan(value):
+        return "NaN"
     if key == "nonfinite":
         return f"{value:,.0f}"
     return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)

@@ -112,10 +112,11 @@ def _round_values(edges: Floats, low: float, high: float, most: int) -> Floats:
     tops = [int(np.floor(np.log10(end) + 1e-9)) for end in (-low, high) if end > least]
     if tops and linear_part(edges) is not None:
         # Whole decades, the same ones for both signs, from the largest down. Where the two ends are
-        # about as large, from the smaller of them, so that both get a label.
-        bottom, alike = int(np.ceil(np.log10(least) - 1e-9)), max(tops) - min(tops) <= 1
+        # about as large, and only some decades fit, from the smaller, so that both get a label.
+        bottom = int(np.ceil(np.log10(least) - 1e-9))
         n_decades = sum(top - bottom + 1 for top in tops)
         every = max(1, -(-n_decades // (most - 1)))
+        alike = every > 1 and max(tops) - min(tops) <= 1
         powers = 10.0 ** np.arange(min(tops) if alike else max(tops), bottom - 1, -every)
         ticks = np.unique(np.concatenate(([0.0], powers, -powers)))
         ticks = ticks[(low <= ticks) & (ticks <= high)]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def plot_errors(comparison: Any, *, ax: Any = None) -> Axes:
     """The relative error ‖a−b‖/‖a‖ of each output, in the order in which layers finish; the Axes.
 
-    Of a `Comparison`: blue is the error, orange what a module adds itself (with `isolate=True`). A
-    ring marks the first output beyond the tolerance. Outputs that are equal are drawn at the
-    bottom, which is called so, and errors that are not finite at the top.
+    Of a `Comparison`: blue is the error, orange what a module adds itself, if it adds any (with
+    `isolate=True`). A ring marks the first output beyond the tolerance. Outputs that are equal are
+    drawn at the bottom, which is called so, and errors that are not finite at the top.
     """
     rows = [r for r in comparison if r.what == "output" and not r.problem]
     ax = new_axes(ax, 10, 3.6)
-    title(ax, "relative error by depth")
+    title(ax, "Relative error by depth")
     if not rows:
         nothing(ax, "nothing to compare")
         return ax
@@ -34,15 +34,19 @@ def plot_errors(comparison: Any, *, ax: Any = None) -> Axes:
     low, high = _scale(ax, np.concatenate([errors, own]))
     line(ax, x, np.clip(np.nan_to_num(errors, nan=high, posinf=high), low, high), color=BLUE,
          marker="o", ms=3, label="error")  # fmt: skip
-    if np.isfinite(own).any():
-        ax.plot(x, np.clip(own, low, high), "s", color=ORANGE, ms=4, label="own error")
+    if np.isfinite(own).any():  # none at the bottom: many would hide the line there
+        some = np.where(own > 0, np.clip(own, low, high), np.nan)
+        ax.plot(x, some, "s", color=ORANGE, ms=4, label="own error, if any")
     first = next((i for i, r in enumerate(rows) if r is comparison.first), None)
     if first is not None:
         at = min(max(errors[first], low), high)
-        ax.plot([first], [at], "o", mfc="none", mec=ORANGE, ms=12, label="first beyond")
+        ax.plot(
+            [first], [at], "o", mfc="none", mec=ORANGE, ms=12, label="first beyond the tolerance"
+        )
     ticks = layer_ticks([r.name or "(model)" for r in rows], [r.type for r in rows], 20, 30)
     ax.set_xticks([i for i, _ in ticks], [literal(t) for _, t in ticks], rotation=35, ha="right")
-    ax.legend(frameon=False, fontsize=8)
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "ncols": 3}
+    ax.legend(frameon=False, fontsize=8, **place)  # above the panel: within, it may lie on lines
     plain(ax)
     return ax
 

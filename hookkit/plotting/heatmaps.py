@@ -171,7 +171,7 @@ def _shown(record: Record, relative: bool) -> Shown:
     last = int(record.steps[max(1, len(record) // 10) - 1])
     when = f"steps {record.steps[0]}–{last}" if last > record.steps[0] else f"step {last}"
     least, largest = (f"{10**end:.2g}" for end in arrays.span(starts))
-    then = f" ({least} to {largest} then)" if np.isfinite(starts).any() else ""
+    then = f", when it was {least} to {largest}" if np.isfinite(starts).any() else ""
     head = f"RMS of {KINDS[record.kind]}, change of each layer since {when}{then}"
     return Shown(table, (-most, most), "log10 of RMS\nnow : at first", head, none)
 

@@ -81,13 +81,15 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
     if len(losses) or points:
         _series(ax, np.arange(len(losses)), losses, "training loss", skip_start)
         valid = _valid_points(ax, points, skip_start)
-        _key(ax)
-        losses = losses[skip_start:]
-        low, high = arrays.span(np.concatenate([losses, valid]))
-        if high > 100 * low > 0:
-            log_y(ax, np.concatenate([losses, valid]))
+        shown = np.concatenate([losses[skip_start:], valid])
+        low, high = arrays.span(shown)
+        if not np.isfinite(shown).any():
+            nothing(ax, "no finite loss", keep_x=True)
+        elif high > 100 * low > 0:
+            log_y(ax, shown)
         elif low <= 0:
-            signed_log_if_wide(ax, np.concatenate([losses, valid]))
+            signed_log_if_wide(ax, shown)
+        _key(ax)
     else:
         nothing(ax, "no loss was recorded")
     title(ax, "Loss")
@@ -96,6 +98,8 @@ def _losses(ax: Any, run: Run, skip_start: int, with_valid: bool) -> None:
 
 def _key(ax: Any) -> None:
     """Which line is which, above the panel and the numbers of its epochs: it lies on no line."""
+    if not ax.get_legend_handles_labels()[0]:
+        return
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "ncols": 5}
     ax.legend(fontsize=8, frameon=False, borderaxespad=1.5, columnspacing=1.2, **place)
 
@@ -110,6 +114,8 @@ def _series(ax: Any, steps: Any, values: Floats, name: str, skip_start: int) -> 
     shown = steps >= skip_start
     mark_broken(ax, steps[shown], arrays.broken_series(values)[shown])
     known = np.isfinite(values)
+    if not known.any():
+        return plain(ax)
     steps, values = steps[known], values[known]
     first, few = int(np.searchsorted(steps, skip_start)), len(values) < 30
     raw = {"color": FAINT, "lw": 0.7, "marker": "." if few else ""}
@@ -136,8 +142,13 @@ def _valid_points(ax: Any, points: list[tuple[float, float]], skip_start: int) -
     at, losses = np.array(points).T
     fine = np.isfinite(losses)
     style = {"color": ORANGE, "mec": ink(ax), "mew": 0.6, "ms": 5, "lw": 1}
-    ax.plot(at[fine], losses[fine], "o-", **style, label="validation loss")
+    if fine.any():
+        ax.plot(at[fine], losses[fine], "o-", **style, label="validation loss")
     if not fine.all():
-        top = {"transform": ax.get_xaxis_transform(), "color": ALARM, "label": f"{BROKEN} in it"}
+        top = {
+            "transform": ax.get_xaxis_transform(),
+            "color": ALARM,
+            "label": f"validation loss: {BROKEN}",
+        }
         ax.plot(at[~fine], np.full((~fine).sum(), 0.98), "x", ms=5, **top)
     return np.asarray(losses, dtype=np.float64)
