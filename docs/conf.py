@@ -62,6 +62,8 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False  # a sentence with a colon is no type: types are the annotations
 
+toc_object_entries_show_parents = "hide"  # `fit`, not `Learner.fit`: there is a column for it
+
 html_theme = "pydata_sphinx_theme"
 html_title = f"hookkit {version}"
 html_static_path = ["_static"]

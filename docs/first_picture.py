@@ -1,10 +1,14 @@
-"""Draws nbs/images/mended.png: a training that fails, named by `diagnose`, and the mended one."""
+"""Draws nbs/images/mended.png: a training that fails, named by `diagnose`, and the mended one.
+
+python docs/first_picture.py nbs/images
+"""
 
 import sys
-import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from matplotlib import rc_context, style
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import nn
@@ -36,17 +40,25 @@ def train(lr: float, warm: int) -> Run:
     return w.run_record()
 
 
-def main(path: Path) -> None:
-    """Draws both runs side by side into a PNG file."""
-    fig = Figure((16, 7.6), layout="constrained")
-    for part, (lr, warm) in zip(fig.subfigures(1, 2), ((0.1, 1), (1e-3, 20)), strict=True):
-        run = train(lr, warm)
-        found = run.diagnose()
-        alarms = [f for f in found.findings if f.severity != "note"]
-        plot_run(run, findings=alarms, fig=part)
-        said = [f"lr={lr:g}: {found.headline}", *(f"{f.rule}: {f.evidence}" for f in alarms[:1])]
-        part.suptitle("\n".join(textwrap.fill(line, 90) for line in said), fontsize=12)
-    save(fig, path, dpi=80)
+def draw(runs: dict[float, Run], path: Path) -> None:
+    """Draws gradients and updates of the runs side by side into a PNG file."""
+    fig = Figure((10, 5), layout="constrained")
+    for part, (lr, run) in zip(fig.subfigures(1, 2), runs.items(), strict=True):
+        plot_run(replace(run, activations=None), findings=[], fig=part)
+        found = [f for f in run.diagnose() if f.severity != "note"]
+        named = f"{found[0].severity}: {found[0].rule}" if found else "healthy"
+        loss = f"the loss goes from {run.losses[0]:.2g} to {run.losses[-20:].mean():.2g}"
+        words = {"x": 0.02, "ha": "left", "fontsize": 10, "weight": "bold"}
+        part.suptitle(f"lr={lr:g}: {named}\n{loss}", **words)
+    save(fig, path, dpi=130)
+
+
+def main(folder: Path) -> None:
+    """Draws mended.png, and mended_dark.png for dark pages."""
+    runs = {lr: train(lr, warm) for lr, warm in ((0.1, 1), (1e-3, 20))}
+    draw(runs, folder / "mended.png")
+    with rc_context(dict(style.library["dark_background"], **{"figure.facecolor": "#14181e"})):
+        draw(runs, folder / "mended_dark.png")
 
 
 if __name__ == "__main__":
