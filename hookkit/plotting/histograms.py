@@ -170,7 +170,7 @@ def _tiles(ax: Any, record: Record, rows: list[int], grid: Grid) -> None:
             ax.annotate(literal(name), at, (0, 3.5), fontsize=8, **text)
     x = np.concatenate([xs + c * right for c in range(grid.columns)])
     y = np.concatenate([ys + r * up for r in range(grid.rows)])
-    colours = colour_map("viridis", 8 * DECADES, bad="none", under=NEVER, over=ALARM)
+    colours = colour_map("viridis", 5 * DECADES, bad="none", under=NEVER, over=ALARM)
     limits = {"vmin": top - DECADES, "vmax": top, "rasterized": True}
     mesh = ax.pcolormesh(x, y, image[:-1, :-1], cmap=colours, **limits)
     _tile_axes(ax, record, bins, grid, up)
