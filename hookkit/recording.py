@@ -63,7 +63,7 @@ class RecordSwitch(Block):
 
 
 class HookCallback(Callback):
-    """Hooks on the modules of the model while it trains: `self.hooks`, taken off at the end.
+    """Hooks the modules of a model while it trains; the hooks are removed at the end.
 
     What `hook` returns for each module is in `self.hooks.stored`, in the order of `names`, and
     stays readable after the fit. Without a `hook` that is the output. Modules are looked up again
@@ -75,7 +75,7 @@ class HookCallback(Callback):
     Args:
         modules: which: a module, a name, a glob, a type, a predicate, or a list of these, as for
             `select`; None takes every module without children that has parameters, [] none.
-        every: records one training batch in so many, beginning with the first of each fit, and no
+        every: records every n-th training batch, beginning with the first of each fit, and no
             validation batch; None records all.
         remove_end: takes the hooks off at the end of the fit; after an error they go in any case.
         is_forward: calls `hook(m, inputs, outputs)` after each forward; False calls

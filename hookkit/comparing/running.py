@@ -43,7 +43,7 @@ def compare_models(
     isolate: bool = False,
     **kwargs: Any,
 ) -> Comparison:
-    """What the layers of two models give for the same inputs, layer by layer.
+    """Compares what two models give for the same inputs, layer by layer.
 
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same

@@ -42,8 +42,8 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
     tasks that take turns in one, all.
 
     Args:
-        ms: modules, as many as there are; a Sequential is its children. A mapping, such as what
-            `select` returns, has names.
+        ms: any number of modules. A Sequential stands for its children. Of a mapping, such as what
+            `select` returns, the hooks can be read by name.
         hook_func: `f(module, input, output)`, or of one parameter `f(output)`; what it returns is
             stored. None stores the output.
         is_forward: False registers PyTorch's full backward hooks: `f(module, grad_in, grad_out)`.

@@ -32,12 +32,13 @@ def hook_output(
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as a
-    reference; reading it warns if it was changed since, or is not as the options demand.
+    reference; reading it warns if it has changed since, or if an option (`cpu`, `dtype`, …) was
+    not applied to it.
 
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
-    arrived), filled in by the backward pass: what every use of that tensor sends back, also by
-    another hook that keeps it. Uses inside the module by its other outputs do not count, nor,
-    where the module returns its input, those of the input.
+    arrived), filled in by the backward pass: the sum over all uses of that tensor after the module
+    has returned it. What the module itself computes from it does not count, nor, where the module
+    returns its input, what else the input is used for.
 
     Args:
         module: the layer. It holds the hook, until `remove()` or the end of the `with`.
@@ -46,13 +47,13 @@ def hook_output(
         cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` call, or `"all"`, then in `.calls`.
+        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
             that was overwritten since warns.
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when it has fired.
         retain_grad: stores both: the output in `.stored`, its gradient in `.grad`.
-        prepend: before the hooks that the module has, and their edits, instead of after them.
+        prepend: runs before the hooks that the module has, and their edits, not after them.
 
     Returns:
         The `Hook`, registered already: `.stored`, `.n_calls`, `.remove()`; a context manager.
@@ -97,20 +98,20 @@ def hook_outputs(
     Each stores as `hook_output` does.
 
     Args:
-        modules: modules, as many as there are; a Sequential is its children, as in fastai; what
-            `select` returns has names, and so has a dict.
+        modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
+            `select` returns, or of a dict, the hooks can be read by name.
         detach: stores tensors without their graph; a snapshot, which later in-place operations
             do not change.
         cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` call, or `"all"`, then in `.calls`.
+        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
             that was overwritten since warns.
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when the last of them has fired.
-        retain_grad: stores both: outputs in `.stored`, its gradient in `.grad`.
-        prepend: before the hooks that the module has, and their edits, instead of after them.
+        retain_grad: stores both: outputs in `.stored`, and in each hook's `.grad` their gradients.
+        prepend: runs before the hooks that the module has, and their edits, not after them.
 
     Returns:
         The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
@@ -165,13 +166,13 @@ def hook_input(
         cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` call, or `"all"`, then in `.calls`.
+        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
             that was overwritten since warns.
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when it has fired.
         retain_grad: stores both: the inputs in `.stored`, its gradient in `.grad`.
-        prepend: before the hooks that the module has, and their edits, instead of after them.
+        prepend: runs before the hooks that the module has, and their edits, not after them.
 
     Returns:
         The `Hook`, registered already; `.stored` is an `Inputs`: a tuple of the positional inputs
@@ -213,20 +214,20 @@ def hook_inputs(
     Each stores as `hook_input` does.
 
     Args:
-        modules: modules, as many as there are; a Sequential is its children, as in fastai; what
-            `select` returns has names, and so has a dict.
+        modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
+            `select` returns, or of a dict, the hooks can be read by name.
         detach: stores tensors without their graph; a snapshot, which later in-place operations
             do not change.
         cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` call, or `"all"`, then in `.calls`.
+        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
             that was overwritten since warns.
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when the last of them has fired.
         retain_grad: stores both: inputs in `.stored`, its gradient in `.grad`.
-        prepend: before the hooks that the module has, and their edits, instead of after them.
+        prepend: runs before the hooks that the module has, and their edits, not after them.
 
     Returns:
         The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.

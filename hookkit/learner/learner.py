@@ -91,7 +91,7 @@ class Learner(Predicting, Tables, Views, Named):
         xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.
-        autocast, scaler: what the forward pass is within, and the GradScaler of the steps, in a fit
+        autocast, scaler: the context of the forward pass, and the GradScaler of the steps, in a fit
             with MixedPrecision.
         frozen_idx: the first parameter group that is trained.
         final_record: losses and metrics of the last epoch or validation.

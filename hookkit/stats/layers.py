@@ -49,10 +49,11 @@ class ActivationStats(LayerStats):
         with_hist: whether to keep a histogram of each layer too, from `sample` of its values.
         modules: which, as for `select`; None takes every module without children that has
             parameters.
-        every: records one optimizer step in so many, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit.
         remove_end: takes the hooks off at the end of the fit.
         is_forward: False records the gradients of the outputs, as `GradientStats`.
-        detach, cpu: fastai's; always so: values are detached, and on the CPU when they are read.
+        detach, cpu: as in fastai, without effect: values are always detached, and on the CPU when
+            they are read.
         include_paramless: with `modules=None`, takes modules without parameters too.
         hook: `hook(module, inputs, output)` gives what to record in place of the output (with
             `is_forward=False`: of gradients of inputs and of outputs); a subclass's method of that
@@ -60,14 +61,15 @@ class ActivationStats(LayerStats):
         on_train: whether training is recorded.
         on_valid: records each validation as one record, apart: `record(valid=True)`.
         units: counts dead, dormant and saturated units (channels) over the last `window` records,
-            at least half of it; dead from all values, dormant on a CPU from about 32,768 of a layer
-            and record, others each time. Dead units give nothing but 0; of a layer that a ReLU
-            alone reads (as the graph of the first batch shows) those that are never above 0.
+            at least half of them. A unit is dead if it gives nothing but 0; in a layer that only a
+            ReLU reads (as the graph of the first batch shows), if it is never above 0. Dead units
+            are judged by all values, dormant ones on a CPU by about 32,768 of each layer and
+            record, others each time.
         eps: a value of at most this size is near zero.
         bins: of the histogram: `(low, high)`, `(low, high, n)`, edges, or `log_bins(…)`; None:
             signed logarithmic, two per octave from 2**-12 to 2**12.
-        sample: values per layer and step that the histogram counts; the distribution function is
-            right to 0.021 for 4096 (95 %, Dvoretzky-Kiefer-Wolfowitz).
+        sample: how many values per layer and step the histogram counts. With 4096 the distribution
+            function is within 0.021 of the true one (95 %, Dvoretzky-Kiefer-Wolfowitz).
         exact_hist: counts every value instead.
         window: of `units`, in records.
         functions: torch functions whose calls are recorded too, for activations that are no module:
@@ -220,7 +222,7 @@ class GradientStats(LayerStats):
         with_hist: whether to keep a histogram of each row too, from `sample` of its values.
         modules: which, as for `select`; None takes every module without children that has
             parameters.
-        every: records one optimizer step in so many, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit.
         remove_end: takes the hooks off at the end of the fit.
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"`, `"params"` or `"both"`; parameters are rows called by their own names.

@@ -38,7 +38,7 @@ class ParamStats(Exports, Callback):
     Costs a copy of the weights, and about three reads of them in each recorded step.
 
     Args:
-        every: records one optimizer step in so many, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit.
 
     Raises:
         OptionError: `every` is below 1.

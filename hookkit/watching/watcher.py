@@ -76,8 +76,8 @@ def watch(
             `ActivationStats(every=10, units=True)` and `ParamStats(every=10)`.
         resume: the Run that this training goes on from, or the file that `w.save(path)` wrote of
             it. Steps and epochs are counted on, from within an epoch if it was written there, and
-            what is read of the Watcher is both as one run; the recorders themselves have the new
-            part. Weights are yours to load.
+            what is read of the Watcher is both as one run; the recorders themselves hold
+            only the new part. Weights are yours to load.
 
     Returns:
         The `Watcher`, for the `with`; it reads what was recorded afterwards too.
