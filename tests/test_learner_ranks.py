@@ -28,7 +28,7 @@ from hookkit.data import DataLoaders
 from hookkit.errors import HookError, HookkitWarning, OptionError
 from hookkit.events import CancelFitException
 from hookkit.learner import Learner
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
 accelerate = pytest.importorskip("accelerate")
 DataLoaderConfiguration = accelerate.utils.DataLoaderConfiguration
@@ -507,3 +507,42 @@ def test_the_error_where_gradients_are_averaged_says_when_and_who(tmp_path: Path
     words = "the loss was scalar, epoch 0, batch 1 .training.\n"
     words += "rank 0 of 2 was in the backward pass, where the ranks average their gradients"
     assert re.match(words, (tmp_path / "notes").read_text())
+
+
+class BadAside(nn.Module):
+    """On rank 1 it makes a NaN in the second batch, which no loss and no gradient gets."""
+
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += self.training
+        return x * (float("nan") if self.training and self.n == 2 and ranks.rank() else 1.0)
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.aside = nn.Linear(3, 1), BadAside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(x)
+        return self.a(x)
+
+
+def skipped(rank: int, folder: Path) -> None:
+    learn = learner(None)
+    learn.model = Beside()
+    with context(learn):
+        learn.fit(1, 0.1, cbs=[FlightRecorder("skip"), ActivationStats()])
+    weights = [p.tolist() for p in learn.model.parameters()]
+    found = weights, learn.n_steps, [i.name for i in learn.flight_recorder.incidents]
+    (folder / f"skipped{rank}").write_text(repr(found))
+
+
+def test_a_step_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
+    in_ranks(skipped, tmp_path)
+
+    first, second = ((tmp_path / f"skipped{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    assert first.endswith("1, ['aside'])")

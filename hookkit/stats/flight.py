@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import ranks
+from hookkit.callbacks.readout import across_ranks
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.devices import sent
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
@@ -54,6 +55,9 @@ class FlightRecorder(HookCallback):
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
 
     A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
+
+    In `distrib_ctx` a step that one rank has to skip is skipped by all: there `"skip"` sends
+    one number a step.
 
     In a step with a closure the first evaluation decides whether the step is skipped. Under a
     GradScaler overflowing gradients are no incident: it skips such steps itself. An output counts
@@ -157,8 +161,15 @@ class FlightRecorder(HookCallback):
         self._note_gradients()
         bad = self._look_now()
         self._noted, self._checked = self._switch.late and not within, not within
-        if bad and self.on_nonfinite == "skip":
+        if self.on_nonfinite == "skip" and self._anywhere(bad):
             raise CancelStepException
+
+    def _anywhere(self, bad: bool) -> bool:
+        """Whether a rank has found something: in `distrib_ctx` all of them skip a step, or none."""
+        if not across_ranks(self.learn):
+            return bad
+        with ranks.together(f"look for NaN and Inf before a step{self.learn._where()}"):
+            return bool(ranks.greatest(torch.tensor(int(bad), device="cpu")))
 
     def _warn_too_late(self, why: str) -> None:
         if self.on_nonfinite == "skip" and not self._warned:
