@@ -86,6 +86,17 @@ def test_a_resumed_watch_is_one_run_with_what_came_before(
     assert later.activation_stats.record().steps[0] == 6
 
 
+def test_a_fact_of_the_users_is_no_count_of_batches(nets: list[nn.Module]) -> None:
+    w = watched(nets[0])
+    w.info["n_batches"] = 500
+
+    later = trained(watched(nets[0], resume=trained(w, 1).run_record()), 1).run_record()
+
+    assert later.info["n_batches"] == 500
+    assert later.params is not None
+    assert later.params.iters.tolist() == list(range(6))
+
+
 def test_a_resumed_watch_is_saved_copied_and_resumed_again(
     nets: list[nn.Module], tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
         info={
             **info_of(runner),
             **({"rank": ranks.this_rank()} if alone else {}),
-            "n_batches": runner.train_iter,
+            "train_iter": runner.train_iter,
             **({"within_epoch": True} if vars(runner).get("_in_epoch") else {}),
             **({"first_step": first} if (first := vars(runner).get("first_step")) else {}),
             **vars(runner).get("info", {}),

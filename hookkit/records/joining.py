@@ -183,8 +183,8 @@ def moved_epoch(row: dict[str, Any], shift: Shift) -> dict[str, Any]:
 def joined_info(run: Run, later: Run) -> dict[str, Any]:
     """The facts of both; where they differ, those of the later one."""
     info = {**later.info, **run.info, **{k: x for k, x in later.info.items() if x is not None}}
-    if "n_batches" in info:
-        info["n_batches"] = n_batches(run) + n_batches(later)
+    if "train_iter" in info:
+        info["train_iter"] = n_batches(run) + n_batches(later)
     for fact, of in (("within_epoch", later), ("first_step", run)):
         if fact not in of.info:
             info.pop(fact, None)
@@ -194,7 +194,7 @@ def joined_info(run: Run, later: Run) -> dict[str, Any]:
 def n_batches(run: Run) -> int:
     """How many training batches there were; up to its last column, where a run does not know it."""
     lasts = [int(r.iters[-1]) + 1 for r in run.records if len(r)]
-    return int(run.info.get("n_batches", max(lasts, default=0)))
+    return int(run.info.get("train_iter", max(lasts, default=0)))
 
 
 def shift_after(run: Run, later: Run) -> Shift:
@@ -220,5 +220,5 @@ def run_until(run: Run, n: int) -> Run:
         **cut,
         valid=cut_epochs(run.valid, n),
         incidents=tuple(i for i in run.incidents if i.step < n),
-        info={**run.info, "n_batches": min(after, default=n_batches(run))},
+        info={**run.info, "train_iter": min(after, default=n_batches(run))},
     )
