@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookkit.editing import edit_output, scale, skip_module
 from hookkit.errors import NeverFiredWarning
 from hookkit.features import feature_extractor
-from hookkit.hooks import Hook, hook_input, hook_output, hook_outputs
+from hookkit.hooks import Hook, hook_function, hook_input, hook_output, hook_outputs
 from hookkit.selecting import select
 
 Parallel = Callable[[nn.Module], nn.Module]
@@ -191,6 +191,20 @@ def test_a_module_that_is_skipped_runs_in_replicas_as_itself(
 
     torch.testing.assert_close(y, plain)
     assert ran == [False, True, True]
+
+
+def test_functions_that_only_replicas_call_are_reported_as_such(
+    parallel: Parallel, net: nn.Sequential, x: Tensor
+) -> None:
+    model, text = parallel(net), r"relu was never .* They ran in another thread, as DataParallel's"
+
+    with (
+        pytest.warns(NeverFiredWarning, match=text),
+        hook_function(torch.relu, within=model) as h,
+    ):
+        model(x)
+
+    assert len(h) == 0
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])

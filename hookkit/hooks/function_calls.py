@@ -87,6 +87,7 @@ class FunctionCalls(TorchFunctionMode):
     def reset(self) -> None:
         """Forgets all calls."""
         self.inside: list[str] = []  # the modules of `within` whose forward runs
+        self.elsewhere = False  # whether one of them ran in another thread
         self.counts: dict[str, dict[str, int]] = {}
         self.calls: dict[str, FunctionCall] = {}
         self.others: dict[Any, Callable[..., Any] | None] = {}  # unwanted functions, see `opened`
@@ -178,6 +179,7 @@ class FunctionCalls(TorchFunctionMode):
         """Sees calls from now on."""
         take_off(self, self.on)  # of a forward that was interrupted
         self.inside.clear()
+        self.opened.clear()
         self.on = True
         if self.hooks is not None:
             self.hooks.switch.on = True
@@ -195,10 +197,12 @@ class FunctionCalls(TorchFunctionMode):
         """What notes that the forward of a module begins, and that it ends, by an error too."""
 
         def enter(*_: Any) -> None:
-            if in_thread(self.block.thread):
-                self.inside.append(name)
-                if self.numbers == "forward":
-                    self.counts.pop(name, None)
+            if not in_thread(self.block.thread):
+                self.elsewhere = True
+                return
+            self.inside.append(name)
+            if self.numbers == "forward":
+                self.counts.pop(name, None)
 
         def leave(*_: Any) -> None:
             if in_thread(self.block.thread) and name in self.inside:

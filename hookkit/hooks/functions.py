@@ -92,6 +92,11 @@ class FunctionHooks(Hooks):
         seen = f" Called were {', '.join(others[:12])}{', …' * bool(others[12:])}." * bool(others)
         wanted = " or ".join(dict.fromkeys(self._calls.names.values()))
         where = "inside the block" if self._calls.within is None else "within these modules"
+        if self._calls.elsewhere:
+            seen = (
+                " They ran in another thread, as DataParallel's replicas do, where functions are "
+                "not seen: run the module itself (model.module)."
+            )
         return f"{self._block.options.who}: {wanted} was never called {where}.{seen}"
 
     def __repr__(self) -> str:
