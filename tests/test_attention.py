@@ -192,6 +192,14 @@ def test_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found["attn"], attention_weights(model, x, x)["attn"])
 
 
+def test_a_device_without_autocast() -> None:
+    q = torch.randn(2, 3, 5, 4, device="meta")
+
+    found = attention_weights(Attend(), q, q, q)
+
+    assert found[""].shape == (2, 3, 5, 5)
+
+
 def test_a_model_without_such_attention_is_an_error() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
 
