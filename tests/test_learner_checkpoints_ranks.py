@@ -63,6 +63,8 @@ def assert_close(a: Run, b: Run) -> None:
         )
         for name, table in x.values.items():
             np.testing.assert_allclose(table, y.values[name], 1e-6, 1e-12, err_msg=name)
+        for name in ("first_variation", "given_rms", "given_max", "given_variation"):
+            np.testing.assert_allclose(x.meta.get(name, 0), y.meta.get(name, 0), err_msg=name)
         if x.hist is not None:
             np.testing.assert_array_equal(x.hist, y.hist)
 

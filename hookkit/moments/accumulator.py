@@ -377,13 +377,15 @@ class StatsAccumulator:
     def _take_all_ranks(self, own: StatsAccumulator) -> None:
         history = own.history
         tables = reading.tables_of(history, len(own.names), own.options)
+        if own.variation is not None:
+            tables["variation"] = own.variation.read(len(own.names))
         names, types, found, units = merged(own, tables)
         self._layers = _Layers()
         self.rows(names, types)
         row_of = [names.index(name) for name in own.names]
         self.dtypes = {row_of[row]: dtype for row, dtype in own.dtypes.items()}
         if own.variation is not None:
-            self.variation = own.variation.moved(row_of)
+            self.variation = Variation.of(found.pop("variation"))
         found = {k: t.to(tables[k].dtype) if k in tables else t for k, t in found.items()}
         history = history.of_cpu(found)
         buffers = Buffers(own.options, _CPU, len(names), units.units) if units else None

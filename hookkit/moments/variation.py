@@ -80,11 +80,14 @@ class Variation:
             table[row, 2:] = torch.tensor(given, dtype=torch.float64, device="cpu")
         return table
 
-    def moved(self, row_of: Sequence[int]) -> Variation:
-        """A copy in which row `i` is row `row_of[i]`."""
-        new = Variation()
-        new._looks = {row_of[row]: [*found] for row, found in self._looks.items()}
-        new._given = {row_of[row]: given for row, given in self._given.items()}
+    @classmethod
+    def of(cls, table: Tensor) -> Variation:
+        """One that reads as the (rows, 5) `table` does, such as the means over ranks."""
+        new = cls()
+        for row, known in enumerate(table):
+            looks = known[:2][~known[:2].isnan()]
+            new._looks |= {row: [*looks.unbind()]} if len(looks) else {}
+            new._given |= {} if known[2].isnan() else {row: known[2:].clone()}
         return new
 
     def __getstate__(self) -> dict[str, Any]:
