@@ -158,6 +158,9 @@ def _restore_classes(classes: dict[type, dict[str, Any]]) -> None:
 
 def _emptied(container: Any, lost: set[int], before: _Contents) -> bool:
     """Takes `lost` out of `container`; True if nothing that holds the container needs a look."""
+    # from Python 3.13 on the collector names an object in place of its `__dict__`
+    attributes = getattr(container, "__dict__", None)
+    container = attributes if id(attributes) in before else container
     _, old = before.get(id(container), (None, None))
     if callable(clear := getattr(container, "cache_clear", None)):
         clear()
