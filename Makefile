@@ -15,7 +15,7 @@ STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
 DOCS  := $(VENV)/.hookkit-docs
 
-.PHONY: help env demo test test-gpu test-quick lint types format golden wheel integrations docs docs-serve clean
+.PHONY: help env demo test test-gpu test-quick lint types format golden wheel extras integrations docs docs-serve clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -68,14 +68,19 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 golden: $(STAMP)  ## rewrite the golden files after an intended change of output
 	$(BIN)/python -m pytest -q tests --update-golden
 
-wheel: $(STAMP)  ## build the wheel and test it with the sources out of sight
-	bash .ci/wheel
+wheel: $(STAMP)  ## build archive and wheel; the suite on it without slow and zoo, the sources out of sight
+	bash .ci/wheel tests --pyargs hookkit -n $(WORKERS) --dist loadfile -m "not slow and not zoo" $(ARGS)
+
+extras:  ## each extra alone, in an environment of its own
+	bash .ci/extras
 
 docs: $(DOCS)  ## build the site into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs docs/_build/html
 
-docs-serve: docs  ## build the site and show it on http://localhost:8000
-	$(BIN)/python -m http.server -d docs/_build/html 8000
+docs-serve: docs  ## build the site and show it on http://localhost:8000/hookkit, where it is published too
+	mkdir -p docs/_build/site/hookkit
+	ln -sfn ../../html docs/_build/site/hookkit/$$($(BIN)/python -c "import hookkit; print(hookkit.__version__)")
+	$(BIN)/python -m http.server -d docs/_build/site 8000
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist runs docs/_build .pytest_cache .mypy_cache .ruff_cache
