@@ -65,7 +65,7 @@ napoleon_use_rtype = False  # a sentence with a colon is no type: types are the 
 toc_object_entries_show_parents = "hide"  # `fit`, not `Learner.fit`: there is a column for it
 
 html_theme = "pydata_sphinx_theme"
-html_title = f"hookkit {version}"
+html_title = "hookkit"  # the menu beside it has the version
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_sidebars = {page: [] for page in ("index", "start")}  # nothing is below them
@@ -75,6 +75,8 @@ html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": True,
     "navbar_align": "left",
+    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "switcher": {"json_url": "_static/versions.json", "version_match": version},
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",

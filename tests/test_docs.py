@@ -1,6 +1,7 @@
 """The site's pages: each block runs and prints what is shown, and each public name is described."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def test_every_page_is_in_a_list_of_pages() -> None:
             listed |= {str(folder / n) + ".md" for n in names.splitlines() if n and n[0] != ":"}
 
     assert {p for p in PAGES if p not in listed} == {"index.md"}
+
+
+def test_the_version_menu_begins_with_this_version() -> None:
+    newest = json.loads((DOCS / "_static" / "versions.json").read_text())[0]
+
+    assert newest["version"] == hookkit.__version__
+    assert newest["url"] == f"/hookkit/{hookkit.__version__}/"
 
 
 # Made by a function, which documents what goes in: their constructors are not for users.
