@@ -15,7 +15,7 @@ STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
 DOCS  := $(VENV)/.hookkit-docs
 
-.PHONY: help env demo test test-gpu test-quick lint types format golden wheel extras integrations docs docs-serve clean
+.PHONY: help env demo test test-gpu test-quick bench bench-gpu lint types format golden wheel extras integrations docs docs-serve clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,12 @@ wheel: $(STAMP)  ## build archive and wheel; the suite on it without slow and zo
 
 extras:  ## each extra alone, in an environment of its own
 	bash .ci/extras
+
+bench: $(INTEG)  ## all benchmarks with peers in one run, as benchmarks/TABLE.md (ARGS=--full for more rounds)
+	$(BIN)/python benchmarks $(ARGS)
+
+bench-gpu: $(STAMP)  ## those that run on a CUDA device, as benchmarks/TABLE_cuda.md
+	$(BIN)/python benchmarks --device cuda $(ARGS)
 
 docs: $(DOCS)  ## build the site into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs docs/_build/html

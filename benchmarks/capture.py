@@ -1,26 +1,23 @@
 """What it costs to capture the outputs of all blocks, side by side with raw hooks and with peers.
 
-Run `python benchmarks/capture.py` (`--rounds 60`, `--only hookkit,raw`, `--grad`). Everything is
-measured in one process: in each round every method runs once per model, in shuffled order, best of
-four calls, over the bare forward of the same round (CPU time of this thread). A cell is the median
-ratio over the rounds, in brackets the microseconds per captured layer. Peers that are not installed
-are left out. `bare again` shows the noise: what a method costs is what it has above that.
+Everything is measured in one process: in each round every method runs once per model, in shuffled
+order, best of four calls, over the bare forward of the same round. `bare again` shows the noise:
+what a method costs is what it has above that.
 
 Methods marked `kept` leave their hooks in place; all others register and remove for each call.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from rows import Row, against, best, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -262,17 +259,21 @@ METHODS: dict[str, Method] = {
     "captum LayerActivation": captum,
     "nnsight cache": nnsight,
 }
+PEERS = ("fastai hook_outputs", "baukit TraceDict", "surgeon Inspect", "captum LayerActivation")
+PEERS += ("nnsight cache",)
 MODELS = {"mlp24": mlp24, "gpt12": gpt12, "resnet": resnet}
 
 
-def best(f: Callable[[], Any], n: int = 4) -> float:
-    """The least CPU time of `n` calls, in seconds."""
-    times = []
-    for _ in range(n):
-        start = time.process_time_ns()
-        f()
-        times.append(time.process_time_ns() - start)
-    return min(times) / 1e9
+PAIRS: list[tuple[str, str] | tuple[str, str, float]] = [
+    ("bare again", "bare"),
+    ("hookkit attach noop, kept", "raw noop, kept"),
+    ("hookkit hook_outputs, kept", "raw store, kept"),
+    ("hookkit hook_outputs(detach=False)", "raw store"),
+    ("hookkit hook_outputs", "raw store"),
+    ("hookkit hook_outputs", "raw detach + clone"),
+    *(("hookkit hook_outputs", peer) for peer in PEERS),
+]
+TARGETS = {"mlp24": 1.12, "gpt12": 1.05, "resnet": 1.08}  # hook_outputs over a raw hook that stores
 
 
 def working(name: str, build: Callable[[], Any], want: Sequence[Tensor]) -> Capture | None:
@@ -282,77 +283,44 @@ def working(name: str, build: Callable[[], Any], want: Sequence[Tensor]) -> Capt
         run = METHODS[name](model, names, x)
         got = run()
     except Exception as e:
-        print(f"<!-- {name} left out: {type(e).__name__}: {str(e).splitlines()[0][:80]} -->")
+        print(
+            f"{name} left out: {type(e).__name__}: {str(e).splitlines()[0][:80]}", file=sys.stderr
+        )
         return None
     if got is not None and not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-        print(f"<!-- {name}: wrong values -->")
+        print(f"{name}: wrong values", file=sys.stderr)
     return run
 
 
-def compare(build: Callable[[], Any], methods: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each method, and of `bare`, for each round."""
+def compare(build: Callable[[], Any], rounds: int, device: str) -> dict[str, float]:
+    """The median ratio of each method to `bare`."""
 
     def seeded() -> Any:
         torch.manual_seed(0)
         model, names, x = build()
-        return model.eval(), names, x
+        return model.eval().to(device), names, x.to(device)
 
     model, names, x = seeded()
     want = raw_clone(model, names, x)()
     assert want is not None
-    runs = {name: run for name in methods if (run := working(name, seeded, want))}
-    reference, seconds = bare(model, names, x), {name: [] for name in ["bare", *runs]}
+    runs = {name: run for name in METHODS if (run := working(name, seeded, want))}
+    reference, ratios = bare(model, names, x), {name: list[float]() for name in runs}
     for _ in range(rounds):
         for name in random.sample(sorted(runs), len(runs)):
-            seconds["bare"].append(best(reference))
-            seconds[name].append(best(runs[name]) / seconds["bare"][-1])
-    return seconds
+            base = best(reference, device)
+            ratios[name].append(best(runs[name], device) / base)
+    return {name: statistics.median(each) for name, each in ratios.items()}
 
 
-def table(results: dict[str, dict[str, list[float]]], n_layers: dict[str, int]) -> str:
-    """The results as a markdown table."""
-    bares = {model: statistics.median(r.pop("bare")) for model, r in results.items()}
-    head = [f"{m}, {n_layers[m]} layers, bare {bares[m] * 1e3:.2f} ms" for m in results]
-    lines = ["| method | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
-    for method in METHODS:
-        cells = []
-        for m, r in results.items():
-            if method in r:
-                ratio = statistics.median(r[method])
-                cells.append(f"{ratio:.3f} ({(ratio - 1) * bares[m] / n_layers[m] * 1e6:.1f} µs)")
-        if cells:
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def installed(*packages: str) -> str:
-    """The versions of those of `packages` that are installed."""
-    found = []
-    for p in packages:
-        try:
-            found.append(f"{p} {version(p)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What capturing all blocks costs, over bare.")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", default="", help="methods whose names begin so, comma-separated")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--grad", action="store_true", help="with autograd recording")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(full: bool, device: str) -> Iterator[Row]:
     random.seed(0)
-    wanted = tuple(args.only.split(",")) if args.only else ("",)
-    methods = [m for m in METHODS if m.startswith(wanted) or m == "bare again"]
-    with torch.set_grad_enabled(args.grad):
-        results = {m: compare(MODELS[m], methods, args.rounds) for m in args.models.split(",")}
-    print(table(results, {m: len(build()[1]) for m, build in MODELS.items()}))
-    packages = installed("torch", "fastai", "baukit", "surgeon-pytorch", "captum", "nnsight")
-    print(f"\n{packages}; Python {platform.python_version()}, {platform.machine()}, 1 thread")
+    with torch.no_grad():
+        for name, build in MODELS.items():
+            ratios = compare(build, 60 if full else 15, device)
+            for row in against(name, ratios, PAIRS):
+                aimed = row.peer == "raw store" and row.what.endswith("hook_outputs")
+                yield replace(row, target=TARGETS[name]) if aimed else row
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", rows)

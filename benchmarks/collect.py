@@ -1,32 +1,30 @@
 """What `collect` costs, beside a bare loop with plain hooks that writes the same bytes.
 
-Run `python benchmarks/collect.py` (`--rounds 7`, `--mb 256`). In each round every method runs once,
-in shuffled order, in a process that has run each of them before; wall clock until the files are
-closed. A cell is the best of the rounds, which other work on the machine disturbs least, or the
-median of the ratios of one round. Both loops are measured with and without waiting for the disk
-(`os.fsync`), as `collect` always does, so that what its index names survives a crash. captum's `AV`
-is measured where it is installed; it has one file for each batch and layer. SAELens needs a model
-of its own kind and is not measured.
+In each round every method runs once, in shuffled order, in a process that has run each of them
+before; wall clock until the files are closed, over the bare loop's of the same round. Both loops
+are measured with and without waiting for the disk (`os.fsync`), as `collect` always does, so that
+what its index names survives a crash. captum's `AV` has one file for each batch and layer. SAELens
+needs a model of its own kind and is not measured.
 
-Then the memory: the greatest resident size of a fresh process that collects `--mb`, and four times
-as much (Linux).
+Then the memory: the greatest resident size of a fresh process that collects some data, and four
+times as much (Linux).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from rows import Row, against, main
 from torch import Tensor, nn
 
 from hookkit import collect
@@ -105,77 +103,63 @@ METHODS: dict[str, Callable[[Net, int, Path], None]] = {
     "bare, synced": lambda model, n, to: bare(model, n, to, sync=True),
     "collect": hookkit,
     "collect, not synced": not_synced,
-    "captum": captum,
+    "captum's AV": captum,
 }
 
 
-def timed(method: str, model: Net, n_bytes: int) -> tuple[float, float]:
-    """Seconds by the wall, and of this process's CPU time."""
+PAIRS = [
+    ("bare again", "bare"),
+    ("collect", "bare"),
+    ("collect, not synced", "bare", 1.11),
+    ("collect", "bare, synced", 1.11),
+    ("collect", "captum's AV"),
+]
+
+
+def timed(method: str, model: Net, n_bytes: int) -> float:
+    """Seconds by the wall."""
     folder = Path(tempfile.mkdtemp())
     try:
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         METHODS[method](model, n_bytes, folder / "acts")
-        return time.perf_counter() - wall, time.process_time() - cpu
+        return time.perf_counter() - start
     finally:
         shutil.rmtree(folder)
         os.sync()  # what one method has left to the system is not the next one's
 
 
-def speeds(net: str, n_bytes: int, rounds: int) -> None:
+def over_bare(net: str, n_bytes: int, rounds: int) -> dict[str, float]:
+    """The median ratio of each method to the bare loop of the same round."""
     model = Net(*NETS[net])
-    methods = [*METHODS]
-    try:
-        import captum.attr  # noqa: F401
-    except ImportError:
-        methods.remove("captum")
+    methods = [m for m in METHODS if "captum" not in m or find_spec("captum")]
     for method in methods:
         timed(method, model, 2**24)
-    taken: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
+    taken = {method: list[float]() for method in methods}
     for _ in range(rounds):
         for method in random.sample(methods, len(methods)):
             taken[method].append(timed(method, model, n_bytes))
-    print(f"\n{net}, {n_bytes >> 20} MB\n")
-    print("| method | MB/s, best | CPU s, best | of bare: best, median | of bare, synced |")
-    print("|---|---|---|---|---|")
-    for method, times in taken.items():
-        cells = [ratio(taken[base], times) for base in ("bare", "bare, synced")]
-        mb_s = n_bytes / 2**20 / min(times)[0]
-        cpu = min(t[1] for t in times)
-        print(f"| {method} | {mb_s:.0f} | {cpu:.2f} | {' | '.join(cells)} |")
+    return {
+        method: statistics.median(t / b for t, b in zip(each, taken["bare"], strict=True))
+        for method, each in taken.items()
+    }
 
 
-def ratio(base: list[tuple[float, float]], times: list[tuple[float, float]]) -> str:
-    """The speed over the base's: of the best rounds, and the median of those of one round."""
-    each = statistics.median(b[0] / t[0] for b, t in zip(base, times, strict=True))
-    return f"{min(base)[0] / min(times)[0]:.2f}, {each:.2f}"
+def peak_mb(n_mb: int) -> int:
+    """What this process has held at most once it has collected `n_mb`."""
+    with tempfile.TemporaryDirectory() as folder:
+        hookkit(Net(*NETS["4 blocks of 256 → 8"]), n_mb << 20, Path(folder) / "acts")
+    # not ru_maxrss, which a process begins with as its parent had it
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
 
 
-def peak(n_mb: int) -> int:
-    """MB that a fresh process holds at most while it collects `n_mb`."""
-    command = [sys.executable, __file__, "--peak", str(n_mb)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mb", type=int, default=256)
-    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.peak:
-        model, folder = Net(*NETS["4 blocks of 256 → 8"]), Path(tempfile.mkdtemp())
-        hookkit(model, args.peak << 20, folder / "acts")
-        # not ru_maxrss, which a process begins with as its parent had it
-        status = Path("/proc/self/status").read_text()
-        print(int(status.split("VmHWM:")[1].split()[0]) >> 10)
-        shutil.rmtree(folder)
-        return
+def rows(full: bool, device: str) -> Iterator[Row]:
+    n_mb, rounds = (256, 7) if full else (64, 5)
     for net in NETS:
-        speeds(net, args.mb << 20, args.rounds)
-    sizes = {n: peak(n) for n in (8, args.mb, 4 * args.mb)}
-    print("\n" + ", ".join(f"{n} MB: peak {size} MB" for n, size in sizes.items()))
+        yield from against(f"{net}, {n_mb} MB", over_bare(net, n_mb << 20, rounds), PAIRS)
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        small, large = pool.map(peak_mb, (n_mb, 4 * n_mb), chunksize=1)
+    yield Row(f"memory to collect {4 * n_mb} MB", large, f"{n_mb} MB", small, 1.05, "MB")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", rows)

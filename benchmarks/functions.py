@@ -1,20 +1,19 @@
 """What it costs to see calls of torch functions: over the bare forward, and over a training step.
 
-Run `python benchmarks/functions.py` (`--rounds 60`). As in `capture.py`: each round runs every
-method once in shuffled order, best of four calls, over the bare one of the same round (CPU time); a
-cell is the median ratio. The MLP is small, so that a function takes little and the mode much.
+As in `capture.py`: each round runs every method once in shuffled order, best of four calls, over
+the bare one of the same round. The MLP is small, so that a function takes little and the mode much.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from capture import Block, best, installed
+from capture import Block
+from rows import Row, against, best, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -23,6 +22,19 @@ from hookkit import ActivationStats, hook_function, select, watch
 
 SDPA = F.scaled_dot_product_attention
 Runs = dict[str, Callable[[], Any]]
+
+FORWARD = [
+    ("bare again", "bare"),
+    ("hook_function", "a mode that does nothing"),
+    ("hook_function", "a mode that stores detached clones"),
+    ("hook_function, within", "a mode that stores detached clones"),
+    ("hook_function, inputs, within", "a mode that stores detached clones"),
+]
+TRAINING = [
+    ("ActivationStats()", "bare"),
+    ("ActivationStats(functions=…)", "bare"),
+    ("ActivationStats(functions=…, every=10)", "ActivationStats(every=10)"),
+]
 
 
 class Layer(nn.Module):
@@ -82,20 +94,20 @@ def forwards(model: nn.Module, x: Tensor, f: Any, names: str) -> Runs:
     }
 
 
-def trainings(model: nn.Module, x: Tensor, f: Any, names: str) -> tuple[Runs, list[Any]]:
+def trainings(model: nn.Module, x: Tensor) -> tuple[Runs, list[Any]]:
     """The methods on ten training steps, and the watchers that have to be left."""
     opened = []
 
     def loop(stats: ActivationStats | None) -> Callable[[], Any]:
         torch.manual_seed(0)
-        own, data = type(model)(*[type(m)() for m in model.children()]), x
+        own = nn.Sequential(*[type(m)() for m in model.children()]).to(x.device)
         opt = torch.optim.SGD(own.parameters(), lr=1e-4)
         if stats is not None:
             opened.append(watch(own, opt, stats).__enter__())
 
         def run() -> None:
             for _ in range(10):
-                own(data).sum().backward()
+                own(x).sum().backward()
                 opt.step()
                 opt.zero_grad()
 
@@ -114,54 +126,33 @@ def trainings(model: nn.Module, x: Tensor, f: Any, names: str) -> tuple[Runs, li
     return {"bare": loop(None), **runs}, opened
 
 
-def ratios(runs: Runs, bare: Callable[[], Any], rounds: int) -> tuple[float, dict[str, float]]:
-    """Seconds of `bare`, and the median ratio of each method."""
-    seconds, found = [], {name: list[float]() for name in runs}
+def ratios(runs: Runs, bare: Callable[[], Any], rounds: int, device: str) -> dict[str, float]:
+    """The median ratio of each method to `bare`."""
+    found = {name: list[float]() for name in runs}
     for run in runs.values():
         run()
     for _ in range(rounds):
         for name in random.sample(sorted(runs), len(runs)):
-            seconds.append(best(bare))
-            found[name].append(best(runs[name]) / seconds[-1])
-    each = {name: statistics.median(found[name]) for name in runs}
-    return statistics.median(seconds), each
+            base = best(bare, device)
+            found[name].append(best(runs[name], device) / base)
+    return {name: statistics.median(each) for name, each in found.items()}
 
 
-def table(results: dict[str, tuple[float, dict[str, float]]]) -> str:
-    """The results as a markdown table."""
-    head = [f"{name}, bare {bare * 1e3:.2f} ms" for name, (bare, _) in results.items()]
-    lines = ["| method | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
-    for method in next(iter(results.values()))[1]:
-        cells = [f"{each[method]:.3f}" for _, each in results.values()]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What seeing calls of functions costs, over bare.")
-    parser.add_argument("--rounds", type=int, default=60)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(full: bool, device: str) -> Iterator[Row]:
     random.seed(0)
     torch.manual_seed(0)
-    models = {"mlp24": mlp(), "gpt12": gpt()}
-    found = {}
-    with torch.no_grad():
-        for name, (model, *rest) in models.items():
-            found[name] = ratios(
-                forwards(model, *rest), lambda m=model, x=rest[0]: m(x), args.rounds
-            )
-    print(table(found))
-    found = {}
-    for name, given in models.items():
-        runs, opened = trainings(*given)
-        bare = runs.pop("bare")
-        found[name] = ratios(runs, bare, max(args.rounds // 4, 1))
+    rounds = 60 if full else 15
+    for name, (model, x, *rest) in {"mlp24": mlp(), "gpt12": gpt()}.items():
+        model, x = model.to(device), x.to(device)
+        with torch.no_grad():
+            found = ratios(forwards(model, x, *rest), lambda m=model, x=x: m(x), rounds, device)
+        yield from against(f"{name}, forward", found, FORWARD)
+        runs, opened = trainings(model, x)
+        found = ratios(runs, runs.pop("bare"), rounds // 4, device)
         for w in opened:
             w.__exit__(None, None, None)
-    print("\n" + table(found))
-    print(f"\n{installed('torch', 'numba')}, 1 thread")
+        yield from against(f"{name}, ten steps", found, TRAINING)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", rows)

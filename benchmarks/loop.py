@@ -1,25 +1,21 @@
 """What a training loop costs per step, beside the bare PyTorch loop, on a net so small that only
 the loop counts: Linear(8, 16), ReLU, Linear(16, 3), batches of 16, SGD.
 
-    OMP_NUM_THREADS=1 python benchmarks/loop.py [--rounds 9] [--steps 400]
-
 Loops take turns within each round, in a new order each time; a round's ratio is against the bare
-loop of the same round; the table has medians. CPU time of the process, one thread. fastai and
-Lightning are measured where they can be imported.
+loop of the same round.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import random
 import statistics
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from rows import Row, against, main, seconds
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -147,35 +143,37 @@ LOOPS: dict[str, Callable[[int], Run]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=400)
-    opts = parser.parse_args()
-    torch.set_num_threads(1)
+PAIRS = [
+    ("hookkit, default callbacks", "bare", 1.15),
+    ("hookkit, TrainEvalCallback alone", "bare"),
+    ("hookkit, with ProgressCallback", "bare"),
+    ("hookkit, hooks installed and off", "bare"),
+    ("hookkit, default callbacks", "fastai (OptimWrapper)"),
+    ("hookkit, default callbacks", "Lightning"),
+]
+
+
+def rows(full: bool, device: str) -> Iterator[Row]:
+    steps, rounds = (400, 9) if full else (200, 5)
     warnings.simplefilter("ignore")
     runs: dict[str, Run] = {}
     for name, make in LOOPS.items():
         try:
-            runs[name] = make(opts.steps)
+            runs[name] = make(steps)
         except Exception:  # a peer that is there and cannot be imported is left out too
             continue
         runs[name](0)  # warm up
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for r in range(opts.rounds):
-        random.Random(r).shuffle(order)
-        for name in order:
-            start = time.process_time()
-            runs[name](r)
-            times[name].append((time.process_time() - start) / opts.steps)
+    times = {name: list[float]() for name in runs}
+    for r in range(rounds):
+        for name in random.Random(r).sample(list(runs), len(runs)):
+            times[name].append(seconds(partial(runs[name], r)))
     base = times["bare PyTorch"]
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}")
-    print(f"\n| loop | µs a step | × bare |\n|{'-' * 36}|----------:|-------:|")
-    for name, seconds in times.items():
-        ratio = statistics.median(s / b for s, b in zip(seconds, base, strict=True))
-        print(f"| {name:<34} | {statistics.median(seconds) * 1e6:>9.0f} | {ratio:>6.2f} |")
+    found = {
+        name: statistics.median(t / b for t, b in zip(each, base, strict=True))
+        for name, each in times.items()
+    }
+    yield from against(f"a step of {statistics.median(base) / steps * 1e6:.0f} µs", found, PAIRS)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", rows)

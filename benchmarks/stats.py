@@ -1,8 +1,8 @@
 """What watching a training costs: a step with statistics over a bare step, side by side with peers.
 
-Run `python benchmarks/stats.py` (`--rounds 15`, `--nets transformer,conv`, `--only hookkit`,
-`--compile`). Everything is measured in one process, on one net: two nets of one kind differ by some
-per cent, by where their memory lies. In each round every method watches the net anew, in shuffled
+`--nets transformer,conv` prints a table of each with all counts (`--only hookkit`, `--compile`).
+Everything is measured in one process, on one net: two nets of one kind differ by some per cent, by
+where their memory lies. In each round every method watches the net anew, in shuffled
 order, for two steps to begin with and then for a block of steps, whose time is taken over the mean
 of the bare blocks just before and after it (CPU time, so that neighbours on the machine disturb
 little). A cell is the median ratio over the rounds. `bare again` shows the noise. Compiled nets and
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -33,10 +32,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from rows import Row, against, environment, markdown, options
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -294,6 +294,7 @@ class Method:
         steps = bare.steps
         self.steps = -(-steps // 10) * 10 if "every=10" in name else steps
         self.ratios: list[float] = []
+        self.counts = (0, 0)
 
     def __call__(self, run: Callable[[], Any]) -> Any:
         """What `run` gives while the net is watched."""
@@ -324,67 +325,101 @@ def keep_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)
 
 
-def found(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
+STEPS = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100, "resnet50": 10, "gpt2": 10}
+EVERY_STEP, ALL = "hookkit activations + hist", "hookkit everything"
+PEERS = ("fastai's hook + hist", "wandb.watch('all')")
+TARGETS = {  # over a bare step
+    EVERY_STEP: {"transformer": 1.03, "conv": 1.25, "resnet50": 1.03, "gpt2": 1.03},
+    ALL: {"transformer": 1.10},
+    f"{ALL}, every=10": {"transformer": 1.02},
+    "hookkit flag off": {"transformer": 1.01},
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def ratios(name: str, rounds: int, o: argparse.Namespace) -> tuple[list[Method], float, Net]:
+    """The methods with their ratios on one net, and the seconds of a bare step."""
+    methods = dict(METHODS)
+    if find_spec("wandb"):
+        methods["wandb.watch('all')"] = wandb_watch
+    wanted = [w for w in o.only.split(",") if w]
+    with ExitStack() as stack:
+        bare = Net(name, STEPS[name], o)
+        ways = [
+            Method(n, m, bare, stack)
+            for n, m in methods.items()
+            if not wanted or any(w in n for w in wanted)
+        ]
+        bare.step()
+        bare_s = statistics.median(measure(bare, ways, rounds))
+        if not o.compile:
+            for m in ways:
+                m.counts = m(partial(counted, m.net))
+        return ways, bare_s, bare
+
+
+def rows(full: bool, device: str) -> Iterator[Row]:
+    o = command_line().parse_args(["--device", device])
+    o.bf16 = device != "cpu"
+    keep_memory()
+    machine.load()  # before anything is timed
+    if device != "cpu":
+        nets = {"resnet50": 5, "gpt2": 5}
+    elif full:
+        nets = {"transformer": 9, "wide conv": 9, "conv": 15, "mlp": 15}
+    else:
+        nets = {"transformer": 3, "conv": 5, "mlp": 5}
+    for name, rounds in nets.items():
+        ways, bare_s, _ = ratios(name, rounds, o)
+        found = {m.name: statistics.median(m.ratios) for m in ways}
+        what = f"{name}, a step of {bare_s * 1e3:.3g} ms"
+        own = [(n, "bare", *[t for t in (TARGETS.get(n, {}).get(name),) if t]) for n in found]
+        yield from against(what, found, [p for p in own if p[0] not in PEERS])
+        yield from against(what, found, [(EVERY_STEP, peer) for peer in PEERS])
+        waits = max(m.counts[1] for m in ways if m.name.startswith("hookkit"))
+        less = next(m.counts[1] for m in ways if m.name == "bare again")
+        yield Row(f"{name}: reads of the device in a step", waits, "bare", less, 1.0, "reads")
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = options(__doc__ or "")
+    parser.add_argument("--nets", default="", help=f"a table of each of these: {', '.join(STEPS)}")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--nets", default="transformer,wide conv,conv,mlp", help="or resnet50,gpt2")
     parser.add_argument("--only", default="", help="methods whose names contain one of these")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     parser.add_argument("--numpy", action="store_true", help="without numba's compiled loops")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--bf16", action="store_true", help="forward under autocast to bfloat16")
-    o = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    o = command_line().parse_args()
     torch.set_num_threads(1)
-    keep_memory()
     if o.numpy:
         os.environ["NUMBA_DISABLE_JIT"] = "1"
-    machine.load()  # before anything is timed
-    loops = machine.found
-    methods = dict(METHODS)
-    if found("wandb"):
-        methods["wandb.watch('all')"] = wandb_watch
-    wanted = [w for w in o.only.split(",") if w]
-    methods = {n: m for n, m in methods.items() if not wanted or any(w in n for w in wanted)}
-    reader = "numpy" if loops is None else found("numba")
-    torch_is = f"torch {torch.__version__}"
-    machine_is = platform.machine() if o.device == "cpu" else torch.cuda.get_device_name()
-    print(machine_is, torch_is, reader, found("wandb"), f"{o.rounds} rounds")
+    print(environment(o.device))
+    if not o.nets:
+        print(markdown(rows(o.full, o.device)))
+        return
+    keep_memory()
+    machine.load()
     for name in o.nets.split(","):
-        report(name, methods, o)
+        report(name, o)
 
 
-STEPS = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100, "resnet50": 10, "gpt2": 10}
-
-
-def report(name: str, methods: dict[str, Watch], o: argparse.Namespace) -> None:
+def report(name: str, o: argparse.Namespace) -> None:
     """Prints one net's table."""
-    with ExitStack() as stack:
-        bare = Net(name, STEPS[name], o)
-        ways = [Method(n, w, bare, stack) for n, w in methods.items()]
-        bare.step()
-        seconds = statistics.median(measure(bare, ways, o.rounds))
-        count = "reads" if o.device == "cpu" else "waits"
-        columns = "graphs  breaks" if o.compile else f"  ops  {count}"
-        how = ", compiled" * o.compile + ", bfloat16" * o.bf16
-        print(f"\n{name}{how}: bare step {seconds * 1e3:.2f} ms")
-        print(f"{'':38} ratio     added  {columns}")
-        ops = 0 if o.compile else counted(bare)[0]
-        for m in ways:
-            ratio = statistics.median(m.ratios)
-            if o.compile:
-                extra = f"{m.graphs:6d}  {m.breaks:6d}"
-            else:
-                more, reads = m(partial(counted, m.net))
-                extra = f"{more - ops:5d}  {reads:5d}"
-            added = (ratio - 1) * seconds * 1e3
-            print(f"{m.name:38} {ratio:5.3f} {added:6.2f} ms  {extra}", flush=True)
+    ways, bare_s, bare = ratios(name, o.rounds, o)
+    count = "reads" if o.device == "cpu" else "waits"
+    columns = "graphs  breaks" if o.compile else f"  ops  {count}"
+    how = ", compiled" * o.compile + ", bfloat16" * o.bf16
+    print(f"\n{name}{how}: bare step {bare_s * 1e3:.2f} ms")
+    print(f"{'':38} ratio     added  {columns}")
+    ops = 0 if o.compile else counted(bare)[0]
+    for m in ways:
+        ratio = statistics.median(m.ratios)
+        first, second = (m.graphs, m.breaks) if o.compile else (m.counts[0] - ops, m.counts[1])
+        added = (ratio - 1) * bare_s * 1e3
+        print(f"{m.name:38} {ratio:5.3f} {added:6.2f} ms  {first:5d}  {second:6d}", flush=True)
 
 
 if __name__ == "__main__":

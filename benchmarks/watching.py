@@ -1,23 +1,19 @@
 """What `watch` costs a plain PyTorch loop, by itself: no statistics, only seeing the steps.
 
-    python benchmarks/watching.py [--rounds 25] [--steps 400]
-    python benchmarks/watching.py --live [--rounds 5]
-
-Blocks of each kind are run in turn, in shuffled order, in one process on one thread; times are
-CPU time per step (median over the rounds) and its ratio to the bare loop of the same round.
-With `--live`: what `ShowHealth(every_s=0.5)` adds to a loop with recorders, over ten seconds of it,
-in a terminal and in a notebook: how many looks and pictures there were, those at the end too, and
-their share of the CPU time, which is exact where ratios of whole loops are not.
+Blocks of each kind are run in turn, in shuffled order; times are CPU time per step and its ratio to
+the bare loop of the same round. Then what `ShowHealth(every_s=0.5)` adds to a loop with recorders,
+over ten seconds of it, in a terminal and in a notebook: the looks' and pictures' share of the CPU
+time, those at the end too, which is exact where ratios of whole loops are not.
 """
 
-import argparse
 import io
-import platform
 import random
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
+from rows import Row, against, main
 from torch import nn
 
 from hookkit.callbacks import Callback
@@ -105,12 +101,12 @@ class Cell(screens.Notebook):
         self._html()
 
 
-class Counted(ShowHealth):
-    """Shows into a stream or a cell, and counts how often."""
+class Timed(ShowHealth):
+    """Shows into a stream or a cell, and takes the time of it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(every_s=0.5)
-        self.kind, self.done, self.spent = kind, {"_look": 0, "_draw": 0}, 0.0
+        self.kind, self.spent = kind, 0.0
 
     def before_fit(self) -> None:
         made = screens.Terminal(io.StringIO()) if self.kind == "terminal" else Cell()
@@ -118,57 +114,39 @@ class Counted(ShowHealth):
         super().before_fit()
 
     def _do(self, job: str, last: bool = False) -> None:
-        self.done[job] += 1
         start = time.process_time()
         super()._do(job, last)
         self.spent += time.process_time() - start
 
 
-def live(make, n_rounds: int, seconds: float = 10.0) -> None:
-    model, x = make()
+def share_of_looks(kind: str, seconds: float = 10.0) -> float:
+    """The part of a loop's CPU time that looks and pictures take."""
+    model, x = transformer()
     opt = torch.optim.SGD(model.parameters(), lr=1e-4)
     n = max(int(seconds / steps(model, x, opt, 50)), 50)
-    times: dict[str, list[float]] = {"recorders": [], "terminal": [], "notebook": []}
-    done: dict[str, list[str]] = {kind: [] for kind in times}
-    for _ in range(n_rounds):
-        for kind in random.sample(list(times), len(times)):
-            shown = [] if kind == "recorders" else [Counted(kind)]
-            stats = ActivationStats(every=10, units=True), ParamStats(every=10)
-            with watch(model, opt, *stats, *shown) as w:
-                times[kind].append(reported(w, model, x, opt, n))
-            for cb in shown:
-                share = cb.spent / (times[kind][-1] * n)
-                done[kind].append(f"{cb.done['_look']}+{cb.done['_draw']} {share:.1%}")
-    for kind, mine in times.items():
-        ratio = statistics.median(a / b for a, b in zip(mine, times["recorders"], strict=True))
-        print(f"{kind:12} {statistics.median(mine) * 1e6:8.1f} µs/step   × {ratio:.4f}   ", end="")
-        print(", ".join(done[kind]))
+    shown = Timed(kind)
+    stats = ActivationStats(every=10, units=True), ParamStats(every=10)
+    with watch(model, opt, *stats, shown) as w:
+        took = reported(w, model, x, opt, n) * n
+    return shown.spent / took
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--live", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(full: bool, device: str) -> Iterator[Row]:
     random.seed(0)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread")
-    for name, make in (("toy MLP 8-16-3", toy), ("transformer", transformer)) if args.live else ():
-        print(f"\n{name}, {args.rounds} rounds; looks + pictures of each")
-        live(make, args.rounds)
-    if args.live:
-        return
-    for name, make, share in ("toy MLP 8-16-3", toy, 1), ("conv net 28×28, batch 64", conv, 20):
-        times = measured(make, args.rounds, max(args.steps // share, 1))
-        bare = times["bare loop"]
-        print(f"\n{name}\n{'':38} µs/step   added   × bare")
-        for kind, mine in times.items():
-            ratio = statistics.median(a / b for a, b in zip(mine, bare, strict=True))
-            added = statistics.median(a - b for a, b in zip(mine, bare, strict=True))
-            median = statistics.median(mine)
-            print(f"{kind:38} {median * 1e6:7.1f} {added * 1e6:7.1f}   {ratio:.3f}")
+    n_rounds, n_steps = (25, 400) if full else (7, 200)
+    for name, make, share in ("MLP 8-16-3", toy, 1), ("small conv net", conv, 20):
+        times = measured(make, n_rounds, max(n_steps // share, 1))
+        bare = times.pop("bare loop")
+        found = {
+            kind: statistics.median(t / b for t, b in zip(each, bare, strict=True))
+            for kind, each in times.items()
+        }
+        what = f"{name}, a step of {statistics.median(bare) * 1e6:.0f} µs"
+        yield from against(what, found, [(kind, "bare") for kind in found])
+    for kind in ("terminal", "notebook"):
+        looks = statistics.median(share_of_looks(kind) for _ in range(5 if full else 1))
+        yield Row(f"ShowHealth in a {kind}, over recorders", 1 + looks, "bare", 1.0, 1.02)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", rows)
