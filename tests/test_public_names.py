@@ -48,11 +48,13 @@ def lines() -> Iterator[str]:
         yield package
         for name in public(module):
             thing = getattr(module, name)
-            if name.startswith("__") or is_error(thing) or not callable(thing):
+            # of `NDArray[float64]` each numpy gives another signature, and nobody calls it
+            is_alias = get_origin(thing) is not None
+            if name.startswith("__") or is_error(thing) or is_alias or not callable(thing):
                 yield f"  {name}"
             else:
                 yield f"  {name}{signature(thing)}"
-                if isinstance(thing, type) and get_origin(thing) is None:  # not `NDArray[float64]`
+                if isinstance(thing, type):
                     yield from ("  " + line for line in members(thing))
 
 
