@@ -32,6 +32,10 @@ class Values(L, list[Any]):  # type: ignore[misc]
     def __init__(self, items: Any = (), **_: Any) -> None:
         list.__init__(self, items)
 
+    def __getitem__(self, at: Any) -> Any:
+        found = L.__getitem__(self, at)
+        return Values(found) if type(found) is L else found  # a slice, in fastcore up to 2.1
+
     @property
     def items(self) -> list[Any]:
         """The values as a plain list."""
