@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import ZOO, Entry
 
-from hookkit import Activations, collect, hook_all, unwrap
+from hookkit import Activations, collect, unwrap
 from hookkit.collecting import shards as shards_module
 from hookkit.collecting.index import load
 from hookkit.errors import (
@@ -594,72 +594,26 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
 # -- where a forward ends
 
 
-class Later(nn.Module):
-    """Counts its calls in a list that is no attribute."""
+@pytest.mark.parametrize(("stop", "n_calls"), [(False, 3), (True, 0)])
+def test_what_follows_the_layers_runs_unless_a_forward_stops(
+    stop: bool, n_calls: int, tmp_path: Path
+) -> None:
+    later: list[Any] = []
+    model = nn.Sequential(net(), nn.Identity())
+    model[1].register_forward_hook(lambda m, i, o: later.append(1))
 
-    calls: list[str]
+    acts = collect(model, loader(), ["0.0", "0.2"], tmp_path, stop=stop)
 
-    def __init__(self, what: str = "") -> None:
-        super().__init__()
-        self.what, self.memory = what, [0]
-        self.register_buffer("seen", torch.zeros(1))
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Later.calls.append(self.what)
-        if self.what == "an attribute":
-            self.last = x
-        elif self.what == "a list":
-            self.memory.append(0)
-        elif self.what == "a buffer":
-            self.seen += 1
-        elif self.what == "a buffer anew":
-            self.seen = self.seen + 1
-        elif self.what == "random numbers":
-            torch.rand(1)
-        return x
+    assert len(later) == n_calls
+    assert torch.equal(acts["0.2"][:], model(rows()).detach())
 
 
-def ends(model: nn.Module, tmp_path: Path, names: Any = "0") -> bool:
-    """Whether the batches behind the first end before the last module."""
-    Later.calls = []
-    collect(model, torch.ones(12, 4).split(4), names, tmp_path)
-    assert len(Later.calls) in (1, 3)
-    return len(Later.calls) == 1
+def test_a_layer_called_again_gives_its_first_call_where_the_forward_stops() -> None:
+    layer = nn.ReLU()
+    model = nn.Sequential(layer, nn.Linear(4, 4), layer)
 
-
-def test_a_forward_ends_with_the_last_layer_that_is_wanted(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), Later()).eval()
-
-    assert ends(model, tmp_path / "a", ["0", "1"])
-    assert ends(nn.Sequential(nn.Identity(), model).eval(), tmp_path / "b", "1.1")
-    assert not ends(model, tmp_path / "c", ["0", "3"])
-    x = torch.ones(12, 4)
-    torch.testing.assert_close(Activations(tmp_path / "a")["1"][:], model[0](x).relu().detach())
-
-
-@pytest.mark.parametrize(
-    "what", ["an attribute", "a list", "a buffer", "a buffer anew", "random numbers"]
-)
-def test_it_does_not_where_later_layers_change_something(what: str, tmp_path: Path) -> None:
-    assert not ends(nn.Sequential(nn.Linear(4, 4), Later(what)).eval(), tmp_path)
-
-
-def test_it_does_not_where_others_look_on_or_layers_are_called_again(tmp_path: Path) -> None:
-    def model() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 4), Later()).eval()
-
-    hooked, patched, shared = model(), model(), nn.Linear(4, 4)
-    hooked[1].fc.register_forward_pre_hook(lambda m, i: None)
-    patched[1].forward = patched[1].forward
-    twice = nn.Sequential(shared, shared, Later()).eval()
-    part = model()
-    part[1].fc.train()
-
-    for i, m in enumerate([model().train(), part, hooked, patched, twice]):
-        assert not ends(m, tmp_path / str(i))
-    with hook_all(lambda m, i, o: None):
-        assert not ends(model(), tmp_path / "all")
+    assert [*collect(model, loader(), "0", into=Mean())] == ["0:0", "0:1"]
+    assert [*collect(model, loader(), "0", into=Mean(), stop=True)] == ["0"]
 
 
 # -- errors

@@ -81,7 +81,7 @@ class Activations(Mapping[str, "Layer"]):
     def _ids_in_files(self) -> Tensor:
         shape, _ = self._parts[0].layers[IDS]
         found = [self._mapped(i, IDS) for i in range(len(self._shards))]
-        return torch.cat([torch.empty(0, *shape, dtype=torch.int64), *found])
+        return torch.cat([torch.empty(0, *shape, dtype=torch.int64, device="cpu"), *found])
 
     @cached_property
     def _order(self) -> Places | None:
@@ -197,7 +197,7 @@ class Layer(Dataset[Tensor]):
     def __getitem__(self, rows: Any) -> Tensor:
         places = self._places(rows)
         starts, flat = self._acts._starts, places.reshape(-1)
-        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype)
+        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype, device="cpu")
         shards = np.searchsorted(starts, flat, side="right") - 1
         for i in np.unique(shards):
             here = np.nonzero(shards == i)[0]
@@ -245,7 +245,7 @@ class Layer(Dataset[Tensor]):
         """
         size = check_number("Layer.batches", "size", size, 1, whole=True, what="rows in a batch")
         n, random = len(self), torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=random) if shuffle else None
+        order = torch.randperm(n, generator=random, device="cpu") if shuffle else None
         parts = [slice(i, min(i + size, n)) for i in range(0, n, size)]
         some = (part if order is None else order[part] for part in parts)
         return ((self[rows], self.ids[rows]) for rows in some)

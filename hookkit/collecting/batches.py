@@ -93,7 +93,7 @@ class Reading:
 
     def positions(self, n: int, first: int) -> Tensor:
         """Of `n` samples of this process, before which it had `first`."""
-        return torch.arange(first, first + n) * self.ranks + self.rank
+        return torch.arange(first, first + n, device="cpu") * self.ranks + self.rank
 
     def ids_of(self, batch: Any, n: int, first: int) -> Tensor:
         """The ids of a batch's `n` samples, (n,) int64, before which this process had `first`."""
@@ -106,7 +106,7 @@ class Reading:
     def _given_ids(self, batch: Any) -> Tensor:
         found = field_of(batch, self.ids, "ids")
         try:
-            ids = torch.as_tensor(found).cpu()
+            ids = torch.as_tensor(found, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise self._no_ids(kind_of(found)) from None
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
@@ -121,11 +121,11 @@ class Reading:
 
     def kept(self, batch: Any, shape: torch.Size, first: int) -> Tensor:
         """Which rows of a batch count, a bool tensor of `shape`."""
-        kept = torch.ones(shape, dtype=torch.bool)
+        kept = torch.ones(shape, dtype=torch.bool, device="cpu")
         if self.n_samples is not None:
             kept[self.positions(shape[0], first) >= self.n_samples] = False
         if self.mask is not None:
-            mask = torch.as_tensor(field_of(batch, self.mask, "mask")).cpu() != 0
+            mask = torch.as_tensor(field_of(batch, self.mask, "mask"), device="cpu") != 0
             if mask.shape != shape:
                 raise OptionError(
                     f"{WHO}(mask={shown(self.mask)}): the mask is {describe(mask)}, and the rows "
@@ -166,7 +166,9 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     # of a sharded parameter this rank's part
     values = digest(p.to_local() if hasattr(p, "to_local") else p for p in named.values())
     modes = [m.training for m in root.modules()]
-    mixed = f"training in {modes.count(True)} modules, {digest([torch.tensor(modes)])}"
+    mixed = (
+        f"training in {modes.count(True)} modules, {digest([torch.tensor(modes, device='cpu')])}"
+    )
     return {
         "model": f"{class_name(root)} with parameters and buffers {values}",
         "mode": mixed if len({*modes}) == 2 else "training" if modes[0] else "evaluation",

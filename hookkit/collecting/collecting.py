@@ -29,7 +29,6 @@ from hookkit.collecting.batches import WHO, Field, Reading, fingerprint
 from hookkit.collecting.index import key_of, write_index
 from hookkit.collecting.rows import Cut
 from hookkit.collecting.shards import Shards, Store
-from hookkit.collecting.stopping import Ending
 from hookkit.data import DataLoaders, n_batches, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
 from hookkit.hooks import Hooks
@@ -62,6 +61,7 @@ def collect(
     n: int | None = None,
     ids: Field = None,
     into: Any = None,
+    stop: bool = False,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Any:
     """What layers of a model give for all batches of a loader, a row for each sample or token.
@@ -70,11 +70,6 @@ def collect(
     and read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
     complete is only opened. The model runs in the modes in which it is, without gradients;
     buffers, modes and random states are restored. A compiled model runs eagerly.
-
-    A forward ends with the last layer that is wanted, from the second batch on, of a model in
-    evaluation mode without hooks or wrappers, if each of the layers was called once in the first
-    batch and that changed no attribute, buffer or random state. A layer that a later batch calls
-    again then gives its first call.
 
     Over several processes each writes the samples that its loader gives it, and none twice, and
     rank 0 an index: `Activations` reads all parts as one, in the order of the ids.
@@ -101,6 +96,8 @@ def collect(
             of ids is not passed to the model.
         into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of rows on disk. Merged
             over the processes.
+        stop: each forward ends when all of `modules` have been called: what follows them is not
+            run, nor its hooks, and what is called again gives its first call.
         shard_bytes: how many bytes of rows make a shard, or come between two states of
             accumulators. After an interruption those of the last whole shard on are run again.
 
@@ -132,7 +129,8 @@ def collect(
     n = n if n is None else check_number(WHO, "n", n, 1, whole=True, what="how many rows")
     size = check_number(WHO, "shard_bytes", shard_bytes, 1, whole=True, what="bytes in a shard")
     f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
-    how = Options(WHO, kind, dtype=dtype, keep="none")
+    stop = check_flag(WHO, "stop", stop)
+    how = Options(WHO, kind, dtype=dtype, keep="none", stop=stop)
     batches = DataLoaders(loader).train  # its check
     reading = Reading(model, batches, ids, mask)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
@@ -204,12 +202,8 @@ class _Run:
                     self.store.check_first(self.reading.digest(batch))
                 if progress.done:
                     return
-                if number == start:
-                    ending = Ending(self.model, tree)
-                    self._batch(number, batch, self.options)
-                    options = replace(self.options, stop=ending.may(progress.layers))
-                elif number > start:
-                    self._batch(number, batch, options)
+                if number >= start:
+                    self._batch(number, batch)
                 if not ranks.rank():  # of several processes the first one shows how far it is
                     line.called(number + 1)
                 if self.n is not None and progress.n_rows >= self.n:
@@ -218,12 +212,12 @@ class _Run:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
         self.store.finish()
 
-    def _batch(self, number: int, batch: Any, options: Options) -> None:
+    def _batch(self, number: int, batch: Any) -> None:
         given, progress = self.reading.inputs(batch), self.store.progress
         left = None if self.n is None else self.n - progress.n_rows
         self.cut = Cut(self.reading, batch, given, self.per, progress.samples, left)
         try:
-            with torch.no_grad(), Hooks.of_named(self.modules, options) as hooks:
+            with torch.no_grad(), Hooks.of_named(self.modules, self.options) as hooks:
                 self.model(*given, **given.kwargs)
                 if silent := hooks.silent:
                     label, why = next(iter(silent.items()))

@@ -63,7 +63,7 @@ class Cut:
         kept = self._reading.kept(self._batch, shape, self._samples)
         ids = self._reading.ids_of(self._batch, shape[0], self._samples)
         if self._n_dims == 2:
-            places = torch.arange(shape[1]).repeat(shape[0])
+            places = torch.arange(shape[1], device="cpu").repeat(shape[0])
             ids = torch.stack([ids.repeat_interleave(shape[1]), places], 1)
         if not kept.all() or (self._left is not None and self._left < len(ids)):
             self._at = kept.flatten().nonzero()[: self._left, 0]

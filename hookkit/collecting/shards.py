@@ -207,7 +207,7 @@ def _header(name: str, shape: list[int], dtype: torch.dtype) -> bytes:
     from safetensors.torch import save
 
     # its own words for the dtype
-    code = json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+    code = json.loads(save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
     size = torch.Size(shape).numel() * dtype.itemsize
     text = json.dumps({name[:500]: {"dtype": code, "shape": shape, "data_offsets": [0, size]}})
     return (_HEAD - 8).to_bytes(8, "little") + text.encode().ljust(_HEAD - 8)

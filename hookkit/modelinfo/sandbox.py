@@ -182,7 +182,7 @@ def preserve_random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[
     restored if `drew()` is true at the end or if the code seeded it; Python's and NumPy's, if no
     other thread is alive.
     """
-    torchs = [(g, g.initial_seed(), g.get_state()) for g in generators()]
+    torchs = [(g, g.initial_seed(), g.get_state()) for g in _generators()]
     others = [(get, put, get()) for get, put in _of_python_and_numpy()]
     alone = threading.active_count() == 1
     try:
@@ -198,7 +198,7 @@ def preserve_random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[
                     put(state)
 
 
-def generators() -> Iterator[torch.Generator]:
+def _generators() -> Iterator[torch.Generator]:
     """PyTorch's generators of the devices in use; one that was never used has no state to keep."""
     yield torch.default_generator
     for device in (torch.cuda, torch.xpu):
