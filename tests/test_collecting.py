@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import ZOO, Entry
 
 from hookkit import Activations, collect, unwrap
+from hookkit.collecting import Mean
 from hookkit.collecting import shards as shards_module
 from hookkit.collecting.index import load
 from hookkit.errors import (
