@@ -26,9 +26,9 @@ FEW = 4
 SMALL = 2
 # Losses, or steps, that it takes, and how often each batch must have come
 ENOUGH, TIMES = 40, 4
-# Parts of the data that are as bad as at first, beside others that are learnt; each is a tenth of
-# the period, since a batch of one hard sample has a large loss in any order (hookkit, measured)
-AS_BAD, LEARNT, PARTS = 0.5, 0.5, 10
+# Most batches are as bad as at first, and others learnt (hookkit, measured). Where only some are
+# bad, these are hard ones (a wrong label), in whatever order.
+AS_BAD, LEARNT = 0.5, 0.5
 # Of a layer's mean square, the share that differs between samples: alike (hookkit, measured), and
 # equal but for the last digits of float32
 ALIKE, EQUAL = 1e-3, 1e-12
@@ -50,9 +50,9 @@ class Period(NamedTuple):
 
 @rule(
     needs=("losses",),
-    threshold="correlation above 0.85 with the losses of a period before, while a tenth of the "
-    "period is as bad as at first (half of the first loss) and another learnt (half of the worst)",
-    source="Bottou 2012, Stochastic Gradient Descent Tricks: shuffle the examples; 0.85, tenth and "
+    threshold="correlation above 0.85 with the losses of a period before, while most batches are "
+    "as bad as at first (half of the first loss) and others learnt (half of the worst)",
+    source="Bottou 2012, Stochastic Gradient Descent Tricks: shuffle the examples; 0.85 and the "
     "halves: hookkit, measured",
     cause="data sorted by class or target, which come in the same order in every epoch: the model "
     "learns one part and forgets the others",
@@ -63,12 +63,10 @@ def unshuffled(run: RunView) -> Iterator[Finding]:
     period = period_of(known(run.losses_of(ENOUGH)))
     if period is None or period.steps <= FEW or run.need_not_fall:
         return
-    levels = _levels_of_parts(period.profile)
-    worst, best = levels.max(), levels.min()
-    swings = worst > AS_BAD * start_level(run.losses) and best < LEARNT * worst
+    worst, best, usual = (f(period.profile) for f in (np.max, np.min, np.median))
     what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f}), "
     what += f"between {best:.3g} and {worst:.3g}"
-    if swings:
+    if usual > AS_BAD * start_level(run.losses) and best < LEARNT * worst:
         yield unshuffled.found("warning", what, (), run.all_steps)
     else:
         yield _SAME_ORDER.found("note", what, (), run.all_steps)
@@ -108,13 +106,6 @@ def period_of(losses: Floats) -> Period | None:
         return None
     n = 2 + int(np.argmax(alike > max(REPEATS, 0.97 * best)))
     return Period(n, float(alike[n - 2]), late[-n * (TIMES - 1) :].reshape(-1, n).mean(axis=0))
-
-
-def _levels_of_parts(profile: Floats) -> Floats:
-    """The mean loss of each tenth of the period, beginning at any batch: (steps,)."""
-    n = max(1, len(profile) // PARTS)
-    around = np.concatenate([profile, profile[: n - 1]])
-    return np.asarray(np.convolve(around, np.full(n, 1 / n), "valid"))
 
 
 def _correlations(a: Floats, most: int) -> Floats:
