@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from health_runs import (
     CE,
     FLAT,
@@ -14,7 +16,9 @@ from health_runs import (
     slow,
     weights,
 )
+from torch import nn
 
+from hookkit import ParamStats, watch
 from hookkit.health import diagnose
 from hookkit.records import Run
 
@@ -128,6 +132,24 @@ def test_a_loss_that_falls_without_end_and_then_blows_up_had_the_wrong_sign():
     losses = np.r_[-2.3 - 300 * t**3, np.geomspace(1e3, 1e15, 100)]
 
     assert first(Run(losses=losses)) == "below_zero"
+
+
+@pytest.mark.parametrize(("lr", "size"), [(0.1, 1), (1.0, 1), (1.0, 2)])
+def test_a_loss_that_is_mostly_0_is_judged_by_its_mean_and_has_no_spikes(lr, size):
+    torch.manual_seed(1)
+    x, true = torch.randn(500, 10), torch.randn(10)
+    net = nn.Linear(10, 1)
+    opt = torch.optim.SGD(net.parameters(), lr)
+    with watch(net, opt, ParamStats()) as w:
+        for _ in range(400):  # a perceptron: right answers cost nothing
+            at = torch.randint(500, (size,))
+            loss = F.relu(-torch.sign(x[at] @ true) * net(x[at]).squeeze(-1)).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    assert alarms(w.run_record()) == set()
 
 
 def test_small_losses_vary_by_factors():

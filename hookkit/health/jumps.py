@@ -59,9 +59,11 @@ def _jumps(values: Floats, t: int, level: float) -> bool:
     middle, least = usual(values, t, level)
     if values[t] - middle <= least:
         return False
+    if middle == 0:
+        return False  # most are 0 (of a perceptron's loss, say), and any other is a jump
     before = values[max(0, t - WINDOW) : t]
     before = before[before > 0]
-    if middle <= 0 or len(before) < WINDOW // 2:
+    if len(before) < WINDOW // 2:
         return True  # no factors
     # A loss near 0 varies by factors (batches without a mistake, and with one), which are no
     # spikes. Their noise is measured from one step to the next, so that a fall is not part of it.

@@ -172,10 +172,11 @@ def start_level(series: Floats) -> float:
     """Where a loss begins: the median of its first steps (5, or a twentieth of the run).
 
     But the first value alone, if the loss leapt up with the first step and never came back: the
-    first steps are then those after the damage.
+    first steps are then those after the damage. The mean of the first steps where most are 0.
     """
     values = known(series)
-    level = float(median(values[: max(5, len(values) // 20)]))
+    first = values[: max(5, len(values) // 20)]
+    level = float(median(first) or np.mean(first))
     end = values[-max(5, len(values) // 10) :]
     leapt = len(values) > 20 and 0 < 3 * values[0] < level and level > end.max()
     return float(values[0]) if leapt and np.quantile(end, 0.1) > values[0] else level
