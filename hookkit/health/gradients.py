@@ -13,9 +13,10 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, Rule, rule
 from hookkit.health.layer_order import chains
-from hookkit.health.learning_rate import too_small
+from hookkit.health.learning_rate import ADAM_SHARE, USUAL, by_share
 from hookkit.health.reading import known, smoothed
 from hookkit.health.run_view import RunView
+from hookkit.health.step_sizes import share_of_rate, update_ratios
 from hookkit.records import Floats, Ints
 
 # AUTOTRAINER: gradients of the first over those of the last layer
@@ -59,8 +60,10 @@ def vanishing(run: RunView) -> Iterator[Finding]:
 )
 def exploding(run: RunView) -> Iterator[Finding]:
     """Gradients that grow towards the input."""
+    if not run.fails:
+        return
     grows = [c for c in _sizes_by_depth(run) if c.early[0] / c.early[-1] > EXPLODED_RATIO]
-    if grows and run.fails:
+    if grows:
         which, size, _, early = max(grows, key=lambda c: c.early[0] / c.early[-1])
         yield _first_and_last(run, exploding, "error", which, size, early)
 
@@ -116,11 +119,23 @@ def clipping(run: RunView) -> Iterator[Finding]:
     if len(norms) < read.MIN_RECORDS or not (level := float(np.median(norms))) > 0:
         return
     share = float((np.abs(norms - level) < SAME_SHARE * level).mean())
-    if share < MOSTLY or level > CLIPPED or not (line := too_small(run)):
+    if share < MOSTLY or level > CLIPPED or not (line := _too_small(run)):
         return
     what = f"the norm of all gradients is {level:.3g} in {share:.0%} of the records, and {line}"
     severity = "warning" if run.learns else "error"
     yield clipping.found(severity, what, (), run.all_steps)
+
+
+def _too_small(run: RunView) -> str:
+    """In words, where the steps are far below what the optimizer is made for; "" if not."""
+    record, which, ratio = update_ratios(run)
+    if (share := share_of_rate(run, record, which)) < ADAM_SHARE:
+        return by_share(run, share)
+    whole = read.median(ratio, axis=1)
+    adam = np.isfinite(share)
+    if not adam and (whole < USUAL).mean() > 0.5:
+        return f"update:weight of most matrices is {read.median(whole):.2g}"
+    return ""
 
 
 def _order(size: Floats) -> float:

@@ -66,7 +66,7 @@ ADAM_SHARE = 3e-2
 @rule(
     needs=("params",),
     threshold="above 0.1 in most matrices",
-    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3; others: hookkit, measured",
+    source=f"{CHECKER}: log10 within -4 and -1; {CS231N}: about 1e-3",
     cause="the learning rate is too high",
     fix="divide the learning rate by 10, or warm it up: torch.optim.lr_scheduler.LinearLR(opt)",
 )
@@ -113,7 +113,8 @@ def _fast_group(run: RunView, record: Record, which: Ints, ratio: Floats) -> Ite
     what += ", while the loss does not fall" * run.fails
     says, severity = (_TOO_HIGH_OR_UPHILL, "error") if run.fails else (lr_too_high, "warning")
     least = ", or ".join(line for *_, line in lines)
-    here = says.but(threshold=f"{least}, in most matrices")
+    source = says.source if f"above {FAST:g} " in least else "hookkit, measured"
+    here = says.but(threshold=f"{least}, in most matrices", source=source)
     yield here.found(severity, what, *read.where(record, which[fast]))
 
 
@@ -207,7 +208,7 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         if slow.mean() > 0.5:
             yield _slow_steps(run, record, which[slow], ratio[slow])
     elif share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and run.has_learnt_little:
-        yield _HELD_BACK.found("warning", _by_share(run, share), *where)
+        yield _HELD_BACK.found("warning", by_share(run, share), *where)
     elif (short := path < _shortest_path(run)).mean() > 0.5 and run.has_learnt_little:
         what = f"all steps together move {short.sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(path[short]))} of their weight"
@@ -288,17 +289,6 @@ def _still_agrees(run: RunView, record: Record, which: Ints, whole: Floats) -> b
     return len(run.losses) >= ENOUGH_LOSSES and AGREE < share < np.inf and run.has_much_left
 
 
-def too_small(run: RunView) -> str:
-    """In words, where the steps are far below what the optimizer is made for; "" if not."""
-    record, which, ratio = update_ratios(run)
-    if (share := share_of_rate(run, record, which)) < ADAM_SHARE:
-        return _by_share(run, share)
-    whole = read.median(ratio, axis=1)
-    adam = np.isfinite(share)
-    if not adam and (whole < USUAL).mean() > 0.5:
-        return f"update:weight of most matrices is {read.median(whole):.2g}"
-    return ""
-
-
-def _by_share(run: RunView, share: float) -> str:
+def by_share(run: RunView, share: float) -> str:
+    """In words, how far Adam moves."""
     return f"{run.info['optimizer']} moves each weight by {share:.2g} of its learning rate"
