@@ -4,7 +4,7 @@ Written by `python benchmarks/verdicts.py --runs DIR --half all --write`, which 
 """
 
 RATES: dict[str, tuple[int, int]] = {
-    "ascent": (1, 1),
+    "ascent": (1, 0),
     "attention_logits": (1, 0),
     "bad_init": (9, 0),
     "below_zero": (2, 1),
@@ -13,16 +13,17 @@ RATES: dict[str, tuple[int, int]] = {
     "constant_init": (1, 0),
     "constant_input": (3, 0),
     "dead": (2, 0),
+    "diverging": (0, 1),
     "dropout": (5, 0),
     "exploding": (1, 0),
     "fp16_underflow": (1, 0),
     "grads_pile_up": (3, 0),
-    "initial_loss": (1, 2),
+    "initial_loss": (2, 2),
     "input_scale": (11, 1),
     "lr_too_high": (23, 4),
     "lr_too_low": (15, 0),
     "momentum": (3, 0),
-    "no_gradient": (3, 2),
+    "no_gradient": (3, 1),
     "non_finite": (6, 0),
     "not_in_optimizer": (9, 0),
     "not_learning": (4, 3),
