@@ -288,7 +288,7 @@ def test_a_finding_is_printed_once_when_two_looks_agree(capsys: Any) -> None:
     dead = [line for line in lines if FIND.search(line)]
     assert len(dead) == 1
     assert re.fullmatch(
-        r"step \d+: (error|warning): dead: .+ \(0\.weight Linear.* · steps \d+–\d+\)\.", dead[0]
+        r"step \d+: (error|warning): dead: .+ \(0 Linear.* · steps \d+–\d+\)\.", dead[0]
     )
     assert 10 < int(dead[0].split()[1][:-1]) < 40
     assert not [line for line in lines if ": note:" in line]
