@@ -37,6 +37,7 @@ from hookkit import (
 from hookkit.errors import NeverFiredWarning
 from hookkit.hooks import StopForward
 from hookkit.modelinfo import dummy_eval
+from hookkit.moments.variation import Variation
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
@@ -261,3 +262,14 @@ def test_a_watch_that_is_interrupted_restores_the_grad_mode() -> None:
         body()
 
     assert torch.is_grad_enabled()
+
+
+def test_a_look_at_variation_leaves_the_grad_mode_to_the_fit() -> None:
+    def looked() -> None:
+        try:
+            Variation().see(0, X)
+            Variation().see_given(0, X)
+        finally:
+            torch.set_grad_enabled(True)  # as a fit and `watch` do
+
+    assert interrupted_everywhere(looked, left, most=1000) == []

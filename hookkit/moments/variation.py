@@ -50,7 +50,8 @@ class Variation:
         """Looks at one output of a layer, (samples, …) floats on any device; skips others."""
         if not _is_usual(t) or t.ndim < 2 or len(t) < 2:
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        # in this order: PyTorch restores the grad mode of its beginning where Ctrl-C ends the first
+        with torch.inference_mode(False), torch.no_grad():
             share = _share(_some(t))
         looks = self._looks.setdefault(row, [])
         looks.append(share)
@@ -62,7 +63,7 @@ class Variation:
         t = None if row in self._given or is_transforming() else next(iter(leaves(inputs)), None)
         if t is None or not _is_usual(t) or not t.ndim:
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             x = _some(t)
             size = x.square().mean().sqrt(), x.abs().amax(), _share(x)
             self._given[row] = torch.stack(size)
