@@ -31,6 +31,17 @@ def page(found: dict[str, list[Row]], head: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def write(found: dict[str, list[Row]], full: bool, device: str) -> None:
+    command = f"python benchmarks{' --full' * full}{f' --device {device}' * (device != 'cpu')}"
+    head = f"{date.today()}, `{command}`: {environment(device)}. Medians over rounds in turn."
+    name, folder = "" if device == "cpu" else f"_{device}", Path(__file__).parent
+    (folder / f"TABLE{name}.md").write_text(page(found, head))
+    values = {s: [asdict(r) | {"verdict": r.verdict} for r in rows] for s, rows in found.items()}
+    (folder / f"table{name}.json").write_text(
+        json.dumps({"run": head, "rows": values}, indent=1, ensure_ascii=False) + "\n"
+    )
+
+
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("--only", nargs="*", choices=SCRIPTS, help="these; nothing is written")
@@ -42,18 +53,10 @@ def main() -> None:
         with ProcessPoolExecutor(1, mp_context=fresh) as pool:
             found[script] = pool.submit(measured, script, o.full, o.device).result()
         print(f"{script}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if o.only:
-        print("\n\n".join(markdown(rows) for rows in found.values()))
-        return
-    command = f"python benchmarks{' --full' * o.full}"
-    command += f" --device {o.device}" if o.device != "cpu" else ""
-    head = f"{date.today()}, `{command}`: {environment(o.device)}. Medians over rounds in turn."
-    name, folder = "" if o.device == "cpu" else f"_{o.device}", Path(__file__).parent
-    (folder / f"TABLE{name}.md").write_text(page(found, head))
-    values = {s: [asdict(r) | {"verdict": r.verdict} for r in rows] for s, rows in found.items()}
-    (folder / f"table{name}.json").write_text(
-        json.dumps({"run": head, "rows": values}, indent=1, ensure_ascii=False) + "\n"
-    )
+        if o.only:
+            print(markdown(found[script]) + "\n", flush=True)
+        else:  # after each: what was measured is kept where the run is cut short
+            write(found, o.full, o.device)
 
 
 if __name__ == "__main__":
