@@ -159,17 +159,98 @@ def test_callbacks_go_on_where_they_were(cb: Any, tmp_path: Path) -> None:
     assert repr(list(whole._past)) == repr(list(later._past))
 
 
-def test_what_was_logged_is_not_logged_again(tmp_path: Path) -> None:
-    first, later = learner(tmp_path), learner(tmp_path)
+def logged(path: Path) -> list[tuple[Any, str, float]]:
+    """The rows of a log: step, name, value."""
+    lines = path.read_text().splitlines()
+    if path.suffix == ".csv":
+        rows = [line.split(",") for line in lines[1:]]
+        return [(int(step), name, float(value)) for step, name, value in rows]
+    found = [json.loads(line) for line in lines]
+    return [(row["step"], name, x) for row in found for name, x in row.items() if name != "step"]
+
+
+def once(path: Path) -> dict[tuple[Any, str], float]:
+    """Value by step and name, each of which is there once."""
+    rows = logged(path)
+    found = {(step, name): value for step, name, value in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_resumed_run_logs_what_one_that_was_never_interrupted_does(
+    name: str, every: int, tmp_path: Path
+) -> None:
+    path, one = tmp_path / name, tmp_path / f"one_{name}"
+    whole, first, later = (learner(tmp_path) for _ in range(3))
+    whole.fit(3, cbs=LogTo(one, every=every))
+    save = Callback(after_epoch=lambda cb: cb.epoch == 1 and cb.learn.save("two"))
+    torch.manual_seed(0)
+    first.fit(3, cbs=[LogTo(path, every=every), save])  # what is logged after the checkpoint
+
+    later.fit(3, cbs=LogTo(path, every=every), resume="two")
+
+    assert once(path) == once(one)
+
+
+def test_what_was_logged_before_the_last_save_is_not_logged_again(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
+    first, later = learner(tmp_path), learner(tmp_path)
+    first.add_cb(LogTo(path))
+    first.fit(2)
+    first.save("two")
+    later.add_cb(LogTo(path))
+
+    later.fit(3, resume="two")
+
+    assert [step for step, name in once(path) if name == "loss"] == list(range(15))
+
+
+def test_rows_of_another_training_in_the_file_stay(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    learner(tmp_path).fit(3, cbs=LogTo(path))
+    before = path.read_text()
     with pytest.raises(KeyboardInterrupt):
-        first.fit(3, cbs=[LogTo(path, every=1), killed(1)])
+        learner(tmp_path).fit(3, cbs=[LogTo(path, every=1), killed(1)])
 
-    later.fit(3, cbs=LogTo(path, every=1), resume="checkpoint")
+    learner(tmp_path).fit(3, cbs=LogTo(path), resume="checkpoint")
+    after = path.read_text()
+    path.write_text(before)  # another file by that name
+    learner(tmp_path).fit(3, cbs=LogTo(path), resume="checkpoint")
 
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    # step 9 is sent as the first fit ends, which is after its checkpoint
-    assert [row["step"] for row in rows if "loss" in row] == [*range(10), *range(9, 15)]
+    assert after.startswith(before)
+    assert [step for step, name, _ in logged(path) if name == "loss"] == [*range(15), *range(9, 15)]
+    path.write_text(after)
+    assert [step for step, name, _ in logged(path) if name == "loss"] == [*range(15)] * 2
+
+
+def test_a_resume_that_fails_leaves_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    save = Callback(after_epoch=lambda cb: cb.epoch or cb.learn.save("one"))
+    learner(tmp_path).fit(2, cbs=[LogTo(path, every=1), save])
+    before = path.read_text()
+
+    with pytest.raises(OptionError, match="this Learner's SGD"):
+        learner(tmp_path, opt_func=torch.optim.SGD).fit(3, cbs=LogTo(path), resume="one")
+
+    assert path.read_text() == before
+
+
+def test_a_log_that_cannot_be_read_spoils_no_checkpoint(tmp_path: Path) -> None:
+    (path := tmp_path / "log.jsonl").mkdir()
+    learn = learner(tmp_path)
+    with pytest.warns(HookkitWarning, match=r"LogTo sends nothing more to .*: IsADirectory"):
+        learn.fit(2, cbs=[LogTo(path, every=1), killed_quietly()])
+
+    path.rmdir()
+    learner(tmp_path).fit(3, cbs=LogTo(path), resume="checkpoint")
+
+    assert [step for step, name in once(path) if name == "loss"] == list(range(15))
+
+
+def killed_quietly() -> Callback:
+    return Callback(after_epoch=lambda cb: cb.learn.save("checkpoint") and None)
 
 
 def test_a_long_history_halves_as_it_would_have(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from test_recording_zoo import trained as trained_on
 from torch import nn
 from zoo import ZOO, Entry
 
-from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit import ActivationStats, Callback, GradientStats, LogTo, ParamStats, watch
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Record, Run, as_run
 from hookkit.testing import mlp, synth_learner
@@ -42,6 +42,10 @@ def trained(w: Watcher, epochs: int, lr: float = 0.05) -> Watcher:
                 opt.zero_grad()
             w.epoch(score=float(i))
     return w
+
+
+def sgd(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), 0.05)
 
 
 def watched(net: nn.Module, **options: Any) -> Watcher:
@@ -122,6 +126,33 @@ def test_a_resumed_watch_logs_what_is_new(nets: list[nn.Module], tmp_path: Path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(6))
     assert [row["step"] for row in rows if "epoch/score" in row] == [2, 5]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_resumed_watch_cuts_a_file_that_it_logs_to_and_sends_the_rest(
+    every: int, nets: list[nn.Module], tmp_path: Path
+) -> None:
+    path, save = tmp_path / "log.csv", Callback(after_epoch=lambda cb: cb.epoch or save_run())
+    w = watch(nets[0], sgd(nets[0]), ParamStats(), log := LogTo(path, every=every), save)
+
+    def save_run() -> None:
+        w.save(tmp_path / "run.npz")
+
+    trained(w, 2)  # and on, for another epoch
+    resumed = watch(
+        nets[0], sgd(nets[0]), ParamStats(), LogTo(path, every=every), resume=tmp_path / "run.npz"
+    )
+    trained(resumed, 1)
+    with resumed:
+        pass
+    resumed.log_to(path)
+
+    rows = [line.split(",")[:2] for line in path.read_text().splitlines()[1:]]
+    for name in ("loss", "param/weight_norm/0.weight"):
+        assert [int(step) for step, tag in rows if tag == name] == list(range(6))
+    assert len({tuple(row) for row in rows}) == len(rows)
+    assert log.target is path
+    assert "logged" not in resumed.report(tmp_path / "page.html").read_text()
 
 
 def test_resume_takes_a_run_alone() -> None:

@@ -28,6 +28,11 @@ class LogTo(Callback):
     known of each epoch, and about five scalars for each layer, as `log_to` names them. Histograms
     go to TensorBoard. Nothing is sent twice, also by a later `log_to` to the same target.
 
+    A training that is resumed, by `fit(resume=…)` or `watch(resume=…)`, makes the steps after its
+    checkpoint again. Of a file the rows that came after the checkpoint are cut off, before the next
+    ones are written. Other targets get those steps a second time: TensorBoard shows the later
+    value, wandb keeps the first, mlflow both.
+
     Args:
         target: a SummaryWriter, a tracker, or the path of a `.csv` or `.jsonl` file, as `log_to`'s
             `writer`.
@@ -60,12 +65,18 @@ class LogTo(Callback):
         what = "how many optimizer steps there are between two writings"
         self.every = check_number("LogTo", "every", every, 1, whole=True, what=what)
         self.target, self._at = target, 0
+        self._resumed: dict[str, Any] = {}  # a state that the next writing begins with
 
     def before_fit(self) -> None:
-        """Begins to count steps."""
-        if self.learn.fitting:
-            self._at = self.learn.n_steps
-            self._alive = self.target is not None and ranks.rank() == 0
+        """Begins to count steps; goes on from the run that a watched loop resumes."""
+        if not self.learn.fitting:
+            return
+        self._at = self.learn.n_steps
+        self._alive = self.target is not None and ranks.rank() == 0
+        earlier = vars(self.learn).get("earlier")
+        if earlier is not None and not self.learn.n_own_steps:
+            own = (name for name, cb in self.learn._named().items() if cb is self)
+            self.load_state_dict(earlier.info.get("logged", {}).get(next(own, ""), {}))
 
     def before_batch(self) -> None:
         """Sends what is new, every so many steps: now no batch is half recorded."""
@@ -82,7 +93,13 @@ class LogTo(Callback):
         self._at = self.learn.n_steps
         try:
             target = as_target("LogTo", self.target)
-            send(target, run_of(self.learn, quiet=True), sent_to(target, self.learn))  # sync
+            sent = sent_to(target, self.learn)
+            if self._resumed:
+                target.cut_to(self._resumed["end"])
+                sent.clear()
+                sent.update(self._resumed["sent"])
+                self._resumed = {}
+            send(target, run_of(self.learn, quiet=True), sent)  # sync
         except Exception as error:
             self._alive = False
             warnings.warn(
@@ -94,14 +111,16 @@ class LogTo(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was sent: a training that is resumed sends the rest."""
-        sent = sent_to(as_target("LogTo", self.target), self.learn) if self._alive else {}
-        return {"sent": dict(sent)}
+        """What was sent, and where a file ended: a training that is resumed goes on from there."""
+        if self._resumed or self.target is None or ranks.rank():
+            return self._resumed
+        target = as_target("LogTo", self.target)
+        sent = dict(sent_to(target, self.learn))
+        return {"sent": sent, "end": target.end(), "at": self._at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
-        if self._alive:
-            sent_to(as_target("LogTo", self.target), self.learn).update(state["sent"])
+        """Takes what `state_dict` gave: what a file got later is cut off as more is written."""
+        self._resumed, self._at = state, state.get("at", self._at)
 
     def __getstate__(self) -> dict[str, Any]:
         # a writer has threads and connections, which no copy could share

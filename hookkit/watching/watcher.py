@@ -15,6 +15,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.logging import LogTo
 from hookkit.callbacks.readout import gather, is_recorder, run_of
 from hookkit.checks import check_flag
 from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, nearest
@@ -326,7 +328,9 @@ class Watcher(Exports, Views, Named):
 
         Sync: one per recorder.
         """
-        return run_of(self.loop)
+        run, cbs = run_of(self.loop), self.loop._named().items()
+        logs = {name: cb.state_dict() for name, cb in cbs if isinstance(cb, LogTo)}
+        return replace(run, info={**run.info, "logged": logs}) if any(logs.values()) else run
 
     @property
     def info(self) -> dict[str, Any]:
