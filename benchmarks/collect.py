@@ -6,12 +6,17 @@ are measured with and without waiting for the disk (`os.fsync`), as `collect` al
 what its index names survives a crash. captum's `AV` has one file for each batch and layer. SAELens
 needs a model of its own kind and is not measured.
 
+glibc hands the pages of freed tensors back to the system and takes new ones, or does not: that
+depends on what lies behind them in memory, and changes the time of either loop by a third from run
+to run. Here it keeps them.
+
 Then the memory: the greatest resident size of a fresh process that collects some data, and four
 times as much (Linux).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import shutil
@@ -22,12 +27,13 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from rows import Row, against, main
 from torch import Tensor, nn
 
-from hookkit import collect
+from hookkit import Activations, collect
 
 
 class Net(nn.Module):
@@ -47,6 +53,7 @@ class Net(nn.Module):
 
 NETS = {"4 blocks of 256 → 1024": (4, 256, 1024), "4 blocks of 256 → 8": (4, 256, 8)}
 NAMES = [f"blocks.{i}" for i in range(4)]
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def batches(n_bytes: int, d: int = 256) -> Iterator[Tensor]:
@@ -61,11 +68,14 @@ def bare(model: Net, n_bytes: int, to: Path, *, sync: bool = False) -> None:
     to.mkdir()
     files = [open(to / name, "wb") for name in NAMES]  # noqa: SIM115
 
-    def hook(file: object) -> Callable[..., None]:
-        return lambda m, i, o: file.write(memoryview(o.numpy()))  # type: ignore[attr-defined]
+    def hook_of(file: BinaryIO) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            file.write(memoryview(output.numpy()))  # what it returned would replace the output
+
+        return hook
 
     pairs = zip(model.blocks, files, strict=True)
-    handles = [block.register_forward_hook(hook(file)) for block, file in pairs]
+    handles = [block.register_forward_hook(hook_of(file)) for block, file in pairs]
     with torch.no_grad():
         for x in batches(n_bytes):
             model(x)
@@ -95,6 +105,27 @@ def captum(model: Net, n_bytes: int, to: Path) -> None:
 
     data = [(x, torch.zeros(len(x))) for x in batches(n_bytes)]
     AV.generate_dataset_activations(str(to), model, "m", NAMES, data, identifier="x")
+
+
+def check_same(model: Net, n_bytes: int) -> None:
+    """Raises unless `bare` and `hookkit` write the same rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        bare(model, n_bytes, Path(folder) / "bare")
+        torch.manual_seed(0)
+        hookkit(model, n_bytes, Path(folder) / "acts")
+        acts = Activations(Path(folder) / "acts")
+        for name in NAMES:
+            rows = acts[name].to_numpy().tobytes()
+            if rows != (Path(folder) / "bare" / name).read_bytes():
+                raise RuntimeError(f"the loops write other rows of {name}")
+
+
+def keep_pages() -> None:
+    """Has glibc keep the pages of freed tensors (up to 32 MB each) for the next ones."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_TRIM_THRESHOLD, 2**30)
+        mallopt(_MMAP_THRESHOLD, 2**25)
 
 
 METHODS: dict[str, Callable[[Net, int, Path], None]] = {
@@ -131,6 +162,7 @@ def timed(method: str, model: Net, n_bytes: int) -> float:
 def over_bare(net: str, n_bytes: int, rounds: int) -> dict[str, float]:
     """The median ratio of each method to the bare loop of the same round."""
     model = Net(*NETS[net])
+    check_same(model, 2**24)
     methods = [m for m in METHODS if "captum" not in m or find_spec("captum")]
     for method in methods:
         timed(method, model, 2**24)
@@ -153,6 +185,7 @@ def peak_mb(n_mb: int) -> int:
 
 
 def rows(full: bool, device: str) -> Iterator[Row]:
+    keep_pages()
     n_mb, rounds = (256, 7) if full else (64, 5)
     for net in NETS:
         yield from against(f"{net}, {n_mb} MB", over_bare(net, n_mb << 20, rounds), PAIRS)
