@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import sys
 import threading
 import weakref
@@ -839,6 +840,44 @@ def test_copies_are_not_edited() -> None:
         assert net(x).abs().max() == 0
 
     assert torch.equal(twin(x), plain)
+
+
+class Steered(nn.Module):
+    """A module that edits a layer of its own, by a vector that it learns."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.v = mlp(), nn.Parameter(torch.full((3,), 2.0))
+        self.edits = edit_outputs(select(self.net, "0"), make(self.v))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+
+MAKERS = {
+    "scale": scale,
+    "add": lambda v: add(v, at=slice(1, 3)),
+    "replace": replace,
+    "patch_from": lambda v: patch_from({"0": v}),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_module_that_owns_an_edit_edits_by_its_own_vector(
+    copied: Callable[[nn.Module], nn.Module], make: Callable[[Tensor], Any]
+) -> None:
+    model, x = Steered(make), torch.randn(5, 4)
+
+    twin = copied(model)
+
+    assert torch.equal(twin(x), model(x))
+    twin(x).sum().backward()
+    assert twin.v.grad is not None
+    assert model.v.grad is None
 
 
 @pytest.mark.parametrize("where", ["model", "layer"])

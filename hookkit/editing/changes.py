@@ -8,8 +8,10 @@ since all five edits share the code that applies them to a part (`at=`), and its
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,9 @@ class Where:
 
 class Change:
     """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
+
+    Copied and pickled with what it holds, so that a steering vector that a model learns is that of
+    the copied model.
 
     Called as `change(module, …, value)`. A hook adds itself as `hook=`: its layer's name and its
     count of calls, for messages and for `patch_from`.
@@ -95,7 +100,7 @@ def zero(*, at: Any = None) -> Change:
     tensor([[0., 1.],
             [0., 1.]])
     """
-    return _each("zero()", at, lambda x: 0)
+    return Change("zero()", partial(_replaced, t=0, at=at, word="zero"))
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
@@ -112,7 +117,8 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     tensor([3., 3.])
     """
     _check_number("scale", k)
-    return _each(f"scale({_short(k)})", at, lambda x: x * _like(k, x))
+    new = partial(_combined, f=operator.mul, v=k, at=at, word="scale")
+    return Change(f"scale({_short(k)})", new)
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
@@ -131,7 +137,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
             [0., 0.]])
     """
     _check_number("add", v)
-    return _each(f"add({_short(v)})", at, lambda x: x + _like(v, x))
+    return Change(f"add({_short(v)})", partial(_combined, f=operator.add, v=v, at=at, word="add"))
 
 
 def replace(t: Any, *, at: Any = None) -> Change:
@@ -154,7 +160,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
             f"replace({t!r}): {type(t).__name__} is no value of a layer. Give a number, a tensor, "
             f"or a structure of the same containers with tensors in it."
         )
-    return Change(f"replace({_short(t)})", lambda value, w: _replaced(value, t, at, "replace", w))
+    return Change(f"replace({_short(t)})", partial(_replaced, t=t, at=at, word="replace"))
 
 
 def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Change:
@@ -191,29 +197,26 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
             "patch_from was given a run without a single layer. Give what hook_outputs(…) "
             "returned, or a dict of values by layer name."
         )
-
-    def new(value: Any, where: Where) -> Any:
-        return _replaced(value, _stored(run, where), at, "patch_from", where)
-
-    return Change("patch_from(…)", new)
+    return Change("patch_from(…)", partial(_patched, run=run, at=at))
 
 
-def _each(text: str, at: Any, part: Callable[[Tensor], Any]) -> Change:
-    """The change that puts `part(x[at])` into each tensor `x`."""
-    word = text.split("(")[0]
+def _combined(
+    value: Any, where: Where, *, f: Callable[..., Any], v: Any, at: Any, word: str
+) -> Any:
+    """`value` with `f(x[at], v)` in the place of `x[at]` for each tensor `x`."""
 
-    def one(x: Tensor, where: Where) -> Tensor:
+    def one(x: Tensor) -> Tensor:
         there = _part(x, at, word, where)
         try:
-            value = part(there)
+            new = f(there, _like(v, there))
         except RuntimeError as e:
             raise HookError(
                 f"{word} on {where.label}: {e}. There is {describe(there)}: give a number, or a "
                 f"tensor that broadcasts to that shape."
             ) from e
-        return _set(x, at, value, word, where)
+        return _set(x, at, new, word, where)
 
-    return Change(text, lambda value, where: tmap(lambda x: one(x, where), value))
+    return tmap(one, value)
 
 
 def _part(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
@@ -259,7 +262,12 @@ def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
     return new
 
 
-def _replaced(value: Any, t: Any, at: Any, word: str, where: Where) -> Any:
+def _patched(value: Any, where: Where, *, run: Hook | Hooks | Mapping[str, Any], at: Any) -> Any:
+    """`value` with what the other run had there in its place."""
+    return _replaced(value, where, t=_stored(run, where), at=at, word="patch_from")
+
+
+def _replaced(value: Any, where: Where, *, t: Any, at: Any, word: str) -> Any:
     """`value` with the tensors of `t` in the place of its own, one to one."""
     old, new = named_leaves(value), named_leaves(t)
     if isinstance(t, int | float | complex):
