@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
+from hookkit.comparing.measures import dense
 from hookkit.editing import (
     add,
     edit_grad,
@@ -878,6 +879,34 @@ def test_a_copy_of_a_module_that_owns_an_edit_edits_by_its_own_vector(
     twin(x).sum().backward()
     assert twin.v.grad is not None
     assert model.v.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        lambda x: torch.nested.nested_tensor([x, x[:2]]),
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+    ],
+    ids=["jagged", "nested", "sparse", "csr"],
+)
+def test_nested_and_sparse_tensors_are_edited_as_wholes(given: Callable[[Tensor], Tensor]) -> None:
+    net, x = nn.Sequential(nn.Identity()), given(torch.randn(3, 4))
+
+    with edit_outputs(select(net, "0"), scale(2.0)):
+        doubled = net(x)
+    with edit_outputs(select(net, "0"), patch_from({"0": doubled})):
+        patched = net(x)
+
+    assert torch.equal(dense(doubled), 2 * dense(x))
+    assert torch.equal(dense(patched), 2 * dense(x))
+    with (
+        pytest.raises(HookError, match=r"zero on .*: there is .*, a nested or sparse tensor"),
+        edit_output(net[0], zero()),
+    ):
+        net(x)
 
 
 @pytest.mark.parametrize("where", ["model", "layer"])

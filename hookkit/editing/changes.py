@@ -233,6 +233,13 @@ def _part(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
 
 def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
     """A new tensor: `x` with `value`, broadcast, at `at`; of its shape, dtype and device."""
+    if x.is_nested or x.layout is not torch.strided:
+        if at is None and isinstance(value, Tensor) and _kind(value) == _kind(x):
+            return value
+        raise HookError(
+            f"{word} on {where.label}: there is {describe(x)}, a nested or sparse tensor, of which "
+            "no part can be set. Give a function of it: lambda output: …"
+        )
     target = x.shape if at is None else x[at].shape
     shape = value.shape if isinstance(value, Tensor) else torch.Size()
     try:
@@ -357,6 +364,10 @@ def _like(v: Any, x: Tensor) -> Any:
     holds = x.is_complex() or (x.is_floating_point() and not v.is_complex())
     dtype = x.dtype if holds else v.dtype
     return v.to(device=x.device, dtype=dtype)
+
+
+def _kind(x: Tensor) -> tuple[bool, torch.layout]:
+    return x.is_nested, x.layout
 
 
 def _complex(v: Any) -> bool:
