@@ -520,6 +520,44 @@ def test_a_resumed_training_of_hugging_face_goes_on_with_its_numbers(tmp_path, a
     assert later.watcher.n_steps == len(later.watcher.losses) == len(steps)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("each", "at", "ended"), [(1, N, 2 * N - 1), (2, 6, 7), (2, 3, 8)])
+def test_a_run_of_hugging_face_that_went_past_its_checkpoint_joins_the_resumed_one(
+    tmp_path, each: int, at: int, ended: int
+):
+    transformers = pytest.importorskip("transformers")
+    from hookkit.bridges.transformers import HookkitCallback
+
+    class End(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == ended:
+                raise ZeroDivisionError
+
+    def trained(*cbs, resume=None, **options):
+        bridge = HookkitCallback(ParamStats())
+        options |= {"out": tmp_path, "gradient_accumulation_steps": each}
+        trainer = hugging_face(Net(), bridge, *cbs, **options)
+        with suppress(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=resume)
+        bridge.end()
+        return bridge.watcher.run_record()
+
+    killed = trained(End(), save_strategy="steps", save_steps=at)
+    killed = Run.load(killed.save(tmp_path / "run.npz"))
+
+    joined = killed + trained(resume=str(tmp_path / f"checkpoint-{at}"))
+
+    whole = trained()
+    assert joined.valid == whole.valid
+    np.testing.assert_array_equal(joined.losses, whole.losses)
+    np.testing.assert_array_equal(joined.grad_norms, whole.grad_norms)
+    for axis in ("steps", "epochs", "iters", "spans"):
+        np.testing.assert_array_equal(getattr(joined.params, axis), getattr(whole.params, axis))
+    for name, values in whole.params.values.items():
+        np.testing.assert_array_equal(joined.params.values[name], values)
+
+
 @pytest.mark.parametrize("package", ["lightning", "transformers"])
 def test_a_missing_library_is_named(package: str, monkeypatch):
     from importlib import import_module

@@ -282,3 +282,26 @@ def test_a_watch_goes_on_within_an_epoch(
     assert_same(found, wanted)
     assert repr(resumed).split(";")[0] == repr(whole).split(";")[0]
     assert "within_epoch" not in found.info
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("at", [4, 5, 6])
+def test_batches_go_on_from_the_step_where_a_later_run_begins(
+    every: int, at: int, nets: list[nn.Module]
+) -> None:
+    def run(first: int, end: int) -> Run:
+        opt = sgd(nets[0])
+        w = watch(nets[0], opt, ActivationStats(every=every), ParamStats(every=every))
+        w.loop.number_from(first, 0)  # as a library's resumed training
+        with w:
+            for _ in range(first, end):
+                for _ in range(2):  # gradient accumulation
+                    nets[0](torch.ones(2, 4)).mean().backward()
+                opt.step()
+        return w.run_record()
+
+    joined = run(0, 11) + run(at, 13)
+
+    for record in joined.records:
+        assert record.iters.tolist() == [2 * step + 1 for step in record.steps.tolist()]
+    assert joined.info["train_iter"] == 26

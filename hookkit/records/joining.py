@@ -214,11 +214,19 @@ def run_until(run: Run, n: int) -> Run:
     own = vars(run).items()
     cut: dict[str, Any] = {slot: cut_record(r, n) for slot, r in own if isinstance(r, Record)}
     cut |= {slot: series[:n] for slot, series in own if isinstance(series, np.ndarray)}
-    after = [int(r.iters[r.steps >= n][0]) for r in run.records if (r.steps >= n).any()]
     return replace(
         run,
         **cut,
         valid=cut_epochs(run.valid, n),
         incidents=tuple(i for i in run.incidents if i.step < n),
-        info={**run.info, "train_iter": min(after, default=n_batches(run))},
+        info={**run.info, "train_iter": _batches_until(run, n)},
     )
+
+
+def _batches_until(run: Run, n: int) -> int:
+    """How many batches the first `n` steps had; where none was recorded, in proportion."""
+    known = {0: 0, run.n_steps: n_batches(run)}
+    for r in run.records:
+        known |= dict(zip((r.steps + 1).tolist(), (r.iters + 1).tolist(), strict=True))
+    steps = sorted(known)
+    return round(np.interp(n, steps, [known[step] for step in steps]))
