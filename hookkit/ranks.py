@@ -130,6 +130,18 @@ def _joinable(x: Any) -> list[Any]:
     return [(path, str(t.dtype), t.ndim, tuple(t.shape[1:])) for path, t in named_leaves(x)]
 
 
+def alike(own: Any) -> bool:
+    """Whether `own` has the same `repr` on all ranks: one reduction of two numbers.
+
+    >>> alike(["fc", 3])
+    True
+    """
+    code = hashlib.blake2b(repr(own).encode(), digest_size=7).digest()
+    number = int.from_bytes(code, "big")
+    low, high = greatest(torch.tensor([-number, number], device="cpu")).tolist()
+    return bool(-low == high)
+
+
 def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure: str) -> None:
     """Raises on every rank, or on none: `own` has to be the same on all of them.
 
@@ -149,10 +161,7 @@ def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure:
 
     >>> check_alike([("fc", 3)], ["fc"], problem="merge: other layers", cure="Name the same.")
     """
-    code = hashlib.blake2b(repr(list(own)).encode(), digest_size=7).digest()
-    number = int.from_bytes(code, "big")
-    low, high = greatest(torch.tensor([-number, number], device="cpu")).tolist()
-    if -low == high:
+    if alike(list(own)):
         return
     everyone = gather_object((list(own), list(texts)))
     for i in range(max(len(items) for items, _ in everyone)):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from processes import in_ranks
+from test_stats_ranks import Counted
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -215,6 +216,7 @@ def work(rank: int, folder: Path) -> None:
         learn.validate()
     seen["torchmetrics"] = {n: of_torchmetrics(n) for n in SIZES}
     seen["thawed"] = thawed(n)
+    seen["sent"] = sent(n)
     (folder / f"seen{rank}").write_bytes(pickle.dumps(seen))
     if n == 2:  # the last: it ends rank 1
         seen["lost"] = lost(rank, folder)
@@ -346,6 +348,18 @@ def of_torchmetrics(n: int) -> list[Any]:
         return validated(learn)
 
 
+def sent(n: int) -> Any:
+    """What hookkit sends in a fit of two epochs of four batches a rank."""
+    loaders = DataLoaders(DataLoader(data(4 * BS * n), BS), DataLoader(data(N), BS))
+    net, metrics = nn.Linear(3, 1), [worst]
+    learn = Learner(loaders, net, nn.MSELoss(), torch.optim.SGD, 0.1, metrics=metrics)
+    learn.logger = lambda row: None
+    with pytest.MonkeyPatch.context() as patch, learn.distrib_ctx(cpu=True):
+        counted = Counted(patch)
+        learn.fit(2, cbs=FlightRecorder("skip"))
+    return counted.n_bytes
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two or four ranks has found in `work`."""
@@ -451,6 +465,14 @@ def test_training_losses_are_means_over_ranks(seen: Any) -> None:
         np.testing.assert_allclose(smooth, smoothed(raw))
         assert [row["train_loss"] for row in rows] == [smooth[len(raw) // 2 - 1], smooth[-1]]
         assert found["fit"] == seen[0]["fit"]
+
+
+def test_a_fit_sends_what_the_page_says(seen: Any) -> None:
+    of_losses, of_metrics, of_steps = 8 + 16 * 4, 2 * (8 + 16), 8 * 4
+    at_the_end = 8 + 8  # no losses since the last epoch; no incidents
+
+    for found in seen:
+        assert found["sent"] == {"all_reduce": 2 * (of_losses + of_metrics + of_steps) + at_the_end}
 
 
 def smoothed(losses: list[float]) -> list[float]:

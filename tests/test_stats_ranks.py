@@ -266,6 +266,7 @@ def test_what_a_merge_sends_grows_with_neither_ranks_nor_steps(
     assert all(one == found[0] for one in found)
     few, many = found[0]
     assert few == many
-    # of each record of tensors: layouts compared, names united (4), and three reductions; of
+    # of each record of tensors: layouts compared, names compared, and three reductions; of
     # parameters: layouts, and which of them moved; how many losses there are
-    assert few[0] == 2 * (1 + 4 + 3) + 2 + 1
+    assert few[0] == 2 * (2 + 3) + 2 + 1
+    assert few[1].keys() == {"all_reduce"}

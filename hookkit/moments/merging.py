@@ -4,6 +4,8 @@
 2. SUM of counts and sums: of values, of those near zero, of bins, of units;
 3. SUM of squared deviations from the mean of all ranks, which the second one has given.
 
+Before these they compare layouts and names, 16 bytes each; names are sent only where they differ.
+
 Each rank receives as much as it sends, whatever their number, and nothing crosses the network
 before this. It builds on `ranks` and `units`. The alternative, every rank's tables on each of them,
 needs one exchange, but memory and time that grow with the number of ranks.
@@ -45,7 +47,9 @@ def merged(
     o, history = stats.options, stats.history
     edges = None if o.bins is None else o.bins.edges.tolist()
     history.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
-    types = ranks.union(dict(zip(stats.names, stats.types, strict=True)))
+    types = dict(zip(stats.names, stats.types, strict=True))
+    if not ranks.alike(types):
+        types = ranks.union(types)
     names, kinds = list(types), list(types.values())
     order = [names.index(name) for name in stats.names]
     units = {names.index(name): table for name, table in _own_counts(stats).items()}
