@@ -21,6 +21,7 @@ from hookkit.errors import HookError
 from hookkit.hooks.function_call import FunctionCall
 from hookkit.hooks.functions import FunctionHooks
 from hookkit.hooks.snapshot import Options
+from hookkit.interrupts import Undo
 from hookkit.nested import Inputs
 
 _MULTI_HEAD = signature(multi_head_attention_forward)
@@ -60,8 +61,11 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
     check_module(who, model)
     functions = [scaled_dot_product_attention, multi_head_attention_forward]
     hooks = _Hooks(functions, model, Options(who, "forward", _weights, detach=False))
-    with torch.no_grad(), hooks:
-        model(*inputs, **kwargs)
+    with Undo() as undo:  # Ctrl-C in torch's own `no_grad` leaves it off
+        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+        with hooks:
+            model(*inputs, **kwargs)
     if not len(hooks):
         raise HookError(
             f"{hooks.never_called()} Give a model that uses F.scaled_dot_product_attention or "
@@ -126,7 +130,8 @@ def attention_logits(
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     device = query.device.type
-    with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
+    rounded = is_autocast_available(device) and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if rounded else nullcontext():
         logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     # Private: `CausalBias._materialize`, the mask that this class of tensors stands for (since
     # 2.3). It has no public name; without it the class cannot be added to a tensor.

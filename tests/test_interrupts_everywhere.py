@@ -17,6 +17,7 @@ from hookkit import (
     GradientStats,
     Learner,
     ParamStats,
+    attention_weights,
     edit_input,
     edit_outputs,
     feature_extractor,
@@ -115,6 +116,24 @@ def functions() -> None:
         NET(X)
 
 
+def functions_in_functions() -> None:
+    with hook_function(torch.clamp_min):
+        nn.functional.normalize(X)
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.softmax(x, 1)  # in Python, so PyTorch has it take the mode off in Python
+        return nn.functional.scaled_dot_product_attention(y, x, x)
+
+
+ATTENDS = Attends()
+
+
+def attended() -> None:
+    attention_weights(ATTENDS, X)
+
+
 class Nowhere:
     def write(self, text: str) -> None:
         pass
@@ -187,6 +206,8 @@ SCENARIOS: list[Callable[[], None]] = [
     edits,
     global_hook,
     functions,
+    functions_in_functions,
+    attended,
     sizes,
     swapped,
     skipped,
@@ -199,8 +220,9 @@ SCENARIOS: list[Callable[[], None]] = [
 ]
 
 
-# Of thousands of points some, but all of those where parameters are written
+# Of thousands of points some, but all where parameters are written or function modes are taken off
 MOST = {summarized: 12, watched: 30, fit: 30, params_edited: 2000}
+MOST |= {functions_in_functions: 2000, attended: 2000}
 
 
 @pytest.mark.slow

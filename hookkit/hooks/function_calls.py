@@ -29,7 +29,13 @@ from hookkit.hooks.collection import Hooks, Modules, Named, named_modules_of
 from hookkit.hooks.entries import HookEntry, Placed, check_hookable, graph_task, in_thread
 from hookkit.hooks.function_call import FunctionCall, run_edited
 from hookkit.hooks.snapshot import Options
-from hookkit.hooks.torch_functions import opened, overridden, same_functions, take_off
+from hookkit.hooks.torch_functions import (
+    end_suspended,
+    opened,
+    overridden,
+    same_functions,
+    take_off,
+)
 from hookkit.modules import unwrap
 from hookkit.selecting import select
 
@@ -154,6 +160,9 @@ class FunctionCalls(TorchFunctionMode):
         finally:
             self.opened.remove(this)
 
+    def __exit__(self, *_: object) -> None:
+        take_off(self, True)
+
     # -- which modules run
 
     def start(self) -> None:
@@ -187,7 +196,9 @@ class FunctionCalls(TorchFunctionMode):
 
     def turn_off(self) -> None:
         """Undoes `turn_on`; can be repeated."""
-        take_off(self, self.on)
+        end_suspended()
+        while take_off(self, self.on):  # a Ctrl-C can have left it there twice
+            pass
         self.on = False
         self.inside.clear()
         if self.hooks is not None:

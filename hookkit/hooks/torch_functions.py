@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from inspect import signature
+from traceback import walk_tb
 from types import FunctionType
 from typing import Any
 
@@ -242,15 +245,15 @@ _TOP, _POP, _PUSH = (
 )
 
 
-def take_off(mode: TorchFunctionMode, is_on: bool) -> None:
-    """Takes `mode` off this thread's stack of modes; does nothing where it is not there.
+def take_off(mode: TorchFunctionMode, is_on: bool) -> bool:
+    """Takes `mode` off this thread's stack of modes; returns whether it was found there.
 
     `is_on` says whether it should be.
     """
     if _TOP is None or _POP is None or _PUSH is None:
         if is_on:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return
+            TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+        return False
     above = []
     while (top := _TOP()) is not None and top is not mode:
         above.append(top)
@@ -259,3 +262,19 @@ def take_off(mode: TorchFunctionMode, is_on: bool) -> None:
         _POP()
     for other in reversed(above):
         _PUSH(other)
+    return top is mode
+
+
+# Private: `_pop_mode_temporarily` of torch.overrides, a generator behind a context manager, which
+# takes a mode off for the time of a call (since 2.0). A Ctrl-C as the manager begins or ends leaves
+# the generator suspended until the traceback is freed: it puts the mode on when the block has
+# ended. Without the name it still does.
+def end_suspended() -> None:
+    """Ends what the exception that is being handled has left suspended so."""
+    error = sys.exc_info()[1]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)] if error else []
+    for frame in reversed(frames):  # the innermost first, as they would have ended
+        if frame.f_code.co_filename == contextlib.__file__:
+            suspended: Any = getattr(frame.f_locals.get("self"), "gen", None)
+            if getattr(suspended, "__name__", "") == "_pop_mode_temporarily":
+                suspended.close()
