@@ -13,6 +13,7 @@ BIN   := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
+PEERS := $(VENV)/.hookkit-bench
 DOCS  := $(VENV)/.hookkit-docs
 
 .PHONY: help env demo test test-gpu test-quick bench bench-gpu lint types format golden wheel extras integrations docs docs-serve clean
@@ -35,6 +36,11 @@ $(INTEG): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group integrations
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps --group fastai
 	touch $(INTEG)
+
+$(PEERS): $(INTEG)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group bench
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps surgeon-pytorch
+	touch $(PEERS)
 
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --group docs
@@ -74,7 +80,7 @@ wheel: $(STAMP)  ## build archive and wheel; the suite on it without slow and zo
 extras:  ## each extra alone, in an environment of its own
 	bash .ci/extras
 
-bench: $(INTEG)  ## all benchmarks with peers in one run, as benchmarks/TABLE.md (ARGS=--full for more rounds)
+bench: $(PEERS)  ## all benchmarks with peers in one run, as benchmarks/TABLE.md (ARGS=--full for more rounds)
 	$(BIN)/python benchmarks $(ARGS)
 
 bench-gpu: $(STAMP)  ## those that run on a CUDA device, as benchmarks/TABLE_cuda.md

@@ -7,6 +7,7 @@ measured, and how, is at the top of each script.
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -21,23 +22,56 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rows import Row, environment, markdown, measured, options
 
 ON_DEVICE = ("capture", "functions", "stats")
+FOLDER = Path(__file__).parent
 SCRIPTS = (*ON_DEVICE, "loop", "watching", "memory", "summary", "collect")
 
 
+HOW = """\
+Each figure is a multiple of the bare run or has a unit, the median over rounds in which methods
+take turns. Less is better. `ratio` is hookkit's figure over the one beside it. `bare again` is one
+more bare run: what it differs by from 1, it does for no reason. The first column says
+
+- **missed** or met: the ratio aimed at, in brackets;
+- **worse**, better or level: over, under or within 5 % of another way to do it;
+- cost: what is added to the bare run, where nothing is aimed at;
+- not measured: the other library was not installed."""
+
+
+def about(script: str) -> tuple[str, str]:
+    """What the benchmark asks, and how it finds that: the text at its top."""
+    text = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
+    question, _, how = text.partition("\n\n")
+    return " ".join(question.split()), how
+
+
+def losses(found: dict[str, list[Row]]) -> str:
+    """Everything that hookkit loses, as sentences."""
+    rows = [r for each in found.values() for r in each]
+    judged = [r for r in rows if r.verdict not in ("cost", "not measured")]
+    n = sum(r.lost for r in judged)
+    parts = [f"## What hookkit loses\n\n{n} of {len(judged)} comparisons."]
+    for script, each in found.items():
+        if lost := [f"- {r.sentence}" for r in each if r.lost]:
+            parts.append("\n".join([f"**{about(script)[0]}**", "", *lost]))
+    return "\n\n".join(parts)
+
+
 def page(found: dict[str, list[Row]], head: str) -> str:
-    lost = [r for rows in found.values() for r in rows if r.verdict in ("missed", "worse")]
-    parts = [f"# Benchmarks\n\n{head}\n\n## What hookkit loses\n\n{markdown(lost)}"]
-    parts += [f"## `python benchmarks/{name}.py`\n\n{markdown(r)}" for name, r in found.items()]
+    parts = [f"# Benchmarks\n\n{head}\n\n{HOW}", losses(found)]
+    for script, rows in found.items():
+        question, how = about(script)
+        asked = f"{question} `python benchmarks/{script}.py`"
+        parts += [f"## `{script}.py`", asked, how, markdown(rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def write(found: dict[str, list[Row]], full: bool, device: str) -> None:
     command = f"python benchmarks{' --full' * full}{f' --device {device}' * (device != 'cpu')}"
-    head = f"{date.today()}, `{command}`: {environment(device)}. Medians over rounds in turn."
-    name, folder = "" if device == "cpu" else f"_{device}", Path(__file__).parent
-    (folder / f"TABLE{name}.md").write_text(page(found, head))
+    head = f"{date.today()}, `{command}`: {environment(device)}."
+    name = "" if device == "cpu" else f"_{device}"
+    (FOLDER / f"TABLE{name}.md").write_text(page(found, head))
     values = {s: [asdict(r) | {"verdict": r.verdict} for r in rows] for s, rows in found.items()}
-    (folder / f"table{name}.json").write_text(
+    (FOLDER / f"table{name}.json").write_text(
         json.dumps({"run": head, "rows": values}, indent=1, ensure_ascii=False) + "\n"
     )
 

@@ -1,10 +1,10 @@
-"""What it costs to capture the outputs of all blocks, side by side with raw hooks and with peers.
+"""What it costs to capture the outputs of all blocks in one forward, beside PyTorch's own hooks and
+other libraries.
 
-Everything is measured in one process: in each round every method runs once per model, in shuffled
-order, best of four calls, over the bare forward of the same round. `bare again` shows the noise:
-what a method costs is what it has above that.
-
-Methods marked `kept` leave their hooks in place; all others register and remove for each call.
+Bare is the forward alone. Hooks are registered before each forward and removed after it, except
+those that are left on. In each round every method runs once per model, in shuffled order, best of
+four calls, over the bare forward of the same round. baukit is not on PyPI; it is measured where it
+was installed from its repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rows import Row, against, best, main
+from rows import AGAIN, Row, against, best, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,10 +174,6 @@ def hookkit_live(model: nn.Module, names: list[str], x: Tensor) -> Capture:
     return hookkit_with(model, names, x, detach=False)
 
 
-def hookkit_detached(model: nn.Module, names: list[str], x: Tensor) -> Capture:
-    return hookkit_with(model, names, x, clone=False)
-
-
 def hookkit_kept(model: nn.Module, names: list[str], x: Tensor) -> Capture:
     h: Hooks = hook_outputs([model.get_submodule(n) for n in names])
 
@@ -243,37 +239,35 @@ def nnsight(model: nn.Module, names: list[str], x: Tensor) -> Capture:
 
 
 METHODS: dict[str, Method] = {
-    "bare again": bare,
-    "raw noop, kept": noop_kept,
-    "hookkit attach noop, kept": hookkit_noop_kept,
-    "raw store, kept": raw_kept,
-    "hookkit hook_outputs, kept": hookkit_kept,
-    "raw store": raw,
-    "raw detach + clone": raw_clone,
+    AGAIN: bare,
+    "PyTorch's hook that does nothing (left on)": noop_kept,
+    "hookkit hook that does nothing (left on)": hookkit_noop_kept,
+    "PyTorch's hook that stores (left on)": raw_kept,
+    "hookkit hook_outputs (left on)": hookkit_kept,
+    "PyTorch's hook that stores": raw,
+    "PyTorch's hook that stores a clone": raw_clone,
     "hookkit hook_outputs": hookkit,
-    "hookkit hook_outputs(clone=False)": hookkit_detached,
     "hookkit hook_outputs(detach=False)": hookkit_live,
-    "fastai hook_outputs": fastai,
-    "baukit TraceDict": baukit,
-    "surgeon Inspect": surgeon,
-    "captum LayerActivation": captum,
-    "nnsight cache": nnsight,
+    "fastai's hook_outputs": fastai,
+    "baukit's TraceDict": baukit,
+    "surgeon-pytorch's Inspect": surgeon,
+    "captum's LayerActivation": captum,
+    "nnsight's cache": nnsight,
 }
-PEERS = ("fastai hook_outputs", "baukit TraceDict", "surgeon Inspect", "captum LayerActivation")
-PEERS += ("nnsight cache",)
-MODELS = {"mlp24": mlp24, "gpt12": gpt12, "resnet": resnet}
+PEERS = ("fastai's hook_outputs", "baukit's TraceDict", "surgeon-pytorch's Inspect")
+PEERS += ("captum's LayerActivation", "nnsight's cache")
+MODELS = {"MLP, 24 layers": mlp24, "GPT, 12 blocks": gpt12, "ResNet, 8 blocks": resnet}
 
 
 PAIRS: list[tuple[str, str] | tuple[str, str, float]] = [
-    ("bare again", "bare"),
-    ("hookkit attach noop, kept", "raw noop, kept"),
-    ("hookkit hook_outputs, kept", "raw store, kept"),
-    ("hookkit hook_outputs(detach=False)", "raw store"),
-    ("hookkit hook_outputs", "raw store"),
-    ("hookkit hook_outputs", "raw detach + clone"),
+    ("hookkit hook that does nothing (left on)", "PyTorch's hook that does nothing (left on)"),
+    ("hookkit hook_outputs (left on)", "PyTorch's hook that stores (left on)"),
+    ("hookkit hook_outputs(detach=False)", "PyTorch's hook that stores"),
+    ("hookkit hook_outputs", "PyTorch's hook that stores"),
+    ("hookkit hook_outputs", "PyTorch's hook that stores a clone"),
     *(("hookkit hook_outputs", peer) for peer in PEERS),
 ]
-TARGETS = {"mlp24": 1.12, "gpt12": 1.05, "resnet": 1.08}  # hook_outputs over a raw hook that stores
+TARGETS = dict(zip(MODELS, (1.12, 1.05, 1.08), strict=True))  # over a hook that stores
 
 
 def working(name: str, build: Callable[[], Any], want: Sequence[Tensor]) -> Capture | None:
@@ -318,7 +312,7 @@ def rows(full: bool, device: str) -> Iterator[Row]:
         for name, build in MODELS.items():
             ratios = compare(build, 60 if full else 15, device)
             for row in against(name, ratios, PAIRS):
-                aimed = row.peer == "raw store" and row.what.endswith("hook_outputs")
+                aimed = row.peer == "PyTorch's hook that stores" and row.what == "hook_outputs"
                 yield replace(row, target=TARGETS[name]) if aimed else row
 
 

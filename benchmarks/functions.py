@@ -1,7 +1,9 @@
-"""What it costs to see calls of torch functions: over the bare forward, and over a training step.
+"""What it costs to see calls of torch functions, in a forward and while training.
 
-As in `capture.py`: each round runs every method once in shuffled order, best of four calls, over
-the bare one of the same round. The MLP is small, so that a function takes little and the mode much.
+Of the MLP each functional ReLU is stored, of the GPT each call of fused attention. PyTorch shows
+calls of functions to a function mode, and makes every torch function slower while one is on; the
+modes beside `hook_function` do the least that one has to. As in `capture.py`, each round runs every
+method once in shuffled order, best of four calls, over the bare one of the same round.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 from capture import Block
-from rows import Row, against, best, main
+from rows import AGAIN, Row, against, best, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,11 +26,10 @@ SDPA = F.scaled_dot_product_attention
 Runs = dict[str, Callable[[], Any]]
 
 FORWARD = [
-    ("bare again", "bare"),
-    ("hook_function", "a mode that does nothing"),
-    ("hook_function", "a mode that stores detached clones"),
-    ("hook_function, within", "a mode that stores detached clones"),
-    ("hook_function, inputs, within", "a mode that stores detached clones"),
+    ("hook_function", "a function mode that does nothing"),
+    ("hook_function", "a function mode that stores clones"),
+    ("hook_function(within=…)", "a function mode that stores clones"),
+    ("hook_function(within=…, inputs=True)", "a function mode that stores clones"),
 ]
 TRAINING = [
     ("ActivationStats()", "bare"),
@@ -85,12 +86,14 @@ def forwards(model: nn.Module, x: Tensor, f: Any, names: str) -> Runs:
 
     chosen = select(model, names)
     return {
-        "bare again": lambda: model(x),
-        "a mode that does nothing": inside(NoOp),
-        "a mode that stores detached clones": inside(lambda: Storing(f)),
+        AGAIN: lambda: model(x),
+        "a function mode that does nothing": inside(NoOp),
+        "a function mode that stores clones": inside(lambda: Storing(f)),
         "hook_function": inside(lambda: hook_function(f)),
-        "hook_function, within": inside(lambda: hook_function(f, within=chosen)),
-        "hook_function, inputs, within": inside(lambda: hook_function(f, chosen, inputs=True)),
+        "hook_function(within=…)": inside(lambda: hook_function(f, within=chosen)),
+        "hook_function(within=…, inputs=True)": inside(
+            lambda: hook_function(f, chosen, inputs=True)
+        ),
     }
 
 
@@ -115,7 +118,7 @@ def trainings(model: nn.Module, x: Tensor) -> tuple[Runs, list[Any]]:
 
     functions = [F.relu, SDPA]
     runs = {
-        "bare again": loop(None),
+        AGAIN: loop(None),
         "ActivationStats()": loop(ActivationStats()),
         "ActivationStats(functions=…)": loop(ActivationStats(functions=functions)),
         "ActivationStats(every=10)": loop(ActivationStats(every=10)),
@@ -142,16 +145,17 @@ def rows(full: bool, device: str) -> Iterator[Row]:
     random.seed(0)
     torch.manual_seed(0)
     rounds = 60 if full else 15
-    for name, (model, x, *rest) in {"mlp24": mlp(), "gpt12": gpt()}.items():
+    models = {"MLP, 24 functional ReLUs": mlp(), "GPT, 12 blocks": gpt()}
+    for name, (model, x, *rest) in models.items():
         model, x = model.to(device), x.to(device)
         with torch.no_grad():
             found = ratios(forwards(model, x, *rest), lambda m=model, x=x: m(x), rounds, device)
-        yield from against(f"{name}, forward", found, FORWARD)
+        yield from against(f"{name}: a forward", found, FORWARD)
         runs, opened = trainings(model, x)
         found = ratios(runs, runs.pop("bare"), rounds // 4, device)
         for w in opened:
             w.__exit__(None, None, None)
-        yield from against(f"{name}, ten steps", found, TRAINING)
+        yield from against(f"{name}: ten training steps", found, TRAINING)
 
 
 if __name__ == "__main__":

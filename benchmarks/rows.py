@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,18 +24,20 @@ Pair = tuple[str, str] | tuple[str, str, float]
 PEERS = ("numba", "fastai", "lightning", "torchinfo", "captum", "wandb", "surgeon-pytorch")
 PEERS += ("nnsight", "baukit")
 NOISE = 0.05  # what two measurements of one thing differ by, on a machine that does other work too
+AGAIN = "bare again"  # one more bare run: it differs from 1 for no reason
 
 
 @dataclass(frozen=True)
 class Row:
     """What hookkit takes beside a peer in the same run; less is better in every unit."""
 
+    case: str  # the model, and what it does
     what: str
     hookkit: float
     peer: str
     theirs: float | None  # None: not installed
     target: float | None = None  # the greatest ratio aimed at
-    unit: str = "× bare"
+    unit: str = ""  # none: a multiple of the bare run
 
     @property
     def ratio(self) -> float | None:
@@ -48,7 +51,7 @@ class Row:
     def verdict(self) -> str:
         """`missed` and `worse` are what hookkit loses; nothing is free beside `bare`."""
         if self.ratio is None:
-            return "not installed"
+            return "not measured"
         if self.target is not None:
             return "met" if self.ratio <= self.target else "missed"
         if self.peer == "bare":
@@ -58,27 +61,49 @@ class Row:
         )
 
     @property
+    def lost(self) -> bool:
+        return self.verdict in ("missed", "worse")
+
+    @property
+    def sentence(self) -> str:
+        """What is lost, in words."""
+        case = self.case.partition(f" ({AGAIN}")[0]
+        aim = f"; {self.target:g} is aimed at" if self.target else ""
+        said = f"{self.what} takes {self.ratio:.4g} times as much as {self.peer}{aim}"
+        if self.peer == "target":
+            said = f"{self.what} is {self.hookkit:.3g} {self.unit}; {self.theirs:g} is aimed at"
+        return f"*{case}*: {said}."
+
+    @property
     def cells(self) -> list[str]:
-        theirs = "–" if self.theirs is None else f"{self.theirs:.3g} {self.unit}"
+        theirs = "–" if self.theirs is None else f"{self.theirs:.3g} {self.unit}".strip()
         ratio = "–" if self.ratio is None else f"{self.ratio:.2f}"
-        target = "" if self.target is None else f"≤ {self.target:g}"
-        verdict = f"**{self.verdict}**" if self.verdict in ("missed", "worse") else self.verdict
-        own = f"{self.hookkit:.3g} {self.unit}"
-        return [self.what, own, self.peer, theirs, ratio, target, verdict]
+        target = "" if self.target is None else f" (≤\u00a0{self.target:g})"
+        verdict = f"**{self.verdict}**" if self.lost else self.verdict
+        own = f"{self.hookkit:.3g} {self.unit}".strip()
+        return [verdict + target, self.what, own, self.peer, theirs, ratio]
 
 
-def against(what: str, over_bare: dict[str, float], pairs: Iterable[Pair]) -> Iterator[Row]:
+def against(case: str, over_bare: dict[str, float], pairs: Iterable[Pair]) -> Iterator[Row]:
     """Rows of `(hookkit's method, the peer's, target)` from the times of methods over `bare`."""
     times = {"bare": 1.0, **over_bare}
+    if AGAIN in times:
+        case += f" ({AGAIN} {times[AGAIN]:.3g})"
     for ours, peer, *target in pairs:
         if ours in times:
-            yield Row(f"{what}: {ours}", times[ours], peer, times.get(peer), *target)
+            what = ours.removeprefix("hookkit ")
+            yield Row(case, what, times[ours], peer, times.get(peer), *target)
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    head = ["what", "hookkit", "beside", "it takes", "ratio", "target", ""]
-    lines = [head, ["---"] * len(head), *(row.cells for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    """A table for each case, with the verdict first, where a narrow window shows it."""
+    head = ["", "what", "hookkit", "beside it", "takes", "ratio"]
+    tables = []
+    for case, group in groupby(rows, key=lambda row: row.case):
+        lines = [head, ["---"] * len(head), *(row.cells for row in group)]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        tables.append(f"**{case}**\n\n{table}")
+    return "\n\n".join(tables)
 
 
 def seconds(run: Callable[[], Any], device: str = "cpu") -> float:

@@ -1,22 +1,15 @@
-"""What watching a training costs: a step with statistics over a bare step, side by side with peers.
+"""What statistics cost a training step, beside a bare step, fastai's hook and wandb.watch.
 
-`--nets transformer,conv` prints a table of each with all counts (`--only hookkit`, `--compile`).
-Everything is measured in one process, on one net: two nets of one kind differ by some per cent, by
-where their memory lies. In each round every method watches the net anew, in shuffled
-order, for two steps to begin with and then for a block of steps, whose time is taken over the mean
-of the bare blocks just before and after it (CPU time, so that neighbours on the machine disturb
-little). A cell is the median ratio over the rounds. `bare again` shows the noise. Compiled nets and
-wandb's runs cannot be watched anew, and have a net of their own. Peers that are not installed are
-left out.
+Bare is the training step without hookkit. `all kinds` records activations, gradients and
+parameters, with histograms and units; `no step recorded` is the same with its hooks installed and
+off. fastai's hook is what its `ActivationStats` does for each batch, without its Learner. Of each
+step the values that the host reads are counted too: on a GPU it would wait for each of them.
 
-Where numba is installed (the `fast` extra) its loops read the tensors; `--numpy` leaves it out.
-
-`reads` are tensor read-outs by the host in a step (item, tolist, cpu, float, bool), `ops` the aten
-operations that a step has above a bare one: on a GPU, waits and kernel launches. With `--compile`,
-`graphs` are those that were compiled and `breaks` the places where Python had to step in.
-
-With `--device cuda` (`--nets resnet50,gpt2`, `--bf16`) the time is that of the wall clock until the
-device is done, and `waits` are the synchronisations that PyTorch counts in a step.
+One net is measured in one process: two nets of one kind differ by some per cent, by where their
+memory lies. In each round every method watches the net anew, in shuffled order, for two steps to
+begin with and then for a block of steps, whose CPU time is taken over the mean of the bare blocks
+just before and after it. wandb's runs, and compiled nets, have a net of their own, since they
+cannot be watched anew. Where numba is installed its loops read the tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rows import Row, against, environment, markdown, options
+from rows import AGAIN, Row, against, environment, markdown, options
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,28 +179,28 @@ def fastai_like(model: nn.Module, with_hist: bool) -> Iterator[None]:
 
 
 METHODS: dict[str, Watch] = {
-    "bare again": lambda model, opt: nullcontext(),
-    "hookkit watch alone": hooked(),
+    AGAIN: lambda model, opt: nullcontext(),
+    "hookkit watch, no statistics": hooked(),
     "hookkit activations": hooked(ActivationStats),
-    "hookkit activations + hist": hooked(lambda: ActivationStats(with_hist=True)),
-    "hookkit activations + exact hist": hooked(
+    "hookkit activations with histogram": hooked(lambda: ActivationStats(with_hist=True)),
+    "hookkit activations with exact histogram": hooked(
         lambda: ActivationStats(with_hist=True, exact_hist=True)
     ),
-    "hookkit activations + hist, every=10": hooked(lambda: ActivationStats(True, every=10)),
+    "hookkit activations with histogram, every=10": hooked(lambda: ActivationStats(True, every=10)),
     "hookkit gradients": hooked(GradientStats),
-    "hookkit params": hooked(ParamStats),
-    "hookkit activations, units, params": hooked(
+    "hookkit parameters": hooked(ParamStats),
+    "hookkit activations with units, parameters": hooked(
         lambda: ActivationStats(with_hist=True, units=True), ParamStats
     ),
-    "hookkit flight recorder": hooked(lambda: FlightRecorder("report")),
-    "hookkit everything": everything(None),
-    "hookkit everything, no hist": hooked(
+    "hookkit FlightRecorder": hooked(lambda: FlightRecorder("report")),
+    "hookkit all kinds": everything(None),
+    "hookkit all kinds, no histogram": hooked(
         lambda: ActivationStats(units=True), GradientStats, ParamStats
     ),
-    "hookkit everything, every=10": everything(10),
-    "hookkit flag off": everything(1_000_000_000),
+    "hookkit all kinds, every=10": everything(10),
+    "hookkit all kinds, no step recorded": everything(1_000_000_000),
     "fastai's hook": lambda model, opt: fastai_like(model, False),
-    "fastai's hook + hist": lambda model, opt: fastai_like(model, True),
+    "fastai's hook with histogram": lambda model, opt: fastai_like(model, True),
 }
 
 
@@ -325,14 +318,26 @@ def keep_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)
 
 
+NETS = {
+    "transformer": "transformer, 6 blocks",
+    "wide conv": "wide conv net",
+    "conv": "small conv net",
+    "mlp": "MLP 64-128-10",
+    "resnet50": "ResNet-50",
+    "gpt2": "GPT-2's size",
+}
 STEPS = {"transformer": 4, "wide conv": 4, "conv": 30, "mlp": 100, "resnet50": 10, "gpt2": 10}
-EVERY_STEP, ALL = "hookkit activations + hist", "hookkit everything"
-PEERS = ("fastai's hook + hist", "wandb.watch('all')")
+EVERY_STEP, ALL = "hookkit activations with histogram", "hookkit all kinds"
+PEERS = [
+    ("hookkit activations", "fastai's hook"),
+    (EVERY_STEP, "fastai's hook with histogram"),
+    (EVERY_STEP, "wandb.watch('all')"),
+]
 TARGETS = {  # over a bare step
     EVERY_STEP: {"transformer": 1.03, "conv": 1.25, "resnet50": 1.03, "gpt2": 1.03},
     ALL: {"transformer": 1.10},
     f"{ALL}, every=10": {"transformer": 1.02},
-    "hookkit flag off": {"transformer": 1.01},
+    "hookkit all kinds, no step recorded": {"transformer": 1.01},
 }
 
 
@@ -371,13 +376,13 @@ def rows(full: bool, device: str) -> Iterator[Row]:
     for name, rounds in nets.items():
         ways, bare_s, _ = ratios(name, rounds, o)
         found = {m.name: statistics.median(m.ratios) for m in ways}
-        what = f"{name}, a step of {bare_s * 1e3:.3g} ms"
-        own = [(n, "bare", *[t for t in (TARGETS.get(n, {}).get(name),) if t]) for n in found]
-        yield from against(what, found, [p for p in own if p[0] not in PEERS])
-        yield from against(what, found, [(EVERY_STEP, peer) for peer in PEERS])
+        case = f"{NETS[name]}: a step of {bare_s * 1e3:.3g} ms"
+        own = [n for n in found if n.startswith("hookkit")]
+        pairs = [(n, "bare", *[t for t in (TARGETS.get(n, {}).get(name),) if t]) for n in own]
+        yield from (table := list(against(case, found, [*pairs, *PEERS])))
         waits = max(m.counts[1] for m in ways if m.name.startswith("hookkit"))
-        less = next(m.counts[1] for m in ways if m.name == "bare again")
-        yield Row(f"{name}: reads of the device in a step", waits, "bare", less, 1.0, "reads")
+        less = next(m.counts[1] for m in ways if m.name == AGAIN)
+        yield Row(table[0].case, "values that the host reads in a step", waits, "bare", less, 1.0)
 
 
 def command_line() -> argparse.ArgumentParser:

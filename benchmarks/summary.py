@@ -1,13 +1,11 @@
-"""What a summary costs, in real forwards, with torchinfo and FlopCounterMode beside it in one run.
+"""What a summary costs, the first one of a process and a later one, beside torchinfo and PyTorch's
+`FlopCounterMode`.
 
-Times are CPU seconds in one thread, medians of interleaved rounds; a busy machine disturbs them
-less than the clock's. Each computes what it can: hookkit for shapes, calls, MACs, saved bytes and
-warnings; torchinfo for all its columns at full depth.
-Of `kinds`, each case and tool has a process of its own, forked from one that has imported torch
-(and transformers, for its own models) and has never run a model; so a first call pays for all that
-it loads and fills.
-Architectures of transformers are left out where that is not installed; all but a few are left out
-without `--full`.
+Bare is one forward of the model; times are CPU seconds in one thread, medians of interleaved
+rounds. Each computes what it can: hookkit shapes, calls, MACs, saved bytes and warnings; torchinfo
+all its columns at full depth. Each model and tool has a process of its own, forked from one that
+has imported torch (and transformers, for its models) and has never run a model; so a first call
+pays for all that it loads. `--full` takes all models instead of six.
 """
 
 import importlib.util
@@ -20,14 +18,20 @@ from typing import Any
 
 import torch
 from rows import Row, main, seconds
-from summary_cases import CASES, GPT, resnet50
-from torch import Tensor, nn
+from summary_cases import CASES, GPT
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hookkit.summaries import summary
 
 Step = Callable[[], object]
-TOOLS = ("hookkit", "torchinfo", "FlopCounter")
+TOOLS = ("hookkit", "torchinfo", "FlopCounterMode")
+FIRST, LATER = "first call", "later call"
+TARGETS = {
+    ("resnet50", LATER, "torchinfo"): 1.0,
+    ("gpt2-small", LATER, "torchinfo"): 1.0,
+    ("gpt2-small", LATER, "bare"): 0.4,
+}
 FEW = ("resnet50", "gpt2-small", "gru cell, 128 steps", "state space, 128 steps", "llama", "rwkv")
 
 
@@ -56,31 +60,19 @@ def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def against_forward(what: str, model: nn.Module, x: Tensor, rounds: int) -> Iterator[Row]:
-    steps: dict[str, Step] = {"forward": lambda: model(x), "hookkit": lambda: summary(model, x)}
-    if peer := torchinfo_of(model, x):
-        steps["torchinfo"] = peer
-    found = medians(steps, rounds)
-    bare = found.pop("forward")
-    over = {name: t / bare for name, t in found.items()}
-    target = 0.4 if "gpt2" in what else None
-    yield Row(what, over["hookkit"], "one forward", 1.0, target, "× forward")
-    yield Row(what, over["hookkit"], "torchinfo", over.get("torchinfo"), 1.0, "× forward")
-
-
 def huge() -> Row:
     with torch.device("meta"):
         model = GPT(8160, 80, 85, 2048)
     ids = torch.zeros(1, 2048, dtype=torch.long)
     took = seconds(lambda: summary(model, ids))
-    return Row("64 B parameters on meta", took, "the target", 3.0, 1.0, "s")
+    return Row("64 B parameters on meta", "a summary", took, "target", 3.0, 1.0, "s")
 
 
 def many_modules(n: int) -> Row:
     summary(nn.Linear(4, 4), torch.ones(1, 4))  # the imports of a first call are counted in `kinds`
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
     took = seconds(lambda: str(summary(model, torch.ones(1, 4))))
-    return Row(f"{n} modules, of each", 1e3 * took / n, "the target", 0.8, 1.0, "ms")
+    return Row(f"{n} modules", "time for each module", 1e3 * took / n, "target", 0.8, 1.0, "ms")
 
 
 def step_of(tool: str, model: nn.Module, given: dict[str, Any]) -> Step | None:
@@ -90,7 +82,7 @@ def step_of(tool: str, model: nn.Module, given: dict[str, Any]) -> Step | None:
 
     if tool == "torchinfo":
         return torchinfo_of(model, given)
-    return {"hookkit": lambda: summary(model, **given), "FlopCounter": counted}[tool]
+    return {"hookkit": lambda: summary(model, **given), "FlopCounterMode": counted}[tool]
 
 
 def timed(name: str, tool: str, send: Any) -> None:
@@ -151,26 +143,22 @@ def kinds(full: bool) -> Iterator[Row]:
     }
     if full:  # the target is of all of them
         first = over["hookkit"][0]
-        yield Row("first call, in the median", first, "the target", 3.0, 1.0, "× forward")
-    yield from calls(f"median of {len(chosen)}", over)
+        yield Row(f"median of {len(chosen)} models", FIRST, first, "bare", 1.0, 3.0)
+    yield from calls(f"median of {len(chosen)} models", over)
 
 
-def calls(what: str, over: dict[str, tuple[float, ...]]) -> Iterator[Row]:
-    for i, call in enumerate(("first", "warm")):
+def calls(case: str, over: dict[str, tuple[float, ...]]) -> Iterator[Row]:
+    for i, call in enumerate((FIRST, LATER)):
         for tool in TOOLS[1:]:
             theirs = over[tool][i] if tool in over else None
-            yield Row(f"{what}, {call} call", over["hookkit"][i], tool, theirs, unit="× forward")
+            target = TARGETS.get((case, call, tool))
+            yield Row(case, call, over["hookkit"][i], tool, theirs, target)
+    if target := TARGETS.get((case, LATER, "bare")):
+        yield Row(case, LATER, over["hookkit"][1], "bare", 1.0, target)
 
 
 def rows(full: bool, device: str) -> Iterator[Row]:
-    rounds = 9 if full else 3
     yield from kinds(full)  # before anything runs in this process, from which it forks
-    yield from against_forward(
-        "resnet50, 1×3×224×224", resnet50(), torch.randn(1, 3, 224, 224), rounds
-    )
-    yield from against_forward(
-        "gpt2-small, 1×128", GPT(), torch.zeros(1, 128, dtype=torch.long), rounds
-    )
     yield huge()
     for n in (1250, 5000):
         yield many_modules(n)

@@ -1,9 +1,9 @@
-"""What `watch` costs a plain PyTorch loop, by itself: no statistics, only seeing the steps.
+"""What `watch` costs a plain PyTorch loop before any statistics, and what a live view adds.
 
-Blocks of each kind are run in turn, in shuffled order; times are CPU time per step and its ratio to
-the bare loop of the same round. Then what `ShowHealth(every_s=0.5)` adds to a loop with recorders,
-over ten seconds of it, in a terminal and in a notebook: the looks' and pictures' share of the CPU
-time, those at the end too, which is exact where ratios of whole loops are not.
+Bare is the loop alone. Blocks of each kind are run in turn, in shuffled order; a figure is CPU time
+over the bare loop of the same round. Of `ShowHealth(every_s=0.5)` it is 1 and the share of the CPU
+time that its looks and pictures take in a loop with recorders, those at the end too: exact where
+ratios of whole loops are not.
 """
 
 import io
@@ -59,9 +59,9 @@ def measured(make, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
     kinds = {
         "bare loop": None,
         "watch, no callback": watch(model, opt),
-        "watch, optimizer found by itself": watch(model),
+        "watch(model), which finds the optimizer": watch(model),
         "watch, a callback that does nothing": watch(model, opt, Noop()),
-        "watch, and w.loss(loss) reported": watch(model, opt, Noop()),
+        "watch, a callback, and w.loss(loss)": watch(model, opt, Noop()),
     }
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(n_rounds):
@@ -69,7 +69,7 @@ def measured(make, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
             w = kinds[kind]
             if w is None:
                 times[kind].append(steps(model, x, opt, n_steps))
-            elif "reported" in kind:
+            elif "w.loss" in kind:
                 with w:
                     times[kind].append(reported(w, model, x, opt, n_steps))
             else:
@@ -141,11 +141,12 @@ def rows(full: bool, device: str) -> Iterator[Row]:
             kind: statistics.median(t / b for t, b in zip(each, bare, strict=True))
             for kind, each in times.items()
         }
-        what = f"{name}, a step of {statistics.median(bare) * 1e6:.0f} µs"
-        yield from against(what, found, [(kind, "bare") for kind in found])
+        case = f"{name}: a step of {statistics.median(bare) * 1e6:.0f} µs"
+        yield from against(case, found, [(kind, "bare") for kind in found])
     for kind in ("terminal", "notebook"):
         looks = statistics.median(share_of_looks(kind) for _ in range(5 if full else 1))
-        yield Row(f"ShowHealth in a {kind}, over recorders", 1 + looks, "bare", 1.0, 1.02)
+        case = "transformer of 3 layers with recorders, ten seconds"
+        yield Row(case, f"ShowHealth in a {kind}", 1 + looks, "bare", 1.0, 1.02)
 
 
 if __name__ == "__main__":
