@@ -19,7 +19,8 @@ can be compared with that of the healthy one beside it. `fit` is the loop of tho
 loop of their own, `update` the step of most others.
 
 Files called `fresh_…` are the third part: written after the rules had been judged by the two
-halves, and judged when the rules are next.
+halves, and judged when the rules are next. Files called `last_…` are the fourth, of the same kind:
+their author had read neither the rules' code nor what was found in the other parts.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class Trial:
 
     @property
     def part(self) -> str:
-        """ "fresh", or the half: "tune", or "held", at which nobody looks while rules are made."""
-        if self.train.__module__.rpartition(".")[2].startswith("fresh_"):
-            return "fresh"
+        """ "fresh", "last", or a half: "tune", or "held", unseen while rules are made."""
+        file = self.train.__module__.rpartition(".")[2]
+        for part in ("fresh", "last"):
+            if file.startswith(f"{part}_"):
+                return part
         return "held" if crc32(self.name.encode()) % 2 else "tune"
 
 
