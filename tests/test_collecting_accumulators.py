@@ -171,7 +171,7 @@ def test_accumulators_of_something_else_are_not_gone_on_with(
         with pytest.raises(OptionError, match="the first batch of the loader is not the one"):
             accumulated(tmp_path, TopK(3))
     (tmp_path / "rank0" / "accumulators.pt").write_bytes(b"half")
-    with pytest.raises(OptionError, match=r"accumulators.pt cannot be read .*remove it and coll"):
+    with pytest.raises(OptionError, match=r"accumulators.pt cannot be read .*remove the folder"):
         accumulated(tmp_path, TopK(3))
 
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from hookkit import Activations, Covariance, Mean, TopK, collect
-from hookkit.collecting.index import load
 from hookkit.errors import OptionError
-
-pytest.importorskip("safetensors")
 
 N = 11
 
@@ -111,24 +108,6 @@ def test_two_processes_give_what_one_gives(name: str, folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_rank_0_writes_the_one_index(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "two" / "positions", tmp_path, dirs_exist_ok=True)
-    index = load(tmp_path / "index.json", "x")
-    assert [(p.settings["rank"], p.n_rows) for p in index] == [(0, 6), (1, 5)]
-    assert [*tmp_path.rglob("index.json")] == [tmp_path / "index.json"]
-
-    for progress in tmp_path.rglob("progress.json"):
-        progress.unlink()
-    by_index = Activations(tmp_path)["0"][:]
-    shutil.copytree(folder / "two" / "positions", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "index.json").unlink()
-
-    assert torch.equal(Activations(tmp_path)["0"][:], by_index)
-    collect(model(), loader(data(), 1), ["0", "1"], tmp_path, shard_bytes=300)
-    assert load(tmp_path / "index.json", "x") == index
-
-
-@pytest.mark.ranks
 def test_shuffled_positions_are_those_of_all_processes(folder: Path) -> None:
     order = torch.randperm(N, generator=torch.Generator().manual_seed(5))
 
@@ -178,7 +157,6 @@ def test_a_missing_part_is_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_part_of_something_else_is_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "two" / "positions", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "index.json").unlink()  # as where each process had a disk of its own
     shutil.rmtree(tmp_path / "rank1")
     shutil.copytree(folder / "two" / "tokens" / "rank1", tmp_path / "rank1")
 

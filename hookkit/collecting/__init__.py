@@ -1,10 +1,9 @@
 """Activation data sets: what layers give for every sample of a loader, on disk or accumulated.
 
 collecting    `collect`: runs a model over a loader.
-batches       A batch of a loader: the model's inputs, the samples' ids, the mask.
-rows          What layers gave for a batch, as rows.
-index         `Index`: what one process has written, and how far it has come.
-shards        Rows on disk, of one process: safetensors files and their index.
+batches       A batch of a loader: the model's inputs, ids and mask; what layers give, as rows.
+parts         `Progress`: what one process has written, and how far it has come; files of rows.
+shards        Rows on disk, of one process.
 activations   `Activations`: reading them.
 accumulators  `Mean`, `Covariance`, `TopK`: statistics in place of data.
 """

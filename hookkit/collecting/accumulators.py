@@ -19,7 +19,7 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.checks import check_number
 from hookkit.collecting.batches import WHO
-from hookkit.collecting.index import Progress, damaged
+from hookkit.collecting.parts import Progress, damaged
 from hookkit.collecting.shards import Store
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.files import atomic_write
@@ -226,7 +226,7 @@ class Accumulators(Store):
             ) from why
         self.every_bytes = max(self.every_bytes, 10 * self.file.stat().st_size)
 
-    def merged(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Those of all processes by the layers' names, on the CPU; each of them has to call."""
         found = {self.progress.name(key): self.found[key] for key in sorted(self.found)}
         for each in found.values():

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hookkit.checks import check_number, check_path, shown
-from hookkit.collecting.index import IDS, Progress, check_extra, dtype_of, file_of, whole
+from hookkit.collecting.parts import IDS, Progress, damaged, file_of, load
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
-from hookkit.nested import describe
 
 WHO = "Activations"
 Places = np.ndarray[Any, Any]
@@ -37,7 +36,6 @@ class Activations(Mapping[str, "Layer"]):
     Raises:
         OptionError: here, if there is nothing; as it is read, if a process's part is missing or not
             finished, or a file damaged.
-        MissingExtraError: safetensors is not installed.
 
     >>> import tempfile
     >>> from torch import nn
@@ -51,9 +49,8 @@ class Activations(Mapping[str, "Layer"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        check_extra("read activations")
         self.path, self._maps = check_path(WHO, path), dict[tuple[int, str], Tensor]()
-        self._files = [*self.path.glob("index.json")] or [*self.path.glob("rank*/progress.json")]
+        self._files = [*self.path.glob("rank*/progress.json")]
         if not self._files:
             raise OptionError(
                 f"{WHO}: {self.path} has no activations. Give a folder that collect wrote."
@@ -61,7 +58,17 @@ class Activations(Mapping[str, "Layer"]):
 
     @cached_property
     def _parts(self) -> list[Progress]:
-        return whole(self.path, WHO, self._files)
+        """Of all processes, in order."""
+        parts = {part.settings["rank"]: part for part in (load(file, WHO) for file in self._files)}
+        n = max(part.settings["ranks"] for part in parts.values())
+        for rank in range(n):
+            if problem := _problem(parts.get(rank), parts[min(parts)]):
+                raise OptionError(
+                    f"{WHO}: the part of rank {rank} of {n}, {self.path / f'rank{rank}'}, "
+                    f"{problem}. Call collect there as before, and copy the folders of all ranks "
+                    "into one."
+                )
+        return [parts[rank] for rank in range(n)]
 
     @property
     def n_rows(self) -> int:
@@ -117,8 +124,11 @@ class Activations(Mapping[str, "Layer"]):
         """The rows of a layer in one shard, mapped into memory: not to be written to."""
         if (number, key) not in self._maps:
             folder, i, n = self._shards[number]
-            shape, dtype = self._parts[0].layers[key]
-            self._maps[number, key] = _mapped(file_of(folder, i, key), (n, *shape), dtype_of(dtype))
+            file = file_of(folder, i, key)
+            try:
+                self._maps[number, key] = self._parts[0].mapped(file, key, n)
+            except (OSError, ValueError, RuntimeError) as why:
+                raise damaged(file, WHO, why) from why
         return self._maps[number, key]
 
     def __getitem__(self, name: str) -> Layer:
@@ -150,22 +160,14 @@ class Activations(Mapping[str, "Layer"]):
         return f"Activations({self.n_rows} rows, {few}: {', '.join(layers[:4])}{more})"
 
 
-def _mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The only tensor of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    opened: Any = safe_open
-    try:
-        with opened(file, framework="pt") as f:
-            t: Tensor = f.get_tensor(*f.keys())
-        if (tuple(t.shape), t.dtype) != (shape, dtype):
-            raise ValueError(f"it has {describe(t)}")
-    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as why:
-        raise OptionError(
-            f"{WHO}: {file} is damaged or missing ({why}). Copy it anew, or remove the folder that "
-            "collect wrote and collect again."
-        ) from why
-    return t
+def _problem(part: Progress | None, first: Progress) -> str:
+    if part is None:
+        return "is missing"
+    if not part.done:
+        return "is not finished"
+    # of a sharded model each rank has other parameters
+    same = [({**p.settings, "rank": 0, "model": ""}, p.layers) for p in (part, first)]
+    return "" if same[0] == same[1] else "is of another model, other layers or settings"
 
 
 class Layer(Dataset[Tensor]):
@@ -183,7 +185,7 @@ class Layer(Dataset[Tensor]):
     def __init__(self, acts: Activations, name: str) -> None:
         self._key = acts._keys[name]
         shape, dtype = acts._parts[0].layers[self._key]
-        self._acts, self.name, self.dtype = acts, name, dtype_of(dtype)
+        self._acts, self.name, self.dtype = acts, name, getattr(torch, dtype)
         self.shape, self.ndim = (acts.n_rows, *shape), 1 + len(shape)
 
     @property
@@ -215,7 +217,8 @@ class Layer(Dataset[Tensor]):
 
     def _places(self, rows: Any) -> Places:
         """The places in the files of the rows that an index means."""
-        index = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        is_slice = isinstance(rows, slice)
+        index = np.arange(*rows.indices(len(self))) if is_slice else np.asarray(rows)
         if index.dtype == bool and index.shape == (len(self),):
             index = index.nonzero()[0]
         if isinstance(rows, tuple) or (index.size and index.dtype.kind not in "iu"):

@@ -24,10 +24,8 @@ from hookkit.checks import (
     check_path,
 )
 from hookkit.collecting.accumulators import Accumulators
-from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO, Field, Reading, fingerprint
-from hookkit.collecting.index import key_of, write_index
-from hookkit.collecting.rows import Cut
+from hookkit.collecting.parts import CODES, key_of
 from hookkit.collecting.shards import Shards, Store
 from hookkit.data import DataLoaders, n_batches, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
@@ -71,8 +69,8 @@ def collect(
     complete is only opened. The model runs in the modes in which it is, without gradients;
     buffers, modes and random states are restored. A compiled model runs eagerly.
 
-    Over several processes each writes the samples that its loader gives it, and none twice, and
-    rank 0 an index: `Activations` reads all parts as one, in the order of the ids.
+    Over several processes each writes the samples that its loader gives it, and none twice:
+    `Activations` reads all parts as one, in the order of the ids.
 
     Args:
         model: any model.
@@ -111,7 +109,6 @@ def collect(
             other layers, settings or batches.
         HookError: a layer was not called for a batch, or gives no row for each sample.
         ModelRunError: there is no batch.
-        MissingExtraError: safetensors is not installed, without `into`.
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -130,9 +127,9 @@ def collect(
     size = check_number(WHO, "shard_bytes", shard_bytes, 1, whole=True, what="bytes in a shard")
     f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
     stop = check_flag(WHO, "stop", stop)
-    how = Options(WHO, kind, dtype=dtype, keep="none", stop=stop)
+    how = Options(WHO, kind, detach=False, dtype=dtype, keep="none", stop=stop)
     batches = DataLoaders(loader).train  # its check
-    reading = Reading(model, batches, ids, mask)
+    reading = Reading(model, batches, per, ids, mask)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
     if n is not None and reading.ranks > 1:
         raise OptionError(
@@ -151,19 +148,15 @@ def collect(
             f"{WHO}(shard_bytes={size}): with into= nothing is written. Give to= too, where the "
             "accumulators are kept each time they have seen so many bytes, or leave it out."
         )
-    if into is not None:
-        kept = None if to is None else check_path(WHO, to, "to")
-        store = Accumulators(into, kept, settings, size)
-        _Run(model, layers, f, how, reading, store, n, per).over(batches)
-        return store.merged()
-    folder = check_path(WHO, "acts" if to is None else to, "to")
-    with Shards(folder, settings, size) as shards:
-        _Run(model, layers, f, how, reading, shards, n, per).over(batches)
-    with ranks.together("call collect"):
-        ranks.gather_object(None)  # until all parts are written
-    if not ranks.rank():
-        write_index(folder, WHO)
-    return Activations(folder)
+    folder = None if to is None else check_path(WHO, to, "to")
+    store: Store
+    if into is None:
+        store = Shards(folder or Path("acts"), settings, size)
+    else:
+        store = Accumulators(into, folder, settings, size)
+    with store:
+        _Run(model, layers, f, how, reading, store, n).over(batches)
+    return store.result()
 
 
 def _name(x: Any) -> Any:
@@ -175,15 +168,15 @@ class _Run:
     """Runs the model batch by batch. It is the hook on the layers that are wanted."""
 
     wants_hook = True
-    cut: Cut  # of this batch
+    hooks: Hooks
 
     def __init__(
         self, model: nn.Module, layers: Selection, f: Any, how: Options, reading: Reading,
-        store: Store, n: int | None, per: str,
+        store: Store, n: int | None,
     ) -> None:  # fmt: skip
         self.model, self.f, self.reading = model, f, reading
         self.options = replace(how, hook_func=self)
-        self.store, self.n, self.per = store, n, per
+        self.store, self.n = store, n
         self.modules = [(name, m, layers.leaf(name)) for name, m in layers.items()]
         self.places: dict[Any, list[int]] = {}  # of a module selected by two names, both
         for place, (_, m, leaf) in enumerate(self.modules):
@@ -197,6 +190,8 @@ class _Run:
             stack.enter_context(sandbox.restore_after(tree, params=False))
             stack.enter_context(sandbox.preserve_random_states())
             stack.callback(line.close)
+            self.hooks = Hooks.of_named(self.modules, self.options)
+            self.hooks.remove()  # until a batch is there
             for number, batch in enumerate(batches):
                 if number == 0:
                     self.store.check_first(self.reading.digest(batch))
@@ -213,11 +208,11 @@ class _Run:
         self.store.finish()
 
     def _batch(self, number: int, batch: Any) -> None:
-        given, progress = self.reading.inputs(batch), self.store.progress
+        progress, reading = self.store.progress, self.reading
         left = None if self.n is None else self.n - progress.n_rows
-        self.cut = Cut(self.reading, batch, given, self.per, progress.samples, left)
+        given = reading.begin(batch, progress.samples, left)
         try:
-            with torch.no_grad(), Hooks.of_named(self.modules, self.options) as hooks:
+            with torch.no_grad(), self.hooks as hooks:
                 self.model(*given, **given.kwargs)
                 if silent := hooks.silent:
                     label, why = next(iter(silent.items()))
@@ -225,7 +220,7 @@ class _Run:
                         f"{WHO}: {len(silent)} of {len(hooks)} modules were not called: {label}: "
                         f"{why}. Leave out what does not run for every batch."
                     )
-            self.store.end_batch(self.cut.n_samples, self.cut.ids)
+            self.store.end_batch(reading.n_samples, reading.ids)
         except Exception as error:
             what = describe(given)
             error.add_note(f"{WHO}: in batch {number}, for which the model was given {what}")
@@ -233,29 +228,29 @@ class _Run:
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> None:
         """Has the store take what a layer gives, as rows."""
-        o = self.options
         given = seen[-1] if self.f is None else called(self.f, module, *seen)
-        t = _tensor(hook.name, dict(named_leaves(given)), _INPUTS if o.kind == "pre" else _OUTPUTS)
-        if o.dtype is not None and t.is_floating_point():
-            t = t.to(o.dtype)
-        rows = self.cut.rows(hook.name, t)
+        rows = self.reading.rows(hook.name, self._tensor(hook.name, given))
         for place in self.places[id(module), hook.leaf]:
-            self.store.add(key_of(place, hook.count), rows, self.cut.ids)
+            self.store.add(key_of(place, hook.count), rows, self.reading.ids)
 
-
-def _tensor(name: str, found: dict[str, Tensor], hint: str) -> Tensor:
-    """The only tensor of those that were found, by path."""
-    if len(found) != 1:
-        paths = ", ".join(f'"{path}"' for path in [*found][:6])
-        cure = hint.format(name=name, paths=paths) if found else "Give hook= a function of it."
-        words = ", ".join(map(describe, found.values())) or "none"
-        raise HookError(
-            f'{WHO}: of "{name}" one tensor is needed to make rows, and there is {words}. {cure}'
-        )
-    t = next(iter(found.values()))
-    if t.is_nested or t.is_quantized or t.layout is not torch.strided or t.is_complex():
-        raise HookError(
-            f'{WHO}: "{name}" gives a tensor of {t.dtype} ({t.layout}), and rows are dense and '
-            "real. Give hook= a function that returns such a tensor."
-        )
-    return t
+    def _tensor(self, name: str, given: Any) -> Tensor:
+        """The only tensor in what a layer gives."""
+        found = {"": given} if type(given) is Tensor else dict(named_leaves(given))
+        if len(found) != 1:
+            paths = ", ".join(f'"{path}"' for path in [*found][:6])
+            hint = _INPUTS if self.options.kind == "pre" else _OUTPUTS
+            cure = hint.format(name=name, paths=paths) if found else "Give hook= a function of it."
+            words = ", ".join(map(describe, found.values())) or "none"
+            raise HookError(
+                f'{WHO}: of "{name}" one tensor is needed to make rows, and there is {words}. '
+                f"{cure}"
+            )
+        t, dtype = next(iter(found.values())), self.options.dtype
+        if dtype is not None and t.is_floating_point():
+            t = t.to(dtype)
+        if t.is_nested or t.layout is not torch.strided or str(t.dtype)[6:] not in CODES:
+            raise HookError(
+                f'{WHO}: "{name}" gives a tensor of {t.dtype} ({t.layout}), and rows are dense and '
+                "real. Give hook= a function that returns such a tensor."
+            )
+        return t.detach()

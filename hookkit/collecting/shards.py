@@ -1,7 +1,4 @@
-"""`Store`: takes the rows of one process. `Shards`: one that writes them to disk.
-
-    acts/rank0/00003/00001-00000.safetensors    a layer's rows in the fourth shard
-    acts/rank0/00003/ids.safetensors            their ids
+"""`Store`: takes the rows of one process. `Shards`: one that writes them to disk, see `parts`.
 
 A layer's rows are appended to its file as the layer runs, so that no more than one layer's output
 is in memory. A shard ends with a batch. Another thread then waits for the disk, renames the shard's
@@ -11,23 +8,25 @@ folder and replaces `progress.json`: whatever kills the process, that names whol
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
+from hookkit import ranks
+from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO
-from hookkit.collecting.index import IDS, Progress, check_extra, dtype_of, file_of, load, save
+from hookkit.collecting.parts import IDS, Progress, file_of, load
 from hookkit.errors import HookError, OptionError
 
 _OPEN = 100  # files that stay open, to open one costs 50 µs; a process may have 256 on some systems
-_HEAD = 4096  # bytes in front of the rows, of which safetensors' header takes about 100
 
 
 class Store:
@@ -55,6 +54,16 @@ class Store:
 
     def _keep(self) -> None:
         raise NotImplementedError
+
+    def result(self) -> Any:
+        """What `collect` returns; each process has to call."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clear()
 
     def _clear(self) -> None:
         for left in self.file.parent.glob(".hookkit-*.tmp") if self.file is not None else ():
@@ -104,7 +113,6 @@ class Store:
         for key in p.layers.keys() - self._seen:
             self._check_kind(key, None)
         self._seen.clear()
-        p.layers = dict(sorted(p.layers.items()))  # a first batch adds them as they run
         p.batches, p.samples, p.n_rows = p.batches + 1, p.samples + n_samples, p.n_rows + len(ids)
         if self._n_bytes >= self.every_bytes:
             self._keep()
@@ -120,7 +128,6 @@ class Shards(Store):
     """The shards of this process in `folder`, of about `shard_bytes` each; see `Store`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], shard_bytes: int) -> None:
-        check_extra("write activations")
         self.folder = folder / f"rank{settings['rank']}"
         super().__init__(self.folder / "progress.json", settings, shard_bytes)
         self._disk = ThreadPoolExecutor(1, "collect")
@@ -128,10 +135,7 @@ class Shards(Store):
         self._open: dict[str, BinaryIO] = {}  # files of this shard
 
     def _loaded(self, file: Path) -> Progress:
-        return load(file, WHO)[0]
-
-    def __enter__(self) -> Self:
-        return self
+        return load(file, WHO)
 
     def __exit__(self, *error: object) -> None:
         self._disk.shutdown()
@@ -159,7 +163,7 @@ class Shards(Store):
         if len(self._open) < _OPEN:
             self._open[key] = file
         if not file.tell():
-            file.write(bytes(_HEAD))
+            file.write(self.progress.header(key, 0))
         return file
 
     def end_batch(self, n_samples: int, ids: Tensor) -> None:
@@ -169,48 +173,46 @@ class Shards(Store):
 
     def finish(self) -> None:
         """As `Store.finish`; waits for the disk."""
-        super().finish()
         self._wait()
+        self.progress.done = True
+        self._ended()()
 
     def _keep(self) -> None:
         """Ends the shard in another thread, while the next one is written: one at a time."""
         self._wait()
-        shard, p = self._shard, self.progress
-        if n := p.n_rows - sum(p.rows):
-            p.rows.append(n)
-        state, files = copy.deepcopy(p), [*self._open.values()]
-        self._open = {}
-        self._ending = self._disk.submit(self._end, shard, n, state, files)
+        self._ending = self._disk.submit(self._ended())
 
     def _wait(self) -> None:
         if self._ending is not None:
             self._ending.result()
 
-    def _end(self, shard: Path, n: int, progress: Progress, files: list[BinaryIO]) -> None:
-        for file in files:
+    def _ended(self) -> Callable[[], None]:
+        """Ends the shard, but for what waits for the disk, which it returns."""
+        shard, files, p = self._shard, self._open, self.progress
+        self._open = {}
+        if n := p.n_rows - sum(p.rows):
+            p.rows.append(n)
+        return partial(self._end, shard, n, files, copy.deepcopy(p))
+
+    def _end(self, shard: Path, n: int, files: dict[str, BinaryIO], progress: Progress) -> None:
+        for file in files.values():
             file.close()
-        for key, (shape, dtype) in progress.layers.items() if n else ():
-            name = IDS if key == IDS else progress.name(key)
+        for key in progress.layers if n else ():
             with (shard / f"{key}.safetensors").open("r+b") as whole:
-                whole.write(_header(name, [n, *shape], dtype_of(dtype)))
+                whole.write(progress.header(key, n))
                 whole.flush()
                 os.fsync(whole.fileno())  # else a crash may leave the name on an empty file
         if n:
             target = file_of(self.folder, len(progress.rows) - 1, IDS).parent
             shutil.rmtree(target, ignore_errors=True)  # of a process killed before the next line
             shard.rename(target)
-        save(self.folder / "progress.json", [progress])
+        progress.save(self.folder / "progress.json")
 
-
-def _header(name: str, shape: list[int], dtype: torch.dtype) -> bytes:
-    """What safetensors has in front of a tensor: the length of a JSON text, and that."""
-    from safetensors.torch import save
-
-    # its own words for the dtype
-    code = json.loads(save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
-    size = torch.Size(shape).numel() * dtype.itemsize
-    text = json.dumps({name[:500]: {"dtype": code, "shape": shape, "data_offsets": [0, size]}})
-    return (_HEAD - 8).to_bytes(8, "little") + text.encode().ljust(_HEAD - 8)
+    def result(self) -> Activations:
+        """The rows of all processes."""
+        with ranks.together("call collect"):
+            ranks.gather_object(None)  # until all parts are written
+        return Activations(self.folder.parent)
 
 
 def _words(kind: tuple[tuple[int, ...], str] | None) -> str:
