@@ -36,6 +36,11 @@ class _Shown(L):  # type: ignore[misc]
         """The table's title, and the records in it: one, or the first and the last."""
         raise NotImplementedError
 
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        # a slice is a plain L in fastcore up to 2.1
+        return self._new(found) if type(found) is L and not isinstance(at, int) else found
+
     def __repr__(self) -> str:
         if (shown := self._batches()) is None:
             return str(super().__repr__())
