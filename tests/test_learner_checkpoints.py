@@ -6,6 +6,8 @@ import pickle
 import random
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -687,30 +689,31 @@ def test_a_file_made_by_hand_changes_nothing(entry: str, tmp_path: Path) -> None
 # --- writing while it trains
 
 
-@pytest.fixture
-def small_disk() -> Any:
-    """No file may be larger than 100,000 bytes."""
+@contextmanager
+def small_disk() -> Iterator[None]:
+    """No file may be larger than 100,000 bytes; pytest's log included, so in the test alone."""
     limit, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_leaves_the_old_file_and_the_training_goes_on(
-    tmp_path: Path, small_disk: None
-) -> None:
+def test_a_full_disk_leaves_the_old_file_and_the_training_goes_on(tmp_path: Path) -> None:
     learn = learner(tmp_path, cbs=None)
     path = learn.save("net")
     learn.model.append(nn.Linear(200, 200))
     before = path.read_bytes()
-    with pytest.raises(OSError, match=r"File too large: '.*net\.pth'"):
+    with small_disk(), pytest.raises(OSError, match=r"File too large: '.*net\.pth'"):
         learn.save("net")
 
     learn.model[-1] = nn.Identity()
     big = Callback(after_epoch=lambda cb: setattr(cb.learn.model, "x", nn.Linear(200, 200)))
-    with pytest.warns(HookkitWarning, match=r"net\.pth was not written \(File too large\)"):
+    not_written = pytest.warns(HookkitWarning, match=r"net\.pth was not written \(File too large\)")
+    with small_disk(), not_written:
         learn.fit(1, cbs=[big, Callback(after_fit=lambda cb: cb.learn.save("net"))])
 
     assert path.read_bytes() == before
