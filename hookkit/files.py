@@ -96,8 +96,10 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
                 start = b""
                 while data:  # a full disk takes a part of it first
                     data = data[file.write(data) :]
-        except BaseException:
+        except BaseException as error:
             file.truncate(end)
+            if isinstance(error, OSError):
+                error.filename = str(path)
             raise
 
 

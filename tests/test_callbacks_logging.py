@@ -342,7 +342,7 @@ def test_after_an_error_the_file_ends_as_before(tmp_path: Path) -> None:
 
     def lines() -> Any:
         yield "two"
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     with pytest.raises(OSError, match="disk full"):
         append_lines(path, lines())

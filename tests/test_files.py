@@ -17,7 +17,7 @@ from processes import started
 from torch import nn
 
 from hookkit import ActivationStats, Learner, ParamStats, files, records, report
-from hookkit.files import atomic_write
+from hookkit.files import append_lines, atomic_write
 from hookkit.learner.saving import save_state
 from hookkit.records import Record, Run
 from hookkit.testing import synth_learner
@@ -226,6 +226,16 @@ def test_a_learner_saves_over_its_last_file(tmp_path: Path) -> None:
 
     assert learn.load("net") is learn
     assert os.listdir(path.parent) == ["net.pth"]
+
+
+def full_lines() -> Any:
+    yield "whole"
+    raise OSError(errno.ENOSPC, "No space left on device")  # as `write` does, of no file
+
+
+def test_where_a_line_does_not_fit_the_error_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*log\.csv'"):
+        append_lines(tmp_path / "log.csv", full_lines())
 
 
 def test_where_nothing_can_be_written_the_error_names_the_file(

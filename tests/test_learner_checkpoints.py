@@ -242,7 +242,9 @@ def test_a_resume_that_fails_leaves_the_log(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_read_spoils_no_checkpoint(tmp_path: Path) -> None:
     (path := tmp_path / "log.jsonl").mkdir()
     learn = learner(tmp_path)
-    with pytest.warns(HookkitWarning, match=r"LogTo sends nothing more to .*: IsADirectory"):
+    with pytest.warns(
+        HookkitWarning, match=r"LogTo sends nothing more to log\.jsonl in this.*: IsADir"
+    ):
         learn.fit(2, cbs=[LogTo(path, every=1), killed_quietly()])
 
     path.rmdir()

@@ -6,6 +6,7 @@ several processes the first one writes.
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -102,10 +103,12 @@ class LogTo(Callback):
             send(target, run_of(self.learn, quiet=True), sent)  # sync
         except Exception as error:
             self._alive = False
+            is_file = isinstance(self.target, (str, os.PathLike))
+            name = Path(self.target).name if is_file else type(self.target).__name__
             warnings.warn(
-                f"LogTo sends nothing more to {type(self.target).__name__} in this training: "
-                f"{type(error).__name__}: {error}. It goes on and is recorded; log_to(…) sends the "
-                f"rest when the target works again.",
+                f"LogTo sends nothing more to {name} "
+                f"in this training: {type(error).__name__}: {error}. It goes on and is recorded; "
+                f"log_to(…) sends the rest when the target works again.",
                 HookkitWarning,
                 stacklevel=2,
             )
