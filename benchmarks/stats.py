@@ -418,13 +418,13 @@ def report(name: str, o: argparse.Namespace) -> None:
     columns = "graphs  breaks" if o.compile else f"  ops  {count}"
     how = ", compiled" * o.compile + ", bfloat16" * o.bf16
     print(f"\n{name}{how}: bare step {bare_s * 1e3:.2f} ms")
-    print(f"{'':38} ratio     added  {columns}")
+    print(f"{'':45} ratio     added  {columns}")
     ops = 0 if o.compile else counted(bare)[0]
     for m in ways:
         ratio = statistics.median(m.ratios)
         first, second = (m.graphs, m.breaks) if o.compile else (m.counts[0] - ops, m.counts[1])
         added = (ratio - 1) * bare_s * 1e3
-        print(f"{m.name:38} {ratio:5.3f} {added:6.2f} ms  {first:5d}  {second:6d}", flush=True)
+        print(f"{m.name:45} {ratio:5.3f} {added:6.2f} ms  {first:5d}  {second:6d}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from hookkit.summaries import summary
 
 Step = Callable[[], object]
 TOOLS = ("hookkit", "torchinfo", "FlopCounterMode")
-FIRST, LATER = "first call", "later call"
+FIRST, LATER = "first summary", "later summary"
 TARGETS = {
     ("resnet50", LATER, "torchinfo"): 1.0,
     ("gpt2-small", LATER, "torchinfo"): 1.0,

@@ -13,7 +13,7 @@ from hookkit import __version__
 from hookkit.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tables import notebooks, rules, rules_not_met
+from tables import costs, notebooks, rules, rules_not_met
 
 project = "hookkit"
 author = "the hookkit authors"
@@ -35,6 +35,7 @@ myst_substitutions = {
     "rules": rules(),
     "rules_not_met": rules_not_met(),
     "notebooks": notebooks(),
+    "costs": costs(),
 }
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the suite runs the notebooks and compares what they print
