@@ -152,7 +152,20 @@ def test_a_resumed_watch_cuts_a_file_that_it_logs_to_and_sends_the_rest(
         assert [int(step) for step, tag in rows if tag == name] == list(range(6))
     assert len({tuple(row) for row in rows}) == len(rows)
     assert log.target is path
-    assert "logged" not in resumed.report(tmp_path / "page.html").read_text()
+    assert "LogTo" not in resumed.report(tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["logged", "LogTo"])
+def test_a_fact_of_the_users_by_any_name_is_no_state_of_a_log(
+    name: str, nets: list[nn.Module], tmp_path: Path
+) -> None:
+    w = watched(nets[0])
+    w.info[name] = "by hand"
+    run = trained(w, 1).run_record()
+
+    later = watch(nets[0], sgd(nets[0]), LogTo(tmp_path / "log.csv"), resume=run)
+
+    assert trained(later, 1).run_record().n_steps == 6
 
 
 def test_resume_takes_a_run_alone() -> None:

@@ -75,9 +75,10 @@ class LogTo(Callback):
         self._at = self.learn.n_steps
         self._alive = self.target is not None and ranks.rank() == 0
         earlier = vars(self.learn).get("earlier")
-        if earlier is not None and not self.learn.n_own_steps:
+        known = None if earlier is None else earlier.info.get("LogTo")
+        if isinstance(known, dict) and not self.learn.n_own_steps:
             own = (name for name, cb in self.learn._named().items() if cb is self)
-            self.load_state_dict(earlier.info.get("logged", {}).get(next(own, ""), {}))
+            self.load_state_dict(known.get(next(own, ""), {}))
 
     def before_batch(self) -> None:
         """Sends what is new, every so many steps: now no batch is half recorded."""

@@ -330,7 +330,7 @@ class Watcher(Exports, Views, Named):
         """
         run, cbs = run_of(self.loop), self.loop._named().items()
         logs = {name: cb.state_dict() for name, cb in cbs if isinstance(cb, LogTo)}
-        return replace(run, info={**run.info, "logged": logs}) if any(logs.values()) else run
+        return replace(run, info={**run.info, "LogTo": logs}) if any(logs.values()) else run
 
     @property
     def info(self) -> dict[str, Any]:
