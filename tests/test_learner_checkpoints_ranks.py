@@ -1,7 +1,9 @@
 """A checkpoint of several processes: written once, whole, and for any number of them."""
 
+import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from processes import in_ranks
 from torch import nn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookkit import ActivationStats, GradientStats, Learner, ParamStats, ranks
+from hookkit import ActivationStats, GradientStats, Learner, LogTo, ParamStats, ranks
 from hookkit.callbacks import Callback
 from hookkit.data import DataLoaders
 from hookkit.learner import checkpoints
@@ -181,3 +184,42 @@ def test_sharded_weights_are_written_whole(tmp_path: Path) -> None:
     assert not hasattr(alone.model[0].weight, "device_mesh")
     shapes = [s["exp_avg"].shape for s in alone.opt.state.values()]
     assert shapes == [p.shape for p in alone.model.parameters()]
+
+
+def killed(rank: int, folder: Path) -> None:
+    learn = learner(folder)
+
+    def end(cb: Callback) -> None:
+        if cb.epoch < 2:
+            cb.learn.save("run")
+        elif rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(rank)
+    with learn.distrib_ctx(cpu=True):
+        learn.fit(4, cbs=[LogTo(folder / "log.jsonl", every=7), Callback(after_epoch=end)])
+
+
+def goes_on(rank: int, folder: Path) -> None:
+    whole, later = learner(folder), learner(folder.parent, 7)
+    torch.manual_seed(rank)
+    with whole.distrib_ctx(cpu=True):
+        whole.fit(4)
+
+    with later.distrib_ctx(cpu=True):
+        later.fit(4, cbs=LogTo(folder.parent / "log.jsonl", every=7), resume="run")
+
+    assert all(map(torch.equal, weights(whole), weights(later)))
+    assert_close(whole.run_record(), later.run_record())
+
+
+def test_a_fit_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    ends = ProcessExitedException, ProcessRaisedException
+    with pytest.raises(ends, match=r"SIGKILL|HookError"):
+        in_ranks(killed, tmp_path)
+    (again := tmp_path / "again").mkdir()
+
+    in_ranks(goes_on, again)
+
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(20))
