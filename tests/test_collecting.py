@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import random
 import signal
 import sys
 from collections import UserDict
@@ -282,6 +283,20 @@ def test_nothing_of_the_model_and_the_process_is_changed(tmp_path: Path) -> None
         collect(model, loader(), "2", tmp_path / "b", hook=lambda o: 1 / 0)
 
     assert fingerprint(model, (), {}) == before
+
+
+def test_random_states_are_restored_while_another_thread_writes(tmp_path: Path) -> None:
+    def hook(o: Tensor) -> Tensor:
+        random.random(), np.random.rand(), torch.rand(1)
+        return o
+
+    model = net()
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    collect(model, loader(), "2", tmp_path, hook=hook, shard_bytes=40)
+
+    after = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    assert states == after
 
 
 def test_a_compiled_model_is_seen(tmp_path: Path) -> None:

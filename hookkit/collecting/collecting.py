@@ -154,8 +154,7 @@ def collect(
         store = Shards(folder or Path("acts"), settings, size)
     else:
         store = Accumulators(into, folder, settings, size)
-    with store:
-        _Run(model, layers, f, how, reading, store, n).over(batches)
+    _Run(model, layers, f, how, reading, store, n).over(batches)
     return store.result()
 
 
@@ -184,25 +183,30 @@ class _Run:
 
     def over(self, batches: Any) -> None:
         """Has the store take the rows of each batch that it has not, until there are n."""
-        line, number, tree = Progress(n_batches(batches), unit="batches"), -1, Tree(self.model)
-        progress, start = self.store.progress, self.store.progress.batches
+        line, tree = Progress(n_batches(batches), unit="batches"), Tree(self.model)
         with Undo() as stack:
             stack.enter_context(sandbox.restore_after(tree, params=False))
             stack.enter_context(sandbox.preserve_random_states())
             stack.callback(line.close)
             self.hooks = Hooks.of_named(self.modules, self.options)
             self.hooks.remove()  # until a batch is there
-            for number, batch in enumerate(batches):
-                if number == 0:
-                    self.store.check_first(self.reading.digest(batch))
-                if progress.done:
-                    return
-                if number >= start:
-                    self._batch(number, batch)
-                if not ranks.rank():  # of several processes the first one shows how far it is
-                    line.called(number + 1)
-                if self.n is not None and progress.n_rows >= self.n:
-                    break
+            # within, since some random states are restored only if there is no other thread
+            with self.store:
+                self._each(batches, line)
+
+    def _each(self, batches: Any, line: Progress) -> None:
+        progress, start, number = self.store.progress, self.store.progress.batches, -1
+        for number, batch in enumerate(batches):
+            if number == 0:
+                self.store.check_first(self.reading.digest(batch))
+            if progress.done:
+                return
+            if number >= start:
+                self._batch(number, batch)
+            if not ranks.rank():  # of several processes the first one shows how far it is
+                line.called(number + 1)
+            if self.n is not None and progress.n_rows >= self.n:
+                break
         if number < 0:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
         self.store.finish()
