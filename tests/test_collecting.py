@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -418,22 +419,26 @@ def test_an_error_leaves_whole_files_only(tmp_path: Path) -> None:
     assert [f.name for f in sorted((tmp_path / "rank0").iterdir())] == ["00000", "progress.json"]
 
 
-def test_rows_are_written_as_the_layers_run(tmp_path: Path) -> None:
-    """So that what is in memory is one layer's output, not a batch of all of them."""
-    written = []
+def test_rows_are_written_while_the_model_goes_on(tmp_path: Path) -> None:
+    """So that what is in memory is the output of two layers, not a batch of all of them."""
+    first, second = (4096 + 4096 * width * 4 for width in (6, 3))  # behind the header
+    wanted, seen = [{"00000": first}, {"00000": first, "00001": second}], []
 
     class Looks(nn.Module):
+        """Waits until as much is written as there should be."""
+
         def forward(self, x: Tensor) -> Tensor:
-            sizes = {f.name[:5]: f.stat().st_size for f in tmp_path.rglob("*.safetensors")}
-            written.append(sizes)
+            found, end = dict[str, int](), time.monotonic() + 20
+            while found != wanted[len(seen)] and time.monotonic() < end:
+                found = {f.name[:5]: f.stat().st_size for f in tmp_path.rglob("*.safetensors")}
+            seen.append(found)
             return x
 
     model = nn.Sequential(nn.Linear(4, 6), Looks(), nn.Linear(6, 3), Looks(), nn.ReLU()).eval()
 
     collect(model, [torch.ones(4096, 4)], ["0", "2", "4"], tmp_path)
 
-    first, second = (4096 + 4096 * width * 4 for width in (6, 3))  # behind the header
-    assert written == [{"00000": first}, {"00000": first, "00001": second}]
+    assert seen == wanted
 
 
 def test_more_layers_than_files_may_be_open(
@@ -461,15 +466,18 @@ def test_a_module_of_two_names_is_two_layers(tmp_path: Path) -> None:
     assert torch.equal(acts["0:1"][:], acts["2:1"][:])
 
 
-def test_an_error_of_the_disk_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (shards_module.Shards, "_opened")])
+def test_an_error_of_the_disk_is_the_users(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(owner, name, full)
 
     with pytest.raises(OSError, match="No space left"):
         collect(net(), loader(), "0", tmp_path)
-    assert list((tmp_path / "rank0").iterdir()) == []
+    assert not list(tmp_path.rglob("*.*"))
 
 
 # -- interrupted, and gone on with
