@@ -90,6 +90,25 @@ def test_a_resumed_watch_is_one_run_with_what_came_before(
     assert later.activation_stats.record().steps[0] == 6
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_resumed_watch_is_read_within_its_first_batch(
+    epochs: int, nets: list[nn.Module], tmp_path: Path
+) -> None:
+    before = trained(watched(nets[0]), epochs)
+    runs = []
+    look = Callback(before_batch=lambda cb: runs.append(w.run_record()))
+    w = watch(nets[0], None, look, resume=before.save(tmp_path / "run.npz"))
+
+    with w:
+        w.model(torch.ones(2, 4)).mean().backward()
+        before.opt.step()
+
+    assert runs[0].info["lr"] == [0.05]
+    assert runs[0].n_steps == 3 * epochs
+    assert [row["epoch"] for row in runs[0].valid] == list(range(epochs + 1))
+    np.testing.assert_array_equal(runs[0].losses, before.losses)
+
+
 def test_a_fact_of_the_users_is_no_count_of_batches(nets: list[nn.Module]) -> None:
     w = watched(nets[0])
     w.info["n_batches"] = 500

@@ -182,7 +182,10 @@ def moved_epoch(row: dict[str, Any], shift: Shift) -> dict[str, Any]:
 
 def joined_info(run: Run, later: Run) -> dict[str, Any]:
     """The facts of both; where they differ, those of the later one."""
-    info = {**later.info, **run.info, **{k: x for k, x in later.info.items() if x is not None}}
+    known = {
+        k: x for k, x in later.info.items() if not (x is None or (isinstance(x, list) and not x))
+    }
+    info = {**later.info, **run.info, **known}
     if "train_iter" in info:
         info["train_iter"] = n_batches(run) + n_batches(later)
     for fact, of in (("within_epoch", later), ("first_step", run)):
@@ -203,7 +206,7 @@ def shift_after(run: Run, later: Run) -> Shift:
     for values in (later.losses, later.grad_norms):
         firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
     firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
-    if min(firsts, default=0) >= run.n_steps:
+    if min(firsts, default=later.info.get("first_step", 0)) >= run.n_steps:
         return 0, 0, n_batches(run)
     n_epochs = run.n_epochs - bool(run.info.get("within_epoch"))
     return run.n_steps, n_epochs, n_batches(run)
