@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookkit import Hooks, compare_models, hook_output, hook_outputs, select
 from hookkit.comparing.measures import difference
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, HookError, OptionError
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -455,6 +455,18 @@ def test_a_file_of_gradients_is_no_file_of_outputs(tmp_path: Path) -> None:
     assert compare_models(path, path).first is None
     with pytest.raises(OptionError, match="stored by hooks of kind 'pre'"):
         compare_models(path, model, X)
+
+
+def test_a_dtype_that_a_file_cannot_hold_is_an_error_with_the_layer(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = nn.Sequential(nn.Identity())
+    with hook_outputs(select(model, "*")) as h:
+        model(torch.empty(2, 4, dtype=torch.bits8))
+
+    said = r"Hooks\.save: '0' is of torch\.bits8, which safetensors \d\S+ cannot hold\. Give its"
+    with pytest.raises(HookError, match=said):
+        h.save(tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- text -----------------------------------------------------------------------------------------

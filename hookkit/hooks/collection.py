@@ -230,7 +230,8 @@ class Hooks(Registered, Collection[Hook], Iterator[Hook]):
             The path.
 
         Raises:
-            HookError: nothing is stored, or a sparse, nested or quantized tensor.
+            HookError: nothing is stored; or a sparse, nested or quantized tensor, or one of a
+                dtype that safetensors has not.
             MissingExtraError: safetensors is not installed.
         """
         return save(self, path)

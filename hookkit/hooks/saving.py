@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def save(hooks: Any, path: str | Path) -> Path:
         "named": all(h.name is not None for h in hooks),
     }
     with atomic_write(path) as file:
-        save_file(tensors, file.name, {name: json.dumps(value) for name, value in about.items()})
+        try:
+            save_file(tensors, file.name, {key: json.dumps(value) for key, value in about.items()})
+        except KeyError as e:  # the dtype
+            raise _unknown(e.args[0], tensors) from None
     return path
 
 
@@ -59,6 +63,14 @@ def _values(hooks: Any) -> Iterator[tuple[str, str, int | None, Any]]:
     for name, h in zip(hooks.names, hooks.hooks, strict=True):
         for i, value in enumerate(h.calls if each else [h.stored]):
             yield (f"{name}:{i}", name, i, value) if each else (name, name, None, value)
+
+
+def _unknown(dtype: torch.dtype, tensors: dict[str, Tensor]) -> HookError:
+    key = next(key for key, t in tensors.items() if t.dtype == dtype)
+    return HookError(
+        f"Hooks.save: '{key}' is of {dtype}, which safetensors {version('safetensors')} cannot "
+        "hold. Give its hook a function that returns another dtype, or try a newer safetensors."
+    )
 
 
 def _whole(t: Tensor) -> Tensor:
