@@ -109,6 +109,29 @@ def test_a_column_compared_with_a_row(difference):
         assert "broadcast" not in loss_by_graph(difference(given, target.view(given.shape)))
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_rows_of_a_channel_compared_with_rows(difference):
+    for given, target in (((N, 1, 3), (N, 3)), ((N, 3), (N, 1, 3)), ((N, 1, 2, 3), (N, 2, 3))):
+        loss = difference(torch.randn(given, requires_grad=True).relu(), torch.randn(target))
+        what = f"{given} is compared with {target}, which makes ({N}, {N}, "
+        assert loss_by_graph(loss)["broadcast"].startswith(what)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: (
+            (x[:, None] - torch.randn(N, 3)).norm(dim=-1).min(1)[0].mean()
+        ),  # of all, the next
+        lambda x: (torch.randn(N, 1, 3) - x).square().sum(-1).neg().exp().mean(),  # a kernel
+        lambda x: (x[:, None] - torch.randn(N, 2, 3)).square().mean(),
+    ],
+)
+def test_rows_compared_on_purpose_are_no_mistake(loss):
+    assert "broadcast" not in loss_by_graph(loss(torch.randn(N, 3, requires_grad=True).relu()))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -135,6 +158,7 @@ def test_what_is_inside_the_model_is_no_part_of_the_loss():
                      for y in (0.0, 1.0)), 2 * math.log(2)),
         (lambda: F.cross_entropy(scores(), labels()) + column().square().mean(), None),
         (lambda: F.cross_entropy(scores(), labels()) / 4, None),
+        (lambda: sum(F.cross_entropy(scores(), labels()) for _ in "ab") / 2, math.log(C)),
         (lambda: F.cross_entropy(scores(), labels(), reduction="sum"), None),
     ],
 )  # fmt: skip

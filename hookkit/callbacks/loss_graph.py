@@ -39,6 +39,9 @@ _LIKELIHOODS = ("NllLoss", "NllLoss2D", "CtcLoss")
 
 _DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
 
+_SIZES = ("Pow", "Abs", "Mul")
+"""Operations that make the size of an error of a difference: its square or absolute value."""
+
 _LAYERS = frozenset(
     (
         *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution"),
@@ -85,6 +88,7 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         found["pulls"] = pulled
     if any(_is_softmax(_of_divergence(term)) for term in _terms(loss.grad_fn)):
         found["loss_input"] = "probabilities"
+    averaged = {first_input(term) for term in _terms(loss.grad_fn) if op_name(term) in _SIZES}
     for node in _nodes_of_loss(loss):
         name = op_name(node)
         if node is top and _is_mean(node):
@@ -93,7 +97,7 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
             found["loss_input"] = given
         if name in _LIKELIHOODS and (dim := _wrong_dim(node, name)):
             found["softmax_dim"] = dim
-        if name in _DIFFERENCES and (pair := _broadcast(node)):
+        if name in _DIFFERENCES and (pair := _broadcast(node, name != "Sub" or node in averaged)):
             found["broadcast"] = pair
     return found
 
@@ -131,9 +135,11 @@ def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
 def _chance(top: Any) -> float:
     """What guessing gives: the sum of ln C of a loss's terms; 0 if one of them is none of those.
 
-    The terms are means of PyTorch's cross entropies, binary (C = 2) or not, and are only added.
+    The terms are means of PyTorch's cross entropies, binary (C = 2) or not, and are only added, or
+    averaged: by what several are divided is taken to be their number.
     """
-    total, todo = 0.0, [top]
+    averaged = op_name(top) == "Div" and takes_one(top)
+    total, n, todo = 0.0, 0, [first_input(top) if averaged else top]
     while todo:
         node = todo.pop()
         if op_name(node) == "Add":  # `sum(losses)` adds a 0, which is no part
@@ -143,8 +149,8 @@ def _chance(top: Any) -> float:
         classes = 2 if binary else _of_one(node).get("n_classes", 0) if _is_mean(node) else 0
         if classes < 2:
             return 0.0
-        total += math.log(classes)
-    return total
+        total, n = total + math.log(classes), n + 1
+    return (total / n if n > 1 else 0.0) if averaged else total
 
 
 def _by_hand(top: Any) -> str:
@@ -257,18 +263,19 @@ def _wrong_dim(loss: Any, name: str) -> str:
     return ""
 
 
-def _broadcast(node: Any) -> str:
-    """In words, if `node` compares (n, 1) with (n,), which makes (n, n).
+def _broadcast(node: Any, averaged: bool) -> str:
+    """In words, if `node` compares (n, 1, …) with (n, …), which makes (n, n, …).
 
-    The targets need no gradient. Where both sides do, as in a ranking loss, all pairs are meant.
+    The targets need no gradient. Where both sides do, as in a ranking loss, all pairs are meant; so
+    they are where rows of numbers are compared and the result is not merely averaged.
     """
     before = first_input(node)
-    if op_name(before) == "Expand":
-        whole, before = shape_of(before), first_input(before)
-    else:
-        whole = shape_of(node)
-    if len(whole) != 2 or whole[0] != whole[1] or whole[0] < 2 or not takes_one(node):
+    expands = op_name(before) == "Expand"
+    whole, before = (shape_of(before), first_input(before)) if expands else (shape_of(node), before)
+    given = shape_of(before)
+    n, rest = (given or (0,))[0], given[1:]
+    other = (n, *rest[1:]) if rest[:1] == (1,) else (n, 1, *rest)
+    pairs = (n, n, *(rest[1:] if rest[:1] == (1,) else rest))
+    if n < 2 or whole != pairs or not takes_one(node) or not (averaged or len(whole) == 2):
         return ""
-    n, given = whole[0], shape_of(before)
-    other = {(n, 1): (n,), (n,): (n, 1)}.get(given)
-    return f"{given} is compared with {other}, which makes {whole}" if other else ""
+    return f"{given} is compared with {other}, which makes {whole}"

@@ -15,14 +15,14 @@ _EXACT = "exact, by the operations of the loss"
 
 
 @rule(
-    threshold="a column of n predictions and a row of n targets, which PyTorch makes n × n",
+    threshold="n predictions and n targets of other shapes, which PyTorch makes n × n",
     source=f"{_EXACT}; PyTorch, broadcasting semantics",
     cause="predictions and targets of different shapes: each prediction is compared with every "
     "target, so that the best the model can do is their mean",
     fix="give both the same shape: loss_func(pred.squeeze(-1), target)",
 )
 def broadcast(run: RunView) -> Iterator[Finding]:
-    """(n, 1) compared with (n,)."""
+    """(n, 1, …) compared with (n, …)."""
     if what := run.info.get("broadcast"):
         yield broadcast.found("error", f"in the loss {what}", (), run.all_steps)
 
