@@ -40,6 +40,12 @@ def weights(k=4, n=N, ndim=2, **values):
     return record("param", names, ["Linear"] * k, {**table, **values}, n, **meta)
 
 
+def sized(rms, k=4, **values):
+    """The same, 64 × 64 and of this RMS at first: 8 times it is their gain."""
+    made = weights(k, weight_rms=[rms] * k, **values)
+    return dataclasses.replace(made, meta={**made.meta, "shape": [[64, 64]] * k})
+
+
 def falling(n=300, start=2.3, end=0.1):
     noise = np.random.default_rng(0).normal(0, 0.02, n)
     return end + (start - end) * np.exp(-np.arange(n) / (n / 5)) + np.abs(noise)
@@ -69,9 +75,6 @@ def first(run):
 
 
 MSE = {"loss_func": "MSELoss"}
-
-
-SHRINKS = acts(("Linear",) * 5, std=[1, 3e-2, 3e-3, 3e-4, 1], count=[64] * 5)
 
 
 def slow(fall, n=300, noise=0.02):

@@ -101,7 +101,7 @@ def test_the_most_severe_findings_come_first_and_print_their_reasons():
     assert [f.severity for f in d] == sorted(
         (f.severity for f in d), key=["error", "warning", "note"].index
     )
-    assert d.headline == "3 layers, 300 steps: 1 error, 2 warnings"
+    assert d.headline == "3 layers, 300 steps: 2 errors, 1 warning"
     text = " ".join(str(d).split())
     assert re.search(
         r"✗ error dead: Up to 100% of [^.]* \(1 ReLU · steps 50–99\)\. (Likely c|C)ause", text
@@ -109,8 +109,8 @@ def test_the_most_severe_findings_come_first_and_print_their_reasons():
     assert re.search(
         r"\n    (?:Likely c|C)ause: .*\.\n    Fix: .*\.\n    Line: over 90 % of ", str(d)
     )
-    assert d.rules == ("dead", "not_in_optimizer", "not_learning")
-    assert d[0].rule == "dead"
+    assert d.rules == ("not_in_optimizer", "dead", "not_learning")
+    assert d[1].rule == "dead"
     assert not d.healthy
 
 

@@ -6,24 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import EVEN, FLAT, acts, alarms, falling, first, found, weights
+from health_runs import EVEN, FLAT, acts, alarms, falling, first, found, sized, weights
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, watch
 from hookkit.health import diagnose
 from hookkit.records import Run
-
-
-def test_bad_init_follows_the_depth():
-    types = ("Linear",) * 8
-    shrinking = [10.0**-i for i in range(8)]
-
-    f = found(Run(acts(types, std=shrinking), losses=FLAT), "bad_init")
-
-    assert f.severity == "error"
-    assert "shrinks" in f.evidence
-    assert "bad_init" not in alarms(Run(acts(types, std=shrinking), losses=falling()))
-    assert alarms(Run(acts(types, std=[1, 9, 1, 9, 1, 9, 1, 1]))) == set()
 
 
 def test_inputs_are_named_before_what_they_saturate():
@@ -78,14 +66,14 @@ def test_the_variance_that_pytorchs_own_weights_give_is_no_finding():
 
 
 def test_weights_that_begin_too_large_come_before_their_effects():
-    grows = acts(("Linear",) * 5, std=[1, 12, 150, 1500, 1], nonfinite=[0, 0, 0, 0, EVEN])
-    run = Run(grows, params=weights(update_ratio=[2.0] * 4), losses=FLAT)
+    grows = acts(("Linear",) * 5, rms=[1, 12, 150, 1500, 1], nonfinite=[0, 0, 0, 0, EVEN])
+    run = Run(grows, params=sized(2.0, update_ratio=[2.0] * 4), losses=FLAT)
 
     assert [f.rule for f in diagnose(run)][:3] == ["bad_init", "non_finite", "lr_too_high"]
 
 
-@pytest.mark.parametrize(("gain", "seen"), [(4.0, set()), (6.0, {"bad_init"})])
-def test_weights_that_begin_with_a_gain_above_5_are_too_large(gain, seen):
+@pytest.mark.parametrize(("gain", "seen"), [(1.4, set()), (6.0, {"bad_init"})])
+def test_weights_that_begin_with_a_large_gain_are_too_large(gain, seen):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     for layer in (model[0], model[2]):
@@ -98,3 +86,76 @@ def test_weights_that_begin_with_a_gain_above_5_are_too_large(gain, seen):
             opt.step()
 
     assert alarms(w.run_record()) & {"bad_init"} == seen
+
+
+@pytest.mark.parametrize(("times", "seen"), [(1.0, set()), (4.0, {"bad_init"})])
+def test_weights_that_are_all_a_little_too_large_grow_over_the_depth(times, seen):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(32, 32), nn.ReLU())))
+    with torch.no_grad():
+        for p in net.parameters():
+            p *= times
+
+    assert alarms(fitted(net, lambda y: y.mean(1))) & {"bad_init", "exploding"} == seen
+
+
+def test_one_weight_that_is_far_too_large_is_enough():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
+    with torch.no_grad():
+        net[2].weight *= 20
+
+    assert found(fitted(net, lambda y: y[:, 0]), "bad_init").layers == ("2.weight",)
+
+
+class Recurrence(nn.Module):
+    """A state that a factor multiplies in each of eight steps."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.given, self.head, self.factor = nn.Linear(32, 32), nn.Linear(32, 1), factor
+
+    def forward(self, x):
+        state = 0
+        for _ in range(8):
+            state = self.factor * state + self.given(x)
+        return self.head(state)
+
+
+@pytest.mark.parametrize(("factor", "seen"), [(0.5, set()), (2.0, {"exploding"})])
+def test_what_grows_between_layers_of_usual_weights_is_no_fault_of_theirs(factor, seen):
+    torch.manual_seed(0)
+
+    run = fitted(Recurrence(factor), lambda y: y[:, 0])
+
+    assert alarms(run) & {"bad_init", "exploding"} == seen
+
+
+def test_large_outputs_of_a_net_whose_norms_were_trained_are_no_bad_beginning():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+    with torch.no_grad():
+        net[2].weight *= 20
+    fresh = alarms(fitted(net, lambda y: y.mean(1)))
+    with torch.no_grad():
+        net[2].weight.normal_(0, 20 / 32**0.5)
+        net[1].weight += 0.1 * torch.randn(32)
+
+    assert "bad_init" in fresh
+    assert "bad_init" not in alarms(fitted(net, lambda y: y.mean(1)))
+
+
+def fitted(net, of, n=200):
+    """`net`, trained to give the mean of its inputs, by Adam."""
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    with watch(net, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(n):
+            x = torch.randn(64, 32)
+            loss = F.mse_loss(of(net(x)), x[:, 0])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+    return w.run_record()

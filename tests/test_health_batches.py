@@ -87,7 +87,7 @@ def images(size, n=60, data=None):
 
 
 def test_batch_norm_over_two_samples_is_named():
-    assert found(images(2), "small_batch").severity == "note"
+    assert found(images(2), "small_batch").severity == "warning"
     assert "small_batch" not in diagnose(images(8)).rules
 
 

@@ -8,17 +8,18 @@ from health_runs import (
     CE,
     FLAT,
     MSE,
-    SHRINKS,
+    acts,
     alarms,
     falling,
     first,
     found,
+    sized,
     slow,
     weights,
 )
 from torch import nn
 
-from hookkit import ParamStats, watch
+from hookkit import ActivationStats, ParamStats, watch
 from hookkit.health import diagnose
 from hookkit.records import Run
 
@@ -42,7 +43,7 @@ def test_initial_loss_against_chance():
 
 def test_not_learning_and_diverging():
     assert found(Run(losses=FLAT), "not_learning").severity == "warning"
-    assert found(Run(losses=np.linspace(2.3, 50, 300)), "diverging").severity == "error"
+    assert found(Run(losses=np.linspace(2.3, 50, 300)), "not_learning").severity == "error"
 
 
 def test_a_wild_first_loss_does_not_make_the_rest_progress():
@@ -55,7 +56,7 @@ def test_a_model_that_had_learnt_before_need_not_improve():
     slow = weights(update_ratio=[1e-6] * 4)
 
     assert alarms(Run(params=slow, losses=FLAT * 0.1, info=CE)) == set()
-    assert "diverging" in alarms(Run(losses=FLAT * np.linspace(0.1, 1, 300), info=CE))
+    assert "not_learning" in alarms(Run(losses=FLAT * np.linspace(0.1, 1, 300), info=CE))
 
 
 def test_a_loss_of_several_heads_may_begin_above_chance():
@@ -170,11 +171,38 @@ def test_a_likelihood_that_is_maximised_should_rise():
 
 
 def test_a_loss_that_stays_for_a_few_steps_proves_nothing_and_one_that_rises_does():
-    few = FLAT[:30]
+    few, small = FLAT[:30], sized(0.005)
 
-    assert alarms(Run(SHRINKS, losses=few)) == set()
-    assert alarms(Run(SHRINKS, losses=FLAT)) == {"bad_init", "not_learning"}
-    assert "bad_init" in alarms(Run(SHRINKS, losses=few * np.linspace(1, 9, 30)))
+    assert alarms(Run(acts(), params=small, losses=few)) == set()
+    assert alarms(Run(acts(), params=small, losses=FLAT)) == {"bad_init", "not_learning"}
+    rises = few * np.linspace(1, 9, 30)
+    assert "bad_init" in alarms(Run(acts(), params=small, losses=rises, info=CE))
+
+
+@pytest.mark.parametrize(("own", "named"), [(True, False), (False, True)])
+def test_a_loss_that_falls_to_what_the_inputs_have_no_part_in_is_named(own, named):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    opt = torch.optim.Adam(net.parameters(), 3e-3)
+    with watch(net, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(400):
+            x = torch.randn(128, 8)
+            level = 1 + x[:, :4] if own else 1 + torch.randn(128, 4)
+            w.loss(loss := F.mse_loss(net(x), level))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    assert (alarms(w.run_record()) == {"not_learning"}) == named
+    if named:
+        assert "between samples" in found(w.run_record(), "not_learning").evidence
+
+
+def test_a_first_loss_far_above_the_chance_of_several_losses_is_named():
+    info = {"chance": float(np.log(64))}
+
+    assert alarms(Run(losses=falling(start=30.0), info=info)) == {"initial_loss"}
+    assert alarms(Run(losses=falling(start=15.0), info=info)) == set()
 
 
 @pytest.mark.parametrize("info", [{}, CE])
@@ -203,7 +231,7 @@ def test_a_loss_in_whose_noise_a_fall_may_hide_is_a_note(noise):
 
     assert f.severity == ("note" if noise > 0.3 else "warning")
     assert ("so noisy" in f.evidence) == (noise > 0.3)
-    assert "diverging" in alarms(Run(losses=stays * np.linspace(1, 3, 300)))
+    assert "not_learning" in alarms(Run(losses=stays * np.linspace(1, 3, 300)))
 
 
 def test_a_fall_shows_in_ten_steps_and_a_rate_is_then_judged_by_it():

@@ -266,7 +266,7 @@ def test_momentum_comes_before_its_effects():
 
     assert diagnose(Run(losses=rises, info={"momentum": [0.999]})).rules == (
         "momentum",
-        "diverging",
+        "not_learning",
     )
 
 

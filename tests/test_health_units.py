@@ -1,4 +1,4 @@
-"""Rules on units: dead, dormant, saturated.
+"""Rules on units: dead, saturated.
 
 `ActivationStats()` records layers with parameters, and a ReLU has none: so many of these runs show
 a ReLU only by what it is given.
@@ -41,10 +41,6 @@ def test_dead_is_for_relus_only():
 def test_without_units_a_relu_layer_of_zeros_is_dead():
     assert found(Run(acts(zero=[0, 1, 0])), "dead").severity == "error"
     assert alarms(Run(acts(zero=[0, 0.95, 0]))) == set()
-
-
-def test_dormant_units_are_a_note():
-    assert found(Run(acts(dormant=[0.9, 0.8, 0.9], dead=[0, 0, 0])), "dormant").severity == "note"
 
 
 @pytest.mark.parametrize("kind", ["Tanh", "Sigmoid"])

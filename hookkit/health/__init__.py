@@ -1,32 +1,8 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
 
-    diagnosis.py          Rule: texts, needs and a check; Finding; Diagnosis: text and HTML
-    rates.py              how often each rule was right, as measured: is its cause clear or likely?
-    reading.py            how rules read records and losses: windows, rows by type, medians, levels
-    run_view.py           RunView: a run as rules see it; does its loss fall?
-    loss_expectations.py  losses that need not fall
-    layer_order.py        which matrix stands before each, which layers are given data
-    step_sizes.py         steps against the weights, and against the optimizer's usual ones
-    jumps.py              losses that jump out of those before
-
-    learning_rate.py      steps that are too large or too small for the weights
-    steps.py              momentum, weight decay, an optimizer that maximises
-    gradients.py          gradients that vanish, explode, or are never zeroed
-    inputs.py             data that are too large, or too small
-    activations.py        scale of initial weights; dropout
-    units.py              dead, dormant, saturated units
-    batches.py            batches in one order, only a few of them, or whose samples do not differ
-    collapse.py           layers that give the same for all samples
-    unmoved.py            parameters that never move; constant initial weights
-    non_finite.py         NaN and Inf, and where they come from
-    precision.py          the range of float16
-    attention.py          attention's logits
-    loss_graph.py         what its operations show: shapes and dimensions that are mistakes
-    loss_input.py         what the loss is given
-    loss.py               the loss: its start, its fall, its end
-
-One file for each subject, since rules are looked for by what they are about. To add a rule, write a
-check under `@rule(…)` in the file of its subject and put it in `RULES`.
+One file for each subject, since rules are looked for by what they are about; what several read is
+in `reading`, `run_view` and `layer_order`. To add a rule, write a check under `@rule(…)` in the
+file of its subject and put it in `RULES`.
 
 Each rule says where its threshold is and who published it. None reports anything that was seen in
 one batch alone; the learning rate is judged by the majority of matrices, dead and unmoved by a
@@ -84,6 +60,7 @@ RULES: tuple[Rule, ...] = (
     batches.repeated_data,
     batches.small_batch,
     batches.unshuffled,
+    activations.dropout,
     inputs.input_scale,
     loss.target_scale,
     activations.bad_init,
@@ -92,7 +69,6 @@ RULES: tuple[Rule, ...] = (
     learning_rate.lr_too_high,
     gradients.clipping,
     learning_rate.lr_too_low,
-    activations.dropout,
     units.dead,
     units.saturated,
     unmoved.zero_gradient,
@@ -105,7 +81,6 @@ RULES: tuple[Rule, ...] = (
     loss.initial_loss,
     loss.not_learning,
     loss.spikes,
-    units.dormant,
     loss.overfit,
 )
 
@@ -184,7 +159,7 @@ def _without_values(record: Record) -> tuple[str, ...]:
     return tuple(name for name, any_ in zip(record.names, seen, strict=True) if not any_)
 
 
-_BLOWS_UP = {"non_finite", "diverging", "exploding"}
+_BLOWS_UP = {"non_finite", "not_learning", "exploding"}
 
 _EFFECTS = {
     "grads_pile_up": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
@@ -200,8 +175,12 @@ _EFFECTS = {
 
 
 def _as_severe_as_its_effects(f: Finding, findings: list[Finding]) -> Finding:
-    """A cause gets the severity of its worst effect, so that it is read before it."""
-    effects = [g.severity for g in findings if g.rule in _EFFECTS.get(f.rule, ())]
+    """A cause gets the severity of its worst effect, so that it is read before it.
+
+    What is exact gets that of the worst finding: it is so, whatever has been measured beside it.
+    """
+    exact = f.source.startswith("exact")
+    effects = [g.severity for g in findings if exact or g.rule in _EFFECTS.get(f.rule, ())]
     worst = max([f.severity, *effects], key=SEVERITIES.index)
     return f if f.severity == "note" else replace(f, severity=worst)
 
@@ -209,4 +188,4 @@ def _as_severe_as_its_effects(f: Finding, findings: list[Finding]) -> Finding:
 def _from_the_start(f: Finding) -> bool:
     """Whether it comes first among its severity: what was wrong before the first step."""
     began = (f.rule == "non_finite" and f.steps[0] == 0, f.rule == "vanishing" and f.steps[1] == 0)
-    return any(began) or f.rule in ("input_scale", "bad_init")
+    return any(began) or f.rule in ("constant_input", "input_scale", "bad_init", "dropout")

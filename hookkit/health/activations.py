@@ -11,74 +11,92 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import SAGEMAKER, Finding, rule
+from hookkit.health.diagnosis import Finding, rule
+from hookkit.health.layer_order import ends, given_data, given_numbers
 from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Ints
+from hookkit.records import Floats, Ints, Record
 
-# Three times the largest gain of torch.nn.init.calculate_gain, tanh's 5/3
-LARGE_GAIN = 5.0
+# What a layer gives before training, over its inputs (or 1): 2.1 in healthy trainings (measured)
+LARGE_OUTPUT = 4.0
+# The gain of one weight, or of most, that makes it so; 1.43 in healthy trainings (measured).
+# torch.nn.init.calculate_gain: tanh's 5/3 at most
+LARGE_GAIN, UNUSUAL_GAIN = 5.0, 1.5
+# The same of an output where no weight is to blame, and what it begins with over what it ends with;
+# 1.8 and 2.5 in healthy trainings (hookkit, measured)
+FAR_OUTPUT, FELL_BACK = 10, 3
 # PyTorch's own begin with a gain of 1/√3 = 0.58, GPT's with 0.14 in small nets (hookkit, measured)
 SMALL_GAIN = 0.07
-# Healthy trainings begin with an RMS of at most 1.1 (hookkit, measured)
-LARGE_EMBEDDING = 3
-# Beyond this a net that does not learn has its cause (hookkit, measured)
-BROKEN_RATIO = 1e6
-# A correlation of log size with depth: it grows or shrinks along the depth (measured)
-ALONG_DEPTH = 0.8
 # Srivastava et al. 2014, Dropout: 50 % to 80 % of hidden units are kept; 25 %: half of the least.
 LEAST_KEPT = 0.25
 
 
 @rule(
     needs=("activations",),
-    threshold="over 1e6-fold along the depth, while the loss does not fall",
-    source=f"{SAGEMAKER}, PoorWeightInitialization, compares the same; 1e6: hookkit, measured",
-    cause="weights that begin too large or too small for this depth",
+    threshold="a layer's output above 4 (times the inputs, if these are larger than 1), and a gain "
+    "above 5, or above 1.5 in most layers",
+    source="He et al. 2015: √2; torch.nn.init.calculate_gain: 5/3 at most; 4 and 5: hookkit, "
+    "measured",
+    cause="weights (or embeddings, or codes) that begin too large: their RMS times √fan_in should "
+    "be about 1",
     fix="initialise each weight for its fan-in, torch.nn.init.kaiming_normal_(layer.weight), or "
     "put norm layers (nn.LayerNorm, nn.BatchNorm2d) between",
 )
 def bad_init(run: RunView) -> Iterator[Finding]:
     """Weights whose size, or what they make of the first batch, is far from what can be learnt."""
-    by_size = [*_large_weights(run), *_large_embeddings(run), *_small_weights(run)]
-    yield from by_size or _along_depth(run)
+    yield from [*_small_weights(run)] or _large_outputs(run)
 
 
-def _along_depth(run: RunView) -> Iterator[Finding]:
-    """Activations that shrink or grow from layer to layer before training, and nothing is learnt.
+def _large_outputs(run: RunView) -> Iterator[Finding]:
+    """A layer that gives far more than it is to, before the first step, and what makes it do so.
 
-    Not of the head, whose scale is free.
+    LBFGS steps before anything is recorded.
     """
-    record = run.activations
-    which = read.rows(record, read.PRE_ACTIVATION)[:-1]
-    std = read.table(record, "std")[which, 0]
-    if len(which) < 3 or not (std > 0).all() or not run.fails:
+    record, (which, gain) = run.activations, _gains(run)
+    times = _times_inputs(run, record)
+    if run.info.get("optimizer") == "LBFGS" or not times.max(initial=0.0) > LARGE_OUTPUT:
         return
-    ratio = float(np.square(std.max() / std.min()))  # inf, where Python's ** would raise
-    if not ratio > BROKEN_RATIO:
+    top, first = int(times.argmax()), read.table(record, "rms")[:, 0]
+    what = f"{record.names[top]} gives RMS {first[top]:.3g} before training"
+    most = 2 * (gain > UNUSUAL_GAIN).sum() > len(gain)
+    hit = gain > (UNUSUAL_GAIN if most else LARGE_GAIN)
+    if hit.any():
+        what += f", where {hit.sum()} of {len(hit)} weights begin with a gain (their RMS times "
+        what += f"√fan_in) of {read.median(gain[hit]):.3g}"
+        yield bad_init.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
         return
-    trend = float(np.corrcoef(np.arange(len(std)), np.log(std))[0, 1])
-    if abs(trend) > ALONG_DEPTH:
-        grows, large = ("grows", "large") if trend > 0 else ("shrinks", "small")
-        what = f"the variance of layer outputs {grows} {ratio:.3g}-fold over {len(which) + 1} "
-        what += "layers before training, and the loss does not fall"
-        here = bad_init.but(cause=f"weights that begin too {large} for this depth")
-        yield here.found("error", what, *read.where(record, which, read.FIRST))
+    rows = ends(run, record)
+    last = read.median(read.table(record, "rms")[rows, -10:], axis=1)
+    fell = first[rows] / last
+    if times[rows].max() > FAR_OUTPUT and (fell > FELL_BACK).any():
+        what += f", and the output falls to {read.percent(1 / fell.max())} of what it was"
+        yield _AMPLIFIED.found("warning", what, *read.where(record, [top], read.FIRST))
 
 
-def _large_weights(run: RunView) -> Iterator[Finding]:
-    """Weights that begin several times as large as keeps the size of what they are given."""
-    which, gain = _gains(run)
-    hit = gain > LARGE_GAIN
-    if hit.any() and hit.mean() > 0.5:
-        what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
-        what += f"{read.median(gain[hit]):.3g}: their RMS times √fan_in"
-        yield _LARGE_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
+def _times_inputs(run: RunView, record: Record) -> Floats:
+    """(n_layers,) how large what layers with matrices of their own give is at first, over the data.
+
+    0 for others, and in a net whose norms have been trained before.
+    """
+    params = run.recorded.params
+    none = np.zeros(len(record.names))
+    if params is None or "weight_rms" not in params.values:
+        return none
+    names, norms = np.array(params.names), np.array(["Norm" in t for t in params.types])
+    if not read.meta(params, "constant", True)[norms].all():
+        return none
+    owners = {name.rpartition(".")[0] for name in names[read.is_matrix(params)]}
+    own = np.array([name in owners for name in record.names])
+    given = read.meta(record, "given_rms", np.nan).astype(float)
+    data = given[[*given_data(run, record), *given_numbers(run, record)]]
+    size = read.table(record, "rms")[:, 0] / np.fmax(data, 1.0).max(initial=1.0)
+    return np.where(own & np.isfinite(size), size, 0.0)
 
 
 def _small_weights(run: RunView) -> Iterator[Finding]:
     """Weights that begin so small that hardly anything comes through, where the loss stays."""
     which, gain = _gains(run)
-    which, gain = which[gain > 0], gain[gain > 0]
+    begun = (gain > 0) & np.isin(which, read.matrices(run.params) if len(which) else which)
+    which, gain = which[begun], gain[begun]
     hit = gain < SMALL_GAIN
     if hit.any() and hit.mean() > 0.5 and run.fails:
         what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
@@ -87,35 +105,25 @@ def _small_weights(run: RunView) -> Iterator[Finding]:
 
 
 def _gains(run: RunView) -> tuple[Ints, Floats]:
-    """Matrices, and their RMS times √fan_in."""
+    """Matrices that can be trained, and their RMS times √fan_in; an embedding's is its RMS."""
     record = run.recorded.params
     if record is None or "shape" not in record.meta or "weight_rms" not in record.values:
         return np.zeros(0, np.int64), np.zeros(0)
-    which = read.matrices(record)
-    fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which])
+    which = np.flatnonzero(read.is_matrix(record) & read.trainable(record))
+    fan_in = np.array([np.prod(record.meta["shape"][i][1:]) for i in which], float)
+    fan_in[np.isin(which, read.rows(record, read.EMBEDDINGS))] = 1
     return which, record.values["weight_rms"][which, 0] * np.sqrt(fan_in)
 
 
-def _large_embeddings(run: RunView) -> Iterator[Finding]:
-    """Embeddings that begin several times as large as PyTorch's."""
-    record = run.recorded.params
-    if record is None or "weight_rms" not in record.values:
-        return
-    which = read.rows(record, read.EMBEDDINGS)
-    size = record.values["weight_rms"][which, 0]
-    hit = (size > LARGE_EMBEDDING) & read.trainable(record)[which]
-    if hit.any():
-        what = f"embeddings begin with RMS {size[hit].max():.3g}"
-        where = read.where(record, which[hit], read.FIRST)
-        yield _LARGE_EMBEDDING.found("warning", what, *where)
-
-
-_LARGE_EMBEDDING = bad_init.but(
-    threshold="above 3, where those of PyTorch begin with 1",
-    source="PyTorch, nn.Embedding: initialised from N(0, 1); 3: hookkit, measured",
-    cause="embeddings (or codes) that begin far from where the data are: steps need long to bring "
-    "them there",
-    fix="begin with small ones: torch.nn.init.normal_(embedding.weight, std=0.02)",
+_AMPLIFIED = bad_init.but(
+    name="exploding",
+    threshold="an output above 10 (times the inputs, if these are larger than 1), which falls to a "
+    "third or less",
+    source="hookkit, measured",
+    cause="what stands between the layers amplifies: a recurrence that grows, a sum where a mean "
+    "was meant, an inner step that is too large",
+    fix="divide by what is added up (the degree of a node, the number of steps), and keep the "
+    "factors of a recurrence below 1",
 )
 
 _SMALL_GAIN = bad_init.but(
@@ -123,13 +131,6 @@ _SMALL_GAIN = bad_init.but(
     "does not fall",
     source="PyTorch, nn.Linear and nn.LSTM: 0.58 and about that; an eighth: hookkit, measured",
     cause="weights that begin too small: hardly anything comes through, forwards and backwards",
-)
-
-_LARGE_GAIN = bad_init.but(
-    threshold="above 5 in most layers, where 1 keeps the size of what a layer is given",
-    source="He et al. 2015: √2; torch.nn.init.calculate_gain: 5/3 at most, a third of this",
-    cause="weights that begin too large: a standard deviation that does not shrink with the number "
-    "of inputs",
 )
 
 

@@ -29,6 +29,9 @@ ENOUGH, TIMES = 40, 4
 # Most batches are as bad as at first, and others learnt (hookkit, measured). Where only some are
 # bad, these are hard ones (a wrong label), in whatever order.
 AS_BAD, LEARNT = 0.5, 0.5
+# How far losses change from step to step, over how far they swing around their level: shuffled ones
+# reach 1, and 0.6 at least in healthy trainings (hookkit, measured)
+WANDERS, FAR = 0.3, 0.03
 # Of a layer's mean square, the share that differs between samples: alike (hookkit, measured), and
 # equal but for the last digits of float32
 ALIKE, EQUAL = 1e-3, 1e-12
@@ -60,8 +63,12 @@ class Period(NamedTuple):
 )
 def unshuffled(run: RunView) -> Iterator[Finding]:
     """Losses that repeat with a long period and swing between learnt and not."""
-    period = period_of(known(run.losses_of(ENOUGH)))
-    if period is None or period.steps <= FEW or run.need_not_fall:
+    losses = known(run.losses_of(ENOUGH))
+    period = period_of(losses)
+    if run.need_not_fall or (period is not None and period.steps <= FEW):
+        return
+    if period is None:
+        yield from _alike_neighbours(run, losses)
         return
     worst, best, usual = (f(period.profile) for f in (np.max, np.min, np.median))
     what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f}), "
@@ -71,6 +78,27 @@ def unshuffled(run: RunView) -> Iterator[Finding]:
     else:
         yield _SAME_ORDER.found("note", what, (), run.all_steps)
 
+
+def _alike_neighbours(run: RunView, losses: Floats) -> Iterator[Finding]:
+    """Losses that wander far and change little from step to step, where batches differ."""
+    late = losses[len(losses) // 5 :]
+    if len(late) < ENOUGH or (run.info.get("batches") or (0, np.inf))[1] <= FEW:
+        return
+    around = np.abs(late - _running_median(late, max(3, len(late) // 10) | 1))
+    swing, level = read.SIGMA * float(np.median(around)), float(np.median(late))
+    change = read.noise(late) / max(swing, 1e-300)
+    if change < WANDERS and swing > FAR * level > FAR * AS_BAD * start_level(losses):
+        what = f"from step to step the losses change by {change:.2g} of what they swing, which is "
+        what += f"{read.percent(swing / level)} of their level"
+        yield _NEIGHBOURS.found("warning", what, (), run.all_steps)
+
+
+_NEIGHBOURS = unshuffled.but(
+    threshold="a change below 0.3 of the swing, where shuffled batches give about 1, with half of "
+    "the first loss left",
+    source="Bottou 2012, Stochastic Gradient Descent Tricks; von Neumann 1941, on successive "
+    "differences; 0.3: hookkit, measured",
+)
 
 _SAME_ORDER = unshuffled.but(
     threshold="correlation above 0.85 with the losses of a period before",
@@ -186,8 +214,8 @@ _ALMOST = constant_input.but(
     fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
 )
 def small_batch(run: RunView) -> Iterator[Finding]:
-    """Batch norm over one or two samples: a note, since many nets bear it."""
+    """Batch norm over one or two samples."""
     n = run.activations.meta.get("norm_samples")
     if n is not None and n <= SMALL:
         what = f"batch norm takes its mean over {n} sample{'s' * (n > 1)} at a time"
-        yield small_batch.found("note", what, (), run.all_steps)
+        yield small_batch.found("warning", what, (), run.all_steps)

@@ -1,13 +1,13 @@
 """What a rule is, what it finds, and all that was found: `Rule`, `Finding`, `Diagnosis`.
 
     @rule(needs=("activations",), threshold="…", source="…", cause="…", fix="…")
-    def dormant(run: RunView) -> Iterator[Finding]:
-        yield dormant.found("note", "62 % of a layer's units are …", ("fc1",), (0, 99))
+    def dead(run: RunView) -> Iterator[Finding]:
+        yield dead.found("note", "62 % of a layer's units are …", ("fc1",), (0, 99))
 
 The decorated name is then a `Rule`. Its function reads a `RunView` (see `run_view`) and yields a
 `Finding` for each problem that it sees: how severe, what was measured, where and when; the rest is
 the rule's own text. A branch with a line, a cause or a fix of its own is a variant of the rule:
-`dormant.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Cause:
+`dead.but(fix="…").found(…)`. Texts are parts of sentences that `Finding` completes: "Cause:
 `cause`.", or "Likely cause: `cause`." where the rule was less often right (see `rates`).
 
 Longer than 300 lines, since all that makes the text of a diagnosis is read together.

@@ -25,6 +25,9 @@ LARGE_ERROR = 20
 # What an output grows to, and by, for targets that nobody scaled: healthy ones (values of agents)
 # end at 36 at most (hookkit, measured)
 FAR_OUTPUT, FAR_GROWTH = 150, 100
+# How far outputs differ between samples, and as a share of their mean square: the same for all.
+# The larger one of both is 0.21 in healthy trainings (hookkit, measured)
+SAME = 0.1
 # A loss that ends this share above its start diverges (hookkit, measured)
 WORSE = 0.5
 # Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)
@@ -36,7 +39,7 @@ OVERFIT_GAP = 0.1
 
 
 @rule(
-    needs=("losses", "n_classes"),
+    needs=("losses",),
     threshold="above 2 times ln C",
     source=f"{CS231N}: look for correct loss at chance performance; {CHECKER}",
     cause="a head that begins too large, inputs that are not standardised, or wrong labels",
@@ -45,11 +48,12 @@ OVERFIT_GAP = 0.1
 )
 def initial_loss(run: RunView) -> Iterator[Finding]:
     """A first loss far above what guessing would give."""
-    chance, first = float(np.log(run.n_classes)), float(known(run.losses)[0])
     # several heads, whose losses are added up, begin above the chance of one
-    times = FIRST_LOSS if "chance" in run.info else SEVERAL
+    one = "chance" in run.info and run.info.get("n_classes")
+    chance, first = run.chance or float(np.log(run.n_classes)), float(known(run.losses)[0])
+    times = FIRST_LOSS if one else SEVERAL
     if first > times * chance:
-        what = f"the first loss is {first:.3g}, where guessing among {run.n_classes} classes gives "
+        what = f"the first loss is {first:.3g}, where guessing gives "
         here = initial_loss.but(threshold=f"above {times * chance:.3g}, {times} times ln C")
         yield here.found("warning", f"{what}{chance:.3g}", (), (0, 0))
 
@@ -128,6 +132,7 @@ def not_learning(run: RunView) -> Iterator[Finding]:
     """A loss that ends where it began, or higher."""
     series = run.losses_of(50)
     if run.improved is not False:
+        yield from _same_for_all(run)
         return
     start, end = start_level(series), end_level(series)
     steps, what = (0, len(series) - 1), f"the loss began at {start:.3g} and ends at {end:.3g}"
@@ -153,8 +158,31 @@ def not_learning(run: RunView) -> Iterator[Finding]:
         yield not_learning.but(threshold=line).found("warning", what, (), steps)
 
 
+def _same_for_all(run: RunView) -> Iterator[Finding]:
+    """A loss that has fallen to what can be had without a look at the inputs, and falls no more."""
+    record, quarter = run.recorded.activations, len(known(run.losses)) // 4
+    if record is None or run.need_not_fall or not run.has_much_left:
+        return
+    third, last = (known(run.losses)[i * quarter :][:quarter] for i in (2, 3))
+    rows, shares = ends(run, record), read.meta(record, "last_variation", np.nan).astype(float)
+    share = float(np.max(shares[rows], initial=0.0))  # NaN where one is not known
+    spread = read.median(read.table(record, "rms")[rows, -10:], axis=1) * np.sqrt(shares[rows])
+    lasts = np.median(last) > (1 - FALL) * np.median(third)
+    if len(rows) and lasts and share < SAME and (size := float(spread.max())) < SAME:
+        what = f"the outputs differ by {size:.2g} between samples, {read.percent(share)} of their "
+        what += f"mean square, and the loss stays at {end_level(run.losses):.3g}"
+        yield _SAME_OUTPUT.found("warning", what, *read.where(record, rows))
+
+
+_SAME_OUTPUT = not_learning.but(
+    threshold="below 0.1, and below 10 % of the mean square, with 0.3 of the loss left",
+    source="hookkit, measured",
+    cause="what was learnt is the same for all samples: targets that do not belong to the inputs, "
+    "or inputs that are lost on the way",
+    fix="print some inputs beside their targets, as the model and the loss are given them",
+)
+
 _DIVERGING = not_learning.but(
-    name="diverging",
     threshold="above its start and half of that",
     source="hookkit, measured",
     cause="the steps go too far, or uphill: a learning rate that is too high, gradients that are "
@@ -165,9 +193,7 @@ _DIVERGING = not_learning.but(
 
 _NO_NUMBER = _DIVERGING.but(
     threshold="any NaN or Inf that stays to the end",
-    source="IEEE 754: both spread through every later sum",
-    cause="NaN or Inf: the finding non_finite says where it began",
-    fix="do what non_finite says",
+    cause="NaN or Inf: the finding non_finite says where it began, and what to do",
 )
 
 _SLOW = not_learning.but(
@@ -237,10 +263,7 @@ def below_zero(run: RunView) -> Iterator[Finding]:
 _IMPOSSIBLE = below_zero.but(
     threshold="below 0, for a loss that cannot be",
     source="exact, by the definition of the loss",
-    cause="a wrong sign (a likelihood that should rise is lowered), or probabilities where log "
-    "probabilities are expected",
-    fix="give nn.NLLLoss what torch.log_softmax gives, and binary losses targets from 0 to 1; "
-    "check the sign of what loss.backward() is called on",
+    cause="a wrong sign, or probabilities where log probabilities are expected",
 )
 
 

@@ -1,4 +1,4 @@
-"""Rules on units that give nothing: dead, dormant, saturated.
+"""Rules on units that give nothing: dead, saturated.
 
 Whether a unit is dead shows in a ReLU's output, or, since most records have no ReLU in them (it has
 no parameters), in what the ReLU is given: a unit that is never above 0 there. Which layers a ReLU
@@ -58,7 +58,7 @@ def can_die(record: Record) -> Bools:
 
 
 def can_be_dormant(record: Record) -> Bools:
-    """(n_layers,) which rows are outputs of activations, whose dormant units are judged."""
+    """(n_layers,) which rows are outputs of activations, whose dormant units are counted."""
     return read.are(record.types, _DORMANT_TYPES)
 
 
@@ -129,26 +129,6 @@ def _largest_possible_share(record: Record, relu: Bools) -> Floats:
         share = below / record.hist.sum(axis=1) + zero
         most = np.minimum(most, _smallest(share[:, window]))
     return np.where(relu, _smallest(zero[:, window]), most)
-
-
-@rule(
-    needs=("activations",),
-    threshold="over 50 % of a layer's units at tau = 0.025",
-    source="Sokar et al. 2023 (ReDo, arXiv 2302.12902), for reinforcement learning",
-    cause="capacity that this task does not use, or that was lost when the task changed",
-    fix="nothing, if the loss is good; else lower the learning rate, or begin these layers again: "
-    "layer.reset_parameters()",
-)
-def dormant(run: RunView) -> Iterator[Finding]:
-    """Units that give little, compared with their layer: a note, since the source is about RL."""
-    record = run.activations
-    which, window = can_be_dormant(record), read.last_half(record)
-    if which.any():
-        share = np.where(which, _smallest(read.table(record, "dormant")[:, window]), np.nan)
-        if len(hit := np.flatnonzero(share > MANY)):
-            most = read.percent(share[hit].max())
-            what = f"up to {most} of a layer's units are below 1/40 of the layer's "
-            yield dormant.found("note", f"{what}mean size", *read.where(record, hit, window))
 
 
 @rule(

@@ -41,11 +41,10 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     what = "can be trained, but no optimizer that steps has it, and it never moves"
     yield from _report(record, still & ~held, _NOT_IN_OPTIMIZER, what)
     what = "can be trained, but no gradient ever reaches it"
-    all_cut = len(read.matrices(record)) and cut[read.matrices(record)].all()
-    severity = "error" if all_cut else "warning"
-    constant = _beside_a_trained_matrix(record, np.asarray(np.isfinite(grads).any(axis=1)))
-    yield from _report(record, cut & ~constant, _NO_GRADIENT, what, severity)
-    yield from _report(record, cut & constant, _NO_USE, what, "note")
+    some = cut & read.is_matrix(record)  # a bias that the loss has no use for does no harm
+    all_cut = some.any() and cut[read.matrices(record)].all()
+    severity = "error" if all_cut else "warning" if some.any() else "note"
+    yield from _report(record, cut, _NO_GRADIENT, what, severity)
     pushed = still & held & (np.nan_to_num(grads) > 0).any(axis=1)
     # a bias before a batch norm gets nothing but rounding errors
     faint = read.median(read.table(record, "grad_rms"), axis=1) < FAINT_GRADIENT
@@ -71,19 +70,6 @@ _NO_GRADIENT = Rule(
     fix="find the detach(), .data or torch.no_grad() between it and the loss; delete it, or freeze "
     "it, requires_grad_(False), if it is not needed",
 )
-
-_NO_USE = _NO_GRADIENT.but(
-    cause="the loss has no use for a constant, though for the weight beside it: it is made of "
-    "derivatives, or of differences",
-    fix="leave the bias out, bias=False, or let it be: it does no harm",
-)
-
-
-def _beside_a_trained_matrix(record: Record, graded: Bools) -> Bools:
-    """(parameters,) biases of layers whose weight gets a gradient."""
-    trained = {n for n, g in zip(record.names, graded, strict=True) if g}
-    of_layer = (n.rpartition(".")[0::2] for n in record.names)
-    return np.array([name == "bias" and f"{m}.weight" in trained for m, name in of_layer], bool)
 
 
 def _report(
