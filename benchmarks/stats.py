@@ -9,7 +9,8 @@ One net is measured in one process: two nets of one kind differ by some per cent
 memory lies. In each round every method watches the net anew, in shuffled order, for two steps to
 begin with and then for a block of steps, whose CPU time is taken over the mean of the bare blocks
 just before and after it. wandb's runs, and compiled nets, have a net of their own, since they
-cannot be watched anew. Where numba is installed its loops read the tensors.
+cannot be watched anew. So most steps are among the first 64, in which a watch also tells batches
+apart: a longer training pays less. Where numba is installed its loops read the tensors.
 """
 
 from __future__ import annotations
