@@ -337,6 +337,6 @@ def test_an_exception_of_an_edit_says_where(x: Tensor) -> None:
 
 
 def test_an_edit_that_is_never_reached_is_reported(x: Tensor) -> None:
-    text = "edit_function: gelu was never called inside the block. Called were exp. Run the model"
+    text = "gelu was never called in this thread inside the block. Called were exp. Run the model"
     with pytest.warns(NeverFiredWarning, match=text), edit_function(F.gelu, zero()):
         x.exp()

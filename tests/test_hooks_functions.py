@@ -21,9 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from hookkit import ActivationStats, watch
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_output, hook_outputs
-from hookkit.hooks.block import Block
-from hookkit.hooks.function_calls import FunctionCalls, modules_within
-from hookkit.hooks.snapshot import Options
 from hookkit.selecting import select
 
 
@@ -429,6 +426,32 @@ def test_it_is_on_inside_the_block_only(net: nn.Sequential, x: Tensor) -> None:
     assert (len(h), h.removed, modes(), n_hooks(net)) == (2, True, 0, 0)
 
 
+class Asks(nn.Module):
+    """What makes the call is not the module's own code: a function, a hook, a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+        self.part.register_forward_hook(lambda m, i, o: F.relu(o))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.part(x))
+
+
+def test_a_call_is_that_of_the_innermost_module_on_the_stack(x: Tensor) -> None:
+    model = nn.Sequential(Asks(), Asks())
+
+    with hook_function(F.relu, within=model) as h:
+        assert n_hooks(model) == 2  # the user's: of hookkit there are none
+        model(x)
+        model[0].forward(x)  # not called as a module
+    with hook_function(F.relu, within=[model[1]]) as outer:
+        model(x)
+
+    assert h.names == ("0.part/relu:0", "0/relu:0", "1.part/relu:0", "1/relu:0", "0.part/relu:1")
+    assert outer.names == ("0/relu:0", "0/relu:1")
+
+
 def test_entering_it_again_begins_anew(net: nn.Sequential, x: Tensor) -> None:
     with hook_function(F.relu, within=net) as h:
         net(x)
@@ -523,12 +546,12 @@ def test_what_a_checkpoint_runs_again_is_not_stored(
 def test_a_function_that_is_never_called_is_reported_with_those_that_are(
     net: nn.Sequential, x: Tensor
 ) -> None:
-    text = "hook_function: gelu was never called within these modules. Called were add, "
+    text = "hook_function: gelu was never called in this thread within these modules. Called were"
     with pytest.warns(NeverFiredWarning, match=text) as caught, hook_function(F.gelu, within=net):
         net(x)
     assert caught[0].filename == __file__
 
-    text = "gelu was never called inside the block. Run the model"
+    text = "gelu was never called in this thread inside the block. Run the model"
     with pytest.warns(NeverFiredWarning, match=text), hook_function(F.gelu):
         pass
 
@@ -638,24 +661,6 @@ def test_a_mode_without_the_private_stack_of_torch(
         h.remove()
 
     assert (len(h), modes()) == (2, 0)
-
-
-def test_the_calls_of_one_forward_are_numbered_again_if_wanted(
-    net: nn.Sequential, x: Tensor
-) -> None:
-
-    made: list[str] = []
-    block = Block(Options("test"))
-    within = modules_within("test", net)
-    calls = FunctionCalls([torch.add], within, block, lambda c: made.append(c.name), "forward")
-    calls.start()
-    try:
-        net(x)
-        net(x)
-    finally:
-        calls.stop()
-
-    assert made == ["0/add:0", "0/add:1", "1/add:0", "1/add:1"]
 
 
 def test_what_recorders_and_hooks_compute_is_no_call_of_the_model() -> None:

@@ -68,4 +68,5 @@ def edit_function(
             "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
             "what it gives. Give one of the two, and nest two blocks for both."
         )
-    return FunctionHooks([f], within, edit_options(who, KINDS[inputs, grad], edit, calls), "none")
+    o = edit_options(who, KINDS[inputs, grad], edit, calls)
+    return FunctionHooks([f], within, o, numbered=False)

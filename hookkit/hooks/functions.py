@@ -16,7 +16,7 @@ from hookkit.hooks.block import Block
 from hookkit.hooks.capture import Capture
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.function_call import FunctionCall
-from hookkit.hooks.function_calls import FunctionCalls, Numbers, Within, modules_within
+from hookkit.hooks.function_calls import FunctionCalls, Within, modules_within
 from hookkit.hooks.snapshot import Kind, Options
 from hookkit.interrupts import uninterrupted
 
@@ -41,11 +41,11 @@ class FunctionHooks(Hooks):
     _captures: list[Capture]
 
     def __init__(
-        self, functions: Iterable[Any], within: Within, options: Options, numbers: Numbers = "block"
+        self, functions: Iterable[Any], within: Within, options: Options, numbered: bool = True
     ) -> None:
         self._block, self._captures = Block(options), []
         named = modules_within(options.who, within)
-        self._calls = FunctionCalls(functions, named, self._block, None, numbers)
+        self._calls = FunctionCalls(functions, named, self._block, None, numbered)
 
     def _begin(self, call: FunctionCall) -> None:
         """Puts a hook on a new call."""
@@ -70,12 +70,12 @@ class FunctionHooks(Hooks):
         self._calls.reset()
         self._calls.begin = self._begin
         self._on = True
-        self._calls.start()
+        self._calls.turn_on()
 
     def _remove(self) -> None:
         self._on = False
         if self._calls is not None:
-            self._calls.stop()
+            self._calls.turn_off()
             self._calls.begin = None  # each would hold the other, and what is stored
             super()._remove()
 
@@ -92,12 +92,7 @@ class FunctionHooks(Hooks):
         seen = f" Called were {', '.join(others[:12])}{', …' * bool(others[12:])}." * bool(others)
         wanted = " or ".join(dict.fromkeys(self._calls.names.values()))
         where = "inside the block" if self._calls.within is None else "within these modules"
-        if self._calls.elsewhere:
-            seen = (
-                " They ran in another thread, as DataParallel's replicas do, where functions are "
-                "not seen: run the module itself (model.module)."
-            )
-        return f"{self._block.options.who}: {wanted} was never called {where}.{seen}"
+        return f"{self._block.options.who}: {wanted} was never called in this thread {where}.{seen}"
 
     def __repr__(self) -> str:
         return f"Function{super().__repr__()}"

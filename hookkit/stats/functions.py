@@ -15,9 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hookkit.attention import attention_logits
 from hookkit.errors import OptionError
+from hookkit.hooks import Hooks
 from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.entries import HookEntry, Placed, in_thread
 from hookkit.hooks.function_call import FunctionCall
 from hookkit.hooks.function_calls import FunctionCalls, modules_within
+from hookkit.hooks.snapshot import Options
 from hookkit.hooks.torch_functions import same_functions
 from hookkit.interrupts import uninterrupted
 from hookkit.nested import Inputs
@@ -82,8 +85,9 @@ class RecordedFunctions(FunctionCalls):
         function: Function | None,
     ) -> None:
         within = modules_within(switch.options.who, model)
-        super().__init__(functions, within, switch, self._show, "forward")
+        super().__init__(functions, within, switch, self._show)
         self.rows, self.function, self.switch = rows, function, switch
+        self.hooks: Hooks | None = None
 
     def _show(self, call: FunctionCall) -> None:
         """Puts what shows the result on a new call."""
@@ -96,14 +100,37 @@ class RecordedFunctions(FunctionCalls):
             entry.switch = self.switch
         call.put(entries)
 
+    def hook_modules(self) -> None:
+        """Puts hooks on the modules, which number the calls of each forward from 0."""
+        o = Options(self.switch.options.who, "recorder", keep="none", entries=self._entries)
+        self.hooks = Hooks.of_named(self.within or (), o)
+        self.hooks.switch.on = False
+
+    def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
+        def begin(*_: Any) -> None:
+            if in_thread(self.switch.thread):
+                self.counts.pop(name, None)
+
+        return [(HookEntry(begin), {"pre": True})]
+
+    def stop(self) -> None:
+        """Undoes all of it; can be repeated."""
+        self.turn_off()
+        if self.hooks is not None:
+            self.hooks.remove()
+
     @uninterrupted
     def turn_on(self) -> None:
         """Sees calls from now on."""
         enter_eager(self)
+        if self.hooks is not None:
+            self.hooks.switch.on = True
         super().turn_on()
 
     @uninterrupted
     def turn_off(self) -> None:
         """Undoes `turn_on`; can be repeated."""
         super().turn_off()
+        if self.hooks is not None:
+            self.hooks.switch.on = False
         leave_eager(self)
