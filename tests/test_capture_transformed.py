@@ -91,6 +91,19 @@ def test_what_is_inside_a_traced_module_is_refused_by_every_function(make: str, 
         ON_SEVERAL[make](select(model, "jit.fc"))
 
 
+def test_scripting_a_model_inside_a_block_is_an_error_that_says_what_to_do(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
+
+    for block in (hook_outputs(model), hook_inputs(model), edit_outputs(model, zero())):
+        with (
+            pytest.raises(AttributeError, match=r"compiles the hooks .* Script the model outs"),
+            block,
+        ):
+            torch.jit.script(model)
+
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
 def test_a_traced_module_itself_runs_hooks_and_is_captured_with_the_rest(x: Tensor) -> None:
     model = Mixed("trace", x)
     into = model.before(x).detach()

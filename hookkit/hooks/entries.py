@@ -197,6 +197,14 @@ class HookEntry:
             raise
         return new if self.edit else None
 
+    @property
+    def __name__(self) -> str:
+        """Asked for by torch.jit.script, which compiles a module's hooks."""
+        raise AttributeError(
+            "torch.jit.script compiles the hooks of a model, and hookkit's cannot be compiled. "
+            "Script the model outside of the block, or remove() the hooks first."
+        )
+
     def for_copy(self) -> HookEntry | None:
         """The entry for a copy of the module that is run to see what the model does.
 
