@@ -731,7 +731,7 @@ def test_what_was_never_reached_is_reported_by_name() -> None:
     with (
         pytest.warns(
             NeverFiredWarning,
-            match=r"edit_outputs: 1 of 2 hooks never fired: 'b' \(ReLU\): not called .*\. Run",
+            match=r"edit_outputs: 1 of 2 hooks never fired: 'b' \(ReLU\): not called, .*\. Run",
         ),
         edit_outputs(select(net, "*"), zero()),
     ):

@@ -596,7 +596,7 @@ def test_a_hook_that_never_fired_is_reported_by_name_with_the_reason(x: Tensor) 
 
     text = str(w[0].message)
     assert text.startswith("hook_outputs: 2 of 3 hooks never fired: 'list' (ModuleList): a Module")
-    assert "'unused' (ReLU): not called (module.forward(x) runs no hooks" in text
+    assert "'unused' (ReLU): not called, or it raised an error (module.fo" in text
     assert w[0].filename == __file__
 
 

@@ -1,5 +1,6 @@
 """What a `with` block reports at its end: hooks that never fired, and why; stops not reached."""
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -100,7 +101,21 @@ def test_a_call_of_forward_itself_is_reported(x: Tensor) -> None:
 
     text = reported(hook_output(layer), lambda: layer.forward(x))
 
-    assert "not called (module.forward(x) runs no hooks, module(x) does)" in text
+    assert "not called, or it raised an error (module.forward(x) runs no hooks, module(x)" in text
+
+
+def test_a_call_that_raised_an_error_which_the_model_caught_is_reported(x: Tensor) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("fails")
+
+    layer = Fails()
+
+    def caught() -> None:
+        with contextlib.suppress(ValueError):
+            layer(x)
+
+    assert "not called, or it raised an error" in reported(hook_output(layer), caught)
 
 
 def test_another_thread_is_reported(x: Tensor) -> None:

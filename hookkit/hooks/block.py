@@ -248,7 +248,7 @@ def reason(h: Capture) -> str:
         return "MultiheadAttention uses its weights without calling it; hook the attention"
     if type(module).__name__ == "FunctionCall":  # one is made as the function is called
         return "its call gave nothing to hooks: it raised an error, or a compiler traced it"
-    return "not called (module.forward(x) runs no hooks, module(x) does)"
+    return "not called, or it raised an error (module.forward(x) runs no hooks, module(x) does)"
 
 
 def _missed(hooks: Sequence[Capture], waiting: dict[int, Capture] | None) -> str:
