@@ -93,7 +93,7 @@ def test_all_of_them_are_the_models_each_once() -> None:
     [
         ("head.wieght", "no parameter matches \"head.wieght\". Nearest: 'head.weight'"),
         ("head", 'It is a module: its parameters are "head.**". select_params(model) has all of'),
-        ("x.*.y", 'no parameter matches "x.*.y". select_params(model) has'),
+        ("x.*.y", 'no parameter matches "x.*.y". Names are: \''),
         (re.compile("^q"), "no parameter matches re.compile('^q')"),
         (lambda p: False, "no parameter matches <function"),
         (nn.ReLU, "no module is a ReLU"),
@@ -102,6 +102,10 @@ def test_all_of_them_are_the_models_each_once() -> None:
 def test_what_matches_nothing_says_what_is_near(what: Any, text: str) -> None:
     with pytest.raises(SelectionError, match=re.escape(text)):
         select_params(Net(), what)
+    with pytest.raises(
+        SelectionError, match=r"no parameter matches '\*\*'. select_params\(model\)"
+    ):
+        select_params(nn.ReLU(), "**")
     with pytest.raises(
         ArgumentError, match=r"select_params: expected an nn.Module, found the string"
     ):

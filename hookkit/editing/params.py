@@ -178,8 +178,8 @@ def _matched(root: nn.Module, places: list[_Place], what: Any) -> list[_Place]:
     if isinstance(what, list | tuple):
         return [place for each in what for place in _matched(root, places, each)]
     if isinstance(what, str):
-        return _by_text(root, places, what)
-    if isinstance(what, re.Pattern):
+        hits = _by_text(root, places, what)
+    elif isinstance(what, re.Pattern):
         hits = [place for place in places if what.search(place[0])]
     elif callable(what) and not isinstance(what, type | nn.Module):
         test = check_function("select_params", what, "name", "parameter", name="predicate")
@@ -200,10 +200,11 @@ def _by_text(root: nn.Module, places: list[_Place], text: str) -> list[_Place]:
     owner, _, key = text.rpartition(".")
     if not hits and (held := find(root, owner)) is not None:  # another name of a shared module
         hits = [(text, held[1], p) for k, p in held[1].named_parameters(recurse=False) if k == key]
-    if hits:
+    if hits or not places:
         return hits
-    near = nearest(text, [name for name, _, _ in places])
-    hint = f"Nearest: {', '.join(map(repr, near))}. " if near else ""
+    names = [name for name, _, _ in places]
+    near = nearest(text, names)
+    hint = f"{'Nearest' if near else 'Names are'}: {', '.join(map(repr, near or names[:3]))}. "
     if find(root, text) is not None:
         hint = f'It is a module: its parameters are "{join(text, "**")}". '
     raise SelectionError(

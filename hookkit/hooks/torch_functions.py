@@ -165,7 +165,8 @@ def _why_not(f: Any) -> str:
             "F.scaled_dot_product_attention or torch.Tensor.softmax."
         )
     name = getattr(f, "__name__", None) or type(f).__name__
-    seen = [n for n in _used(f) if any(_is_reported(g) for g in _named(_plain(n)))][:6]
+    named = [(n, getattr(home, n, None)) for n in _used(f) for home in _HOMES]
+    seen = [*dict.fromkeys(n for n, g in named if callable(g) and _is_reported(g))][:6]
     one = f"one of those that it calls ({', '.join(seen)})" if seen else "one that it calls"
     return (
         f"{name} is not one of the torch functions whose calls PyTorch reports, so it cannot be "
