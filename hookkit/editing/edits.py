@@ -80,9 +80,7 @@ def edit_outputs(
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
             which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
         f: gets the module, its inputs and its output, or the output alone, as in `edit_output`.
-        calls: which calls of each module are edited, by their number, from 0 in each `with`: a
-            collection of numbers, one number, or a function `f(number)`; None edits all.
-        prepend: before the hooks that a module has, which then see what is edited.
+        calls, prepend: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
@@ -114,9 +112,7 @@ def edit_input(
         f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
             (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
             as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit.
-        calls: which calls of the module are edited, by their number, from 0 in each `with`: a
-            collection of numbers, one number, or a function `f(number)`; None edits all.
-        prepend: before the hooks that the module has, which then see what is edited.
+        calls, prepend: as in `edit_output`.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached the layer.
@@ -141,9 +137,7 @@ def edit_inputs(
         modules: an iterable of modules, a Sequential (its children), or what `select` returns;
             leaf paths are into the inputs.
         f: as in `edit_input`.
-        calls: which calls of each module are edited, by their number, from 0 in each `with`: a
-            collection of numbers, one number, or a function `f(number)`; None edits all.
-        prepend: before the hooks that a module has, which then see what is edited.
+        calls, prepend: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
