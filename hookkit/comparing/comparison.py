@@ -98,7 +98,7 @@ class Comparison:
     @property
     def first(self) -> Row | None:
         """The first row beyond the tolerance; None if there is none."""
-        return next((r for r in self.rows if r.differs), None)
+        return next(iter(self.different), None)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

@@ -1,6 +1,6 @@
 """Values of the second model, and what the first one has in their place.
 
-Builds on `measures`, `comparison` and `sides`.
+Builds on `measures`, `comparison`, `saved` and `sides`.
 """
 
 from __future__ import annotations
@@ -8,31 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from hookkit.comparing.comparison import Comparison, Row
 from hookkit.comparing.measures import Difference, dense, difference, tolerances
+from hookkit.comparing.saved import Saved
 from hookkit.comparing.sides import Chosen, Key
 from hookkit.hooks.snapshot import snapshot
 from hookkit.nested import Inputs, describe, leaves, named_leaves
 
 Parts = list[tuple[str, Tensor]]  # tensors with their paths in a structure
-
-
-class First(Protocol):
-    """What is known of the first side: values in their order, classes and paths by name."""
-
-    types: dict[str, str]
-    leaves: dict[str, str]
-
-    @property
-    def keys(self) -> list[Key]:
-        """The values' keys, in order."""
-
-    def read(self, key: Key) -> Parts:
-        """The tensors of a value; none where there is no such value."""
 
 
 class Kept:
@@ -86,7 +73,7 @@ class Pairs:
     """
 
     def __init__(
-        self, first: First, others: dict[str, str], rtol: float | None, atol: float | None
+        self, first: Kept | Saved, others: dict[str, str], rtol: float | None, atol: float | None
     ) -> None:
         self.first, self.others, self.tolerance = first, others, (rtol, atol)
         self._rows: dict[tuple[Key, str], Row] = {}
@@ -158,7 +145,7 @@ class Pairs:
     def comparison(self) -> Comparison:
         """The rows in the order of the first side's values, a file's in that of the second's."""
         rows, missing = [], list[str]()
-        seen = [] if isinstance(self.first, Kept) else [key for key, _ in self._rows]
+        seen = [key for key, _ in self._rows] if isinstance(self.first, Saved) else []
         for key in dict.fromkeys([*seen, *self.first.keys]):
             for path, _ in self.first.read(key):
                 row = self._rows.get((key, path))
