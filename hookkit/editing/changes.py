@@ -233,13 +233,29 @@ def _part(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
 
 def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
     """A new tensor: `x` with `value`, broadcast, at `at`; of its shape, dtype and device."""
-    if x.is_nested or x.layout is not torch.strided:
-        if at is None and isinstance(value, Tensor) and _kind(value) == _kind(x):
-            return value
+    nested, tensor = x.is_nested or x.layout is not torch.strided, isinstance(value, Tensor)
+    (_check_whole if nested else _check_fits)(x, at, value, word, where)
+    if at is None and tensor and (nested or (value.shape, value.dtype) == (x.shape, x.dtype)):
+        return value  # type: ignore[no-any-return]
+    new = x.clone()
+    if at is None and not tensor:
+        return new.fill_(value)  # nested tensors and DTensors cannot be assigned to
+    new[... if at is None else at] = value
+    return new
+
+
+def _check_whole(x: Tensor, at: Any, value: Any, word: str, where: Where) -> None:
+    """Raises if a part of `x`, which is nested or sparse, would be set."""
+    like = (value.is_nested, value.layout) if isinstance(value, Tensor) else (True, x.layout)
+    if at is not None or like != (x.is_nested, x.layout):
         raise HookError(
             f"{word} on {where.label}: there is {describe(x)}, a nested or sparse tensor, of which "
             "no part can be set. Give a function of it: lambda output: …"
         )
+
+
+def _check_fits(x: Tensor, at: Any, value: Any, word: str, where: Where) -> None:
+    """Raises if `value` cannot be in `x`, or in its part `at`."""
     target = x.shape if at is None else x[at].shape
     shape = value.shape if isinstance(value, Tensor) else torch.Size()
     try:
@@ -262,11 +278,6 @@ def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
             f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold "
             f'{describe(value)} of fractions. Select the tensor that you mean (as "lstm[0]").'
         )
-    if at is None and isinstance(value, Tensor) and (shape, value.dtype) == (x.shape, x.dtype):
-        return value
-    new = x.clone()
-    new[... if at is None else at] = value
-    return new
 
 
 def _patched(value: Any, where: Where, *, run: Hook | Hooks | Mapping[str, Any], at: Any) -> Any:
@@ -364,10 +375,6 @@ def _like(v: Any, x: Tensor) -> Any:
     holds = x.is_complex() or (x.is_floating_point() and not v.is_complex())
     dtype = x.dtype if holds else v.dtype
     return v.to(device=x.device, dtype=dtype)
-
-
-def _kind(x: Tensor) -> tuple[bool, torch.layout]:
-    return x.is_nested, x.layout
 
 
 def _complex(v: Any) -> bool:
