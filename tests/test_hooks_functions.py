@@ -543,6 +543,20 @@ def test_what_a_checkpoint_runs_again_is_not_stored(
     assert h.names == ("0/relu:0", "1/relu:0")
 
 
+def test_gradients_that_a_reentrant_checkpoint_keeps_from_functions_are_reported(
+    net: nn.Sequential, x: Tensor
+) -> None:
+    text = r"of a function, a checkpoint with use_reentrant=True\). What they store is None"
+    reported = pytest.warns(NeverFiredWarning, match=text)
+    with reported, hook_function(F.relu, within=net, grad=True) as h:
+        checkpoint(net, x.requires_grad_(), use_reentrant=True).sum().backward()
+    with hook_function(F.relu, within=net, grad=True) as other:
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+
+    assert h.stored == [None, None]
+    assert all(grads is not None for grads in other.stored)
+
+
 def test_a_function_that_is_never_called_is_reported_with_those_that_are(
     net: nn.Sequential, x: Tensor
 ) -> None:

@@ -38,8 +38,9 @@ class ParamSelection(dict[str, nn.Parameter]):
         """Captures the gradients of a `with` block, by name; `.grad` is left as it is.
 
         They are detached copies: the sum of what backward passes bring in the block, as in `.grad`;
-        with DistributedDataParallel this rank's, before they are averaged. None until one comes. At
-        the end it warns of parameters to which none came.
+        with DistributedDataParallel this rank's, before they are averaged. None until one comes,
+        with FSDP2 always, which writes `.grad` itself. At the end it warns of parameters to which
+        none came.
 
         >>> import torch
         >>> net = nn.Linear(2, 1)
