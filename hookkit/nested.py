@@ -190,7 +190,10 @@ def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """
     if isinstance(x, Tensor):
         return [(path, x)]
-    return [pair for key, part in parts_of(x) for pair in named_leaves(part, path + key)]
+    try:
+        return [pair for key, part in parts_of(x) for pair in named_leaves(part, path + key)]
+    except RecursionError:
+        raise _endless(x) from None
 
 
 def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:

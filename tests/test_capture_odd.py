@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from hookkit.errors import (
 )
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hook, attach, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import describe, leaves, paths_of, tmap
+from hookkit.nested import describe, leaves, named_leaves, paths_of, tmap
 from hookkit.selecting import Selection, select
 from hookkit.swapping import Catcher, swap
 
@@ -620,11 +621,17 @@ def deep(x: Tensor) -> Any:
 def test_a_structure_without_end_is_refused_in_words(f: Any, x: Tensor) -> None:
     m = Gives(f)
 
-    for made in (hook_output(m), hook_output(m, grad=True), edit_output(m, zero())):
-        with pytest.raises(HookError, match="holds itself, or is nested hundreds of levels"), made:
+    edits = [partial(edit_output, m, change) for change in (zero(), scale(2), replace(x))]
+    for make in (partial(hook_output, m), partial(hook_output, m, grad=True), *edits):
+        with (
+            pytest.raises(HookError, match="holds itself, or is nested hundreds of levels"),
+            make(),
+        ):
             m(x.requires_grad_())
     with pytest.raises(HookError, match="holds itself"):
         leaves(f(x))
+    with pytest.raises(HookError, match="holds itself"):
+        named_leaves(f(x))
     with pytest.raises(HookError, match="holds itself"):
         tmap(lambda t: t + 1, f(x))
     assert n_hooks(m) == 0
