@@ -2,7 +2,8 @@
 
 edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`: hooks that replace what they see.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
-          a part of it. (Two files, since together they exceed 300 lines.)
+          a part of it.
+setting   A tensor with a part of it replaced, and what does not fit there.
 params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.
 skipping  `skip_module` passes over a module, `run_from` starts in the middle of a model.
 functions `edit_function`: the same for calls of torch functions.

@@ -2,49 +2,25 @@
 
 Each makes a `Change`: what to do with one tensor, done to every tensor of what a layer gives (or
 takes, or gets as gradient), with the containers' types kept. The tensors of the run are read only:
-a changed tensor is a new one, through which gradients flow. The file is longer than 300 lines,
-since all five edits share the code that applies them to a part (`at=`), and its errors.
+a changed tensor is a new one, through which gradients flow. Builds on `setting`, which applies them
+to a part (`at=`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hookkit.editing.setting import Where, part_of, with_part
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks
-from hookkit.hooks.entries import brief, part_at, recomputing
+from hookkit.hooks.entries import part_at, recomputing
 from hookkit.hooks.taps import tap
-from hookkit.nested import describe, leaves, named_leaves, tmap
-
-
-@dataclass(frozen=True)
-class Where:
-    """The layer that is changed: its name if known, its leaf path, the number of the call."""
-
-    module: nn.Module
-    name: str | None = None
-    leaf: str = ""
-    count: int = 0
-
-    @property
-    def names(self) -> tuple[str | None, ...]:
-        """What it may be called in another run, whose calls may have names of their own."""
-        n = 0 if recomputing() and self.count == 1 else self.count
-        return self.name, f"{self.name}:{n}"
-
-    @property
-    def label(self) -> str:
-        """The layer in words, for messages."""
-        if self.name is None:
-            return brief(self.module)
-        return f"'{self.name}' ({type(self.module).__name__})"
+from hookkit.nested import describe, named_leaves, tmap
 
 
 class Change:
@@ -206,7 +182,7 @@ def _combined(
     """`value` with `f(x[at], v)` in the place of `x[at]` for each tensor `x`."""
 
     def one(x: Tensor) -> Tensor:
-        there = _part(x, at, word, where)
+        there = part_of(x, at, word, where)
         try:
             new = f(there, _like(v, there))
         except RuntimeError as e:
@@ -214,70 +190,9 @@ def _combined(
                 f"{word} on {where.label}: {e}. There is {describe(there)}: give a number, or a "
                 f"tensor that broadcasts to that shape."
             ) from e
-        return _set(x, at, new, word, where)
+        return with_part(x, at, new, word, where)
 
     return tmap(one, value)
-
-
-def _part(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
-    if at is None:
-        return x
-    try:
-        return x[at]
-    except (IndexError, TypeError) as e:
-        raise HookError(
-            f"{word} at {_index(at)} of {where.label}: it is {describe(x)}, and {e}. Give an index "
-            f'that it has, or select the tensor that you mean (as "lstm[0]").'
-        ) from e
-
-
-def _set(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
-    """A new tensor: `x` with `value`, broadcast, at `at`; of its shape, dtype and device."""
-    nested, tensor = x.is_nested or x.layout is not torch.strided, isinstance(value, Tensor)
-    (_check_whole if nested else _check_fits)(x, at, value, word, where)
-    if at is None and tensor and (nested or (value.shape, value.dtype) == (x.shape, x.dtype)):
-        return value  # type: ignore[no-any-return]
-    new = x.clone()
-    if at is None and not tensor:
-        return new.fill_(value)  # nested tensors and DTensors cannot be assigned to
-    new[... if at is None else at] = value
-    return new
-
-
-def _check_whole(x: Tensor, at: Any, value: Any, word: str, where: Where) -> None:
-    """Raises if a part of `x`, which is nested or sparse, would be set."""
-    like = (value.is_nested, value.layout) if isinstance(value, Tensor) else (True, x.layout)
-    if at is not None or like != (x.is_nested, x.layout):
-        raise HookError(
-            f"{word} on {where.label}: there is {describe(x)}, a nested or sparse tensor, of which "
-            "no part can be set. Give a function of it: lambda output: …"
-        )
-
-
-def _check_fits(x: Tensor, at: Any, value: Any, word: str, where: Where) -> None:
-    """Raises if `value` cannot be in `x`, or in its part `at`."""
-    target = x.shape if at is None else x[at].shape
-    shape = value.shape if isinstance(value, Tensor) else torch.Size()
-    try:
-        fits = torch.empty(shape, device="meta").expand(target).shape == target
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise HookError(
-            f"{word} on {where.label}: {describe(value)} does not fit what is there, "
-            f"{'scalar' if not target else '×'.join(map(str, target))}. Give a number, or a tensor "
-            f"that broadcasts to that shape."
-        )
-    if _complex(value) and not x.is_complex():
-        raise HookError(
-            f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold complex "
-            f"numbers ({describe(value)}). Give their real part, or abs()."
-        )
-    if _fraction(value) and not (x.is_floating_point() or x.is_complex()):
-        raise HookError(
-            f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold "
-            f'{describe(value)} of fractions. Select the tensor that you mean (as "lstm[0]").'
-        )
 
 
 def _patched(value: Any, where: Where, *, run: Hook | Hooks | Mapping[str, Any], at: Any) -> Any:
@@ -307,8 +222,8 @@ def _replaced(value: Any, where: Where, *, t: Any, at: Any, word: str) -> Any:
                 v = v.expand(x.shape)[at]
             v = _like(v, x)  # a copy, since what follows may write; of the user's own no lazy one
             v = v.clone() if word == "replace" else tap(v)
-        _part(x, at, word, where)
-        return _set(x, at, v, word, where)
+        part_of(x, at, word, where)
+        return with_part(x, at, v, word, where)
 
     return tmap(one, value)
 
@@ -377,20 +292,5 @@ def _like(v: Any, x: Tensor) -> Any:
     return v.to(device=x.device, dtype=dtype)
 
 
-def _complex(v: Any) -> bool:
-    return v.is_complex() if isinstance(v, Tensor) else isinstance(v, complex)
-
-
-def _fraction(v: Any) -> bool:
-    """True if `v` would lose something in an integer tensor."""
-    if isinstance(v, Tensor):
-        return v.is_floating_point()
-    return isinstance(v, float) and not v.is_integer()
-
-
 def _short(v: Any) -> str:
     return repr(v) if isinstance(v, int | float | complex) else describe(v)
-
-
-def _index(at: Any) -> str:
-    return describe(at) if leaves(at) else repr(at)

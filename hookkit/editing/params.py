@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookkit.checks import check_function, check_module, shown
-from hookkit.editing.changes import Where
 from hookkit.editing.edits import check_edit
+from hookkit.editing.setting import Where
 from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest
 from hookkit.hooks.calls import call
 from hookkit.interrupts import block
