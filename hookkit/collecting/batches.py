@@ -108,6 +108,16 @@ class Reading:
 
     def rows(self, name: str, t: Tensor) -> Tensor:
         """What a layer gives for the batch as rows: one for each sample, or token, that counts."""
+        if t.shape[: self._n_dims] != self._shape:
+            self._settle(self._checked(name, t))
+        t = t.flatten(0, 1) if self._n_dims == 2 else t
+        if self._at is None:
+            return t
+        self._at = self._at.to(t.device)
+        return t[self._at]
+
+    def _checked(self, name: str, t: Tensor) -> torch.Size:
+        """The number of samples, and tokens, of the first layer; raises HookError for others."""
         n = t.shape[:1] if self._n is None else torch.Size([self._n])
         shape = self._shape or n + t.shape[1 : self._n_dims]
         if t.ndim < self._n_dims or t.shape[: self._n_dims] != shape:
@@ -118,13 +128,7 @@ class Reading:
                 'dimensions. Give hook= a function that returns such rows, choose per="sample" or '
                 '"token", or collect this layer by itself.'
             )
-        if self._shape is None:
-            self._settle(shape)
-        t = t.flatten(0, 1) if self._n_dims == 2 else t
-        if self._at is None:
-            return t
-        self._at = self._at.to(t.device)
-        return t[self._at]
+        return shape
 
     def _settle(self, shape: torch.Size) -> None:
         """Which rows count, and their ids, now that it is known how many there are."""

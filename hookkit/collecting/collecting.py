@@ -64,9 +64,9 @@ def collect(
 ) -> Any:
     """What layers of a model give for all batches of a loader, a row for each sample or token.
 
-    It is written to the folder `to` as safetensors files, in bounded memory, while the model goes
-    on, and read by `Activations`. Called again, it goes on where it was interrupted; a folder that
-    is complete is only opened. The model runs in the modes in which it is, without gradients;
+    It is written to the folder `to` as safetensors files, as each layer runs, in bounded memory,
+    and read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
+    complete is only opened. The model runs in the modes in which it is, without gradients;
     buffers, modes and random states are restored. A compiled model runs eagerly.
 
     Over several processes each writes the samples that its loader gives it, and none twice:
@@ -257,4 +257,4 @@ class _Run:
                 f'{WHO}: "{name}" gives a tensor of {t.dtype} ({t.layout}), and rows are dense and '
                 "real. Give hook= a function that returns such a tensor."
             )
-        return t.detach()
+        return t.detach() if t.requires_grad else t

@@ -1,9 +1,8 @@
 """`Store`: takes the rows of one process. `Shards`: one that writes them to disk, see `parts`.
 
-A layer's rows are copied as the layer runs, and another thread appends them to its file while the
-model goes on: those of two layers at most are in memory. A shard ends with a batch. One more
-thread then waits for the disk, renames the shard's folder and replaces `progress.json`: whatever
-kills the process, that names whole shards only.
+A layer's rows are appended to its file as the layer runs, so that no more than one layer's output
+is in memory. A shard ends with a batch. Another thread then waits for the disk, renames the shard's
+folder and replaces `progress.json`: whatever kills the process, that names whole shards only.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ class Shards(Store):
     def __init__(self, folder: Path, settings: dict[str, Any], shard_bytes: int) -> None:
         self.folder = folder / f"rank{settings['rank']}"
         super().__init__(self.folder / "progress.json", settings, shard_bytes)
-        self._disk = ThreadPoolExecutor(2, "collect")
-        self._writing: Future[None] | None = None  # at most one of each
+        self._disk = ThreadPoolExecutor(1, "collect")
         self._ending: Future[None] | None = None
         self._open: dict[str, BinaryIO] = {}  # files of this shard
 
@@ -152,12 +150,7 @@ class Shards(Store):
         return self.folder / f".hookkit-{len(self.progress.rows)}.tmp"
 
     def _put(self, key: str, rows: Tensor, ids: Tensor) -> None:
-        # a copy, since the next layer may write into what this one gave
-        data = rows.reshape(-1).resolve_neg().to("cpu", copy=True).view(torch.uint8).numpy().data
-        _wait(self._writing)
-        self._writing = self._disk.submit(self._write, key, data)
-
-    def _write(self, key: str, data: memoryview) -> None:
+        data = rows.reshape(-1).resolve_neg().cpu().view(torch.uint8).numpy().data
         file = self._open.get(key) or self._opened(key)
         file.write(data)
         if key not in self._open:
@@ -180,18 +173,21 @@ class Shards(Store):
 
     def finish(self) -> None:
         """As `Store.finish`; waits for the disk."""
-        _wait(self._ending)
+        self._wait()
         self.progress.done = True
         self._ended()()
 
     def _keep(self) -> None:
         """Ends the shard in another thread, while the next one is written: one at a time."""
-        _wait(self._ending)
+        self._wait()
         self._ending = self._disk.submit(self._ended())
+
+    def _wait(self) -> None:
+        if self._ending is not None:
+            self._ending.result()
 
     def _ended(self) -> Callable[[], None]:
         """Ends the shard, but for what waits for the disk, which it returns."""
-        _wait(self._writing)
         shard, files, p = self._shard, self._open, self.progress
         self._open = {}
         if n := p.n_rows - sum(p.rows):
@@ -217,11 +213,6 @@ class Shards(Store):
         with ranks.together("call collect"):
             ranks.gather_object(None)  # until all parts are written
         return Activations(self.folder.parent)
-
-
-def _wait(task: Future[None] | None) -> None:
-    if task is not None:
-        task.result()
 
 
 def _words(kind: tuple[tuple[int, ...], str] | None) -> str:

@@ -79,8 +79,8 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
     written get their content back. Cost: one clone of every buffer and, with `params`, parameter.
     """
     modules = [(m, type(m), {**vars(m)}) for m in (*tree.wrappers, *tree.modules)]
-    held = [v for *_, own in modules for v in own.values() if isinstance(v, list | dict | set)]
-    contents = [(v, copy.copy(v)) for v in held]
+    held = [v for *_, own in modules for v in own.values()]
+    contents = [(v, kind(v)) for kind in (dict, list, set) for v in held if isinstance(v, kind)]
     modes = [(m, m.training) for m in tree.scripted]
     tensors = {
         id(t): t
