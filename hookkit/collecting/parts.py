@@ -11,7 +11,7 @@ make it 4096 bytes long, so that it can be written once the number of rows is kn
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Progress:
     def save(self, file: Path) -> None:
         """Writes it to `file`, aside first."""
         with atomic_write(file, text=True) as opened:
-            json.dump({"format": _FORMAT, **asdict(self)}, opened)
+            opened.write(json.dumps({"format": _FORMAT, **vars(self)}))
 
 
 def load(file: Path, who: str) -> Progress:
