@@ -128,7 +128,7 @@ def launchers(folder: Path) -> dict[str, list[str]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return {
         "torchrun": torchrun,
-        "accelerate launch": [*launch, "--multi_gpu", "--main_process_port=0"],
+        "accelerate launch": [*launch, "--multi_gpu", f"--main_process_port={port}"],
         "accelerate launch over MPI": [*launch, *by_mpi],
     }
 
