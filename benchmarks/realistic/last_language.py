@@ -249,7 +249,7 @@ def pretrained_bert(ids: Tensor) -> SmallBert:
 
 
 @healthy
-def names_lora(watch: Watch, *, frozen: bool = False, scale: float = 2.0) -> float:
+def names_lora(watch: Watch, *, scale: float = 2.0) -> float:
     """LoRA by parametrization: at which letter an underscore was taken out of a name."""
     ids = identifiers()
     ids = ids[(ids == 27).sum(1) == 1]
@@ -263,7 +263,7 @@ def names_lora(watch: Watch, *, frozen: bool = False, scale: float = 2.0) -> flo
     for layer in net.body.layers:
         for linear in (layer.linear1, layer.linear2, layer.self_attn.out_proj):
             low = LowRank(*linear.weight.shape, scale)
-            parametrize.register_parametrization(linear, "weight", low.requires_grad_(not frozen))
+            parametrize.register_parametrization(linear, "weight", low)
     own = [p for p in net.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(own, lr=6e-3, weight_decay=0.01)
 
@@ -275,11 +275,6 @@ def names_lora(watch: Watch, *, frozen: bool = False, scale: float = 2.0) -> flo
     net.eval()
     with torch.no_grad():
         return float((net(without[-100:]).squeeze(-1).argmax(1) != at[-100:]).float().mean())
-
-
-@failing("LoRA's matrices are frozen together with the body", names=("unmoved",), trace=True)
-def names_lora_frozen(watch: Watch) -> float:
-    return names_lora(watch, frozen=True)
 
 
 @failing("LoRA is scaled by 512 instead of 2", names=("lr_too_high", "exploding"), trace=True)
