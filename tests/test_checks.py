@@ -305,7 +305,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
 """How to call what has arguments without a default, but for the flag that is tried."""
 
 MADE_HERE = {"Watcher", "ParamStats.record", "Recorder.plot_loss", "Hook.listen", "Summary.text"}
-MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding"}
+MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding", "FunctionHooks"}
 """Made by hookkit itself, or checked by a test of its own folder."""
 
 

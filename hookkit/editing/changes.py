@@ -72,6 +72,7 @@ def zero(*, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> zero(at=(..., 0))(nn.Identity(), torch.ones(2, 2))
     tensor([[0., 1.],
             [0., 1.]])
@@ -89,6 +90,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
@@ -108,6 +110,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> add(torch.tensor([1.0, 2.0]), at=0)(nn.Identity(), torch.zeros(2, 2))
     tensor([[1., 2.],
             [0., 0.]])
@@ -128,6 +131,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
     """
@@ -153,6 +157,7 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
 
     What the other run had is broadcast: one clean sample patches every sample of a batch.
 
+    >>> import torch
     >>> from hookkit.hooks import hook_outputs
     >>> from hookkit.editing import edit_outputs
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
