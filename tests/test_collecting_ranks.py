@@ -1,9 +1,11 @@
 """What several processes collect reads as what one collects, and nothing goes between them."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +107,29 @@ def test_two_processes_give_what_one_gives(name: str, folder: Path) -> None:
     assert repr(two) == repr(one)
     torch.testing.assert_close(two["0"][::2], wanted[1][::2])
     torch.testing.assert_close(two["0"][[5, 1]], wanted[1][[5, 1]])
+
+
+@pytest.mark.ranks
+def test_the_index_names_the_files_of_all_processes(folder: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    two = Activations(folder / "two" / "tokens")
+
+    index = json.loads((two.path / "index.json").read_text())
+
+    def read(files: list[str]) -> Tensor:
+        return torch.cat([t for f in files for t in library.load_file(two.path / f).values()])
+
+    ids = read(index["ids"])
+    assert [{f.split("/")[0] for f in files} for files in index["layers"].values()] == [
+        {"rank0", "rank1"},
+        {"rank0", "rank1"},
+    ]
+    assert sum(index["rows"]) == len(ids)
+    assert list(index["layers"]) == list(two)
+    order = np.lexsort(ids.T.numpy()[::-1])
+    once = np.unique(ids.numpy()[order], axis=0, return_index=True)[1]
+    for name, files in index["layers"].items():
+        torch.testing.assert_close(read(files)[order][once], two[name][:])
 
 
 @pytest.mark.ranks

@@ -120,6 +120,16 @@ class Activations(Mapping[str, "Layer"]):
         first = self._parts[0]
         return {first.name(key): key for key in first.layers if key != IDS}
 
+    def _index(self) -> dict[str, Any]:
+        """The files of each layer and of the ids, in order, and their rows: for other programs."""
+
+        def files(key: str) -> list[str]:
+            found = (file_of(folder, number, key) for folder, number, _ in self._shards)
+            return [file.relative_to(self.path).as_posix() for file in found]
+
+        layers = {name: files(key) for name, key in self._keys.items()}
+        return {"rows": [n for *_, n in self._shards], "ids": files(IDS), "layers": layers}
+
     def _mapped(self, number: int, key: str) -> Tensor:
         """The rows of a layer in one shard, mapped into memory: not to be written to."""
         if (number, key) not in self._maps:

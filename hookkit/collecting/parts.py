@@ -3,6 +3,7 @@
     acts/rank0/progress.json                    what there is, and where to go on
     acts/rank0/00003/00001-00000.safetensors    a layer's rows in the fourth shard
     acts/rank0/00003/ids.safetensors            their ids
+    acts/index.json                             of each layer and process, by rank 0: for others
 
 A safetensors file is a header, in JSON, and the values behind it. Blanks at the end of the header
 make it 4096 bytes long, so that it can be written once the number of rows is known.

@@ -8,6 +8,7 @@ folder and replaces `progress.json`: whatever kills the process, that names whol
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO
 from hookkit.collecting.parts import IDS, Progress, file_of, load
 from hookkit.errors import HookError, OptionError
+from hookkit.files import atomic_write
 
 _OPEN = 100  # files that stay open, to open one costs 50 µs; a process may have 256 on some systems
 
@@ -209,10 +211,16 @@ class Shards(Store):
         progress.save(self.folder / "progress.json")
 
     def result(self) -> Activations:
-        """The rows of all processes."""
+        """The rows of all processes; rank 0 writes the index."""
         with ranks.together("call collect"):
             ranks.gather_object(None)  # until all parts are written
-        return Activations(self.folder.parent)
+        found, file = Activations(self.folder.parent), self.folder.parent / "index.json"
+        if not ranks.rank() and not file.exists():
+            with suppress(OptionError):  # parts are made elsewhere, or later: reading says so
+                index = found._index()
+                with atomic_write(file, text=True) as opened:
+                    json.dump(index, opened)
+        return found
 
 
 def _words(kind: tuple[tuple[int, ...], str] | None) -> str:
