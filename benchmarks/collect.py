@@ -63,10 +63,17 @@ def batches(n_bytes: int, d: int = 256) -> Iterator[Tensor]:
         yield x
 
 
+def ids_of(i: int, x: Tensor) -> Tensor:
+    """(n tokens, 2): the sample and the position in it of each token of the `i`-th batch."""
+    n, length = x.shape[:2]
+    samples = torch.arange(i * n, (i + 1) * n).repeat_interleave(length)
+    return torch.stack([samples, torch.arange(length).repeat(n)], 1)
+
+
 def bare(model: Net, n_bytes: int, to: Path, *, sync: bool = False) -> None:
-    """Plain hooks, and each layer's rows appended to a file of its own."""
+    """Plain hooks, and each layer's rows, and their ids, appended to a file of their own."""
     to.mkdir()
-    files = [open(to / name, "wb") for name in NAMES]  # noqa: SIM115
+    files = [open(to / name, "wb") for name in (*NAMES, "ids")]  # noqa: SIM115
 
     def hook_of(file: BinaryIO) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -74,13 +81,15 @@ def bare(model: Net, n_bytes: int, to: Path, *, sync: bool = False) -> None:
 
         return hook
 
-    pairs = zip(model.blocks, files, strict=True)
+    pairs = zip(model.blocks, files[:-1], strict=True)
     handles = [block.register_forward_hook(hook_of(file)) for block, file in pairs]
     with torch.no_grad():
-        for x in batches(n_bytes):
+        for i, x in enumerate(batches(n_bytes)):
             model(x)
-    for handle, file in zip(handles, files, strict=True):
+            files[-1].write(memoryview(ids_of(i, x).numpy()))
+    for handle in handles:
         handle.remove()
+    for file in files:
         if sync:
             file.flush()
             os.fsync(file.fileno())
@@ -108,16 +117,16 @@ def captum(model: Net, n_bytes: int, to: Path) -> None:
 
 
 def check_same(model: Net, n_bytes: int) -> None:
-    """Raises unless `bare` and `hookkit` write the same rows."""
+    """Raises unless `bare` and `hookkit` write the same rows and ids."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         bare(model, n_bytes, Path(folder) / "bare")
         torch.manual_seed(0)
         hookkit(model, n_bytes, Path(folder) / "acts")
         acts = Activations(Path(folder) / "acts")
-        for name in NAMES:
-            rows = acts[name].to_numpy().tobytes()
-            if rows != (Path(folder) / "bare" / name).read_bytes():
+        for name in (*NAMES, "ids"):
+            rows = acts.ids.numpy() if name == "ids" else acts[name].to_numpy()
+            if rows.tobytes() != (Path(folder) / "bare" / name).read_bytes():
                 raise RuntimeError(f"the loops write other rows of {name}")
 
 
