@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -204,6 +205,41 @@ def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
 
     assert [e.step for e in events.Scalars("activation/std/0")] == list(range(5))
     assert [e.step for e in events.Histograms("activation/2")] == list(range(5))
+
+
+class Bars:
+    """As wandb and trackio show a histogram."""
+
+    def __init__(self, sequence: Any = None, np_histogram: Any = None) -> None:
+        self.counts, self.edges = np_histogram
+
+
+@pytest.mark.parametrize("n_bins", [20, 1000])
+def test_a_trackers_own_histograms_have_the_recorded_counts(
+    n_bins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[Tracker.__module__], "Histogram", Bars, raising=False)
+    tracker, model = Tracker(), nn.Linear(2, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    stats = ActivationStats(with_hist=True, bins=(-1, 1, n_bins))
+    with watch(model, opt, stats) as w:
+        for _ in range(5):
+            model(torch.randn(8, 2)).pow(2).mean().backward()
+            opt.step()
+    tracker.fails_at = 3
+    with pytest.raises(ConnectionError):
+        w.log_to(tracker)
+    tracker.fails_at = None
+    w.log_to(tracker)  # what was sent is not sent again
+
+    name = "activation/histogram/model"
+    assert tracker.steps(name) == list(range(5))
+    for step, values in tracker.got:
+        bars, recorded = values[name], stats.record().hist[0, :, step]
+        assert bars.counts.sum() == recorded.sum() == 32
+        assert len(bars.counts) + 1 == len(bars.edges) <= 513
+        assert np.isfinite(bars.edges).all()
+        assert (np.diff(bars.edges) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])

@@ -27,7 +27,8 @@ class LogTo(Callback):
 
     In a Learner or a watched loop, whatever its recorders have: the loss of each step, what is
     known of each epoch, and about five scalars for each layer, as `log_to` names them. Histograms
-    go to TensorBoard. Nothing is sent twice, also by a later `log_to` to the same target.
+    go to TensorBoard, wandb and trackio. Nothing is sent twice, also by a later `log_to` to the
+    same target.
 
     A training that is resumed, by `fit(resume=…)` or `watch(resume=…)`, makes the steps after its
     checkpoint again. Of a file the rows that came after the checkpoint are cut off, before the next

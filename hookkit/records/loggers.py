@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -33,8 +34,8 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
     after is sent: send that run itself if the writer has not got it.
 
     Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`. Histograms
-    go to TensorBoard, with the bins they were recorded in (`add_histogram_raw`): a kilobyte each,
-    where `add_histogram` of a layer's output costs a pass over all of it.
+    go to TensorBoard, wandb and trackio, with the bins they were recorded in: a kilobyte each,
+    where TensorBoard's `add_histogram` of a layer's output costs a pass over all of it.
 
     Args:
         writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
@@ -58,18 +59,20 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
 
 def send(target: Target, found: Any, sent: Sent, statistics: list[str] | None = None) -> None:
     """Sends the values of a Record or Run that are newer than those in `sent`, step by step."""
-    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    rows: dict[int, dict[str, Any]] = defaultdict(dict)
     for tag, steps, values in _series(found, statistics):
         for i in np.flatnonzero(np.isfinite(values) & (steps > sent.get(tag, -1))):
             rows[int(steps[i])][tag] = float(values[i])
+    hists = [*_histograms(found, sent)] if target.takes_histograms else []
+    for hist in hists if target.bars is not None else ():
+        rows[hist.step][hist.name] = target.bars(np_histogram=hist.few())
     least = max(sent.values(), default=0) if target.in_order else 0
     for step in sorted(rows):
         target.scalars(max(step, least), rows[step])
         sent.update(dict.fromkeys(rows[step], step))
-    for record in found.records if target.takes_histograms else ():
-        if record.hist is not None:
-            for row in range(len(record.names)):
-                _send_hist(target, record, row, sent)
+    for hist in hists:
+        target.histogram(f"{hist.kind}/{hist.layer}", hist.step, **hist.raw())
+        sent[hist.name] = hist.step
 
 
 Sent = dict[str, int]  # name → the last step that was sent
@@ -151,31 +154,65 @@ def _tag(record: Record, row: int) -> str:
 _PLAIN = str.maketrans({"[": "-", "]": None, "'": None})
 
 
-def _send_hist(target: Target, record: Record, row: int, sent: Sent) -> None:
+@dataclass(frozen=True)
+class _Histogram:
+    """A layer's histogram of one step, from its first bin that has values to its last.
+
+    Args:
+        kind: of the record.
+        layer: its name.
+        step: of the run.
+        counts: (n,) of each bin.
+        edges: (n + 1,) of the bins; those of open bins are as far out as a value was.
+        stats: min, max, mean and rms of the values.
+    """
+
+    kind: str
+    layer: str
+    step: int
+    counts: Any
+    edges: Any
+    stats: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """Where there are numbers of the same step."""
+        return f"{self.kind}/histogram/{self.layer}"
+
+    def raw(self) -> dict[str, Any]:
+        """Arguments of TensorBoard's `add_histogram_raw`."""
+        n, rms = int(self.counts.sum()), min(self.stats["rms"], 1e150)  # or Python's ** raises
+        return {
+            **{"min": self.stats["min"], "max": self.stats["max"], "num": n},
+            **{"sum": self.stats["mean"] * n, "sum_squares": rms**2 * n},
+            **{"bucket_limits": self.edges[1:].tolist(), "bucket_counts": self.counts.tolist()},
+        }
+
+    def few(self) -> tuple[Any, Any]:
+        """Counts and edges of at most 512 bins, which is what wandb takes."""
+        starts = np.arange(0, len(self.counts), -(-len(self.counts) // 512))
+        return np.add.reduceat(self.counts, starts), self.edges[[*starts, -1]]
+
+
+def _histograms(found: Any, sent: Sent) -> Iterator[_Histogram]:
+    """Those of a Record or a Run that are newer than those in `sent`."""
+    for record in found.records:
+        for row in range(len(record.names)) if record.hist is not None else ():
+            kind, layer = record.kind, _tag(record, row)
+            last = sent.get(f"{kind}/histogram/{layer}", -1)
+            for i in np.flatnonzero((record.steps > last) & record.hist[row].any(0)):
+                yield _Histogram(kind, layer, int(record.steps[i]), *_used(record, row, int(i)))
+
+
+def _used(record: Record, row: int, i: int) -> tuple[Any, Any, dict[str, float]]:
     assert record.hist is not None
     assert record.edges is not None
-    tag = f"{record.kind}/{_tag(record, row)}"
-    key = f"histogram {tag}"
-    for i in np.flatnonzero(record.steps > sent.get(key, -1)):
-        counts, step = record.hist[row, :, i], record.steps[i]
-        total = int(counts.sum())
-        if not total:
-            continue
-        stats = {name: float(record.values[name][row, i]) for name in ("min", "max", "mean", "rms")}
-        used = np.flatnonzero(counts)
-        first, last = int(used[0]), int(used[-1]) + 1
-        limits = record.edges[first + 1 : last + 1].copy()
-        if np.isinf(limits[-1]):  # an open bin ends at the greatest value
-            limits[-1] = max(stats["max"], np.nextafter(record.edges[last - 1], np.inf))
-        target.histogram(
-            tag,
-            int(step),
-            min=stats["min"],
-            max=stats["max"],
-            num=total,
-            sum=stats["mean"] * total,
-            sum_squares=min(stats["rms"], 1e150) ** 2 * total,  # or Python's ** raises
-            bucket_limits=limits.tolist(),
-            bucket_counts=counts[first:last].tolist(),
-        )
-        sent[key] = int(step)
+    counts = record.hist[row, :, i]
+    used = np.flatnonzero(counts)
+    edges = record.edges[used[0] : used[-1] + 2].copy()
+    stats = {name: float(record.values[name][row, i]) for name in ("min", "max", "mean", "rms")}
+    if np.isinf(edges[0]):  # an open bin ends at the least or greatest value
+        edges[0] = min(stats["min"], np.nextafter(edges[1], -np.inf))
+    if np.isinf(edges[-1]):
+        edges[-1] = max(stats["max"], np.nextafter(edges[-2], np.inf))
+    return counts[used[0] : used[-1] + 1], edges, stats

@@ -5,8 +5,10 @@ Builds on `files`. No tracker is imported: a target is known by its methods.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from hookkit.errors import ArgumentError, OptionError
 from hookkit.files import append_lines, cut_to, end_of
 from hookkit.texts import csv_line
 
-Scalars = Callable[[int, dict[str, float]], object]  # takes the numbers of one step, by name
+Scalars = Callable[[int, dict[str, Any]], object]  # takes the numbers of one step, by name
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Target:
         given: what the user gave; of a file its whole path.
         scalars: takes a step, and its numbers by name.
         in_order: whether it refuses a step that is before the last one.
+        bars: makes a histogram that is sent among the numbers of its step, of (counts, edges).
     """
 
     given: Any
     scalars: Scalars = lambda step, values: None
     in_order: bool = False
+    bars: Any = None
 
     def end(self) -> list[int]:
         """Where a file ends; of what is no file it is not known."""
@@ -46,7 +50,8 @@ class Target:
     @property
     def takes_histograms(self) -> bool:
         """Whether histograms are to be given; also to a target that only notes what was sent."""
-        return self.given is None or callable(getattr(self.given, "add_histogram_raw", None))
+        adds = callable(getattr(self.given, "add_histogram_raw", None))
+        return adds or self.bars is not None or self.given is None
 
     def histogram(self, tag: str, step: int, **counts: Any) -> None:
         """Sends a histogram to TensorBoard, with the bins that it was recorded in."""
@@ -55,7 +60,7 @@ class Target:
 
 
 def _add_each(add_scalar: Any) -> Scalars:
-    def scalars(step: int, values: dict[str, float]) -> None:
+    def scalars(step: int, values: dict[str, Any]) -> None:
         for tag, value in values.items():
             add_scalar(tag, value, step)
 
@@ -63,7 +68,7 @@ def _add_each(add_scalar: Any) -> Scalars:
 
 
 def _csv(file: str) -> Scalars:
-    def scalars(step: int, values: dict[str, float]) -> None:
+    def scalars(step: int, values: dict[str, Any]) -> None:
         path = Path(file)
         new = not path.exists() or not path.stat().st_size
         lines = (csv_line([step, name, value]) for name, value in values.items())
@@ -78,6 +83,14 @@ def _jsonl(file: str) -> Scalars:
 
 def _dict(log: Any) -> Scalars:
     return lambda step, values: log(dict(values), step=step)
+
+
+def _bars_of(log: Any) -> Any:
+    """`Histogram(np_histogram=…)` of the library of a method: wandb's, trackio's; None without."""
+    library = sys.modules.get(str(getattr(log, "__module__", None)).partition(".")[0])
+    made = getattr(library, "Histogram", None)
+    takes = callable(made) and "np_histogram" in inspect.signature(made).parameters
+    return made if takes else None
 
 
 _FILES = {".csv": _csv, ".jsonl": _jsonl}
@@ -99,7 +112,8 @@ def as_target(who: str, given: Any) -> Target:
         return Target(file, _FILES[path.suffix.lower()](file))
     for name, scalars_by in _METHODS.items():
         if callable(method := getattr(given, name, None)):
-            return Target(given, scalars_by(method), in_order=name == "log")
+            bars = _bars_of(method) if name == "log" else None
+            return Target(given, scalars_by(method), in_order=name == "log", bars=bars)
     raise ArgumentError(
         f"{who}: {kind_of(given)} was given, which has no {', '.join(_METHODS)}. Give a "
         f"SummaryWriter, a tracker such as wandb or mlflow, or the path of a .csv or .jsonl file."
