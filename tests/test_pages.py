@@ -23,6 +23,8 @@ from hookkit.watching import watch
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
+plt = pytest.importorskip("matplotlib.pyplot")
+svg = pytest.importorskip("hookkit.plotting.svg").svg
 report = pytest.importorskip("hookkit.pages").report
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -105,6 +107,16 @@ def test_no_two_pictures_share_an_id(broken_page: str) -> None:
     ids = [attrs["id"] for _, attrs in Outline(broken_page).tags if "id" in attrs]
 
     assert len(ids) == len(set(ids)) > 50
+
+
+def test_equal_images_in_a_picture_share_no_id() -> None:
+    figure, axes = plt.subplots(2)
+    for ax in axes:
+        ax.imshow(np.eye(4))
+
+    ids = re.findall(r'\bid="([^"]+)"', svg(figure, "two"))
+
+    assert len(ids) == len(set(ids)) > 0
 
 
 def test_layers_of_a_deep_net_are_on_folded_pages_that_say_which_they_are(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def _smaller(text: str) -> str:
 _SHORTER = {
     r"(?s)<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>": "",
     r'<g id="[^"]*"': "<g",  # the same ones in each picture of a page
+    r' id="image[^"]*"': "",  # the same one for equal colour bars
     r"\bfont: ([\d.]+px)[^;\"]*": r"font-size: \1",  # matplotlib before 3.10
     r"; font-family: [^;\"]*": "",  # the page has one for all
     r' transform="rotate\(-0 [^"]*"': "",
