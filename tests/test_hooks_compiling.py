@@ -19,6 +19,7 @@ from hookkit.hooks import (
     hook_output,
     hook_outputs,
 )
+from hookkit.hooks.entries import HookEntry
 from hookkit.selecting import select
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -354,4 +355,14 @@ def test_exporting_leaves_no_trace_in_a_hook(net: nn.Sequential, x: Tensor) -> N
     torch.export.export(net, (x,))
 
     assert h.stored == [None, None, None]
+    h.remove()
+
+
+def test_a_hook_that_is_compiled_by_itself_is_no_function_that_runs_modules() -> None:
+    entry = HookEntry(lambda module, x: x @ module.weight, edit=True)
+    layer = nn.Linear(2, 2)
+    torch.compile(entry.__call__, backend="eager")(layer, torch.ones(1, 2))
+
+    h = hook_output(layer)
+    assert h.stored is None  # and no warning: no compiled function runs this layer
     h.remove()

@@ -11,6 +11,7 @@ code runs (for a warning), and `forget_graphs` has it compiled once more, with t
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def _compiled_models(frames: Any, objects: list[Any]) -> Iterator[tuple[str, nn.
 # its methods `get_child_managers`, `get_key_value_managers`, `get_type_of_guarded_value` and
 # `get_source` (the tree). Torch 2.11 to 2.13 have them. If one is missing, nothing is found, and
 # hookkit does not warn of a hook that a compiled function ignores.
-_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = tuple(f"{p}{os.sep}" for p in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _SOURCE = re.compile(r"([GL])\['([^']+)'\](.*)")
 
 
@@ -168,11 +169,12 @@ def _place(code: CodeType) -> str:
 
 
 def _is_forward(code: CodeType) -> bool:
-    """Whether `code` is a model's forward, which `_compiled_models` finds by the model.
+    """Whether `code` is a model's forward, or what calls it and its hooks.
 
-    All models of a class share that code, and the others of them need not be compiled.
+    All models of a class share that code, and the others of them need not be compiled:
+    `_compiled_models` finds them by the model.
     """
-    return code.co_name == "forward" or code.co_filename.startswith(_TORCH)
+    return code.co_name == "forward" or code.co_filename.startswith(_LIBRARIES)
 
 
 def _modules_of(
