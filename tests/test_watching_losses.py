@@ -114,3 +114,16 @@ def test_looking_for_the_backward_pass_leaves_nothing_on_the_parameters():
         opt.step()
 
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_loss_that_is_a_leaf_is_reported_although_no_operation_made_it():
+    model = net()
+    opt = sgd(model)
+    with watch(model, opt) as w:
+        number = model(torch.randn(5, 4)).mean().item()
+        loss = torch.tensor(number, requires_grad=True)  # the model learns nothing by it
+        loss.backward()
+        opt.step()
+        w.loss(loss)
+
+    assert w.run_record().losses.tolist() == [pytest.approx(number)]

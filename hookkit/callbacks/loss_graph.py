@@ -205,7 +205,7 @@ def _is_softmax(node: Any) -> bool:
 
 def _terms(top: Any) -> Iterator[Any]:
     """The operations of a loss that are only added up and scaled on the way to it."""
-    todo, seen = [top], {top}
+    todo, seen = [top] if top is not None else [], {top}  # None: a leaf
     while todo:
         node = todo.pop()
         yield node
