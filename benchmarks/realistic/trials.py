@@ -20,7 +20,8 @@ loop of their own, `update` the step of most others.
 
 Files called `fresh_…` are the third part: written after the rules had been judged by the two
 halves, and judged when the rules are next. Files called `last_…` are the fourth, of the same kind:
-their author had read neither the rules' code nor what was found in the other parts.
+their author had read neither the rules' code nor what was found in the other parts. Nor had those
+of the fifth, `fifth_…`.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class Trial:
 
     @property
     def part(self) -> str:
-        """ "fresh", "last", or a half: "tune", or "held", unseen while rules are made."""
+        """ "fresh", "last", "fifth", or a half: "tune", or "held", unseen while rules are made."""
         file = self.train.__module__.rpartition(".")[2]
-        for part in ("fresh", "last"):
+        for part in ("fresh", "last", "fifth"):
             if file.startswith(f"{part}_"):
                 return part
         return "held" if crc32(self.name.encode()) % 2 else "tune"
