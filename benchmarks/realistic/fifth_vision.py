@@ -12,9 +12,9 @@ from .vision_data import batches, digits, error_rate, shapes
 
 
 def gratings(n: int) -> tuple[Tensor, Tensor]:
-    """Photos (N, 3, 16, 16) of stripes, values 0 to 255, and which of eight ways they run."""
-    y, place = torch.randint(8, (n,)), torch.arange(16.0)
-    angle = (y * math.pi / 8 + 0.1 * torch.randn(n))[:, None, None]
+    """Photos (N, 3, 16, 16) of stripes, values 0 to 255, and which of twelve ways they run."""
+    y, place = torch.randint(12, (n,)), torch.arange(16.0)
+    angle = (y * math.pi / 12 + 0.05 * torch.randn(n))[:, None, None]
     along = place[:, None] * angle.sin() + place * angle.cos()
     wave = ((0.7 + 0.5 * torch.rand(n, 1, 1)) * along + 6.3 * torch.rand(n, 1, 1)).sin()[:, None]
     photo = 128 + 50 * wave * torch.randn(n, 3, 1, 1) + 40 * torch.randn(n, 3, 16, 16)
@@ -31,7 +31,7 @@ def vgg_gratings(watch: Watch, *, zero: bool = True, softmax: bool = False) -> f
         net.extend([nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()])
         if a == b:
             net.append(nn.MaxPool2d(2))
-    net.extend([nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 8)])
+    net.extend([nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 12)])
     if softmax:
         net.append(nn.Softmax(1))
     criterion = nn.CrossEntropyLoss()
@@ -145,15 +145,15 @@ def yolo_grid(watch: Watch, *, lr: float = 3e-3, root: bool = False) -> float:
     """A box for each cell of a grid as in YOLO: roots of sizes, and most cells empty."""
     x, cells = scenes(3400)
     net = nn.Sequential()
-    for a, b, stride in ((1, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 3), (64, 64, 1)):
+    for a, b, stride in ((1, 16, 1), (16, 32, 2), (32, 32, 1), (32, 48, 3), (48, 48, 1)):
         net.append(nn.Conv2d(a, b, 3, stride, 1, bias=False))
         net.extend([nn.BatchNorm2d(b), nn.LeakyReLU(0.1)])
-    net.append(nn.Conv2d(64, 6, 1))
+    net.append(nn.Conv2d(48, 6, 1))
     opt = torch.optim.Adam(net.parameters(), lr=lr)
-    sched = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.05, 420)
+    sched = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.05, 370)
     bce = F.binary_cross_entropy_with_logits
     with watch(net, opt) as w:
-        for i in batches(3000, 32, 420):
+        for i in batches(3000, 32, 370):
             out, true = net(x[i]), cells[i]
             there = true[:, 0] > 0
             weight = torch.where(there, 1.0, 0.5)
@@ -185,7 +185,7 @@ def yolo_grid_lr_1(watch: Watch) -> float:
 
 
 @healthy
-def espcn_drawings(watch: Watch, *, unit: float = 1.0, std: float | None = None) -> float:
+def espcn_drawings(watch: Watch, *, unit: float = 1.0, std: float = 0.0) -> float:
     """Twice the resolution by pixel shuffle, L1; the share of bilinear's squared error."""
     big = torch.rand(900, 1, 1, 1).expand(-1, 1, 24, 24)
     place = torch.arange(24.0)
@@ -194,13 +194,14 @@ def espcn_drawings(watch: Watch, *, unit: float = 1.0, std: float | None = None)
         disc = (place - cx) ** 2 + (place[:, None] - cy) ** 2 < (2 + r / 3) ** 2
         big = torch.where(disc[:, None], torch.rand(900, 1, 1, 1), big)
     small = unit * F.avg_pool2d(big, 2)
-    net = nn.Sequential(nn.Conv2d(1, 24, 5, padding=2), nn.ReLU())
+    net = nn.Sequential(nn.Conv2d(1, 24, 5, padding=2), nn.PReLU())
     for _ in range(3):
-        net.extend([nn.Conv2d(24, 24, 3, padding=1), nn.ReLU()])
+        net.extend([nn.Conv2d(24, 24, 3, padding=1), nn.PReLU()])
     net.extend([nn.Conv2d(24, 4, 3, padding=1), nn.PixelShuffle(2)])
-    for p in net.parameters() if std else ():
-        nn.init.normal_(p, 0, std or 0.0) if p.ndim > 1 else nn.init.zeros_(p)
-    opt = torch.optim.Adam(net.parameters(), lr=2e-3)
+    for conv in (m for m in net if std and isinstance(m, nn.Conv2d)):
+        nn.init.normal_(conv.weight, 0, std)
+        nn.init.zeros_(conv.bias)
+    opt = torch.optim.Adam(net.parameters(), lr=4e-3)
 
     def enlarge(i: Tensor) -> Tensor:
         return F.interpolate(small[i], scale_factor=2, mode="bilinear") + net(small[i])
