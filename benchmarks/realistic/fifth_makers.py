@@ -35,7 +35,7 @@ def waves_gan(watch: Watch, *, unit: float = 1.0, zeroed: bool = True) -> float:
     opt_g, opt_d = (torch.optim.Adam(m.parameters(), 2e-3, betas=(0.5, 0.9)) for m in (gen, critic))
     bce = F.binary_cross_entropy_with_logits
     with watch(gen, opt_g) as of_gen, watch(critic, opt_d) as of_critic:
-        for _ in range(260):
+        for _ in range(500):
             fake, real = gen(torch.randn(64, 12)), critic(unit * waves(64))
             wrong = critic(fake.detach())
             loss_d = bce(real, torch.ones_like(real)) + bce(wrong, torch.zeros_like(wrong))
@@ -229,7 +229,7 @@ def crowd_gcn(watch: Watch, *, clamped: bool = True, uniform: bool = False) -> f
         x, edges, y = graphs(16)
         return criterion(net(x, edges), y)
 
-    fit(watch, net, opt, loss_of, 500, loss_func=criterion)
+    fit(watch, net, opt, loss_of, 900, loss_func=criterion)
     x, edges, y = graphs(200)
     with torch.no_grad():
         return float(((net(x, edges) > 0) != (y > 0)).float().mean())

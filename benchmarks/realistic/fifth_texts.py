@@ -185,7 +185,7 @@ def pages_encoder(watch: Watch, *, shortest: int = 6, zeroed: bool = True) -> fl
     pages, n_words = page_words(800)
     net = Sorter(n_words)
     opt = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05)
-    sched = OneCycleLR(opt, 4e-3, 180)
+    sched = OneCycleLR(opt, 4e-3, 300)
 
     def texts(n: int, held: bool) -> tuple[Tensor, Tensor]:
         y = torch.randint(len(PAGES), (n,))
@@ -197,7 +197,7 @@ def pages_encoder(watch: Watch, *, shortest: int = 6, zeroed: bool = True) -> fl
         return x * (torch.arange(24) < torch.randint(shortest, 25, (n, 1))), y
 
     with watch(net, opt) as w:
-        for _ in range(180):
+        for _ in range(300):
             x, y = texts(32, False)
             loss = F.cross_entropy(net(x), y)
             if zeroed:
