@@ -609,3 +609,36 @@ def test_an_optimizer_that_never_steps_is_what_the_diagnosis_names():
     (finding,) = [f for f in w.diagnose() if f.rule == "not_in_optimizer"]
     assert finding.layers == ("2.weight", "2.bias")
     assert "never stepped" in finding.cause
+
+
+def call_whole(net, x):
+    return net(x)
+
+
+def call_in_parts(net, x):
+    body, head = net
+    return head(body[1:](body[0](x)))
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_of_a_model_that_is_called_in_parts_as_much_is_known(as_list):
+    def facts(call, as_list):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.9))
+        model = nn.Sequential(body, nn.Linear(8, 3))
+        opt = sgd(model)
+        with watch(list(model) if as_list else model, opt, ActivationStats()) as w:
+            for _ in range(12):
+                call(model, torch.randn(2, 4)).square().mean().backward()
+                opt.step()
+        record = w.activation_stats.record()
+        meta = {k: v for k, v in record.meta.items() if "variation" not in k}
+        values = {k: v.tolist() for k, v in record.values.items()}
+        return record.names, meta, values, w.diagnose().rules
+
+    whole, parts = facts(call_whole, False), facts(call_in_parts, as_list)
+    assert parts == whole
+    assert whole[1]["dropout"] == {"0.3": 0.9}
+    assert whole[1]["norm_samples"] == 2
+    assert whole[1]["predecessors"] == {"0.0.weight": "", "1.weight": "0.0.weight"}
+    assert {"dropout", "small_batch"} <= set(whole[3])

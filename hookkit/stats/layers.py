@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
@@ -185,23 +185,28 @@ class ActivationStats(LayerStats):
         if self.is_forward:
             self._switch.late = True
             if self.recording and self.learn.training and self._n_asked < 2:
-                self._ask(self.learn)
+                self._ask(self.learn, self.learn.pred)
 
-    def _ask(self, learn: Any) -> None:
+    def _note_graph(self, root: Tensor) -> None:
+        """The first backward pass begins at `root`: all there is of a model called in parts."""
+        if self.is_forward and self.recording and not self._n_asked:
+            self._ask(self.learn, root)
+
+    def _ask(self, learn: Any, output: Any) -> None:
         """Reads which activation consumes each layer, the order of the weights, hidden weights.
 
         From the autograd graphs of a fit's first two batches: a model may change between fits.
         """
         facts = self.accumulator.facts
         if not (self._n_asked or self._function):
-            found = self.accumulator.consumers = consumers(learn.model, learn.pred)
+            found = self.accumulator.consumers = consumers(learn.model, output)
             self.valid_accumulator.consumers = found
-            facts["predecessors"] = predecessors(learn.model, learn.pred)
-            facts["softmax_dim"] = wrong_softmaxes(learn.pred)
+            facts["predecessors"] = predecessors(learn.model, output)
+            facts["softmax_dim"] = wrong_softmaxes(output)
             facts["dropout"] = dropouts(learn.model)
-            facts["norm_samples"] = least_samples(learn.pred)
+            facts["norm_samples"] = least_samples(output)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
-            facts["unregistered"] = unregistered(learn.model, learn.opts, learn.pred)
+            facts["unregistered"] = unregistered(learn.model, learn.opts, output)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
 

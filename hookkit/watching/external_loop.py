@@ -229,12 +229,14 @@ class ExternalLoop(CallbackRunner):
         else:
             self._next_batch()
 
-    def part_began(self, part: nn.Module) -> None:
-        """A child of a model runs whose own forward was never seen: a batch begins, if none has."""
+    def part_began(self, part: nn.Module) -> bool:
+        """A part of a model runs whose own forward was never seen; whether a batch begins, too."""
         again = self.each_forward and part is self._first_part
-        if not self.training or self.groups.stepped or again:
-            self._first_part = part
-            self.forward_began(True)
+        if self.training and not self.groups.stepped and not again:
+            return False
+        self._first_part = part
+        self.forward_began(True)
+        return True
 
     def mark_batch(self) -> None:
         """The user says that a batch begins; the forward that follows belongs to it."""
@@ -466,6 +468,9 @@ class ExternalLoop(CallbackRunner):
         """The first backward pass was called on `root`: the loss, however it is reported."""
         named = self.loss_func is not None
         self._loss_facts.see_root(root, self._own(), self._n_begun, named)
+        for cb in self.cbs:
+            if cb.run and hasattr(type(cb), "_note_graph"):
+                cb._note_graph(root)
 
     def _own(self) -> Iterable[Tensor]:
         """The parameters that are trained, of the model and beside it."""

@@ -59,7 +59,8 @@ class LoopHooks:
 
     Args:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
-            nets), a call of one of its children begins a batch.
+            nets, or a model that is called layer by layer), a call of any of its parts begins a
+            batch.
         opts: torch optimizers; empty: every optimizer that holds a parameter of `model`.
         loop: gets its signals at once, in the user's thread, whose code gets what it raises.
 
@@ -72,7 +73,9 @@ class LoopHooks:
         self.root = unwrap(model)
         self.loss_twice, self._last_loss = False, None  # type: bool, Tensor | None
         self._thread: int | None = None
-        self._handle, self._handle_of_children = Handle(), Handle()
+        self._handle = Handle()
+        self._parts: dict[nn.Module, Handle] = {}  # that may begin a batch, as no whole does
+        self._wholes: set[nn.Module] = set()  # those of them that were called
         self._undo: list[Callable[[], None]] = []
         self._depth, self._reporting = 0, False
         self._steps: list[Optimizer] = []  # under way: a step may call another's, or super().step
@@ -85,14 +88,16 @@ class LoopHooks:
     def attach(self) -> None:
         """Registers the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._reporting, self._steps, self._last_loss = 0, False, [], None
+        self._wholes.clear()
         self._thread = get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
         if not self.loop.root_ran:
-            for child in chain.from_iterable(map(wrappers, self.root.children())):
-                if not isinstance(child, torch.jit.ScriptModule):  # runs no Python hooks
-                    entry = HookEntry(self._before_child)
-                    self._handle_of_children.put(child, entry, pre=True, prepend=True)
+            for part in self.root.modules():
+                # the root has its own; a ScriptModule runs no Python hooks
+                if part is not self.root and not isinstance(part, torch.jit.ScriptModule):
+                    handle = self._parts[part] = Handle()
+                    handle.put(part, HookEntry(self._before_part), pre=True, prepend=True)
         if isinstance(self.loop.loss_func, nn.Module):
             check_hookable(self.loop.loss_func, "watch")
             self._handle.put(self.loop.loss_func, HookEntry(self._after_loss))
@@ -110,9 +115,9 @@ class LoopHooks:
             undo()
         self._undo.clear()
         self._root.remove()
-        for handle in (self._handle, self._handle_of_children):
+        for handle in (self._handle, *self._parts.values()):
             handle.remove()
-        self._handle, self._handle_of_children = Handle(), Handle()
+        self._handle, self._parts = Handle(), {}
 
     def _attach_module(self, module: nn.Module) -> None:
         check_hookable(module, "watch")
@@ -169,7 +174,7 @@ class LoopHooks:
         self.loop.in_eval = not training and torch.is_grad_enabled()
         if training and not self.loop.root_ran:
             self.loop.root_ran = True
-            self._handle_of_children.remove()
+            self._forget_parts_of(self.root)
         self.loop.forward_began(training)
         if training:
             self._begin_to_learn(given)
@@ -194,15 +199,24 @@ class LoopHooks:
         else:
             self.loop.forward_ended(output, kwargs.get(_IN_STEP) is not None)
 
-    def _before_child(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.loop.compiled = True
         elif not self._depth and _learns(module) and not recomputing():
             if in_thread(self._thread):
-                self.loop.part_began(module)
-                self._begin_to_learn((args, kwargs))
+                if module not in self._wholes:
+                    self._wholes.add(module)
+                    self._forget_parts_of(module)
+                if self.loop.part_began(module):
+                    self._begin_to_learn((args, kwargs))
             else:
                 self.loop.other_thread = True
+
+    def _forget_parts_of(self, whole: nn.Module) -> None:
+        """Takes the hooks off the parts of a module that is called itself."""
+        for part in whole.modules():
+            if part is not whole and (handle := self._parts.pop(part, None)) is not None:
+                handle.remove()
 
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Reports what the loss function returned, if it is one number, as the batch's loss."""
