@@ -300,7 +300,11 @@ def test_a_divergence_of_probabilities_and_of_their_logarithms(reduction):
     wrong = F.kl_div(scores().softmax(1), teacher, reduction=reduction)
     by_exp = F.kl_div(scores().log_softmax(1).exp(), teacher, reduction=reduction) * 0.5 + right
 
+    given = nn.Linear(4, C)(torch.randn(N, 4)) / 2
+    by_scores = 4 * F.kl_div(given, teacher, reduction=reduction) + right
+
     assert not loss_by_graph(right).get("loss_input")
+    assert loss_by_graph(by_scores)["loss_input"] == "scores"
     assert loss_by_graph(wrong)["loss_input"] == "probabilities"
     assert loss_by_graph(by_exp)["loss_input"] == "probabilities"
 

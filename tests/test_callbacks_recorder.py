@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hookkit import DataLoaders, Learner, watch
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
 from hookkit.callbacks.losses import Scalars
 from hookkit.callbacks.metrics import Mean
@@ -387,6 +388,29 @@ def test_losses_by_step_are_means_over_the_batches_of_each_step() -> None:
     assert learn.n_steps == 3
     expected = [(a + b) / 2, (c + d) / 2, e]
     np.testing.assert_allclose(learn.recorder.step_losses(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_batches_without_a_finite_loss_are_counted(watched: bool) -> None:
+    model = nn.Linear(1, 1)
+    xs = [torch.full((2, 1), float("nan") if i in (2, 5) else 1.0) for i in range(8)]
+    if watched:
+        opt = torch.optim.SGD(model.parameters(), 0.0)
+        with watch(model, opt) as w:
+            for x in xs:
+                w.loss(loss := model(x).mean())
+                if loss.isfinite():  # as a GradScaler does
+                    loss.backward()
+                    opt.step()
+        info = w.run_record().info
+    else:
+        dls = DataLoaders([(x, x) for x in xs], None)
+        learn = Learner(dls, model, nn.MSELoss(), lr=0.0)
+        with learn.no_logging():
+            learn.fit(1)
+        info = learn.run_record().info
+
+    assert info["nan_losses"] == [2 if watched else 8 - 2, 8]
 
 
 def test_a_loss_that_is_not_reduced_is_recorded_by_its_mean() -> None:

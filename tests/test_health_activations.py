@@ -99,6 +99,27 @@ def test_weights_that_are_all_a_little_too_large_grow_over_the_depth(times, seen
     assert alarms(fitted(net, lambda y: y.mean(1))) & {"bad_init", "exploding"} == seen
 
 
+@pytest.mark.parametrize(("times", "normed"), [(1.0, False), (5.0, False), (5.0, True)])
+def test_small_inputs_do_not_hide_that_most_layers_amplify(times, normed):
+    torch.manual_seed(0)
+    parts = (nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    net = nn.Sequential(*parts, nn.LayerNorm(8)) if normed else nn.Sequential(*parts)
+    with torch.no_grad():
+        for i in (0, 2):
+            net[i].weight *= times
+
+    run = fitted(nn.Sequential(Shrunk(), net), lambda y: y.mean(1))
+
+    assert (alarms(run) & {"bad_init"} == {"bad_init"}) == (times > 1 and not normed)
+
+
+class Shrunk(nn.Module):
+    """Data of RMS 0.1, as one-hot vectors have."""
+
+    def forward(self, x):
+        return 0.1 * x
+
+
 def test_one_weight_that_is_far_too_large_is_enough():
     torch.manual_seed(0)
     net = nn.Sequential(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_runs import acts, alarms, falling, found
+from health_runs import FLAT, acts, alarms, falling, found, weights
 from torch import nn
 
 from hookkit import ActivationStats, watch
@@ -88,7 +88,16 @@ def images(size, n=60, data=None):
 
 def test_batch_norm_over_two_samples_is_named():
     assert found(images(2), "small_batch").severity == "warning"
+    shaken = dataclasses.replace(images(2), params=weights(update_ratio=[2.0] * 4), losses=FLAT)
+    assert diagnose(shaken).rules[:2] == ("small_batch", "lr_too_high")
     assert "small_batch" not in diagnose(images(8)).rules
+
+
+def test_batch_norm_over_the_many_places_of_two_images_is_a_note():
+    many = acts()
+    many = dataclasses.replace(many, meta={**many.meta, "norm_samples": 2, "norm_values": 2048})
+
+    assert found(Run(many), "small_batch").severity == "note"
 
 
 def test_a_fixed_order_that_does_no_harm_is_a_note():
@@ -104,6 +113,13 @@ def test_single_hard_batches_in_a_fixed_order_are_not_sorted_data():
     run = Run(losses=level + np.tile(batches, 10))
 
     assert found(run, "unshuffled").severity == "note"
+
+
+@pytest.mark.parametrize(("batches", "named"), [([64, 44], True), ([64, 64], False), (None, False)])
+def test_losses_that_go_up_and_down_slowly_while_batches_come_back(batches, named):
+    swings = 0.7 + 0.2 * np.sin(np.arange(264) * np.pi / 22) + RNG.normal(0, 0.01, 264)
+
+    assert (alarms(Run(losses=swings, info={"batches": batches})) >= {"unshuffled"}) == named
 
 
 @pytest.mark.parametrize(("n", "size"), [(240, 8), (60, 1), (128, 16)])

@@ -212,7 +212,8 @@ def test_a_loss_that_falls_slowly_and_steadily_is_a_note(info):
     f = found(Run(params=rates, losses=slow(0.09), info=info), "not_learning")
 
     assert (f.severity, "slowly" in f.evidence) == ("note", True)
-    assert alarms(Run(params=rates, losses=slow(0.09), info=info)) == set()
+    assert alarms(Run(params=rates, losses=slow(0.09), info=info)) == {"lr_too_low"}
+    assert alarms(Run(params=weights(), losses=slow(0.09), info=info)) == set()
     assert alarms(Run(params=rates, losses=slow(0.01))) == {"lr_too_low", "not_learning"}
 
 

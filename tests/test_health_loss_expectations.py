@@ -105,3 +105,11 @@ def test_a_loss_that_rises_further_than_the_steps_explain_has_other_data():
 
 
 FADES = [1e-7, 1e-5, 1e-3, 1e-2]
+
+
+def test_a_loss_that_hovers_just_below_zero_is_a_difference():
+    hovers = np.random.default_rng(0).normal(-0.05, 0.04, 200)
+    density = -1.0 + np.random.default_rng(0).normal(0, 0.04, 200)
+
+    assert alarms(Run(losses=hovers + np.linspace(0, 0.05, 200))) == set()
+    assert alarms(Run(losses=density + np.linspace(0, 0.8, 200))) == {"not_learning"}

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from health_runs import FLAT, N, alarms, falling, found, weights
 from torch import nn
 
-from hookkit import ParamStats, watch
+from hookkit import ActivationStats, ParamStats, watch
+from hookkit.errors import NeverFiredWarning
 from hookkit.health import diagnose
 from hookkit.records import Run
 
@@ -202,3 +203,28 @@ def test_constant_zeros_are_reported_by_zero_init():
     p.values["weight_norm"][:, 1:] = 5.0
 
     assert alarms(Run(params=p, losses=FLAT)) == {"zero_init", "not_learning"}
+
+
+def test_a_step_that_is_forgotten_is_named_though_nothing_is_recorded():
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    unseen = pytest.warns(NeverFiredWarning, match="no optimizer step")
+    with unseen, watch(model, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(5):
+            opt.zero_grad()
+            w.loss(loss := model(torch.randn(8, 4)).square().mean())
+            loss.backward()
+
+    d = w.diagnose()
+    assert [(f.rule, f.severity) for f in d] == [("unmoved", "error")]
+    assert "optimizer.step()" in d[0].fix
+    assert d.headline == "0 layers, 0 steps: 1 error"
+
+
+def test_steps_that_are_not_to_be_seen_are_not_missed():
+    model = nn.Linear(4, 1)
+    with watch(model, each_forward=True) as w:
+        for _ in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+
+    assert "unmoved" not in w.diagnose().rules

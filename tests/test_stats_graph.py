@@ -329,6 +329,7 @@ def test_the_samples_of_a_batch_norm_are_recorded(n, training):
     meta = record_of(net, torch.randn(n, 1, 6, 6)).meta
 
     assert meta.get("norm_samples") == (n if training else None)
+    assert meta.get("norm_values") == (16 * n if training else None)
 
 
 def record_of(net, x):

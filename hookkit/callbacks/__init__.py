@@ -5,6 +5,7 @@ runner      `CallbackRunner`: owns callbacks, and calls them by event.
 builtin     Modes and counts, accumulation, clipping, schedules.
 recorder    `Recorder`: losses, learning rates and metrics of a run.
 logging     `LogTo`, `CSVLogger`: logs that grow while a model trains.
+kept_gradients  `KeptGradients`: whether gradients are zeroed between steps.
 losses      `LossHistory`: losses by batch and by optimizer step.
 loss_facts  `LossFacts`: which of PyTorch's losses it is, and what it is given.
 loss_graph  The same and mistakes in it, from the loss's autograd graph.
@@ -15,7 +16,7 @@ progress    `ProgressCallback`: a bar over the batches, and a table with a row f
 readout     `run_of`: what all callbacks recorded, as one `Run`; the loop as text.
 tracker     `SaveModelCallback`, `EarlyStoppingCallback`: the best epoch so far.
 
-Fourteen files: each is one thing to look for.
+Fifteen files: each is one thing to look for.
 """
 
 from hookkit.callbacks.builtin import (

@@ -65,8 +65,8 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         n_classes: the size of the classes' dimension, of such a cross entropy.
         loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
             of them gives; `"scores"` where one that expects logarithms of probabilities is given
-            what a layer gives, `"probabilities"` where a KL divergence is; else `""`. Of a sum of
-            losses, that of any of its terms.
+            what a layer gives, `"probabilities"` where a KL divergence is given those; else `""`.
+            Of a sum of losses, that of any of its terms.
         softmax_dim: in words, where the softmax before the loss is not over the classes.
         broadcast: in words, where one column is compared with each element of a row.
         pulls: in words, what it pulls together and nothing keeps apart (see `only_pulls`).
@@ -86,8 +86,11 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         found["chance"] = chance
     if loss.grad_fn is not None and (pulled := only_pulls(loss.grad_fn)):
         found["pulls"] = pulled
-    if any(_is_softmax(_of_divergence(term)) for term in _terms(loss.grad_fn)):
-        found["loss_input"] = "probabilities"
+    for given in filter(None, map(_of_divergence, _terms(loss.grad_fn))):
+        if _is_softmax(given):
+            found["loss_input"] = "probabilities"
+        elif op_name(_unscaled(given)) in _GIVES_SCORES:
+            found["loss_input"] = "scores"
     averaged = {first_input(term) for term in _terms(loss.grad_fn) if op_name(term) in _SIZES}
     for node in _nodes_of_loss(loss):
         name = op_name(node)
@@ -232,11 +235,17 @@ def _of_divergence(total: Any) -> Any:
 
 def _before(node: Any, scaled: bool = False) -> Any:
     """The node whose output is the first input of `node`, behind views and factors."""
-    for before in _behind(node):
-        by_factor = scaled and op_name(before) in ("Mul", "Div") and takes_one(before)
-        if op_name(before) not in SAME_VALUES and not by_factor:
-            return before
-    return None
+    return next((b for b in _behind(node) if not _only_passes_on(b, scaled)), None)
+
+
+def _unscaled(node: Any) -> Any:
+    """`node`, or what it makes views of, or scales."""
+    return node if not _only_passes_on(node, scaled=True) else _before(node, scaled=True)
+
+
+def _only_passes_on(node: Any, scaled: bool) -> bool:
+    by_factor = scaled and op_name(node) in ("Mul", "Div") and takes_one(node)
+    return by_factor or op_name(node) in SAME_VALUES
 
 
 def _behind(node: Any) -> Iterator[Any]:

@@ -154,6 +154,12 @@ class LossHistory:
         with np.errstate(invalid="ignore"):
             return totals / (counts > 0 if self._shares else counts)
 
+    def facts(self) -> dict[str, Any]:
+        """`nan_losses`: how many are not finite, and of how many batches; nothing if none is."""
+        losses = self.by_batch()
+        n = int((~np.isfinite(losses)).sum())
+        return {"nan_losses": [n, len(losses)]} if n else {}
+
     def __len__(self) -> int:
         return len(self._steps) + (self._now is not None)
 

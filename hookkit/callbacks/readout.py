@@ -52,18 +52,24 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
     norms = getattr(found["param"][0], "grad_norms", None) if "param" in found else None
     records = {kind: record for kind, (_, record) in found.items()}
     alone = ranks.is_distributed() and runner._gathered_at != runner.n_steps
+    history = runner._loss_history()
+    losses = None if history is None else history.by_step(runner.n_steps)
+    if losses is not None and not np.isfinite(losses).any():
+        losses = None
     run = Run(
         activations=records.get("activation"),
         gradients=records.get("gradient"),
         params=records.get("param"),
-        losses=runner._step_losses(),
+        losses=losses,
         valid=runner._epochs(),
         grad_norms=None if norms is None else norms(runner.n_steps),
         incidents=tuple(i for cb in _all(runner) for i in vars(cb).get("incidents", ())),
         info={
             **info_of(runner),
             **({"rank": ranks.this_rank()} if alone else {}),
+            **({} if history is None else history.facts()),
             "train_iter": runner.train_iter,
+            **({"no_step": True} if _misses_steps(runner) else {}),
             **({"within_epoch": True} if vars(runner).get("_in_epoch") else {}),
             **({"first_step": first} if (first := vars(runner).get("first_step")) else {}),
             **vars(runner).get("info", {}),
@@ -71,6 +77,12 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
     )
     earlier = vars(runner).get("earlier")  # which a watched loop resumes
     return run if earlier is None else earlier + run
+
+
+def _misses_steps(runner: Any) -> bool:
+    """Whether a watched loop has seen batches, and no step; a Learner makes its steps itself."""
+    cancelled = getattr(runner, "n_cancelled_steps", None)
+    return bool(cancelled == 0 and runner.train_iter and not runner.n_steps)
 
 
 def is_recorder(kind: type) -> bool:
@@ -130,6 +142,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "n_epoch": runner.n_epoch,
         **runner._loss_facts.read(),
         **runner.batch_facts.read(),
+        **(kept.read() if (kept := vars(runner).get("kept_gradients")) is not None else {}),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

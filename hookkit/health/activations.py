@@ -13,7 +13,9 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data, given_numbers
+from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
+from hookkit.health.steps import rate_is_too_high
 from hookkit.records import Floats, Ints, Record
 
 # What a layer gives before training, over its inputs (or 1): 2.1 in healthy trainings (measured)
@@ -53,7 +55,15 @@ def _large_outputs(run: RunView) -> Iterator[Finding]:
     """
     record, (which, gain) = run.activations, _gains(run)
     times = _times_inputs(run, record)
-    if run.info.get("optimizer") == "LBFGS" or not times.max(initial=0.0) > LARGE_OUTPUT:
+    if run.info.get("optimizer") == "LBFGS":
+        return
+    cells = (gain > LARGE_GAIN) & _feeds_itself(run, which)
+    if cells.any():  # whose outputs are bounded, so that they show nothing
+        what = f"{cells.sum()} recurrent weights begin with a gain (their RMS times √fan_in) of "
+        what += f"{read.median(gain[cells]):.3g}"
+        yield _CELLS.found("warning", what, *read.where(run.params, which[cells], read.FIRST))
+        return
+    if not (times.max(initial=0.0) > LARGE_OUTPUT or _most_amplify(record, times > 0)):
         return
     top, first = int(times.argmax()), read.table(record, "rms")[:, 0]
     what = f"{record.names[top]} gives RMS {first[top]:.3g} before training"
@@ -67,7 +77,7 @@ def _large_outputs(run: RunView) -> Iterator[Finding]:
     rows = ends(run, record)
     last = read.median(read.table(record, "rms")[rows, -10:], axis=1)
     fell = first[rows] / last
-    if times[rows].max() > FAR_OUTPUT and (fell > FELL_BACK).any():
+    if times[rows].max(initial=0.0) > FAR_OUTPUT and (fell > FELL_BACK).any():
         what += f", and the output falls to {read.percent(1 / fell.max())} of what it was"
         yield _AMPLIFIED.found("warning", what, *read.where(record, [top], read.FIRST))
 
@@ -92,16 +102,39 @@ def _times_inputs(run: RunView, record: Record) -> Floats:
     return np.where(own & np.isfinite(size), size, 0.0)
 
 
+def _feeds_itself(run: RunView, which: Ints) -> Bools:
+    """Which weights a recurrent layer applies to its own last output."""
+    names = [] if run.recorded.params is None else run.recorded.params.names
+    return np.array(["weight_hh" in names[i].rpartition(".")[2] for i in which], bool)
+
+
+def _most_amplify(record: Record, own: Bools) -> bool:
+    """Whether most layers with matrices give far more than they are given, and no norm follows."""
+    given = read.meta(record, "given_rms", np.nan).astype(float)[own]
+    times = read.table(record, "rms")[own, 0] / given
+    normed = any("Norm" in name for name in record.types)
+    return bool(2 * (times > UNUSUAL_GAIN).sum() > len(times)) and not normed
+
+
 def _small_weights(run: RunView) -> Iterator[Finding]:
-    """Weights that begin so small that hardly anything comes through, where the loss stays."""
+    """Weights that begin so small that hardly anything comes through, or steps replace them."""
     which, gain = _gains(run)
     begun = (gain > 0) & np.isin(which, read.matrices(run.params) if len(which) else which)
     which, gain = which[begun], gain[begun]
     hit = gain < SMALL_GAIN
-    if hit.any() and hit.mean() > 0.5 and run.fails:
-        what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
-        what += f"{read.median(gain[hit]):.2g}: their RMS times √fan_in; and the loss does not fall"
-        yield _SMALL_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
+    if not (hit.any() and hit.mean() > 0.5):
+        return
+    if run.fails:
+        why = "the loss does not fall"
+    elif rate_is_too_high(run):
+        why = "steps are too large for them"
+    elif run.recorded.losses is not None and run.could_fall_further:
+        why = "0.3 of the loss is left, or more"
+    else:
+        return
+    what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
+    what += f"{read.median(gain[hit]):.2g}: their RMS times √fan_in; and {why}"
+    yield _SMALL_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
 
 
 def _gains(run: RunView) -> tuple[Ints, Floats]:
@@ -126,9 +159,15 @@ _AMPLIFIED = bad_init.but(
     "factors of a recurrence below 1",
 )
 
+_CELLS = bad_init.but(
+    threshold="a gain above 5 in a recurrent layer, where PyTorch's begin with 0.58",
+    source="PyTorch, nn.LSTM: uniform within 1/√hidden_size; 5: hookkit, measured",
+    fix="begin with torch.nn.init.orthogonal_(layer.weight_hh_l0), or with PyTorch's own weights",
+)
+
 _SMALL_GAIN = bad_init.but(
     threshold="below 0.07 in most layers, an eighth of what PyTorch's begin with, while the loss "
-    "does not fall",
+    "does not fall, or 0.3 of it is left, or lr_too_high alarms",
     source="PyTorch, nn.Linear and nn.LSTM: 0.58 and about that; an eighth: hookkit, measured",
     cause="weights that begin too small: hardly anything comes through, forwards and backwards",
 )

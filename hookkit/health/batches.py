@@ -14,7 +14,7 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data, given_ids
-from hookkit.health.reading import known, start_level
+from hookkit.health.reading import known, smoothed, start_level
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats
 
@@ -22,16 +22,18 @@ from hookkit.records import Floats
 REPEATS = 0.85
 # As many batches, or fewer, are no data set
 FEW = 4
-# Samples that are too few for batch norm
-SMALL = 2
+# Samples that are too few for batch norm, and values, of all their places (measured)
+SMALL, PLACES = 2, 128
 # Losses, or steps, that it takes, and how often each batch must have come
 ENOUGH, TIMES = 40, 4
 # Most batches are as bad as at first, and others learnt (hookkit, measured). Where only some are
 # bad, these are hard ones (a wrong label), in whatever order.
 AS_BAD, LEARNT = 0.5, 0.5
-# How far losses change from step to step, over how far they swing around their level: shuffled ones
-# reach 1, and 0.6 at least in healthy trainings (hookkit, measured)
-WANDERS, FAR = 0.3, 0.03
+# How often losses turn, by so many times their noise and by this share of them: those of healthy
+# trainings that keep half of the first loss turn once at most, players' and policies' 9 times
+TURNS, SWING, SHARE = 6, 6, 0.03
+# The share of the first batches that is new, where these are more than an epoch
+AGAIN = 0.9
 # Of a layer's mean square, the share that differs between samples: alike (hookkit, measured), and
 # equal but for the last digits of float32
 ALIKE, EQUAL = 1e-3, 1e-12
@@ -64,40 +66,61 @@ class Period(NamedTuple):
 def unshuffled(run: RunView) -> Iterator[Finding]:
     """Losses that repeat with a long period and swing between learnt and not."""
     losses = known(run.losses_of(ENOUGH))
+    if run.need_not_fall:
+        return
     period = period_of(losses)
-    if run.need_not_fall or (period is not None and period.steps <= FEW):
-        return
-    if period is None:
-        yield from _alike_neighbours(run, losses)
-        return
+    if period is not None and period.steps <= FEW:
+        period = None  # a few batches; or what changes slowly is like itself soon after
+    if period is not None and _only_some_are_learnt(period, start_level(run.losses)):
+        yield unshuffled.found("warning", _in_words(period), (), run.all_steps)
+    elif swings := [*_long_swings(run, losses)]:
+        yield from swings
+    elif period is not None:
+        yield _SAME_ORDER.found("note", _in_words(period), (), run.all_steps)
+
+
+def _only_some_are_learnt(period: Period, start: float) -> bool:
+    """Whether most batches are as bad as at first, and others are not."""
     worst, best, usual = (f(period.profile) for f in (np.max, np.min, np.median))
+    return bool(usual > AS_BAD * start and best < LEARNT * worst)
+
+
+def _in_words(period: Period) -> str:
     what = f"the losses repeat every {period.steps} steps (correlation {period.alike:.2f}), "
-    what += f"between {best:.3g} and {worst:.3g}"
-    if usual > AS_BAD * start_level(run.losses) and best < LEARNT * worst:
-        yield unshuffled.found("warning", what, (), run.all_steps)
-    else:
-        yield _SAME_ORDER.found("note", what, (), run.all_steps)
+    return f"{what}between {period.profile.min():.3g} and {period.profile.max():.3g}"
 
 
-def _alike_neighbours(run: RunView, losses: Floats) -> Iterator[Finding]:
-    """Losses that wander far and change little from step to step, where batches differ."""
-    late = losses[len(losses) // 5 :]
-    if len(late) < ENOUGH or (run.info.get("batches") or (0, np.inf))[1] <= FEW:
+def _long_swings(run: RunView, losses: Floats) -> Iterator[Finding]:
+    """Losses that go up and down by far more than from step to step, where batches come back."""
+    late, (seen, different) = losses[len(losses) // 5 :], run.info.get("batches") or (0, 0)
+    if len(late) < ENOUGH or different <= FEW or different > AGAIN * seen:
         return
-    around = np.abs(late - _running_median(late, max(3, len(late) // 10) | 1))
-    swing, level = read.SIGMA * float(np.median(around)), float(np.median(late))
-    change = read.noise(late) / max(swing, 1e-300)
-    if change < WANDERS and swing > FAR * level > FAR * AS_BAD * start_level(losses):
-        what = f"from step to step the losses change by {change:.2g} of what they swing, which is "
-        what += f"{read.percent(swing / level)} of their level"
-        yield _NEIGHBOURS.found("warning", what, (), run.all_steps)
+    level = float(np.median(late))
+    least = max(SWING * read.noise(late), SHARE * abs(level))
+    n = _turns(smoothed(late), least)
+    if n >= TURNS and level > AS_BAD * start_level(losses) > 0:
+        what = f"the loss goes up and down {n // 2} times, by {least:.2g} or more each time, while "
+        what += f"it changes by {read.noise(late):.2g} from step to step, around {level:.3g}"
+        yield _SWINGS.found("warning", what, (), run.all_steps)
 
 
-_NEIGHBOURS = unshuffled.but(
-    threshold="a change below 0.3 of the swing, where shuffled batches give about 1, with half of "
-    "the first loss left",
-    source="Bottou 2012, Stochastic Gradient Descent Tricks; von Neumann 1941, on successive "
-    "differences; 0.3: hookkit, measured",
+def _turns(values: Floats, least: float) -> int:
+    """How often a series that went up goes down, or the other way, by `least` or more."""
+    n, way, high, low = 0, 0, values[0], values[0]
+    for value in values.tolist():
+        high, low = max(high, value), min(low, value)
+        down, up = way >= 0 and high - value > least, way <= 0 and value - low > least
+        if down or up:
+            n += way != 0
+            way, high, low = 1 if up else -1, value, value
+    return n
+
+
+_SWINGS = unshuffled.but(
+    threshold="6 turns of 6 times the noise from step to step, and 3 % of the loss, or more, with "
+    "half of the first loss left",
+    source="Bottou 2012, Stochastic Gradient Descent Tricks: shuffle the examples; 6, 6 and 3 %: "
+    "hookkit, measured",
 )
 
 _SAME_ORDER = unshuffled.but(
@@ -206,16 +229,19 @@ _ALMOST = constant_input.but(
 
 @rule(
     needs=("activations",),
-    threshold="2 samples or fewer",
+    threshold="2 samples or fewer, and 128 values or fewer in a mean",
     source="Wu & He 2018, Group Normalization (arXiv 1803.08494): batch norm's error grows rapidly "
-    "as the batch shrinks; 2: their smallest batch",
+    "as the batch shrinks; 2: their smallest batch; 128: hookkit, measured",
     cause="batches that are too small for batch norm: its means are noise, and not those of "
     "evaluation",
     fix="use larger batches, or nn.GroupNorm or nn.LayerNorm, which need none",
 )
 def small_batch(run: RunView) -> Iterator[Finding]:
-    """Batch norm over one or two samples."""
-    n = run.activations.meta.get("norm_samples")
+    """Batch norm over one or two samples; a note where these are images of many places."""
+    meta = run.activations.meta
+    n, values = meta.get("norm_samples"), meta.get("norm_values", 0)
     if n is not None and n <= SMALL:
         what = f"batch norm takes its mean over {n} sample{'s' * (n > 1)} at a time"
-        yield small_batch.found("warning", what, (), run.all_steps)
+        what += f", {values} values" * bool(values)
+        severity = "warning" if values <= PLACES else "note"
+        yield small_batch.found(severity, what, (), run.all_steps)

@@ -249,7 +249,7 @@ class Diagnosis(Sequence[Finding]):
         return self._verdict() + alone
 
     def _verdict(self) -> str:
-        if not self.n_layers and not self.n_steps:
+        if not self.n_layers and not self.n_steps and not self.findings:
             return "nothing was recorded: no verdict"
         if self.silent and not self.n_layers and self.healthy:
             return f"{_n(self.n_steps, 'step')}: no layer gave a value, no verdict on them"

@@ -14,7 +14,7 @@ from hookkit.health import reading as read
 from hookkit.health.diagnosis import Finding, Rule, rule
 from hookkit.health.layer_order import chains
 from hookkit.health.learning_rate import ADAM_SHARE, USUAL, by_share
-from hookkit.health.reading import known, smoothed
+from hookkit.health.reading import known
 from hookkit.health.run_view import RunView
 from hookkit.health.step_sizes import share_of_rate, update_ratios
 from hookkit.records import Floats, Ints
@@ -25,6 +25,8 @@ EXPLODED_RATIO = 70
 SAME_SHARE, MOSTLY = 1e-3, 0.9
 # A norm of all gradients above this is no almost nothing (hookkit, measured)
 CLIPPED = 1e-2
+# PyTorch's default of Adam and its kin
+EPS = 1e-8
 # A correlation of log size with depth: the size changes along the depth (hookkit, measured)
 ORDERED = 0.6
 
@@ -119,23 +121,30 @@ def clipping(run: RunView) -> Iterator[Finding]:
     if len(norms) < read.MIN_RECORDS or not (level := float(np.median(norms))) > 0:
         return
     share = float((np.abs(norms - level) < SAME_SHARE * level).mean())
-    if share < MOSTLY or level > CLIPPED or not (line := _too_small(run)):
+    if share < MOSTLY or level > CLIPPED or not (line := _too_small(run, level)):
         return
     what = f"the norm of all gradients is {level:.3g} in {share:.0%} of the records, and {line}"
     severity = "warning" if run.learns else "error"
     yield clipping.found(severity, what, (), run.all_steps)
 
 
-def _too_small(run: RunView) -> str:
+def _too_small(run: RunView, level: float) -> str:
     """In words, where the steps are far below what the optimizer is made for; "" if not."""
     record, which, ratio = update_ratios(run)
     if (share := share_of_rate(run, record, which)) < ADAM_SHARE:
         return by_share(run, share)
     whole = read.median(ratio, axis=1)
     adam = np.isfinite(share)
+    numel = read.meta(record, "numel", np.nan)[read.trainable(record)].sum()
+    if run.info.get("optimizer") in _DIVIDE and (rms := level / np.sqrt(numel)) < EPS:
+        return f"their RMS of {rms:.2g} is below {run.info['optimizer']}'s eps"
     if not adam and (whole < USUAL).mean() > 0.5:
         return f"update:weight of most matrices is {read.median(whole):.2g}"
     return ""
+
+
+# They divide by the gradients' size, to which they add an eps of 1e-8 where nothing else was asked
+_DIVIDE = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"})
 
 
 def _order(size: Floats) -> float:
@@ -152,97 +161,23 @@ def _first_and_last(
     return says.found(severity, what, (first, last), steps)
 
 
-# How a running sum of gradients differs from gradients that merely grow: fresh batches make the
-# norm jitter, while a sum changes little from step to step. Measured on the benchmark's trainings.
-# While the loss does not fall: grown 10-fold, changing by at most 15 % a step
-STUCK_GROWTH, STUCK_JITTER = 10, 0.15
-# The same: 1.2 times what it was after a third of the run; √3 is what independent gradients give
-GOES_ON = 1.2
-# Where the loss is unknown, or falls: changing by less than 3 % a step
-SURE_JITTER = 0.03
-# Where the loss falls: grown 1.5-fold, and five times as quiet as the loss
-SUM_GROWTH, QUIETER = 1.5, 5
-# The same where some steps only are recorded: the sum goes on between the records
-SPARSE_JITTER, SPARSE_GROWTH = 0.06, 3
+# A step or two may be meant so; most of the first ones are not
+SEVERAL = 3
 
 
 @rule(
-    threshold="10-fold or more, with a median change of 0.15 or less, while the loss does not fall",
-    source="a sum of n independent gradients is √n as long as one; the rest: hookkit, measured: "
-    "fresh batches make the norm jitter, a running sum is smooth",
-    cause="gradients are never zeroed: each step adds to the last one's",
+    threshold="most of the first steps, and 3 or more",
+    source="exact, by what autograd adds new gradients to",
+    cause="gradients are not zeroed: each step adds to the last one's",
     fix="call optimizer.zero_grad() once per step, before loss.backward()",
 )
 def grads_pile_up(run: RunView) -> Iterator[Finding]:
-    """A gradient norm that grows as a sum does, and smoothly."""
-    norms, steps = run.grad_norms
-    steps, norms = steps[np.isfinite(norms)], known(norms)
-    if len(norms) < read.MIN_RECORDS:
-        raise read.Missing("no gradient norms")
-    first = float(np.median(norms[steps < steps[0] + 3]))
-    if first <= 0 or not _grows_as_a_sum(norms, steps):
-        return
-    peak = float(np.max(smoothed(norms)))
-    grown = peak >= STUCK_GROWTH * first
-    jitter = float(np.median(np.abs(np.diff(norms)) / np.maximum(norms[1:], 1e-300)))
-    # an explosion passes, and what has grown by then stays where it is; a sum goes on
-    third = float(np.median(norms[len(norms) // 3 :][: read.MIN_RECORDS]))
-    late = norms[-read.MIN_RECORDS :]
-    lasts = late.max() > peak / 100 and (np.median(late) > GOES_ON * third or jitter < SURE_JITTER)
-    stuck = grown and jitter <= STUCK_JITTER and run.fails and bool(lasts)
-    unproved = grown and jitter < SURE_JITTER and run.learns is None
-    severity = "error" if run.fails else "warning"
-    what = f"the gradient norm grew {peak / first:.3g}-fold, by √n or more in the first n steps, "
-    what += f"and changes by only {jitter:.2g} of itself from record to record"
-    if stuck:
-        what += ", and the loss does not fall"
-        yield grads_pile_up.found(severity, what, (), run.all_steps)
-    elif unproved:
-        yield _SUM_ALONE.found(severity, what, (), run.all_steps)
-    elif run.recorded.losses is not None and (quiet := _quieter_than_the_loss(run, norms, steps)):
-        says, what = quiet
-        yield says.found(severity, what, (), run.all_steps)
-
-
-_SUM_ALONE = grads_pile_up.but(
-    threshold="10-fold or more, with a median change below 0.03, where the loss proves nothing"
-)
-
-_QUIET_SUM = grads_pile_up.but(
-    threshold="1.5-fold or more, with a median change below 0.03, a fifth of the loss's"
-)
-
-_SPARSE_SUM = grads_pile_up.but(
-    threshold="3-fold or more, with a median change below 0.06, where some steps only are recorded"
-)
-
-
-def _grows_as_a_sum(norms: Floats, steps: Ints) -> bool:
-    """Whether the first norms, of ten steps or of four records, grow by √n in n steps or more."""
-    since = steps - steps[0]
-    early = (since > 0) & (since <= max(10, 4 * since[1]))
-    return bool(np.median(norms[early] / norms[0] / np.sqrt(since[early] + 1)) >= 1)
-
-
-def _quieter_than_the_loss(run: RunView, norms: Floats, steps: Ints) -> tuple[Rule, str] | None:
-    """If batches differ, as the losses show, but the gradient norm hides it, and grew: the finding.
-
-    As the rule that reports it, and what was seen.
-    """
-    own, loss = _jitter(norms), _jitter(known(run.losses))
-    what = "the gradient norm grew {:.3g}-fold, by √n or more in the first n steps, and changes by "
-    what += f"only {own:.2g} of itself from record to record"
-    if steps[1] - steps[0] > 1:
-        grew = np.median(norms[-10:]) / norms[0]
-        sums = 1e-5 < own < SPARSE_JITTER and grew > SPARSE_GROWTH
-        return (_SPARSE_SUM, what.format(grew)) if sums else None
-    grew = np.median(norms[-10:]) / np.median(norms[:3])
-    # a jitter of 0 is that of gradients that are clipped
-    sums = 1e-5 < own < SURE_JITTER and loss > QUIETER * own and grew > SUM_GROWTH
-    return (_QUIET_SUM, f"{what.format(grew)}, the loss by {loss:.2g}") if sums else None
-
-
-def _jitter(series: Floats) -> float:
-    """The median change from one step to the next, over the later half, as a share."""
-    late = series[len(series) // 2 :]
-    return float(read.median(np.abs(np.diff(late)) / np.maximum(np.abs(late[1:]), 1e-300)))
+    """Steps that use the gradients of the steps before them, too."""
+    kept, of = run.info.get("kept_gradients") or (0, 0)
+    if kept >= SEVERAL and 2 * kept > of:
+        what = (
+            f"in {kept} of the first {of} steps the gradient of the step before was still there, "
+        )
+        what += "and the new one was added to it"
+        severity = "error" if run.fails else "warning"
+        yield grads_pile_up.found(severity, what, (), (0, of))

@@ -16,7 +16,7 @@ from hookkit.health.layer_order import given_numbers
 from hookkit.health.run_view import RunView
 
 # The RMS of inputs, where 1 is usual; healthy trainings reach 2.3 (hookkit, measured)
-LARGE = 30
+LARGE = 10
 # The largest size of an input, and the norm of what one output is made of. Healthy ones begin at
 # 0.3 and 0.25; vectors of length 1 with many elements, or with few that are not 0, are usual.
 SMALL, SMALL_NORM = 0.1, 0.25
@@ -24,8 +24,8 @@ SMALL, SMALL_NORM = 0.1, 0.25
 
 @rule(
     needs=("activations",),
-    threshold="RMS above 30, where standardised inputs have 1",
-    source=f"{LECUN}; 30: hookkit, measured",
+    threshold="RMS above 10, where standardised inputs have 1",
+    source=f"{LECUN}; 10: hookkit, measured",
     cause="inputs that are not standardised (0-255 images, prices, times of 0 to 1000)",
     fix="scale the inputs to mean 0 and standard deviation 1: (x - mean) / std, with mean and std "
     "of the training set",

@@ -28,6 +28,8 @@ ABOVE_BOUND = 2.0
 # Both signs have a tenth of the early losses or more, and the loss stays within ten times their
 # size (hookkit, measured).
 BOTH_SIGNS, NEAR_ZERO = 0.1, 10
+# Standard deviations below 0 that a loss of a difference may begin at (hookkit, measured)
+WITHIN_NOISE = 3
 
 
 def _expected(*, threshold: str, source: str, cause: str, fix: str) -> Rule:
@@ -129,12 +131,16 @@ def trained_in_turns(params: Record | None) -> bool:
 
 
 def _has_both_signs(run: RunView) -> bool:
-    """Whether the loss is above and below 0 from early on, or begins at 0, and stays near it."""
+    """Whether the loss is above and below 0 from early on, or begins at 0, and stays near it.
+
+    Or below 0, by no more than its noise.
+    """
     values = read.known(run.losses)
     early = values[: max(10, len(values) // 5)]
     both = min((early < 0).mean(), (early > 0).mean()) > BOTH_SIGNS
+    at_zero = -WITHIN_NOISE * read.noise(early) < np.median(early) < 0 if len(early) > 1 else False
     near = abs(read.end_level(values)) <= NEAR_ZERO * np.abs(early).max()
-    differs = bool((both or abs(values[0]) < 1e-6) and near)
+    differs = bool((both or at_zero or abs(values[0]) < 1e-6) and near)
     return differs and run.loss_name not in NEVER_BELOW_ZERO
 
 

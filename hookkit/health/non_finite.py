@@ -11,6 +11,8 @@ from hookkit.health.diagnosis import Finding, Rule, rule
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Incident, Record
 
+# The share of batches without a loss that is too large to be odd ones (hookkit, chosen)
+OFTEN = 0.05
 # Sizes that grew so many times were on their way to overflow (hookkit, measured)
 HUGE = 100
 
@@ -33,7 +35,7 @@ def non_finite(run: RunView) -> Iterator[Finding]:
         return
     seen = [r for r in run.recorded.records if "nonfinite" in r.values]
     losses = run.recorded.losses
-    if not seen and losses is None:
+    if not seen and losses is None and not run.info.get("nan_losses"):
         raise read.Missing("no activations")
     firsts = [f for r in seen if (f := _first_non_finite(r)) is not None]
     broken = None if losses is None else _loss_breaks_at(losses)
@@ -47,6 +49,11 @@ def non_finite(run: RunView) -> Iterator[Finding]:
             what += ", and what the layers give stays finite"
             says = _OVERFLOW if _grew(layers, broken) else _IN_LOSS
         yield says.found("error", what, (), (broken, broken))
+    else:
+        n, of = run.info.get("nan_losses") or (0, 1)
+        if n > OFTEN * of:
+            what = f"the loss of {n} of {of} batches is NaN or Inf"
+            yield _OFTEN.found("warning", what, (), run.all_steps)
 
 
 def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Finding:
@@ -155,6 +162,11 @@ _IN_LOSS = non_finite.but(
     cause="the loss itself: log or a division at 0 in it, or targets that are not finite",
     fix="use a loss that takes scores (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss), and check the "
     "targets: torch.isfinite(y).all()",
+)
+
+_OFTEN = _IN_LOSS.but(
+    threshold="5 % of the batches",
+    source="hookkit, chosen: a scaler or a caller that leaves such batches out learns from fewer",
 )
 
 _BACKWARD = non_finite.but(

@@ -179,7 +179,7 @@ def start_level(series: Floats) -> float:
     level = float(median(first) or np.mean(first))
     end = values[-max(5, len(values) // 10) :]
     leapt = len(values) > 20 and 0 < 3 * values[0] < level and level > end.max()
-    return float(values[0]) if leapt and np.quantile(end, 0.1) > values[0] else level
+    return float(values[0]) if leapt and np.median(end) > values[0] else level
 
 
 def end_level(series: Floats) -> float:

@@ -180,13 +180,24 @@ class RunView:
     def has_learnt_little(self) -> bool:
         """Whether a loss falls by less than half, and not because the model had learnt before."""
         start, end = read.start_level(self.losses), read.end_level(self.losses)
-        begins_good = start < LEARNT_BEFORE * self.chance
-        return len(self.losses) >= ENOUGH_LOSSES and end > 0.5 * start > 0 and not begins_good
+        return len(self.losses) >= ENOUGH_LOSSES and end > 0.5 * start > 0 and not self.begins_good
+
+    @property
+    def begins_good(self) -> bool:
+        """Whether the loss begins far below chance: the model had learnt before."""
+        return read.start_level(self.losses) < LEARNT_BEFORE * self.chance
 
     @property
     def has_much_left(self) -> bool:
         """Whether 0.3 of the loss is left."""
         return read.end_level(self.losses) > MUCH_LEFT * read.start_level(self.losses) > 0
+
+    @property
+    def could_fall_further(self) -> bool:
+        """Whether the loss is to fall, and 0.3 of it is left, of a model that had not learnt."""
+        if self.learns is None or self.need_not_fall or len(self.losses) < ENOUGH_LOSSES:
+            return False
+        return self.has_much_left and not self.begins_good
 
     @cached_property
     def falls_slowly(self) -> bool:

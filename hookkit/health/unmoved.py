@@ -20,6 +20,9 @@ from hookkit.records import Record
 # SageMaker Debugger, VanishingGradient
 FAINT_GRADIENT = 1e-7
 
+# Batches without a step, as a step's accumulated ones or what a GradScaler skips at first are
+BATCHES = 3
+
 _EXACT = f"exact; {SAGEMAKER}, UnchangedTensor"
 _NO_CHANGE = "exactly no change over all records"
 
@@ -50,6 +53,22 @@ def unmoved(run: RunView) -> Iterator[Finding]:
     faint = read.median(read.table(record, "grad_rms"), axis=1) < FAINT_GRADIENT
     yield from _report(record, pushed & ~faint, unmoved, "gets a gradient, but never moves")
 
+
+@rule(
+    threshold="3 training batches or more, and no step",
+    source="exact, by the optimizers that the model's parameters are in",
+    cause="optimizer.step() is never called, or what steps is not what watch was given",
+    fix="call optimizer.step() after loss.backward()",
+)
+def no_step(run: RunView) -> Iterator[Finding]:
+    """Batches, and no step of an optimizer: nothing that is recorded by steps is there."""
+    n = run.info.get("train_iter", 0)
+    if run.info.get("no_step") and n >= BATCHES:
+        what = f"the model has seen {n} training batches, and no optimizer has stepped"
+        yield _NO_STEP.found("error", what, (), (0, 0))
+
+
+_NO_STEP = no_step.but(name="unmoved")
 
 _NOT_IN_OPTIMIZER = Rule(
     "not_in_optimizer",

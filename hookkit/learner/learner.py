@@ -18,6 +18,7 @@ from fastcore.basics import PrettyString
 from torch import nn
 
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, SchedulerCallback
+from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.readout import gather, loop_text, run_of
 from hookkit.callbacks.runner import listed
 from hookkit.checks import check_flag, check_module, check_path
@@ -48,7 +49,7 @@ from hookkit.learner.groups import (
 from hookkit.learner.lr_finder import SuggestedLRs, find_lr
 from hookkit.learner.predicting import Predicting
 from hookkit.learner.resuming import read_for_fit, resume_from
-from hookkit.records import Floats, Run, Tables, Views
+from hookkit.records import Run, Tables, Views
 from hookkit.stats.named import Named
 
 if TYPE_CHECKING:
@@ -381,9 +382,9 @@ class Learner(Predicting, Tables, Views, Named):
         """
         return run_of(self)
 
-    def _step_losses(self) -> Floats | None:
+    def _loss_history(self) -> LossHistory | None:
         recorder = self._cb_named("recorder")
-        return None if recorder is None else recorder.step_losses()
+        return None if recorder is None else recorder._losses
 
     def _epochs(self) -> list[dict[str, Any]]:
         recorder = self._cb_named("recorder")

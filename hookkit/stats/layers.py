@@ -204,7 +204,7 @@ class ActivationStats(LayerStats):
             facts["predecessors"] = predecessors(learn.model, output)
             facts["softmax_dim"] = wrong_softmaxes(output)
             facts["dropout"] = dropouts(learn.model)
-            facts["norm_samples"] = least_samples(output)
+            facts |= least_samples(output)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             facts["unregistered"] = unregistered(learn.model, learn.opts, output)
         self._n_asked += bool(learn.n_steps or not self._n_asked)

@@ -5,6 +5,7 @@ Builds on `modules` and `autograd_graph`. They are read once, and need no statis
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -36,16 +37,20 @@ def _rate(module: nn.Module) -> float:
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention) else 0.0
 
 
-def least_samples(output: Any) -> int | None:
-    """The samples of the smallest batch that a batch norm takes its mean over; None: none does.
+def least_samples(output: Any) -> dict[str, int]:
+    """Of the batch norm whose means are of the fewest values: its samples, and those values.
 
     >>> import torch
     >>> norm, x = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
     >>> least_samples(norm(x)), least_samples(norm.eval()(x))
-    (2, None)
+    ({'norm_samples': 2, 'norm_values': 32}, {})
     """
     nodes = (node for node, _ in graph_nodes(output) if op_name(node).endswith("BatchNorm"))
     # Private: `_saved_training` (since 1.9): in eval mode a batch norm takes no mean. Without it
     # no batch norm is judged.
-    sizes = [shape_of(node)[:1] for node in nodes if getattr(node, "_saved_training", False)]
-    return min((size[0] for size in sizes if size), default=None)
+    shapes = [shape_of(node) for node in nodes if getattr(node, "_saved_training", False)]
+    sizes = [(prod(shape) // shape[1], shape[0]) for shape in shapes if len(shape) > 1 and shape[1]]
+    if not sizes:
+        return {}
+    values, samples = min(sizes)
+    return {"norm_samples": samples, "norm_values": values}

@@ -12,13 +12,13 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.losses import Floats, LossHistory
+from hookkit.callbacks.kept_gradients import KeptGradients
+from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
 from hookkit.callbacks.readout import info_of
 from hookkit.callbacks.runner import CallbackRunner
@@ -59,6 +59,7 @@ class ExternalLoop(CallbackRunner):
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
+        kept_gradients: whether gradients are zeroed between steps.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
         info: facts that the user adds to the run.
@@ -93,7 +94,7 @@ class ExternalLoop(CallbackRunner):
         self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
-        self.groups = OptimizerGroups()
+        self.groups, self.kept_gradients = OptimizerGroups(), KeptGradients()
         self._reset()
 
     def _reset(self) -> None:
@@ -184,6 +185,7 @@ class ExternalLoop(CallbackRunner):
         """Whatever happened: the loop is no longer followed, and every callback cleans up."""
         self.fitting = self.training = False
         self.step_scaler = None
+        self.kept_gradients.remove()
         self._clean_up()
 
     def mark_epoch(self) -> None:
@@ -276,6 +278,7 @@ class ExternalLoop(CallbackRunner):
         """
         if opt not in self.opts:
             self.opts.append(opt)
+        self.kept_gradients.step_began(opt)
         if self.state is State.CANCELLED or self.each_forward:
             return
         if opt in self.groups.stepped and graph_task() == -1:
@@ -300,6 +303,8 @@ class ExternalLoop(CallbackRunner):
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has changed the weights; their `.grad` is still there."""
+        if graph_task() == -1:
+            self.kept_gradients.step_ended(opt)
         if self.each_forward:
             return
         if self.state in (State.CANCELLED, State.LATE) or not self._more_to_come(opt):
@@ -480,9 +485,8 @@ class ExternalLoop(CallbackRunner):
     def _gather(self) -> None:
         self.losses.gather(self._where())
 
-    def _step_losses(self) -> Floats | None:
-        losses = self.losses.by_step(self.n_steps)
-        return losses if np.isfinite(losses).any() else None
+    def _loss_history(self) -> LossHistory:
+        return self.losses
 
     def _epochs(self) -> list[dict[str, Any]]:
         return epoch_rows(self.spans, self.losses.by_step(self.n_steps))
