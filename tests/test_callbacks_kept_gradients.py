@@ -97,7 +97,29 @@ def test_players_whose_gradients_are_zeroed_just_before_their_own_backward():
             d(g(torch.randn(4, 2))).mean().backward()  # adds to the gradients of d, too
             of_g.step()
 
-    assert w.run_record().info["kept_gradients"] == [0, 10]
+    info = w.run_record().info
+    assert (info["kept_gradients"], info["wasted_gradients"]) == ([0, 10], [5, 10])
+    assert "unmoved" not in w.diagnose().rules
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_step_outside_the_loop_over_batches_wastes_their_gradients(accumulates):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(5):
+            opt.zero_grad()
+            for _ in range(40):
+                if not accumulates:
+                    opt.zero_grad()
+                loss = model(torch.randn(4, 4)).square().mean()
+                loss.backward()
+                w.loss(loss)
+            opt.step()
+
+    assert w.run_record().info["wasted_gradients"] == [0 if accumulates else 4 * 39, 4]
+    assert ("unmoved" in w.diagnose().rules) is not accumulates
 
 
 def test_gradients_that_autograd_does_not_add_to_are_not_known():

@@ -398,6 +398,12 @@ CASES = [
         "√fan_in) of 8",
     ),
     (
+        Run(losses=falling(), info={"wasted_gradients": [147, 3]}),
+        "unmoved",
+        "32 for each step",
+        "of 147 batches",
+    ),
+    (
         Run(info={"train_iter": 8, "no_step": True}),
         "unmoved",
         "3 training batches or more",

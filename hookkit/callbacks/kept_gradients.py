@@ -1,7 +1,8 @@
-"""`KeptGradients`: whether steps use gradients to which those of the step before were added.
+"""`KeptGradients`: gradients that outlive their step, and gradients that no step uses.
 
-A forgotten `zero_grad()` is seen where it happens: of each optimizer one parameter is followed from
-a step to the next, and as autograd adds to its gradient, that is still the one that the step used.
+Both are seen where they happen: of each optimizer one parameter is followed from a step to the
+next. Without `zero_grad()` autograd adds to the gradient that the step has used; with a `step()`
+outside the loop over batches there is none, though one was made since the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MANY = 16
 
 
 class KeptGradients:
-    """Of the first steps, how many used a gradient that had not been zeroed since the last one.
+    """Of the first steps, how many used the gradient of the last one, too, or wasted those between.
 
     Nothing is read from the device until `read`, and nothing is computed where gradients are zeroed
     (or set to None). Gradients that autograd does not add to, as those of FSDP2, are not known.
@@ -31,12 +32,13 @@ class KeptGradients:
     >>> for _ in range(4):
     ...     w.sum().backward(); kept.step_began(opt); opt.step(); kept.step_ended(opt)
     >>> kept.read(); kept.remove()
-    {'kept_gradients': [3, 3]}
+    {'kept_gradients': [3, 3], 'wasted_gradients': [0, 3]}
     """
 
     def __init__(self) -> None:
         self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
         self._kept: list[Tensor | bool] = []
+        self._n_wasted = 0
 
     def step_began(self, opt: Optimizer) -> None:
         """`opt` will use the gradients that there are."""
@@ -46,6 +48,7 @@ class KeptGradients:
             del self._followed[opt]
             if followed.kept is not None and len(self._kept) < MANY:
                 self._kept.append(followed.kept)
+                self._n_wasted += followed.n_wasted
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has used them."""
@@ -63,9 +66,14 @@ class KeptGradients:
         self._followed.clear()
 
     def read(self) -> dict[str, Any]:
-        """`kept_gradients`: in how many steps it was so, and of how many that is known."""
+        """What is known, each with the number of steps of which it is.
+
+        kept_gradients: steps that used the gradient of the one before, too.
+        wasted_gradients: gradients that were set to None before any step used them.
+        """
         n = len(self._kept)
-        return {"kept_gradients": [sum(map(bool, self._kept)), n]} if n else {}
+        kept, wasted = sum(map(bool, self._kept)), self._n_wasted
+        return {"kept_gradients": [kept, n], "wasted_gradients": [wasted, n]} if n else {}
 
 
 class _Followed:
@@ -73,12 +81,15 @@ class _Followed:
 
     Attributes:
         kept: whether the step's gradient is part of what there is now; None: not known.
+        n_wasted: gradients that have gone since.
     """
 
     def __init__(self, p: Tensor) -> None:
         self.kept: Tensor | bool | None = None
+        self.n_wasted = 0
         self._left: tuple[int, int] | None = _state(p.grad)
         self._still: Tensor | bool = False
+        self._is_gone = False
         self._handles: list[RemovableHandle] = []
 
     @uninterrupted
@@ -89,6 +100,7 @@ class _Followed:
     def _before(self, p: Tensor) -> None:
         """A gradient has come; also where `torch.autograd.grad` adds it to nothing."""
         grad = p.grad
+        self._is_gone = grad is None
         if grad is None or self._left is None or _state(grad) != self._left:
             self._still = False
         else:
@@ -97,6 +109,7 @@ class _Followed:
 
     def _after(self, p: Tensor) -> None:
         """It was added to what there was."""
+        self.n_wasted += self._is_gone and self.kept is not None
         self.kept = self._still if self.kept is None else self.kept & self._still
         self._left = None if self._still is False else _state(p.grad)
 

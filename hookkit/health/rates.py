@@ -31,7 +31,7 @@ RATES: dict[str, tuple[int, int]] = {
     "softmax_dim": (8, 0),
     "spikes": (1, 1),
     "target_scale": (11, 0),
-    "unmoved": (2, 0),
+    "unmoved": (3, 0),
     "unshuffled": (5, 0),
     "vanishing": (2, 1),
     "weight_decay": (8, 0),

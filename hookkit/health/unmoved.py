@@ -22,6 +22,8 @@ FAINT_GRADIENT = 1e-7
 
 # Batches without a step, as a step's accumulated ones or what a GradScaler skips at first are
 BATCHES = 3
+# Gradients for each step that were zeroed without one: attacks on an image make up to 20
+WASTED = 32
 
 _EXACT = f"exact; {SAGEMAKER}, UnchangedTensor"
 _NO_CHANGE = "exactly no change over all records"
@@ -67,8 +69,23 @@ def no_step(run: RunView) -> Iterator[Finding]:
         what = f"the model has seen {n} training batches, and no optimizer has stepped"
         yield _NO_STEP.found("error", what, (), (0, 0))
 
+    wasted, steps = run.info.get("wasted_gradients") or (0, 1)
+    if wasted >= WASTED * steps:
+        what = f"before {steps} of the first steps the gradients of {wasted} batches were zeroed, "
+        what += "and no step had used them"
+        severity = "error" if run.fails else "warning"
+        yield _FEW_STEPS.found(severity, what, (), (0, steps))
+
 
 _NO_STEP = no_step.but(name="unmoved")
+
+_FEW_STEPS = _NO_STEP.but(
+    threshold="32 for each step, where players waste one, and attacks on images 20",
+    source="exact, by what autograd adds new gradients to; 32: hookkit, chosen",
+    cause="optimizer.step() stands outside the loop over batches, where only the last one counts",
+    fix="call optimizer.step() after each loss.backward(); or, to accumulate gradients, "
+    "optimizer.zero_grad() only after each step",
+)
 
 _NOT_IN_OPTIMIZER = Rule(
     "not_in_optimizer",
