@@ -137,6 +137,85 @@ def test_gradients_that_autograd_does_not_add_to_are_not_known():
     assert "kept_gradients" not in w.run_record().info
 
 
+@pytest.mark.parametrize("way", ["gradient", "data"])
+def test_clipped_gradients_of_each_sample_are_not_wasted(way):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(5):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            for x in torch.randn(40, 1, 4):
+                opt.zero_grad()
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for t, p in zip(total, model.parameters(), strict=True):
+                    t += p.grad
+            for t, p in zip(total, model.parameters(), strict=True):
+                if way == "gradient":
+                    p.grad = t / 40
+                else:
+                    p.grad.data = t / 40
+            opt.step()
+
+    assert "wasted_gradients" not in w.run_record().info
+    assert "unmoved" not in w.diagnose().rules
+
+
+@pytest.mark.parametrize(("training", "in_parts"), [(False, False), (True, False), (True, True)])
+def test_long_attacks_on_what_the_model_is_given_waste_nothing(training, in_parts):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    call = model.forward if in_parts else model
+
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            model.train(training)
+            for _ in range(40):
+                x = x.detach().requires_grad_()
+                model.zero_grad()
+                call(x).square().mean().backward()
+                x = x + 0.01 * x.grad.sign()
+            model.train()
+            opt.zero_grad()
+            call(x.detach()).square().mean().backward()
+            opt.step()
+
+    assert w.run_record().info["wasted_gradients"] == [0, 4]
+    assert "unmoved" not in w.diagnose().rules
+
+
+def test_gradients_without_those_of_the_step_before_are_not_kept():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+
+    with watch(model, opt) as w:
+        for _ in range(6):
+            before = [0 if p.grad is None else p.grad.clone() for p in model.parameters()]
+            model(torch.randn(4, 4)).square().mean().backward()
+            for p, grad in zip(model.parameters(), before, strict=True):
+                p.grad = p.grad - grad
+            opt.step()
+
+    assert "kept_gradients" not in w.run_record().info
+
+
+def test_gradients_that_are_sparse_only_now_and_then():
+    table = nn.Embedding(8, 4, sparse=True)
+    opt = torch.optim.SGD(table.parameters(), 0.1)
+
+    with watch(nn.Sequential(table), opt) as w:
+        for i in range(8):
+            opt.zero_grad()
+            loss = table(torch.arange(3)).sum()
+            loss = loss if i % 2 else loss + table.weight.sum()  # the sum of both is dense
+            loss.backward()
+            opt.step()
+
+    assert "kept_gradients" not in w.run_record().info
+
+
 def test_a_step_that_a_scaler_skips_is_none():
     model = net()
     opt = torch.optim.SGD(model.parameters(), 0.01)

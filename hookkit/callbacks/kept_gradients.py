@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hookkit.interrupts import uninterrupted
+from hookkit.nested import leaves
 
 MANY = 16
 """Steps that are looked at: later ones cost nothing."""
@@ -25,7 +26,8 @@ class KeptGradients:
     """Of the first steps, how many used the gradient of the last one, too, or wasted those between.
 
     Nothing is read from the device until `read`, and nothing is computed where gradients are zeroed
-    (or set to None). Gradients that autograd does not add to, as those of FSDP2, are not known.
+    (or set to None). Gradients that autograd does not add to, as those of FSDP2, are not known, nor
+    are those that something else has replaced before the step, as the mean of clipped ones.
 
     >>> w = torch.ones(2, requires_grad=True); opt = torch.optim.SGD([w], 0.1)
     >>> kept = KeptGradients()
@@ -46,9 +48,9 @@ class KeptGradients:
         if followed is not None:
             followed.remove()
             del self._followed[opt]
-            if followed.kept is not None and len(self._kept) < MANY:
+            if followed.is_used() and len(self._kept) < MANY:
                 self._kept.append(followed.kept)
-                self._n_wasted += followed.n_wasted
+                self._n_wasted += 0 if followed.of_inputs else followed.n_wasted
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has used them."""
@@ -58,6 +60,12 @@ class KeptGradients:
             if (p := next(plain, None)) is not None and p.requires_grad:
                 self._followed[opt] = followed = _Followed(p)
                 followed.attach(p)
+
+    def see(self, given: Any) -> None:
+        """A forward begins on `given`, any structure: are gradients for that meant, too?"""
+        if self._followed and any(t.requires_grad for t in leaves(given)):
+            for followed in self._followed.values():
+                followed.of_inputs = True
 
     def remove(self) -> None:
         """Takes the hooks off; can be called at any time, and twice."""
@@ -69,7 +77,8 @@ class KeptGradients:
         """What is known, each with the number of steps of which it is.
 
         kept_gradients: steps that used the gradient of the one before, too.
-        wasted_gradients: gradients that were set to None before any step used them.
+        wasted_gradients: gradients that were set to None before any step used them. None are
+            counted for a step where inputs had gradients, too, which an attack on images is after.
         """
         n = len(self._kept)
         kept, wasted = sum(map(bool, self._kept)), self._n_wasted
@@ -80,17 +89,24 @@ class _Followed:
     """The gradient of one parameter, from the end of a step on.
 
     Attributes:
-        kept: whether the step's gradient is part of what there is now; None: not known.
+        kept: whether the step's gradient is part of what there is now.
         n_wasted: gradients that have gone since.
+        of_inputs: whether the model was given something since that has a gradient, too.
     """
 
     def __init__(self, p: Tensor) -> None:
-        self.kept: Tensor | bool | None = None
-        self.n_wasted = 0
+        self.kept: Tensor | bool = False
+        self.n_wasted, self.of_inputs = 0, False
+        self._p, self._made = p, None  # type: Tensor, int | None
         self._left: tuple[int, int] | None = _state(p.grad)
         self._still: Tensor | bool = False
         self._is_gone = False
         self._handles: list[RemovableHandle] = []
+
+    def is_used(self) -> bool:
+        """Whether what autograd has made since is what the step will use."""
+        now = _state(self._p.grad)
+        return now is not None and now[0] == self._made
 
     @uninterrupted
     def attach(self, p: Any) -> None:
@@ -109,9 +125,11 @@ class _Followed:
 
     def _after(self, p: Tensor) -> None:
         """It was added to what there was."""
-        self.n_wasted += self._is_gone and self.kept is not None
-        self.kept = self._still if self.kept is None else self.kept & self._still
-        self._left = None if self._still is False else _state(p.grad)
+        self.n_wasted += self._is_gone and self._made is not None
+        self.kept = self._still if self._made is None else self.kept & self._still
+        left = _state(p.grad)
+        self._made = None if left is None else left[0]
+        self._left = None if self._still is False else left
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -120,5 +138,7 @@ class _Followed:
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:
     """Where a gradient is, and how often it has been changed in place."""
+    if grad is None or grad.layout is not torch.strided:
+        return None
     # Private: `_version`, the counter by which autograd knows of changes in place (since 0.4).
-    return None if grad is None else (grad.data_ptr(), grad._version)
+    return grad.data_ptr(), grad._version

@@ -172,6 +172,7 @@ class LoopHooks:
 
     def _report_forward(self, training: bool, given: Any) -> None:
         self.loop.in_eval = not training and torch.is_grad_enabled()
+        self.loop.kept_gradients.see(given)
         if training and not self.loop.root_ran:
             self.loop.root_ran = True
             self._forget_parts_of(self.root)
@@ -208,6 +209,7 @@ class LoopHooks:
                     self._wholes.add(module)
                     self._forget_parts_of(module)
                 if self.loop.part_began(module):
+                    self.loop.kept_gradients.see((args, kwargs))
                     self._begin_to_learn((args, kwargs))
             else:
                 self.loop.other_thread = True
