@@ -526,6 +526,16 @@ CASES = [
         "two layers in a row or more",
         "2 layers in a row",
     ),
+    (
+        Run(
+            acts(("Linear", "ReLU", "Sigmoid"), saturated=[0, 0, 0.8]),
+            losses=falling(end=1.2),
+            info=MSE,
+        ),
+        "saturated",
+        "over 50 % of the last layer, with 0.3 of an error left",
+        "80% of the output is at the ends",
+    ),
     # gradients
     (
         Run(params=weights(grad_rms=[1e-7, 1e-6, 1e-5, 1e-3])),

@@ -225,3 +225,22 @@ def test_a_last_sigmoid_may_be_at_its_ends_only_where_the_loss_falls():
     assert "saturated" in alarms(Run(last, losses=FLAT))
     assert alarms(Run(last, losses=falling())) == set()
     assert alarms(Run(last)) == set()
+
+
+@pytest.mark.parametrize(("top", "named"), [(1.0, False), (6.0, True)])
+def test_targets_that_the_sigmoid_at_the_end_cannot_reach_are_named(top, named):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1), nn.Sigmoid())
+    opt = torch.optim.Adam(net.parameters(), 0.02)
+    with watch(net, opt, ActivationStats(include_paramless=True, units=True)) as w:
+        for _ in range(200):
+            x = torch.randn(64, 4)
+            target = top * (4 * x[:, :1]).sigmoid() - (top - 1) / 2
+            loss = F.mse_loss(net(x), target)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    assert (alarms(w.run_record()) == {"saturated"}) == named
+    assert not named or "cannot reach" in found(w.run_record(), "saturated").cause

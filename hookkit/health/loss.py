@@ -13,7 +13,7 @@ from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
 from hookkit.health.jumps import LEAST, jumps, usual
 from hookkit.health.layer_order import ends
-from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
+from hookkit.health.loss_expectations import ERRORS, NEVER_BELOW_ZERO
 from hookkit.health.reading import end_level, known, smoothed, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
 from hookkit.health.steps import rate_is_too_high
@@ -70,7 +70,7 @@ def initial_loss(run: RunView) -> Iterator[Finding]:
 def target_scale(run: RunView) -> Iterator[Finding]:
     """A regression whose errors are huge from first to last."""
     name, first = run.loss_name, float(known(run.losses)[0])
-    if name not in ("mse", "l1", "smoothl1", "huber"):
+    if name not in ERRORS:
         yield from _far_outputs(run) if not _by_class(name) else ()
         return
     error, last = (_error(name, loss) for loss in (first, end_level(run.losses)))

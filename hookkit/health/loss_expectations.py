@@ -18,10 +18,13 @@ from hookkit.records import Record
 if TYPE_CHECKING:
     from hookkit.health.run_view import RunView
 
-NEVER_BELOW_ZERO = frozenset(
-    {"crossentropy", "nll", "mse", "l1", "smoothl1", "huber", "bce", "bcewithlogits"}
-    | {"binarycrossentropy", "binarycrossentropywithlogits"}
-)
+ERRORS = frozenset({"mse", "l1", "smoothl1", "huber"})
+"""Losses of a regression."""
+
+NEVER_BELOW_ZERO = ERRORS | {
+    *("crossentropy", "nll", "bce", "bcewithlogits"),
+    *("binarycrossentropy", "binarycrossentropywithlogits"),
+}
 
 # A rise of twice what the steps can do: more than their curvature explains (hookkit, measured)
 ABOVE_BOUND = 2.0

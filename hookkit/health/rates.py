@@ -27,6 +27,7 @@ RATES: dict[str, tuple[int, int]] = {
     "not_learning": (7, 3),
     "probabilities": (8, 3),
     "representation_collapse": (6, 0),
+    "saturated": (1, 0),
     "small_batch": (2, 0),
     "softmax_dim": (8, 0),
     "spikes": (1, 1),

@@ -13,6 +13,7 @@ import numpy as np
 
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import SAGEMAKER, UNITS_UNSEEN, Finding, Rule, rule
+from hookkit.health.loss_expectations import ERRORS
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
 from hookkit.records import Floats, Ints, Record
@@ -143,6 +144,7 @@ def saturated(run: RunView) -> Iterator[Finding]:
     """Tanh and sigmoid units at their ends; the last layer may be there, if the loss falls."""
     record = run.activations
     which = read.are(record.types, ("Tanh", "Sigmoid"))
+    yield from _out_of_reach(run, record, bool(which[-1]))
     which[-1] &= run.fails
     if not which.any():
         why = "no tanh or sigmoid among the layers (include_paramless=True records them)"
@@ -158,3 +160,25 @@ def saturated(run: RunView) -> Iterator[Finding]:
         here = saturated.but(threshold=line, source=_source(saturated, low))
         where = read.where(record, hit, window)
         yield here.found("note" if late else severity, what, *where)
+
+
+def _out_of_reach(run: RunView, record: Record, bounded: bool) -> Iterator[Finding]:
+    """An output at the ends of its range, while the error that it is to lower stays."""
+    if not bounded or run.loss_name not in ERRORS or not run.learns or not run.has_much_left:
+        return
+    share = float(_smallest(read.table(record, "saturated")[-1:, read.last_half(record)])[0])
+    if share > MANY:
+        what = f"{read.percent(share)} of the output is at the ends of its range, and "
+        what += f"{read.percent(read.end_level(run.losses) / read.start_level(run.losses))} of the "
+        what += "error is left"
+        last = len(record.names) - 1
+        yield _OUT_OF_REACH.found("warning", what, *read.where(record, [last]))
+
+
+_OUT_OF_REACH = saturated.but(
+    threshold="over 50 % of the last layer, with 0.3 of an error left",
+    source="the range of the function, 0 to 1, or -1 to 1; 50 % and 0.3: hookkit, measured",
+    cause="targets that the activation at the end cannot reach",
+    fix="leave nn.Sigmoid or nn.Tanh out at the end of a regression, or scale the targets to its "
+    "range",
+)
