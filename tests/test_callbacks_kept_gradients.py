@@ -1,5 +1,6 @@
 """`KeptGradients`: a forgotten zero_grad, and the many ways not to forget it."""
 
+import io
 from collections.abc import Callable
 
 import pytest
@@ -214,6 +215,20 @@ def test_gradients_that_are_sparse_only_now_and_then():
             opt.step()
 
     assert "kept_gradients" not in w.run_record().info
+
+
+def test_a_tensor_that_is_no_parameter_is_saved_without_a_warning():
+    model, image = net(), torch.randn(3, 4, requires_grad=True)
+    opt = torch.optim.SGD([{"params": [image]}, {"params": model.parameters()}], 0.1)
+
+    with watch(model, opt) as w:
+        for _ in range(5):
+            opt.zero_grad()
+            model(image).sum().backward()
+            opt.step()
+            torch.save(image, io.BytesIO())
+
+    assert w.run_record().info["kept_gradients"] == [0, 4]
 
 
 def test_a_step_that_a_scaler_skips_is_none():

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +29,7 @@ class KeptGradients:
     (or set to None). Gradients that autograd does not add to, as those of FSDP2, are not known, nor
     are those that something else has replaced before the step, as the mean of clipped ones.
 
-    >>> w = torch.ones(2, requires_grad=True); opt = torch.optim.SGD([w], 0.1)
+    >>> w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], 0.1)
     >>> kept = KeptGradients()
     >>> for _ in range(4):
     ...     w.sum().backward(); kept.step_began(opt); opt.step(); kept.step_ended(opt)
@@ -56,6 +56,8 @@ class KeptGradients:
         """`opt` has used them."""
         if len(self._kept) < MANY and not torch.compiler.is_compiling():
             params = (p for group in opt.param_groups for p in group["params"])
+            # copies and pickles leave out the hooks of parameters only
+            params = (p for p in params if isinstance(p, nn.Parameter))
             plain = (p for p in params if type(p.grad) is Tensor and not p.grad.is_sparse)
             if (p := next(plain, None)) is not None and p.requires_grad:
                 self._followed[opt] = followed = _Followed(p)
