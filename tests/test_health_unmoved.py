@@ -1,5 +1,6 @@
 """Rules on parameters that do not move, and on constant initial weights."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from health_runs import FLAT, N, alarms, falling, found, weights
 from torch import nn
+from torch.func import functional_call, grad
 
 from hookkit import ActivationStats, ParamStats, watch
 from hookkit.errors import NeverFiredWarning
@@ -219,6 +221,38 @@ def test_a_step_that_is_forgotten_is_named_though_nothing_is_recorded():
     assert [(f.rule, f.severity) for f in d] == [("unmoved", "error")]
     assert "optimizer.step()" in d[0].fix
     assert d.headline == "0 layers, 0 steps: 1 error"
+    assert copy.copy(w).diagnose().headline == d.headline
+
+
+@pytest.mark.parametrize("way", ["data", "no_grad"])
+def test_weights_that_are_changed_by_hand_miss_no_step(way):
+    model = nn.Linear(4, 1)
+    unseen = pytest.warns(NeverFiredWarning, match="no optimizer step")
+    with unseen, watch(model, ParamStats()) as w:
+        for _ in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+            for p in model.parameters():
+                if way == "data":
+                    p.data -= 0.1 * p.grad
+                else:
+                    with torch.no_grad():
+                        p -= 0.1 * p.grad
+                p.grad = None
+
+    assert "unmoved" not in w.diagnose().rules
+    assert "unmoved" not in copy.copy(w).diagnose().rules
+
+
+def test_weights_that_cannot_be_read_outside_of_a_transform_miss_no_step():
+    model = nn.Linear(4, 1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    unseen = pytest.warns(NeverFiredWarning, match="no optimizer step")
+    with unseen, watch(model, ParamStats()) as w:
+        for x in torch.randn(5, 8, 4):
+            grads = grad(lambda p, x=x: functional_call(model, p, x).square().mean())(weights)
+            weights = {name: p - 0.1 * grads[name] for name, p in weights.items()}
+
+    assert "unmoved" not in w.diagnose().rules
 
 
 def test_steps_that_are_not_to_be_seen_are_not_missed():

@@ -7,6 +7,7 @@ whatever order they come; a batch that is shuffled, augmented or drawn anew has 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,14 +47,10 @@ class BatchFacts:
         if len(self._steps) >= MANY or torch.compiler.is_compiling() or is_transforming():
             return
         with torch.no_grad():
-            for t in leaves(given):
-                # no subclasses: reading a part of a DTensor would wait for other ranks
-                whole = type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested
-                if whole and t.numel() and (values := plain(t)) is not None:
-                    mark = _mark(values)
-                    # the largest: a closure evaluates the same batch again
-                    now = mark if self._now is None else self._now.to(mark.device)
-                    self._now = torch.maximum(now, mark)
+            for mark in marks(leaves(given)):
+                # the largest: a closure evaluates the same batch again
+                now = mark if self._now is None else self._now.to(mark.device)
+                self._now = torch.maximum(now, mark)
 
     def end_step(self) -> None:
         """What was seen since the last step was for this one."""
@@ -73,6 +70,15 @@ class BatchFacts:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_steps": [t.cpu() for t in self._steps], "_now": None}
+
+
+def marks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """One number for each of `tensors` that can be read: equal tensors have equal ones."""
+    for t in tensors:
+        # no subclasses: reading a part of a DTensor would wait for other ranks
+        whole = type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested
+        if whole and t.numel() and (values := plain(t)) is not None:
+            yield _mark(values)
 
 
 def _mark(t: Tensor) -> Tensor:

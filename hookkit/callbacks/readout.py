@@ -69,7 +69,6 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
             **({"rank": ranks.this_rank()} if alone else {}),
             **({} if history is None else history.facts()),
             "train_iter": runner.train_iter,
-            **({"no_step": True} if _misses_steps(runner) else {}),
             **({"within_epoch": True} if vars(runner).get("_in_epoch") else {}),
             **({"first_step": first} if (first := vars(runner).get("first_step")) else {}),
             **vars(runner).get("info", {}),
@@ -80,9 +79,13 @@ def run_of(runner: Any, *, quiet: bool = False) -> Run:
 
 
 def _misses_steps(runner: Any) -> bool:
-    """Whether a watched loop has seen batches, and no step; a Learner makes its steps itself."""
+    """Whether a watched loop saw batches, no step, and weights that stay as they were.
+
+    A Learner makes its steps itself.
+    """
     cancelled = getattr(runner, "n_cancelled_steps", None)
-    return bool(cancelled == 0 and runner.train_iter and not runner.n_steps)
+    without = cancelled == 0 and runner.train_iter and not runner.n_steps
+    return bool(without and runner.is_unchanged())
 
 
 def is_recorder(kind: type) -> bool:
@@ -142,6 +145,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "n_epoch": runner.n_epoch,
         **runner._loss_facts.read(),
         **runner.batch_facts.read(),
+        **({"no_step": True} if _misses_steps(runner) else {}),
         **(kept.read() if (kept := vars(runner).get("kept_gradients")) is not None else {}),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -57,8 +57,8 @@ def unmoved(run: RunView) -> Iterator[Finding]:
 
 
 @rule(
-    threshold="3 training batches or more, and no step",
-    source="exact, by the optimizers that the model's parameters are in",
+    threshold="3 training batches or more, no step, and weights that stay as they were",
+    source="exact, by the optimizers that the model's parameters are in, and by the weights",
     cause="optimizer.step() is never called, or what steps is not what watch was given",
     fix="call optimizer.step() after loss.backward()",
 )

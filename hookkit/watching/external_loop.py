@@ -12,10 +12,12 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from hookkit.callbacks.batch_facts import marks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.kept_gradients import KeptGradients
 from hookkit.callbacks.losses import LossHistory
@@ -25,6 +27,7 @@ from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
+from hookkit.hooks.snapshot import is_transforming
 from hookkit.records import Run
 from hookkit.watching.checks import warn_unseen
 from hookkit.watching.loop_table import TABLE, Signal, State
@@ -105,6 +108,7 @@ class ExternalLoop(CallbackRunner):
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
         self._last_step_iter = self._most_batches = self._n_begun = 0
         self._first_part: nn.Module | None = None
+        self._first_weights: list[Tensor] = []
         self._paused: list[Any] = []
 
     @property
@@ -352,6 +356,8 @@ class ExternalLoop(CallbackRunner):
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
         self.training, self.stepped, self._marked, self.loss = True, False, False, None
+        if not (self._n_begun or self.n_steps):
+            self._first_weights = self._weights()
         self._n_begun += 1
         self.losses.begin(self.n_steps)
         self._fire_in_batch("before_batch")
@@ -481,6 +487,21 @@ class ExternalLoop(CallbackRunner):
         """The parameters that are trained, of the model and beside it."""
         groups = (group["params"] for opt in self.opts for group in opt.param_groups)
         return chain(self.model.parameters(), *groups)
+
+    def _weights(self) -> list[Tensor]:
+        if is_transforming():  # in place of the weights are then tensors that end with it
+            return []
+        with torch.no_grad():
+            return list(marks(self.model.parameters()))
+
+    def is_unchanged(self) -> bool:
+        """Whether weights are those of the first batch: no step was made that was not seen.
+
+        Sync: one for each parameter, up to the first one that has changed.
+        """
+        first, now = self._first_weights, self._weights()
+        # as numbers: the model may be on another device by now
+        return bool(first) and all(float(a) == float(b) for a, b in zip(first, now, strict=False))
 
     def _gather(self) -> None:
         self.losses.gather(self._where())
