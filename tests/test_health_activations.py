@@ -99,25 +99,38 @@ def test_weights_that_are_all_a_little_too_large_grow_over_the_depth(times, seen
     assert alarms(fitted(net, lambda y: y.mean(1))) & {"bad_init", "exploding"} == seen
 
 
-@pytest.mark.parametrize(("times", "normed"), [(1.0, False), (5.0, False), (5.0, True)])
-def test_small_inputs_do_not_hide_that_most_layers_amplify(times, normed):
+@pytest.mark.parametrize(
+    ("gain", "normed", "seen"),
+    [(5 / 3, False, set()), (3.0, False, {"bad_init"}), (3.0, True, set())],
+)
+def test_the_gain_that_pytorch_names_for_tanh_is_no_finding_in_most_layers(gain, normed, seen):
     torch.manual_seed(0)
-    parts = (nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
-    net = nn.Sequential(*parts, nn.LayerNorm(8)) if normed else nn.Sequential(*parts)
-    with torch.no_grad():
-        for i in (0, 2):
-            net[i].weight *= times
+    net = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(32, 32), nn.Tanh())))
+    for layer in net[::2]:
+        nn.init.orthogonal_(layer.weight, gain)  # nn.init.calculate_gain("tanh") is 5/3
 
-    run = fitted(nn.Sequential(Shrunk(), net), lambda y: y.mean(1))
+    run = fitted(nn.Sequential(net, nn.LayerNorm(32)) if normed else net, lambda y: y.mean(1))
 
-    assert (alarms(run) & {"bad_init"} == {"bad_init"}) == (times > 1 and not normed)
+    assert alarms(run) & {"bad_init"} == seen
+    if seen:
+        finding = found(run, "bad_init")
+        assert "times what it is given in the median layer" in finding.evidence
+        assert finding.threshold.startswith("a layer's output above 2, and above twice what")
 
 
-class Shrunk(nn.Module):
-    """Data of RMS 0.1, as one-hot vectors have."""
+def test_a_layer_that_gives_each_one_hot_row_a_vector_of_rms_1_is_no_finding():
+    torch.manual_seed(0)
+    net = nn.Sequential(OneHot(), nn.Linear(200, 8))
+    nn.init.normal_(net[1].weight)  # as nn.Embedding begins
+
+    assert "bad_init" not in alarms(fitted(net, lambda y: y.mean(1)))
+
+
+class OneHot(nn.Module):
+    """The place of the largest of the data, of 200."""
 
     def forward(self, x):
-        return 0.1 * x
+        return nn.functional.one_hot(x.argmax(1), 200).float()
 
 
 def test_one_weight_that_is_far_too_large_is_enough():
