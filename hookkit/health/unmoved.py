@@ -81,7 +81,7 @@ _NO_STEP = no_step.but(name="unmoved")
 
 _FEW_STEPS = _NO_STEP.but(
     threshold="32 for each step, where players waste one, and attacks on images 20",
-    source="exact, by what autograd adds new gradients to; 32: hookkit, chosen",
+    source="by what autograd adds new gradients to; 32: hookkit, chosen",
     cause="optimizer.step() stands outside the loop over batches, where only the last one counts",
     fix="call optimizer.step() after each loss.backward(); or, to accumulate gradients, "
     "optimizer.zero_grad() only after each step",
