@@ -99,23 +99,13 @@ def test_weights_that_are_all_a_little_too_large_grow_over_the_depth(times, seen
     assert alarms(fitted(net, lambda y: y.mean(1))) & {"bad_init", "exploding"} == seen
 
 
-@pytest.mark.parametrize(
-    ("gain", "normed", "seen"),
-    [(5 / 3, False, set()), (3.0, False, {"bad_init"}), (3.0, True, set())],
-)
-def test_the_gain_that_pytorch_names_for_tanh_is_no_finding_in_most_layers(gain, normed, seen):
+def test_the_gain_that_pytorch_names_for_tanh_is_no_finding():
     torch.manual_seed(0)
     net = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(32, 32), nn.Tanh())))
     for layer in net[::2]:
-        nn.init.orthogonal_(layer.weight, gain)  # nn.init.calculate_gain("tanh") is 5/3
+        nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("tanh"))  # 5/3
 
-    run = fitted(nn.Sequential(net, nn.LayerNorm(32)) if normed else net, lambda y: y.mean(1))
-
-    assert alarms(run) & {"bad_init"} == seen
-    if seen:
-        finding = found(run, "bad_init")
-        assert "times what it is given in the median layer" in finding.evidence
-        assert finding.threshold.startswith("a layer's output above 2, and above twice what")
+    assert "bad_init" not in alarms(fitted(net, lambda y: y.mean(1)))
 
 
 def test_a_layer_that_gives_each_one_hot_row_a_vector_of_rms_1_is_no_finding():

@@ -23,9 +23,6 @@ LARGE_OUTPUT = 4.0
 # The gain of one weight, or of most, that makes it so; 1.43 in healthy trainings (measured).
 # torch.nn.init.calculate_gain: tanh's 5/3 at most
 LARGE_GAIN, UNUSUAL_GAIN = 5.0, 1.5
-# An output that is bounded on its way, by tanh: half as large, and twice what a layer is given, in
-# the median layer. With tanh's 5/3, or 1.7 before a GELU, healthy trainings reach 1.77 (measured).
-BOUNDED_OUTPUT, AMPLIFIES = 2.0, 2.0
 # The same of an output where no weight is to blame, and what it begins with over what it ends with;
 # 1.8 and 2.5 in healthy trainings (hookkit, measured)
 FAR_OUTPUT, FELL_BACK = 10, 3
@@ -68,9 +65,7 @@ def _large_outputs(run: RunView) -> Iterator[Finding]:
     """A layer that gives far more than it is to, before the first step, and what makes it do so."""
     record, (which, gain) = run.activations, _gains(run)
     times = _times_inputs(run, record)
-    most, amplifies = times.max(initial=0.0), _amplification(record, times > 0)
-    large = most > LARGE_OUTPUT
-    if not (large or (most > BOUNDED_OUTPUT and amplifies > AMPLIFIES)):
+    if not times.max(initial=0.0) > LARGE_OUTPUT:
         return
     top, first = int(times.argmax()), read.table(record, "rms")[:, 0]
     what = f"{record.names[top]} gives RMS {first[top]:.3g} before training"
@@ -79,10 +74,7 @@ def _large_outputs(run: RunView) -> Iterator[Finding]:
     if hit.any():
         what += f", where {hit.sum()} of {len(hit)} weights begin with a gain (their RMS times "
         what += f"√fan_in) of {read.median(gain[hit]):.3g}"
-        what += "" if large else f": {amplifies:.3g} times what it is given in the median layer"
-        says = bad_init if large else _MOST_AMPLIFY
-        where = read.where(run.params, which[hit], read.FIRST)
-        yield says.found("warning", what, *where)
+        yield bad_init.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
         return
     rows = ends(run, record)
     last = read.median(read.table(record, "rms")[rows, -10:], axis=1)
@@ -116,15 +108,6 @@ def _feeds_itself(run: RunView, which: Ints) -> Bools:
     """Which weights a recurrent layer applies to its own last output."""
     names = [] if run.recorded.params is None else run.recorded.params.names
     return np.array(["weight_hh" in names[i].rpartition(".")[2] for i in which], bool)
-
-
-def _amplification(record: Record, own: Bools) -> float:
-    """How many times what it is given the median layer with matrices gives; 1 if a norm follows."""
-    if not own.any() or any("Norm" in name for name in record.types):
-        return 1.0
-    given = read.meta(record, "given_rms", np.nan).astype(float)[own]
-    given = np.where(given > 0, given, np.nan)
-    return float(read.median(read.table(record, "rms")[own, 0] / given))
 
 
 def _small_weights(run: RunView) -> Iterator[Finding]:
@@ -168,12 +151,6 @@ _AMPLIFIED = bad_init.but(
     "was meant, an inner step that is too large",
     fix="divide by what is added up (the degree of a node, the number of steps), and keep the "
     "factors of a recurrence below 1",
-)
-
-_MOST_AMPLIFY = bad_init.but(
-    threshold="a layer's output above 2, and above twice what it is given in the median layer of a "
-    "net without norms, and a gain above 5, or above 1.5 in most layers",
-    source="torch.nn.init.calculate_gain: 5/3 at most; 2 and twice: hookkit, measured",
 )
 
 _CELLS = bad_init.but(
