@@ -7,7 +7,7 @@ from test_watching import BATCH, CLOSE, OPEN, Log, batches, net, sgd, train
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
-from hookkit.stats import ActivationStats
+from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
 # torch's own warnings while it traces
@@ -120,6 +120,21 @@ def test_the_layers_of_a_compiled_model_are_recorded_also_if_it_ran_before(make,
     assert n_hooks(inner, opt) == 0
 
 
+def test_gradients_of_a_second_model_that_is_compiled_in_place():
+    def compiled_in_place() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        made.compile(backend="aot_eager")
+        return made
+
+    first, second, grads = compiled_in_place(), compiled_in_place(), GradientStats()
+    train(first, sgd(first), 2)
+    with watch(second, opt := sgd(second), grads):
+        train(second, opt, 4)
+
+    assert len(grads.record()) == 4
+
+
 def test_a_model_compiled_in_place_that_fails_is_cancelled():
     model, log = Net(), Log()
     model.compile(backend="eager")
@@ -138,11 +153,27 @@ def test_compiling_the_whole_of_which_only_the_inside_was_given_is_reported():
     opt = sgd(inner)
 
     with watch(inner, opt) as w:
-        model = torch.compile(inner, backend="eager", fullgraph=True)
+        model = torch.compile(nn.Sequential(inner), backend="eager", fullgraph=True)
         with pytest.warns(CompiledWarning, match=r"Give watch what torch\.compile returned"):
             train(model, opt)
 
     assert w.n_steps == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_model_is_recorded_as_well_when_what_compile_returned_is_called(backend):
+    def recorded(compiled: bool) -> list[list[float]]:
+        model, stats = Net(), [ActivationStats()]
+        if torch.__version__ >= "2.13":  # older ones cannot trace hooks on tensors
+            stats.append(GradientStats())
+        opt = sgd(model)
+        with watch(model, opt, *stats):
+            called = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+            train(called, opt)
+        return [s.record().value("rms").ravel().tolist() for s in stats]
+
+    for eager, compiled in zip(recorded(False), recorded(True), strict=True):
+        assert compiled == pytest.approx(eager, rel=1e-5)
 
 
 def test_a_compiled_train_step_is_seen_with_marks():

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from threading import enumerate as enumerate_threads
 from threading import get_ident
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -225,6 +225,24 @@ class HookEntry:
 
     def __reduce__(self) -> Any:
         return HookEntry, (None, None, self.edit, self.keeps_output)
+
+
+def _never_compiled_alone(code: CodeType) -> None:
+    """Within its module's graph a hook is traced; where that has a break, hooks run eagerly.
+
+    Else the compiler makes a graph of each of them. What those write to in their backward passes,
+    as gradients' statistics, they share, and autograd ends such a training with an error.
+    """
+    # Private: `set_code_exec_strategy`, by which PyTorch's own wrappers are left out (2.11 has it;
+    # it changes nothing for code that is traced within another's graph). Without it hooks are
+    # compiled alone, as before.
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+_never_compiled_alone(HookEntry.__call__.__code__)
 
 
 def entry_of(handle: RemovableHandle) -> HookEntry | None:
