@@ -79,7 +79,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     >>> nearest("layer1.conv", ["layer1.conv1", "layer1.conv2", "fc"], n=2)
     ['layer1.conv2', 'layer1.conv1']
     """
-    return get_close_matches(name, list(names), n=n)
+    return get_close_matches(name, list(names), n=n, cutoff=0.5)
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
