@@ -39,6 +39,17 @@ def early_of(record: Record, ratio: Floats) -> Floats:
     return np.asarray(read.median(ratio[:, first], axis=1), np.float64)
 
 
+def mean_step(record: Record, ratio: Floats) -> Floats:
+    """The mean update:weight of each matrix's steps."""
+    return np.asarray(np.nansum(ratio * record.spans, axis=1) / record.spans.sum())
+
+
+def n_steps(record: Record) -> int:
+    """Steps from the first one recorded to the last, with those between."""
+    first, last = read.span(record)
+    return last - first + 1
+
+
 def growth(record: Record, which: Ints) -> Floats:
     """How many times as large each matrix is at the end as at first."""
     norm = read.table(record, "weight_norm")[which]

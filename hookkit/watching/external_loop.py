@@ -356,7 +356,7 @@ class ExternalLoop(CallbackRunner):
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
         self.training, self.stepped, self._marked, self.loss = True, False, False, None
-        if not (self._n_begun or self.n_steps):
+        if not (self._n_begun or self.n_steps):  # kept until a step is seen
             self._first_weights = self._weights()
         self._n_begun += 1
         self.losses.begin(self.n_steps)
@@ -397,6 +397,7 @@ class ExternalLoop(CallbackRunner):
             self._step_cancelled = False
         else:
             self.n_steps, self.stepped = self.n_steps + 1, True
+            self._first_weights = []
             self._fire_in_batch("after_step")
         if self.training:
             self._end_batch()
@@ -489,6 +490,7 @@ class ExternalLoop(CallbackRunner):
         return chain(self.model.parameters(), *groups)
 
     def _weights(self) -> list[Tensor]:
+        """One number for each parameter that can be read, by which two looks are compared."""
         if is_transforming():  # in place of the weights are then tensors that end with it
             return []
         with torch.no_grad():

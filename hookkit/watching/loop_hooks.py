@@ -88,7 +88,6 @@ class LoopHooks:
     def attach(self) -> None:
         """Registers the hooks; `detach` removes all of them, also when this was cut short."""
         self._depth, self._reporting, self._steps, self._last_loss = 0, False, [], None
-        self._wholes.clear()
         self._thread = get_ident()
         for module in wrappers(self.model):
             self._attach_module(module)
@@ -117,7 +116,7 @@ class LoopHooks:
         self._root.remove()
         for handle in (self._handle, *self._parts.values()):
             handle.remove()
-        self._handle, self._parts = Handle(), {}
+        self._handle, self._parts, self._wholes = Handle(), {}, set()
 
     def _attach_module(self, module: nn.Module) -> None:
         check_hookable(module, "watch")
