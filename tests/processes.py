@@ -42,21 +42,22 @@ def _rank(rank: int, work: Callable[[int, Path], object], folder: Path, n: int) 
     os.environ.update({name: str(value) for name, value in known.items()})
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=wait, rank=rank, world_size=n)
+    # who ends before another has connected ends that other by an error of gloo's
+    if not _meet("came", rank, folder, n):
+        raise TimeoutError(f"rank {rank} of {n} waited for the others to connect")
     work(rank, folder)
-    _leave(rank, folder, n)
+    # without the destructors of gloo, which now and then abort ("terminate called without an active
+    # exception") after all that a test looks at is done
+    os._exit(0 if _meet("left", rank, folder, n) else 1)
 
 
-def _leave(rank: int, folder: Path, n: int) -> None:
-    """Ends this process with 0 once all ranks have got here; with 1 after a minute of waiting.
-
-    Without the destructors of gloo, which now and then abort ("terminate called without an active
-    exception") after all that a test looks at is done.
-    """
-    marks = [folder / f"left{r}" for r in range(n)]
+def _meet(where: str, rank: int, folder: Path, n: int) -> bool:
+    """Waits until all ranks have got here; False if a minute passes before that."""
+    marks = [folder / f"{where}{r}" for r in range(n)]
     marks[rank].touch()
     until = time.monotonic() + 60
     while not all(mark.exists() for mark in marks):
         if time.monotonic() > until:
-            os._exit(1)
+            return False
         time.sleep(0.01)
-    os._exit(0)
+    return True
