@@ -60,9 +60,24 @@ def first_input(node: Any) -> Any:
     return node.next_functions[0][0] if node.next_functions else None
 
 
+def behind(node: Any) -> Iterator[Any]:
+    """The first inputs of a node, of that, and so on."""
+    for _ in range(8):
+        node = first_input(node)
+        if node is None:
+            return
+        yield node
+
+
+def only_input(node: Any) -> Any:
+    """The node whose result alone needs a gradient of all that `node` takes; None if not one."""
+    inputs = [before for before, _ in node.next_functions if before is not None]
+    return inputs[0] if len(inputs) == 1 else None
+
+
 def takes_one(node: Any) -> bool:
     """Whether only one of the inputs of an operation needs a gradient."""
-    return sum(before is not None for before, _ in node.next_functions) == 1
+    return only_input(node) is not None
 
 
 def saved(node: Any, name: str) -> Any:

@@ -28,6 +28,65 @@ def batches_of(data, n=50, model=None, opt=None):
     return pickle.loads(pickle.dumps(w)).run_record().info["batches"]
 
 
+def asked(question, n=40):
+    """What is known of calls without gradients in a training where `question(model, step)` asks."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt) as w:
+        for step in range(n):
+            with torch.no_grad():
+                question(model, step)
+            opt.zero_grad()
+            model(torch.full((8, 4), float(step))).square().mean().backward()
+            opt.step()
+    return pickle.loads(pickle.dumps(w)).run_record().info.get("asked")
+
+
+def in_eval_mode(model, step):
+    model.eval()(torch.randn(1, 4))
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        (lambda model, step: model(torch.randn(1, 4)), [40, 40]),
+        (lambda model, step: [model(torch.randn(1, 4)) for _ in range(5)], [40, 40]),
+        (lambda model, step: step % 8 or model(torch.randn(1, 4)), [5, 5]),
+        (
+            lambda model, step: model[0](torch.randn(1, 4)),
+            [1, 1],
+        ),  # then the model itself is called
+        (lambda model, step: model(ROWS), [40, 1]),
+        (
+            lambda model, step: model(torch.full((8, 4), step - 1.0)),
+            [1, 1],
+        ),  # what it was trained on
+        (in_eval_mode, None),
+        (lambda model, step: None, None),
+    ],
+)
+def test_what_a_model_is_asked_between_its_steps(question, expected):
+    torch.manual_seed(0)
+
+    assert asked(question) == expected
+
+
+def test_what_the_parts_of_a_model_are_asked():
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 2)})
+    opt = torch.optim.SGD(parts.parameters(), 0.01)
+    with watch(parts, opt) as w:
+        for _ in range(10):
+            with torch.no_grad():
+                parts["head"](parts["body"](torch.randn(1, 4)))
+            opt.zero_grad()
+            parts["head"](parts["body"](torch.randn(8, 4))).square().mean().backward()
+            opt.step()
+
+    assert w.run_record().info["asked"] == [10, 10]
+
+
 ROWS = torch.randn(128, 4)
 PARTS = ROWS.split(32)
 
@@ -80,7 +139,7 @@ def test_any_structure_of_tensors_is_seen(given):
         facts.see(given)
         facts.end_step()
 
-    assert facts.read() == {"batches": [3, 1]}
+    assert facts.read()["batches"] == [3, 1]
 
 
 def test_what_holds_no_plain_tensor_is_not_counted():
@@ -101,3 +160,22 @@ def test_a_model_without_a_forward_of_its_own_is_seen_by_its_parts():
             opt.step()
 
     assert w.run_record().info["batches"] == [12, 3]
+
+
+@pytest.mark.parametrize(
+    ("order", "period"),
+    [
+        ([0, 1, 2] * 4, 3),
+        ([0, 1, 2, 0, 1], 3),
+        ([0, 1, 2, 3], 0),
+        ([0, 1, 2, 2, 0, 1], 0),  # shuffled anew
+        ([0, 0, 0], 1),
+    ],
+)
+def test_batches_that_come_again_in_the_same_order_have_a_period(order, period):
+    facts = BatchFacts()
+    for i in order:
+        facts.see(torch.full((2, 3), i))
+        facts.end_step()
+
+    assert facts.read().get("batches_period", 0) == period

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import ActivationStats, watch
-from hookkit.callbacks.loss_graph import loss_by_graph, others_weights
+from hookkit.callbacks.loss_facts import others_weights
+from hookkit.callbacks.loss_graph import loss_by_graph
 
 N, T, C = 4, 3, 7
 
@@ -105,7 +106,8 @@ DIFFERENCES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, squared)
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_a_column_compared_with_a_row(difference):
     for given, target in ((column(), torch.randn(N)), (column()[:, 0], torch.randn(N, 1))):
-        assert f"makes ({N}, {N})" in loss_by_graph(difference(given, target))["broadcast"]
+        for pair in ((given, target), (target, given)):
+            assert f"makes ({N}, {N})" in loss_by_graph(difference(*pair))["broadcast"]
         assert "broadcast" not in loss_by_graph(difference(given, target.view(given.shape)))
 
 
@@ -116,6 +118,36 @@ def test_rows_of_a_channel_compared_with_rows(difference):
         loss = difference(torch.randn(given, requires_grad=True).relu(), torch.randn(target))
         what = f"{given} is compared with {target}, which makes ({N}, {N}, "
         assert loss_by_graph(loss)["broadcast"].startswith(what)
+
+
+PRODUCTS = (
+    lambda x, w: -(x * w).mean(),
+    lambda x, w: (w * -x).sum() / N + 0.1,
+    lambda x, w: 0.5 - (x.squeeze(1) * w[:, None]).mean(),
+    lambda x, w: ((x - 1.0).square() * w).mean(),
+)
+
+
+@pytest.mark.parametrize("loss", PRODUCTS)
+def test_a_column_times_a_row(loss):
+    row = torch.rand(N)
+
+    assert loss_by_graph(loss(column(), row))["outer_product"].endswith(
+        f" multiplied to ({N}, {N})"
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(lambda x, w, loss=loss: loss(x.squeeze(1)[:, None], w[:, None]) for loss in PRODUCTS[:2]),
+        lambda x, w: (x * w).exp().mean(),  # no mean of products
+        lambda x, w: (x * x.T).mean(),  # all pairs
+        lambda x, w: nn.Linear(1, 1)((x * w).sum(1, keepdim=True)).mean(),  # inside the model
+    ],
+)
+def test_products_without_a_mistake(loss):
+    assert "outer_product" not in loss_by_graph(loss(column(), torch.rand(N)))
 
 
 @pytest.mark.parametrize(
@@ -329,3 +361,29 @@ def test_a_loss_of_many_terms_is_read_without_recursion():
         total = total + F.mse_loss(a, b)
 
     assert loss_by_graph(total)["pulls"] == f"two outputs of shape ({N}, 3)"
+
+
+SOFT = torch.rand(N, C).softmax(1)
+
+
+def soft(how=lambda logs: -(SOFT * logs).sum(1).mean()):
+    return how(scores().log_softmax(1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "chance"),
+    [
+        (lambda: F.cross_entropy(scores(), SOFT), math.log(C)),
+        (soft, math.log(C)),
+        (lambda: soft(lambda logs: (logs * -SOFT).sum(-1).mean()), math.log(C)),
+        (lambda: soft(lambda logs: -(SOFT * logs).sum() / N), math.log(C)),
+        (lambda: soft(lambda logs: -(SOFT * logs).mean()), None),  # a share of it
+        (lambda: soft(lambda logs: -(SOFT * logs).sum()), None),  # grows with the batch
+        (lambda: soft(lambda logs: -(SOFT * logs).sum(0).mean()), None),
+        (lambda: F.kl_div(scores().log_softmax(1), SOFT, reduction="batchmean"), None),
+        (lambda: -(scores().softmax(1) * scores().log_softmax(1)).sum(1).mean(), None),  # entropy
+    ],
+)
+def test_shares_of_classes_have_the_chance_of_a_cross_entropy(loss, chance):
+    assert loss_by_graph(loss()).get("chance_of_shares") == (chance and pytest.approx(chance))
+    assert "chance" not in loss_by_graph(loss())

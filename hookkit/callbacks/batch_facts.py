@@ -31,14 +31,19 @@ _DIGITS = 9
 class BatchFacts:
     """The number of different batches in the first steps.
 
+    Args:
+        name: of the fact.
+        besides: others, whose batches do not count here: to log what a batch gives is no question.
+
     >>> facts = BatchFacts()
     >>> for i in range(6):
     ...     facts.see(torch.full((2, 3), i % 2)); facts.end_step()
     >>> facts.read()
-    {'batches': [6, 2]}
+    {'batches': [6, 2], 'batches_period': 2}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "batches", besides: BatchFacts | None = None) -> None:
+        self._name, self._besides = name, besides
         self._steps: list[Tensor] = []
         self._now: Tensor | None = None
 
@@ -52,6 +57,11 @@ class BatchFacts:
                 now = mark if self._now is None else self._now.to(mark.device)
                 self._now = torch.maximum(now, mark)
 
+    def see_first(self, given: Any) -> None:
+        """The same, of the first call since the last step alone."""
+        if self._now is None:
+            self.see(given)
+
     def end_step(self) -> None:
         """What was seen since the last step was for this one."""
         if self._now is not None and len(self._steps) < MANY:
@@ -59,17 +69,35 @@ class BatchFacts:
         self._now = None
 
     def read(self) -> dict[str, Any]:
-        """`batches`: of how many steps it is known, and how many of them saw something else.
+        """Under the fact's name: of how many steps it is known, how many saw something else.
+
+        And as `NAME_period` after how many steps all of them come again in the same order, if they
+        do.
 
         Reads the device once.
         """
+        others = set(self._besides.seen()) if self._besides is not None else set()
+        seen = [mark for mark in self.seen() if mark not in others]
+        period = _period(seen)
+        again = {f"{self._name}_period": period} if period else {}
+        return {self._name: [len(seen), len(set(seen))], **again} if seen else {}
+
+    def seen(self) -> list[str]:
+        """What was seen, as a text for each step; reads the device once."""
         if not self._steps:
-            return {}
+            return []
         marks = torch.stack([t.to(self._steps[0].device) for t in self._steps]).tolist()  # sync
-        return {"batches": [len(marks), len({f"{mark:.{_DIGITS}g}" for mark in marks})]}
+        return [f"{mark:.{_DIGITS}g}" for mark in marks]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_steps": [t.cpu() for t in self._steps], "_now": None}
+        steps = [t.cpu() for t in self._steps]
+        return {"_steps": steps, "_now": None, "_name": self._name, "_besides": None}
+
+
+def _period(seen: list[str]) -> int:
+    """After how many places all values come again in the same order; 0 if they do not."""
+    period = len(set(seen))
+    return period if period < len(seen) and seen[period:] == seen[:-period] else 0
 
 
 def marks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

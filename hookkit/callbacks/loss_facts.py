@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookkit.callbacks.loss_graph import loss_by_graph, others_weights
+from hookkit.autograd_graph import graph_nodes
+from hookkit.callbacks.loss_graph import loss_by_graph
 from hookkit.hooks.snapshot import is_transforming
 
 
@@ -123,7 +124,24 @@ class LossFacts:
         return {k: _on_cpu(v) for k, v in vars(self).items()}
 
 
-_OF_ITS_SIZE = ("loss_func", "chance", "n_classes")
+def others_weights(loss: Tensor, own: Iterable[Tensor]) -> int:
+    """How many parameters beside `own` take part in a loss: those of a discriminator or a critic.
+
+    0 where none of `own` does, as under FSDP, which computes with parameters of its own. Cost: one
+    walk through the graph, on the host alone.
+
+    >>> import torch
+    >>> net, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    >>> others_weights(critic(net(torch.ones(4, 2))).mean(), net.parameters())
+    2
+    """
+    known = {id(p) for p in own}
+    held = [node.variable for node, _ in graph_nodes(loss) if hasattr(node, "variable")]
+    others = {id(p) for p in held if isinstance(p, nn.Parameter)} - known
+    return len(others) if any(id(p) in known for p in held) else 0
+
+
+_OF_ITS_SIZE = ("loss_func", "chance", "chance_of_shares", "n_classes")
 """Facts from which follows how high a loss should be."""
 
 # Relative: a loss may have been rounded to four digits, or computed in half precision

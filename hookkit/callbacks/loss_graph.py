@@ -1,28 +1,30 @@
 """What the autograd graph of a loss shows: which of PyTorch's losses it is, and mistakes in it.
 
-Builds on `autograd_graph`. All facts are exact: they are read from the operations and from the
-shapes of their results, never from values. Nothing is kept of the graph.
+Builds on `autograd_graph`, `loss_pulls` and `loss_shapes`. All facts are exact: they are read from
+the operations and from the shapes of their results, never from values. Nothing of it is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookkit.autograd_graph import (
-    SAME_ORDER,
     SAME_VALUES,
+    behind,
     first_input,
-    graph_nodes,
+    only_input,
     op_name,
+    saved,
     shape_of,
     softmax_dim,
     takes_one,
 )
 from hookkit.callbacks.loss_pulls import only_pulls
+from hookkit.callbacks.loss_shapes import outer, wrong_dim
 
 _LOSSES = {
     "NllLoss": "nll_loss",
@@ -38,6 +40,8 @@ _LIKELIHOODS = ("NllLoss", "NllLoss2D", "CtcLoss")
 """Losses that expect logarithms of probabilities."""
 
 _DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
+
+_SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean"))
 
 _SIZES = ("Pow", "Abs", "Mul")
 """Operations that make the size of an error of a difference: its square or absolute value."""
@@ -62,6 +66,8 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
 
         loss_func: the function, if the loss is the mean of one of PyTorch's own.
         chance: the loss of guessing, ln C, where that is known; of a sum, that of its terms.
+        chance_of_shares: the same of a cross entropy whose targets are shares of classes; larger
+            if they are counts.
         n_classes: the size of the classes' dimension, of such a cross entropy.
         loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
             of them gives; `"scores"` where one that expects logarithms of probabilities is given
@@ -69,6 +75,8 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
             Of a sum of losses, that of any of its terms.
         softmax_dim: in words, where the softmax before the loss is not over the classes.
         broadcast: in words, where one column is compared with each element of a row.
+        outer_product: in words, where each number of a column is multiplied by n others and only
+            the sum or mean of all is used.
         pulls: in words, what it pulls together and nothing keeps apart (see `only_pulls`).
 
     >>> import torch
@@ -84,42 +92,46 @@ def loss_by_graph(loss: Tensor) -> dict[str, Any]:
         found |= {"loss_func": own, "loss_input": ""}
     if chance := _chance(loss.grad_fn):
         found["chance"] = chance
+    elif classes := _soft_classes(loss.grad_fn):
+        found["chance_of_shares"] = math.log(classes)
     if loss.grad_fn is not None and (pulled := only_pulls(loss.grad_fn)):
         found["pulls"] = pulled
-    for given in filter(None, map(_of_divergence, _terms(loss.grad_fn))):
+    terms = [*_terms(loss.grad_fn)]
+    found |= _of_terms(terms)
+    for node in _nodes_of_loss(loss):
+        if node is top and _is_mean(node):
+            found |= _of_one(node)
+        found |= _of_operation(node, terms)
+    return found
+
+
+def _of_terms(terms: list[Any]) -> dict[str, Any]:
+    """`loss_input` and `outer_product`, as far as the operations next to the loss say."""
+    found = {}
+    for term in terms:
+        given = _of_divergence(term)
         if _is_softmax(given):
             found["loss_input"] = "probabilities"
         elif op_name(_unscaled(given)) in _GIVES_SCORES:
             found["loss_input"] = "scores"
-    averaged = {first_input(term) for term in _terms(loss.grad_fn) if op_name(term) in _SIZES}
-    for node in _nodes_of_loss(loss):
-        name = op_name(node)
-        if node is top and _is_mean(node):
-            found |= _of_one(node)
-        if given := _given_wrongly(node, name):
-            found["loss_input"] = given
-        if name in _LIKELIHOODS and (dim := _wrong_dim(node, name)):
-            found["softmax_dim"] = dim
-        if name in _DIFFERENCES and (pair := _broadcast(node, name != "Sub" or node in averaged)):
-            found["broadcast"] = pair
+        if op_name(term) == "Mul" and (shapes := outer(term)):
+            found["outer_product"] = f"{shapes[0]} is multiplied to {shapes[2]}"
     return found
 
 
-def others_weights(loss: Tensor, own: Iterable[Tensor]) -> int:
-    """How many parameters beside `own` take part in a loss: those of a discriminator or a critic.
-
-    0 where none of `own` does, as under FSDP, which computes with parameters of its own. Cost: one
-    walk through the graph, on the host alone.
-
-    >>> import torch
-    >>> net, critic = nn.Linear(2, 3), nn.Linear(3, 1)
-    >>> others_weights(critic(net(torch.ones(4, 2))).mean(), net.parameters())
-    2
-    """
-    known = {id(p) for p in own}
-    held = [node.variable for node, _ in graph_nodes(loss) if hasattr(node, "variable")]
-    others = {id(p) for p in held if isinstance(p, nn.Parameter)} - known
-    return len(others) if any(id(p) in known for p in held) else 0
+def _of_operation(node: Any, terms: list[Any]) -> dict[str, Any]:
+    """`loss_input`, `softmax_dim` and `broadcast` of one operation of a loss."""
+    name, found = op_name(node), dict[str, Any]()
+    if wrong := _given_wrongly(node, name):
+        found["loss_input"] = wrong
+    if name in _LIKELIHOODS and (dim := wrong_dim(node, name)):
+        found["softmax_dim"] = dim
+    if name in _DIFFERENCES and (shapes := outer(node)):
+        left, right, whole = shapes
+        averaged = any(op_name(term) in _SIZES and first_input(term) is node for term in terms)
+        if name != "Sub" or averaged or len(whole) == 2:
+            found["broadcast"] = f"{left} is compared with {right}, which makes {whole}"
+    return found
 
 
 def _nodes_of_loss(loss: Tensor) -> Iterator[Any]:
@@ -154,6 +166,32 @@ def _chance(top: Any) -> float:
             return 0.0
         total, n = total + math.log(classes), n + 1
     return (total / n if n > 1 else 0.0) if averaged else total
+
+
+def _soft_classes(top: Any) -> int:
+    """Over how many classes a cross entropy with shares of them as targets is; 0 of all else.
+
+    It is the mean of what log_softmax times the targets adds up to over the classes, or the sum of
+    all divided by a number, which is taken to be that of the samples.
+    """
+    above: list[str] = []
+    node = top
+    while op_name(node) in ("Neg", "Mean", "Div") and takes_one(node) and len(above) < 3:
+        above.append(op_name(node))
+        node = only_input(node)
+    product = only_input(node) if op_name(node) == "Sum" else None
+    scores = only_input(product) if op_name(product) == "Mul" else None
+    if op_name(scores) != "LogSoftmax":
+        return 0
+    over, shape, classes = saved(node, "dim"), shape_of(scores), softmax_dim(scores)
+    if not shape or classes is None:
+        return 0
+    by_sample = (
+        "Mean" in above
+        and over is not None
+        and {d % len(shape) for d in over} == {classes % len(shape)}
+    )
+    return shape[classes] if by_sample or ("Div" in above and over is None) else 0
 
 
 def _by_hand(top: Any) -> str:
@@ -207,13 +245,13 @@ def _is_softmax(node: Any) -> bool:
 
 
 def _terms(top: Any) -> Iterator[Any]:
-    """The operations of a loss that are only added up and scaled on the way to it."""
+    """The operations whose results are only added, subtracted and scaled on the way to a loss."""
     todo, seen = [top] if top is not None else [], {top}  # None: a leaf
     while todo:
         node = todo.pop()
         yield node
         scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
-        if scaled or op_name(node) in SAME_VALUES or op_name(node) in ("Add", "Sum", "Mean"):
+        if scaled or op_name(node) in SAME_VALUES | _SUMS:
             new = {before for before, _ in node.next_functions if before is not None} - seen
             seen |= new
             todo += new
@@ -228,14 +266,12 @@ def _of_divergence(total: Any) -> Any:
     if op_name(parts) != "Sub" or first_input(parts) is not None:
         return None
     by_target = parts.next_functions[1][0]
-    if op_name(by_target) != "Mul" or not takes_one(by_target):
-        return None
-    return next(before for before, _ in by_target.next_functions if before is not None)
+    return only_input(by_target) if op_name(by_target) == "Mul" else None
 
 
 def _before(node: Any, scaled: bool = False) -> Any:
     """The node whose output is the first input of `node`, behind views and factors."""
-    return next((b for b in _behind(node) if not _only_passes_on(b, scaled)), None)
+    return next((b for b in behind(node) if not _only_passes_on(b, scaled)), None)
 
 
 def _unscaled(node: Any) -> Any:
@@ -246,45 +282,3 @@ def _unscaled(node: Any) -> Any:
 def _only_passes_on(node: Any, scaled: bool) -> bool:
     by_factor = scaled and op_name(node) in ("Mul", "Div") and takes_one(node)
     return by_factor or op_name(node) in SAME_VALUES
-
-
-def _behind(node: Any) -> Iterator[Any]:
-    """The first inputs of a node, of that, and so on."""
-    for _ in range(8):
-        node = first_input(node)
-        if node is None:
-            return
-        yield node
-
-
-def _wrong_dim(loss: Any, name: str) -> str:
-    """In words, if the softmax before a likelihood is not over the dimension of its classes."""
-    for node in _behind(loss):
-        if op_name(node) == "LogSoftmax":
-            shape, dim = shape_of(node), softmax_dim(node)
-            if not shape or dim is None:
-                return ""
-            right = 1 if name == "NllLoss2D" else len(shape) - 1
-            dim %= len(shape)
-            return f"over dimension {dim} of {shape}" if dim != right else ""
-        if op_name(node) not in SAME_ORDER:
-            return ""  # dimensions may have changed places
-    return ""
-
-
-def _broadcast(node: Any, averaged: bool) -> str:
-    """In words, if `node` compares (n, 1, …) with (n, …), which makes (n, n, …).
-
-    The targets need no gradient. Where both sides do, as in a ranking loss, all pairs are meant; so
-    they are where rows of numbers are compared and the result is not merely averaged.
-    """
-    before = first_input(node)
-    expands = op_name(before) == "Expand"
-    whole, before = (shape_of(before), first_input(before)) if expands else (shape_of(node), before)
-    given = shape_of(before)
-    n, rest = (given or (0,))[0], given[1:]
-    other = (n, *rest[1:]) if rest[:1] == (1,) else (n, 1, *rest)
-    pairs = (n, n, *(rest[1:] if rest[:1] == (1,) else rest))
-    if n < 2 or whole != pairs or not takes_one(node) or not (averaged or len(whole) == 2):
-        return ""
-    return f"{given} is compared with {other}, which makes {whole}"

@@ -146,10 +146,18 @@ def info_of(runner: Any) -> dict[str, Any]:
         **runner._loss_facts.read(),
         **runner.batch_facts.read(),
         **({"no_step": True} if _misses_steps(runner) else {}),
-        **(kept.read() if (kept := vars(runner).get("kept_gradients")) is not None else {}),
+        **_of_watched(runner),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
+
+
+def _of_watched(runner: Any) -> dict[str, Any]:
+    """Facts that a watched loop alone gathers."""
+    seen = (vars(runner).get(name) for name in ("kept_gradients", "asked"))
+    facts = {name: fact for s in seen if s is not None for name, fact in s.read().items()}
+    n = vars(runner).get("n_eval_steps")
+    return facts | ({"eval_steps": [n, runner.n_own_steps]} if n else {})
 
 
 def loop_text(runner: Any) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from hookkit.callbacks.batch_facts import marks
+from hookkit.callbacks.batch_facts import BatchFacts, marks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.kept_gradients import KeptGradients
 from hookkit.callbacks.losses import LossHistory
@@ -28,6 +28,7 @@ from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
 from hookkit.hooks.snapshot import is_transforming
+from hookkit.modules import unwrap
 from hookkit.records import Run
 from hookkit.watching.checks import warn_unseen
 from hookkit.watching.loop_table import TABLE, Signal, State
@@ -37,7 +38,7 @@ from hookkit.watching.optimizer_groups import OptimizerGroups
 _IN_EVAL = (State.EVAL, State.PAUSED)
 _KEPT = (  # in copies and pickles
     "cbs", "_past", "n_steps", "epoch", "elsewhere", "earlier", "first_step", "losses", "spans",
-    "train_iter", "n_cancelled_steps", "_gathered_at",
+    "train_iter", "n_cancelled_steps", "n_eval_steps", "_gathered_at",
 )  # fmt: skip
 
 
@@ -59,10 +60,13 @@ class ExternalLoop(CallbackRunner):
         first_step: the number of the first step, of a training that is resumed; else None.
         resumes_epoch: it ended within an epoch, which has not been marked since.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
+        n_eval_steps: steps whose forward was in eval mode.
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
         kept_gradients: whether gradients are zeroed between steps.
+        asked: what the model was given between steps, in training mode but without gradients: by an
+            agent that acts, or for targets of the model's own.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
         info: facts that the user adds to the run.
@@ -82,7 +86,7 @@ class ExternalLoop(CallbackRunner):
     loss_func: Any = None
     pred: Any = None
     loss: Tensor | None = None
-    epoch = n_cancelled_steps = 0
+    epoch = n_cancelled_steps = n_eval_steps = 0
     first_step: int | None = None
     resumes_epoch = False
     compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
@@ -98,6 +102,7 @@ class ExternalLoop(CallbackRunner):
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
         self.groups, self.kept_gradients = OptimizerGroups(), KeptGradients()
+        self.asked = BatchFacts("asked", besides=self.batch_facts)
         self._reset()
 
     def _reset(self) -> None:
@@ -367,6 +372,9 @@ class ExternalLoop(CallbackRunner):
         if not self.warned and (self.in_eval or not (self.root_ran or self.n_own_steps)):
             self.warned = True
             warn_unseen(self.model, compiled=self.compiled, in_eval=self.in_eval)
+        # some part may be in training mode on purpose: a head on a frozen body
+        if self.in_eval and not any(m.training for m in unwrap(self.model).modules()):
+            self.n_eval_steps += 1
         self._begin_batch()
 
     def _after_pred(self) -> None:
@@ -391,6 +399,7 @@ class ExternalLoop(CallbackRunner):
     def _end_step(self) -> None:
         self.groups.end()
         self.batch_facts.end_step()
+        self.asked.end_step()
         self._most_batches = max(self._most_batches, self.train_iter - self._last_step_iter)
         self._last_step_iter = self.train_iter
         if self._step_cancelled:

@@ -178,6 +178,12 @@ class LoopHooks:
         self.loop.forward_began(training)
         if training:
             self._begin_to_learn(given)
+        else:
+            self._see_asked(self.root, given)
+
+    def _see_asked(self, module: nn.Module, given: Any) -> None:
+        if module.training and not torch.is_grad_enabled():
+            self.loop.asked.see_first(given)
 
     def _begin_to_learn(self, given: Any) -> None:
         """A training forward begins on `given`: a look at it, and at the backward pass to come."""
@@ -202,16 +208,21 @@ class LoopHooks:
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.loop.compiled = True
-        elif not self._depth and _learns(module) and not recomputing():
-            if in_thread(self._thread):
-                if module not in self._wholes:
-                    self._wholes.add(module)
-                    self._forget_parts_of(module)
-                if self.loop.part_began(module):
-                    self.loop.kept_gradients.see((args, kwargs))
-                    self._begin_to_learn((args, kwargs))
+        elif not self._depth and not recomputing():
+            if not in_thread(self._thread):
+                self.loop.other_thread |= _learns(module)
+            elif not _learns(module):
+                self._see_asked(module, (args, kwargs))
             else:
-                self.loop.other_thread = True
+                self._part_learns(module, (args, kwargs))
+
+    def _part_learns(self, part: nn.Module, given: Any) -> None:
+        if part not in self._wholes:
+            self._wholes.add(part)
+            self._forget_parts_of(part)
+        if self.loop.part_began(part):
+            self.loop.kept_gradients.see(given)
+            self._begin_to_learn(given)
 
     def _forget_parts_of(self, whole: nn.Module) -> None:
         """Takes the hooks off the parts of a module that is called itself."""
