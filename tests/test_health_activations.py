@@ -108,6 +108,17 @@ def test_the_gain_that_pytorch_names_for_tanh_is_no_finding():
     assert "bad_init" not in alarms(fitted(net, lambda y: y.mean(1)))
 
 
+@pytest.mark.parametrize(("times", "named"), [(1.0, False), (30.0, True)])
+def test_a_trained_model_may_amplify_and_random_norms_are_no_training(times, named):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 32))
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.1 * times)
+    net[1].weight.data += 5.0
+
+    assert ("bad_init" in alarms(fitted(net, lambda y: y.mean(1)))) == named
+
+
 def test_a_layer_that_gives_each_one_hot_row_a_vector_of_rms_1_is_no_finding():
     torch.manual_seed(0)
     net = nn.Sequential(OneHot(), nn.Linear(200, 8))

@@ -1,8 +1,9 @@
 """Causes that real trainings show from their start or throughout: first weights, rates, codes."""
 
+import numpy as np
 import pytest
 import torch
-from health_runs import alarms, falling, found, weights
+from health_runs import N, acts, alarms, falling, found, weights
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -71,6 +72,14 @@ def test_a_code_that_a_penalty_pushes_to_nothing_has_collapsed(beta, named):
     assert ("representation_collapse" in alarms(run)) == named
     if named:
         assert "mu" in found(run, "representation_collapse").layers
+
+
+def test_a_layer_that_fades_before_a_norm_has_not_collapsed():
+    fades = [1.0, np.geomspace(1, 0.01, N), 1.0, 1.0]
+    kinds = ("Linear", "Linear", "BatchNorm1d", "Linear")
+
+    assert alarms(Run(acts(kinds, rms=fades))) == set()
+    assert "representation_collapse" in alarms(Run(acts(("Linear",) * 4, rms=fades)))
 
 
 class Pairs(nn.Module):

@@ -242,10 +242,16 @@ CASES = [
         "(correlation 0.9",
     ),
     (
-        Run(losses=wandering(), info={"batches": [64, 40]}),
+        Run(losses=wandering(), info={"batches": [64, 40], "batches_period": 40}),
         "unshuffled",
-        "6 turns of 6 times the noise",
-        "by 0.",
+        "5 batches or more that come in the same order",
+        "the same 40 batches",
+    ),
+    (
+        Run(losses=falling(), info={"eval_steps": [200, 300]}),
+        "eval_mode",
+        "any step of a new model that has batch norms, or",
+        "200 of 300 steps",
     ),
     (
         Run(losses=falling(), info={"batches": [64, 4]}),
@@ -265,6 +271,12 @@ CASES = [
         "broadcast",
         "n predictions and n targets",
         "in the loss (4, 1)",
+    ),
+    (
+        Run(losses=FLAT, info={"outer_product": "(4, 1) is multiplied to (4, 4)"}),
+        "broadcast",
+        "n numbers times n of another shape",
+        "in the loss (4, 1) is multiplied",
     ),
     (
         Run(losses=falling(), info={"softmax_dim": "over dimension 0 of (4, 7)"}),
@@ -349,8 +361,8 @@ CASES = [
     (
         Run(params=weights(update_ratio=[3e-7] * 4)),
         "lr_too_low",
-        "below 1e-5 in every record",
-        "at most 3e-07",
+        "below 1e-5 in the mean step",
+        "is 3e-07 in the mean",
     ),
     (
         Run(losses=FLAT, info={"momentum": [0.999]}),
@@ -386,7 +398,14 @@ CASES = [
     (
         Run(acts(rms=[1, 1, np.geomspace(1, 400, N)]), losses=falling(start=9e4, end=1e4)),
         "target_scale",
-        "to RMS above 150",
+        "to RMS above 30, where",
+        "to 305",
+    ),
+    (
+        Run(acts(rms=[1, 1, np.geomspace(1, 400, N)]), losses=falling(start=9e4, end=1e4),
+            info={"asked": [64, 64]}),
+        "target_scale",
+        "to RMS above 150, where",
         "to 305",
     ),
     # inputs and initial weights
@@ -688,6 +707,12 @@ CASES = [
     (Run(losses=broken()), "not_learning", "any NaN or Inf", "is not finite at the end"),
     (Run(params=PLAYERS, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
     (Run(params=TEACHER, losses=FLAT), "not_learning", "above 2.19, 5 %", "ends at 2.3"),
+    (
+        Run(losses=FLAT, info={"asked": [64, 60]}),
+        "not_learning",
+        "above 2.19, 5 % below its start, where the model is called",
+        "ends at 2.3",
+    ),
     (Run(losses=signed(0, 0.2)), "not_learning", "stays within ten times", "above 0 and below"),
     (
         Run(params=weights(grad_norm=[0.1] * 4, update_norm=[0.05] * 4),
@@ -712,7 +737,7 @@ CASES = [
     (
         Run(losses=spiked(*range(100, 300, 13))),
         "spikes",
-        "3 spikes, and 1 % of the steps",
+        "4 spikes or more, in a period of 5 steps or more",
         "16 loss spikes",
     ),
     (

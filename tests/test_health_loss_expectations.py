@@ -1,6 +1,7 @@
 """Losses that need not fall: of players, of both signs, of a target or data that move."""
 
 import numpy as np
+import pytest
 from health_runs import CE, EVEN, FLAT, N, acts, alarms, found, sized, weights
 
 from hookkit.health import diagnose, loss_expectations
@@ -71,6 +72,30 @@ def test_a_loss_that_goes_through_another_model_need_not_fall():
     assert f.severity == "note"
     assert f.evidence.endswith("6 weights of another model take part in it")
     assert "not_learning" in alarms(Run(losses=rises))
+
+
+@pytest.mark.parametrize(
+    ("asked", "loss_func", "need_not_fall"),
+    [
+        ([64, 64], "SmoothL1Loss", True),
+        ([4, 4], None, True),  # before a step in sixteen, as PPO does
+        ([64, 1], "MSELoss", False),  # an evaluation on the same samples
+        ([2, 2], "MSELoss", False),
+        ([64, 64], "CrossEntropyLoss", False),
+        (None, "MSELoss", False),
+    ],
+)
+def test_what_an_agent_is_to_learn_changes(asked, loss_func, need_not_fall):
+    rises = np.linspace(0.8, 1.6, 300)
+    run = Run(losses=rises, info={"asked": asked, "loss_func": loss_func})
+
+    assert found(run, "not_learning").severity == ("note" if need_not_fall else "error")
+
+
+def test_a_loss_that_never_changes_is_no_agents():
+    stays = Run(losses=np.full(300, 0.6931), info={"asked": [64, 64]})  # DPO against itself
+
+    assert found(stays, "not_learning").severity == "warning"
 
 
 def test_a_loss_that_need_not_fall_is_no_proof_for_other_rules():

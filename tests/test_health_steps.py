@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from health_runs import CE, FLAT, N, acts, alarms, falling, first, found, weights
 
 from hookkit.health import diagnose
@@ -20,6 +21,18 @@ def test_lr_too_high_needs_most_matrices_and_a_loss_that_stays():
     )
 
 
+@pytest.mark.parametrize(("begins", "named"), [(0.001, False), (0.05, True)])
+def test_tiny_weights_may_grow_to_a_usual_size_with_one_step(begins, named):
+    grows = np.linspace(begins, 20 * begins, N)
+    jumps = weights(
+        weight_norm=[64 * grows] * 4, update_ratio=[np.r_[2.0, np.full(N - 1, 1e-3)]] * 4
+    )
+    values = {**jumps.values, "weight_rms": np.tile(grows, (4, 1))}
+    jumps = dataclasses.replace(jumps, values=values, meta={**jumps.meta, "shape": [[64, 64]] * 4})
+
+    assert ("lr_too_high" in alarms(Run(params=jumps, losses=falling()))) == named
+
+
 def test_lr_too_low_warns_only_if_the_loss_does_not_fall():
     slow = weights(update_ratio=[1e-6] * 4)
 
@@ -27,6 +40,22 @@ def test_lr_too_low_warns_only_if_the_loss_does_not_fall():
     low = weights(update_ratio=[5e-5] * 4)
     assert found(Run(params=low), "lr_too_low").severity == "note"
     assert alarms(Run(params=slow, losses=falling())) == set()
+
+
+def test_an_agent_whose_weights_hardly_move_has_a_rate_that_is_too_low():
+    slow, noisy = weights(update_ratio=[1e-4] * 4), falling(end=1.2)
+
+    def rules(params, losses=noisy, **info):
+        return alarms(Run(params=params, losses=losses, info=info))
+
+    assert rules(slow, asked=[64, 64]) == {"lr_too_low"}
+    assert rules(slow, falling(end=0.01), asked=[64, 64]) == set()  # little of the loss is left
+    assert rules(slow, noisy[:40], asked=[64, 64]) == set()
+    assert rules(weights(update_ratio=[1e-2] * 4), asked=[64, 64]) == set()
+    tuned = dataclasses.replace(
+        slow, types=("Linear",) * 3 + ("LayerNorm",), meta={**slow.meta, "constant": [False] * 4}
+    )
+    assert rules(tuned, asked=[64, 64]) == set()  # it had been trained before
 
 
 def test_vectors_and_embeddings_do_not_count_for_the_learning_rate():
@@ -189,7 +218,21 @@ def test_decay_that_pulls_harder_than_the_gradient_is_named_though_the_loss_fall
     f = found(decaying(1.0), "weight_decay")
 
     assert (f.severity, "times the gradient" in f.evidence) == ("warning", True)
+    late = np.tile(np.where(np.arange(N) < 30, 100.0, 0.1), (4, 1))  # large gradients at first
+    made = weights(weight_norm=shrinks, grad_norm=late)
+    assert "weight_decay" in alarms(decaying(1.0))
     assert alarms(decaying(1e-3)) == set()
+
+
+def test_embeddings_that_are_all_of_a_model_are_judged_by_their_decay():
+    gone = weights(weight_norm=[np.geomspace(5, 1e-3, N)] * 4, grad_norm=[1e-3] * 4)
+    gone = dataclasses.replace(
+        gone, types=("Embedding",) * 4, meta={**gone.meta, "weight_decay": [0.1] * 4}
+    )
+
+    f = found(Run(params=gone, losses=falling()), "weight_decay")
+
+    assert f.evidence.startswith("4 of 4 matrices shrank")
 
 
 def test_the_largest_decay_of_a_step_is_that_of_the_rate_it_was_made_with():

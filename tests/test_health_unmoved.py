@@ -141,6 +141,28 @@ def decayed(**facts):
     return dataclasses.replace(p, meta={**p.meta, "in_optimizer": [True] * 4})
 
 
+def test_steps_that_a_scaler_leaves_out_are_no_missing_step():
+    info = {"no_step": True, "train_iter": 40}
+
+    assert alarms(Run(info=info)) == {"unmoved"}
+    lost = diagnose(Run(info={**info, "nan_losses": [40, 40]}))
+    assert [(f.rule, f.severity) for f in lost] == [("non_finite", "error")]
+
+
+@pytest.mark.parametrize(
+    ("n", "kind", "severity"),
+    [
+        (N, "Linear", "note"),
+        (N, "BatchNorm1d", "warning"),
+        (N - 20, "Linear", "warning"),
+    ],
+)
+def test_steps_in_eval_mode_matter_where_batch_norms_are_or_the_mode_has_changed(n, kind, severity):
+    made = dataclasses.replace(weights(), types=("Linear", kind, "Linear", "Linear"))
+
+    assert found(Run(params=made, info={"eval_steps": [n, N]}), "eval_mode").severity == severity
+
+
 def test_weights_that_only_decay_have_no_gradient_in_the_first_place():
     info = {"weight_decay": [1e-2], "lr": [1e-2]}
     alone = weights(3, grad_norm=[0] * 3, weight_norm=[np.geomspace(5, 0.01, N)] * 3,

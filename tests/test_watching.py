@@ -1144,6 +1144,25 @@ def test_a_model_in_eval_mode_is_told_to_call_train():
             opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:watch saw the optimizer step, but Sequential was in eval mode")
+@pytest.mark.parametrize(("forgotten", "n"), [(True, 6), (False, 0)])
+def test_train_that_is_forgotten_after_a_validation_is_diagnosed(forgotten, n):
+    model = net()
+    opt = sgd(model)
+    with watch(model, opt, ParamStats()) as w:
+        for _ in range(3):
+            model.train(not forgotten or w.n_steps == 0)
+            train(model, opt, 3)
+            model.eval()
+            with torch.no_grad():
+                model(batches()[0])
+
+    run = pickle.loads(pickle.dumps(w)).run_record()
+
+    assert run.info.get("eval_steps", [0])[0] == n
+    assert ("eval_mode" in run.diagnose().rules) == forgotten
+
+
 def test_training_without_a_step_is_warned_of_at_the_end():
     model = net()
 

@@ -52,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     steps.ascent,
     precision.fp16_underflow,
     unmoved.no_step,
+    unmoved.eval_mode,
     unmoved.unmoved,
     unmoved.unregistered,
     unmoved.zero_init,
@@ -60,16 +61,16 @@ RULES: tuple[Rule, ...] = (
     batches.constant_input,
     batches.repeated_data,
     batches.small_batch,
-    batches.unshuffled,
     activations.dropout,
     inputs.input_scale,
-    loss.target_scale,
+    inputs.target_scale,
     activations.bad_init,
     gradients.clipping,
     steps.momentum,
     steps.weight_decay,
     learning_rate.lr_too_high,
     learning_rate.lr_too_low,
+    batches.unshuffled,
     units.dead,
     units.saturated,
     unmoved.zero_gradient,
@@ -164,7 +165,10 @@ _BLOWS_UP = {"non_finite", "not_learning", "exploding"}
 
 _EFFECTS = {
     "grads_pile_up": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
-    "input_scale": {"saturated", "dead", "zero_gradient", "representation_collapse", *_BLOWS_UP},
+    "input_scale": {
+        *("saturated", "dead", "zero_gradient", "vanishing", "representation_collapse"),
+        *_BLOWS_UP,
+    },
     "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
     "target_scale": {"lr_too_high", *_BLOWS_UP},
     "small_batch": {"lr_too_high", *_BLOWS_UP},
@@ -172,6 +176,7 @@ _EFFECTS = {
     "weight_decay": {"lr_too_high", "vanishing", "zero_gradient", "representation_collapse"},
     "lr_too_high": {"dead", "saturated", "representation_collapse", *_BLOWS_UP},
     "fp16_underflow": {"zero_gradient", "vanishing"},
+    "unshuffled": {"not_learning"},
 }
 """A rule, and those that report what it causes."""
 

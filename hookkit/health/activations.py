@@ -15,14 +15,14 @@ from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.layer_order import ends, given_data, given_numbers
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import RunView
+from hookkit.health.step_sizes import UNUSUAL_GAIN, blown_up, update_ratios
 from hookkit.health.steps import rate_is_too_high
 from hookkit.records import Floats, Ints, Record
 
 # What a layer gives before training, over its inputs (or 1): 2.1 in healthy trainings (measured)
 LARGE_OUTPUT = 4.0
-# The gain of one weight, or of most, that makes it so; 1.43 in healthy trainings (measured).
-# torch.nn.init.calculate_gain: tanh's 5/3 at most
-LARGE_GAIN, UNUSUAL_GAIN = 5.0, 1.5
+# The gain of one weight that makes it so; of most, `UNUSUAL_GAIN` does
+LARGE_GAIN = 5.0
 # The same of an output where no weight is to blame, and what it begins with over what it ends with;
 # 1.8 and 2.5 in healthy trainings (hookkit, measured)
 FAR_OUTPUT, FELL_BACK = 10, 3
@@ -64,6 +64,8 @@ def _large_cells(run: RunView) -> Iterator[Finding]:
 def _large_outputs(run: RunView) -> Iterator[Finding]:
     """A layer that gives far more than it is to, before the first step, and what makes it do so."""
     record, (which, gain) = run.activations, _gains(run)
+    if run.trained_before and 2 * (gain > LARGE_GAIN).sum() <= len(gain):
+        return  # it amplifies as it was taught to, which random weights do not
     times = _times_inputs(run, record)
     if not times.max(initial=0.0) > LARGE_OUTPUT:
         return
@@ -87,15 +89,13 @@ def _large_outputs(run: RunView) -> Iterator[Finding]:
 def _times_inputs(run: RunView, record: Record) -> Floats:
     """(n_layers,) how large what layers with matrices of their own give is at first, over the data.
 
-    0 for others, and in a net whose norms have been trained before.
+    0 for others.
     """
     params = run.recorded.params
     none = np.zeros(len(record.names))
     if params is None or "weight_rms" not in params.values:
         return none
-    names, norms = np.array(params.names), np.array(["Norm" in t for t in params.types])
-    if not read.meta(params, "constant", True)[norms].all():
-        return none
+    names = np.array(params.names)
     owners = {name.rpartition(".")[0] for name in names[read.is_matrix(params)]}
     own = np.array([name in owners for name in record.names])
     given = read.meta(record, "given_rms", np.nan).astype(float)
@@ -120,7 +120,7 @@ def _small_weights(run: RunView) -> Iterator[Finding]:
         return
     if run.fails:
         why = "the loss does not fall"
-    elif rate_is_too_high(run):
+    elif _are_blown_up(run) or rate_is_too_high(run):
         why = "steps are too large for them"
     elif run.recorded.losses is not None and run.could_fall_further:
         why = "0.3 of the loss is left, or more"
@@ -129,6 +129,14 @@ def _small_weights(run: RunView) -> Iterator[Finding]:
     what = f"the weights of {hit.sum()} of {len(which)} layers begin with a gain of "
     what += f"{read.median(gain[hit]):.2g}: their RMS times √fan_in; and {why}"
     yield _SMALL_GAIN.found("warning", what, *read.where(run.params, which[hit], read.FIRST))
+
+
+def _are_blown_up(run: RunView) -> bool:
+    """Whether steps have made most matrices several times as large, one of them by half."""
+    try:
+        return bool(blown_up(*update_ratios(run)).mean() > 0.5)
+    except read.Missing:
+        return False
 
 
 def _gains(run: RunView) -> tuple[Ints, Floats]:
@@ -161,7 +169,7 @@ _CELLS = bad_init.but(
 
 _SMALL_GAIN = bad_init.but(
     threshold="below 0.07 in most layers, an eighth of what PyTorch's begin with, while the loss "
-    "does not fall, or 0.3 of it is left, or lr_too_high alarms",
+    "does not fall, or 0.3 of it is left, or steps are large beside them",
     source="PyTorch, nn.Linear and nn.LSTM: 0.58 and about that; an eighth: hookkit, measured",
     cause="weights that begin too small: hardly anything comes through, forwards and backwards",
 )

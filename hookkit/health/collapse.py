@@ -45,6 +45,8 @@ def representation_collapse(run: RunView) -> Iterator[Finding]:
         yield representation_collapse.found(severity, what, *read.where(record, hit))
         return
     inner[ends(run, record)] = False
+    before_norm = ["Norm" in kind for kind in (*record.types[1:], "")]
+    inner &= ~np.array(before_norm)  # a norm makes up for it
     rms = read.table(record, "rms")
     first, last = read.median(rms[:, :3], axis=1), read.median(rms[:, -10:], axis=1)
     faded = np.flatnonzero(inner & (last < FADED * first) & (first < BEGAN_LARGE))
@@ -56,7 +58,7 @@ def representation_collapse(run: RunView) -> Iterator[Finding]:
 
 
 _FADED = representation_collapse.but(
-    threshold="below 10 % of its first RMS, in a layer before the last",
+    threshold="below 10 % of its first RMS, in a layer before the last that no norm follows",
     source="Bowman et al. 2016 (arXiv 1511.06349), on posterior collapse; 10 %: hookkit, measured",
     cause="a layer whose output the loss pushes to 0, so that what follows learns nothing from it: "
     "a KL term (or another penalty) that outweighs the rest",

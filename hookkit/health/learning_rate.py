@@ -14,13 +14,19 @@ import numpy as np
 from hookkit.health import reading as read
 from hookkit.health.diagnosis import CHECKER, CS231N, Finding, rule
 from hookkit.health.layer_order import gradients_fade
-from hookkit.health.loss_expectations import trained_in_turns
+from hookkit.health.loss_expectations import asks, trained_in_turns
 from hookkit.health.reading import Bools
 from hookkit.health.run_view import ENOUGH_LOSSES, RunView
 from hookkit.health.step_sizes import (
+    BLOWN_UP,
+    LEAP,
+    UNUSUAL_GAIN,
+    blown_up,
     by_rate,
     early_of,
     growth,
+    largest,
+    last_gain,
     late_share,
     mean_step,
     n_steps,
@@ -34,13 +40,11 @@ from hookkit.records import Floats, Ints, Record
 FAST, SLOW, USUAL = 1e-1, 1e-4, 1e-3
 # Halfway between SLOW and USUAL on a logarithmic axis: too slow where the loss does not fall
 TOO_SLOW = 3e-4
-# One step that changes half of the weights (measured), or replaces them
-LEAP, ERASES = 0.5, 1.0
+# One step that replaces the weights
+ERASES = 1.0
 # The same of optimizers whose first steps are no larger than later ones, where the loss falls and
 # much of it is left: healthy trainings reach 0.14 (hookkit, measured)
 FAR_STEP = 0.3
-# Steps that blow the weights up while the loss falls (hookkit, measured)
-BLOWN_UP = 4
 # The largest gradient over the first, and over 95 % of them: in healthy trainings 6.6 at most
 LEAPS, USUAL_SHARE = 25, 0.95
 # Weights that doubled are further from where they began than 0 is
@@ -126,7 +130,7 @@ def _too_fast(
 ) -> list[tuple[Bools, str, str]]:
     """Each line that matrices may have crossed: which did, how large it was there, and the line."""
     early, whole = early_of(record, ratio), read.median(ratio, axis=1)
-    peak = np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1)
+    peak = largest(ratio)
     soon, once = "in the first 20 steps", "in one step"
 
     def crossed(size: Floats, least: float, when: str) -> tuple[Bools, str, str]:
@@ -145,10 +149,11 @@ def _too_fast(
     # While the loss falls, large steps may be meant; those that are not blow the weights up. A
     # single matrix, such as a new head on a frozen body, may move that far.
     grew = growth(record, which)
-    leaps = (peak > LEAP) & (grew > BLOWN_UP)
+    leaps = blown_up(record, which, ratio) & (last_gain(record, which) > UNUSUAL_GAIN)
     sizes = [f"{read.median(size[leaps]):.3g}" for size in (peak, grew)]
     what = f"{sizes[0]} {once}, and the weights grew {sizes[1]}-fold"
-    line = f"above {LEAP:g} {once}, with weights that grow {BLOWN_UP:g}-fold or more"
+    line = f"above {LEAP:g} {once}, with weights that grow {BLOWN_UP:g}-fold or more, to a "
+    line += f"gain above {UNUSUAL_GAIN:g}"
     lines = [(leaps, what, line)]
     if run.info.get("optimizer") in _EVEN and run.has_much_left:
         lines += [crossed(peak, FAR_STEP, once)]
@@ -185,13 +190,8 @@ _TOO_HIGH_OR_UPHILL = lr_too_high.but(
     fix="multiply the learning rate by 10 (or nothing, if this is fine-tuning and it is meant)",
 )
 def lr_too_low(run: RunView) -> Iterator[Finding]:
-    """Most matrices hardly move; a warning only if the loss hardly falls either.
-
-    Embeddings, of which a batch moves some rows alone, are judged where a model has nothing else.
-    """
-    which = read.matrices(run.params)
-    which = which if len(which) else read.rows(run.params, read.EMBEDDINGS)
-    record, which, ratio = update_ratios(run, which)
+    """Most matrices hardly move; a warning only if the loss hardly falls either."""
+    record, which, ratio = update_ratios(run, read.judged_matrices(run.params))
     broke = (early_of(record, ratio) > LEAPT).mean() > 0.5
     if broke or gradients_fade(run):
         return
@@ -208,7 +208,7 @@ def lr_too_low(run: RunView) -> Iterator[Finding]:
         yield _AGREES.found("warning", what, *where)
     elif run.learns and _held_back(run, whole, share):
         yield _HELD_BACK.found("warning", by_share(run, share), *where)
-    elif (short := _short(record, mean)).mean() > 0.5 and run.could_fall_further:
+    elif (short := _short(record, mean)).mean() > 0.5 and _should_move(run):
         what = f"all steps together move {short.sum()} of {len(which)} matrices by "
         what += f"{read.percent(read.median(mean[short]) * n_steps(record))} of their weight"
         says = _NO_PATH.but(cause=_cause(whole))
@@ -224,6 +224,13 @@ def _held_back(run: RunView, whole: Floats, share: float) -> bool:
     return share < ADAM_SHARE and (whole < USUAL).mean() > 0.5 and run.has_learnt_little
 
 
+def _should_move(run: RunView) -> bool:
+    """Whether much of the loss is left, an agent's too, of a model that was not trained before."""
+    if run.recorded.losses is None or len(run.losses) < ENOUGH_LOSSES or run.trained_before:
+        return False
+    return run.could_fall_further or bool(asks(run) and run.need_not_fall and run.has_much_left)
+
+
 def _short(record: Record, mean: Floats) -> Bools:
     """Which matrices hardly move in the mean step, and in all steps together."""
     return (mean < SHORT_STEP) & (mean * n_steps(record) < SHORT_PATH)
@@ -236,15 +243,15 @@ def _cause(whole: Floats) -> str:
 
 def _slow_steps(run: RunView, record: Record, slow: Ints, ratio: Floats) -> Finding:
     """The finding for matrices that hardly move, of a loss that hardly falls or proves nothing."""
-    whole, most = read.median(ratio, axis=1), np.nan_to_num(ratio).max(axis=1)
+    whole, mean = read.median(ratio, axis=1), mean_step(record, ratio)
     cause = _cause(whole)
     what, where = f"update:weight of {len(slow)} matrices is ", read.where(record, slow)
     if run.fails:
         what += f"{read.median(whole):.2g}, and the loss hardly falls"
         severity = "note" if run.falls_slowly else "warning"
         return _HARDLY_FALLS.but(cause=cause).found(severity, what, *where)
-    if (most < NEVER_MOVES).mean() > 0.5:
-        what += f"at most {read.median(most[most < NEVER_MOVES]):.2g}"
+    if (mean < NEVER_MOVES).mean() > 0.5:
+        what += f"{read.median(mean[mean < NEVER_MOVES]):.2g} in the mean step"
         return _NEVER_MOVES.but(cause=cause).found("warning", what, *where)
     what += f"{read.median(whole):.2g}"
     return lr_too_low.but(cause=cause).found("note", what, *where)
@@ -277,7 +284,7 @@ _RATE_GONE = lr_too_low.but(
 
 _NO_PATH = lr_too_low.but(
     threshold="below 20 % of the weight in all steps together, and 1e-3 in the mean of them, in "
-    "most matrices, with 0.3 of the loss left",
+    "most matrices of a new model, with 0.3 of the loss left",
     source="the triangle inequality: weights end no further away; the rest: hookkit, measured",
 )
 
@@ -287,7 +294,7 @@ _HARDLY_FALLS = lr_too_low.but(
 )
 
 _NEVER_MOVES = lr_too_low.but(
-    threshold="below 1e-5 in every record of most matrices: 1 % of the weight in 1000 steps",
+    threshold="below 1e-5 in the mean step of most matrices: 1 % of the weight in 1000 steps",
     source="hookkit, measured",
 )
 

@@ -1,6 +1,7 @@
 """Rules on the loss: where it starts, whether it falls, where it ends.
 
-What it is given is in `loss_input`, a loss that the optimizer maximises in `steps`.
+What it is given is in `loss_input`, a loss that is maximised in `steps`, unscaled targets in
+`inputs`.
 """
 
 from __future__ import annotations
@@ -10,21 +11,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health import reading as read
-from hookkit.health.diagnosis import CHECKER, CS231N, LECUN, SAGEMAKER, Finding, rule
+from hookkit.health.diagnosis import CHECKER, CS231N, SAGEMAKER, Finding, rule
 from hookkit.health.jumps import LEAST, jumps, usual
 from hookkit.health.layer_order import ends
-from hookkit.health.loss_expectations import ERRORS, NEVER_BELOW_ZERO
+from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.reading import end_level, known, smoothed, start_level
 from hookkit.health.run_view import ENOUGH_LOSSES, FALL, RunView
-from hookkit.health.steps import rate_is_too_high
 
 # Times chance: TheDeepChecker and cs231n compare the first loss with chance; 2 and 5 are measured
 FIRST_LOSS, SEVERAL = 2, 5
-# Where standardised targets give an error of about 1 (hookkit, measured)
-LARGE_ERROR = 20
-# What an output grows to, and by, for targets that nobody scaled: healthy ones (values of agents)
-# end at 36 at most (hookkit, measured)
-FAR_OUTPUT, FAR_GROWTH = 150, 100
+# A loss that ends below this share of chance was soon mended: a note (hookkit, measured)
+LEARNT_WELL = 0.5
 # How far outputs differ between samples, and as a share of their mean square: the same for all.
 # The larger one of both is 0.21 in healthy trainings (hookkit, measured)
 SAME = 0.1
@@ -32,8 +29,8 @@ SAME = 0.1
 WORSE = 0.5
 # Times its start: how far below 0 a loss without a lower end falls (hookkit, measured)
 ENDLESS = 10
-# Fewer spikes, or a smaller share of the steps, happen in healthy runs (hookkit, measured)
-OFTEN, OFTEN_SHARE = 3, 0.01
+# So many spikes at one place of a period of so many steps or more are no chance (hookkit, measured)
+OFTEN, LEAST_PERIOD = 4, 5
 # SageMaker Debugger, Overfit: validation over training loss
 OVERFIT_GAP = 0.1
 
@@ -55,68 +52,8 @@ def initial_loss(run: RunView) -> Iterator[Finding]:
     if first > times * chance:
         what = f"the first loss is {first:.3g}, where guessing gives "
         here = initial_loss.but(threshold=f"above {times * chance:.3g}, {times} times ln C")
-        yield here.found("warning", f"{what}{chance:.3g}", (), (0, 0))
-
-
-@rule(
-    needs=("losses",),
-    threshold="above 20 at first and at the end, where standardised targets give about 1",
-    source=f"{LECUN} (here of targets); 20: hookkit, measured",
-    cause="targets that are not standardised, so that the output takes very many steps to reach "
-    "them; or a loss that is summed over the batch",
-    fix="scale the targets to mean 0 and standard deviation 1, (y - mean) / std; average the loss: "
-    'reduction="mean"',
-)
-def target_scale(run: RunView) -> Iterator[Finding]:
-    """A regression whose errors are huge from first to last."""
-    name, first = run.loss_name, float(known(run.losses)[0])
-    if name not in ERRORS:
-        yield from _far_outputs(run) if not _by_class(name) else ()
-        return
-    error, last = (_error(name, loss) for loss in (first, end_level(run.losses)))
-    if min(error, last) > LARGE_ERROR:
-        what = f"the first error is {error:.3g} ({name} {first:.3g}), and the last is {last:.3g}"
-        yield target_scale.found("warning", what, (), (0, 0))
-
-
-def _by_class(name: str) -> bool:
-    return "entropy" in name or name.startswith(("nll", "bce", "ctc", "kldiv"))
-
-
-def _far_outputs(run: RunView) -> Iterator[Finding]:
-    """Outputs that have to grow far to reach their targets, of a loss that is not known.
-
-    One head of several, or a value beside a policy. Not where the steps are too large.
-    """
-    record = run.recorded.activations
-    if record is None or not end_level(run.losses) > LARGE_ERROR or rate_is_too_high(run):
-        return
-    last = read.are(record.types, read.PRE_ACTIVATION)
-    rows = [i for i in ends(run, record) if last[i]]
-    rms = read.table(record, "rms")[rows]
-    began, ended = read.median(rms[:, :3], axis=1), read.median(rms[:, -10:], axis=1)
-    far = (ended > FAR_OUTPUT) & (ended > FAR_GROWTH * began)
-    if far.any():
-        what = f"what {record.names[rows[int(ended.argmax())]]} gives has grown from RMS "
-        what += f"{began[ended.argmax()]:.3g} to {ended.max():.3g}"
-        where = read.where(record, [row for row, hit in zip(rows, far, strict=True) if hit])
-        yield _FAR_OUTPUT.found("warning", what, *where)
-
-
-_FAR_OUTPUT = target_scale.but(
-    threshold="an output that grows 100-fold, to RMS above 150, where standardised targets need 1, "
-    "and a loss that ends above 20",
-    source=f"{LECUN} (here of targets); 20, 100 and 150: hookkit, measured",
-    cause="targets (of one head, or returns) that are not standardised: the output takes very many "
-    "steps to reach them, and their gradients drown those of other heads",
-    fix="scale the targets to mean 0 and standard deviation 1, (y - mean) / std: boxes as shares "
-    "of the image, returns by a running standard deviation",
-)
-
-
-def _error(name: str, loss: float) -> float:
-    """About how far the output is off, from a squared or an absolute error."""
-    return float(max(loss, 0.0) ** (0.5 if name == "mse" else 1.0))
+        severity = "note" if end_level(run.losses) < LEARNT_WELL * chance else "warning"
+        yield here.found(severity, f"{what}{chance:.3g}", (), (0, 0))
 
 
 @rule(
@@ -282,16 +219,29 @@ def spikes(run: RunView) -> Iterator[Finding]:
     values = known(series)
     if not len(at := jumps(values)):
         return
-    often = len(at) >= OFTEN and len(at) > OFTEN_SHARE * len(values) and not run.need_not_fall
+    period = int(np.gcd.reduce(np.diff(at))) if len(at) >= OFTEN else 0
     top = int(at[values[at].argmax()])
     middle, least = usual(values, top, start_level(values))
     what = f"{len(at)} loss spike{'s' * (len(at) != 1)}, the highest {values[top]:.3g}"
     what += f", {values[top] - middle:.3g} above the median of the steps before"
     line = f"{least:.3g} above the last 128 steps: the larger of 6 standard deviations (by the "
-    line += "median) and half the first loss" + "; 3 spikes, and 1 % of the steps" * often
+    line += "median) and half the first loss"
     steps, here = np.flatnonzero(np.isfinite(series))[at], spikes.but(threshold=line)
     where = (int(steps[0]), int(steps[-1]))
-    yield here.found("warning" if often else "note", what, (), where)
+    if period >= LEAST_PERIOD and not run.need_not_fall:
+        what += f", and their distances are multiples of {period} steps"
+        line += f"; {OFTEN} spikes or more, in a period of {LEAST_PERIOD} steps or more"
+        yield _PERIODIC.but(threshold=line).found("warning", what, (), where)
+    else:
+        yield here.found("note", what, (), where)
+
+
+_PERIODIC = spikes.but(
+    cause="a batch that comes again in each epoch: wrong labels, inputs of another scale, or a "
+    "last batch of few samples",
+    fix="look at the data of those steps; DataLoader(..., shuffle=True, drop_last=True) mixes them "
+    "and leaves a short batch out",
+)
 
 
 @rule(

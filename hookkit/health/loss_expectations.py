@@ -31,6 +31,11 @@ ABOVE_BOUND = 2.0
 # Both signs have a tenth of the early losses or more, and the loss stays within ten times their
 # size (hookkit, measured).
 BOTH_SIGNS, NEAR_ZERO = 0.1, 10
+# Steps before which a model was asked, each time on something else: agents, in all trainings here;
+# an evaluation asks about the same samples each time (hookkit, measured)
+OFTEN_ASKED = 3
+# Of a loss: what float32 leaves of no change
+ROUNDING = 1e-6
 # Standard deviations below 0 that a loss of a difference may begin at (hookkit, measured)
 WITHIN_NOISE = 3
 
@@ -77,6 +82,14 @@ _MOVING_TARGET = _expected(
     fix="judge by the reward, or by a probe, not by this loss",
 )
 
+_OWN_DATA = _expected(
+    threshold="where the model is called without gradients between its steps, each time on others, "
+    "and the loss is no cross entropy",
+    source="exact, by the calls of the model; OpenAI, Spinning Up, part 3",
+    cause="an agent that acts, or a model that makes its own targets: what it is to learn changes",
+    fix="judge by the reward, or by the loss on data that stay the same",
+)
+
 _CHANGING_DATA = _expected(
     threshold="above twice the sum of |gradient| × |update|, which no step can exceed to first "
     "order",
@@ -92,6 +105,9 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
     Raises:
         Missing: there are no losses.
     """
+    values = read.known(run.losses)
+    if np.ptp(values) <= ROUNDING * abs(values[0]) > 0:
+        return None  # a loss that never changes has no excuse
     params = run.recorded.params
     if trained_in_turns(params):
         return "parts of the model move in turns", _PLAYERS
@@ -101,6 +117,8 @@ def why_it_need_not_fall(run: RunView) -> tuple[str, Rule] | None:
         return "it is above 0 and below it, or begins at 0", _DIFFERENCE
     if params is not None and (name := follower(params)):
         return f"{name}, frozen, follows what is trained", _MOVING_TARGET
+    if asks(run) and not _by_class(run):
+        return "the model is asked what to do, or what is true, between its steps", _OWN_DATA
     if (rise := _rise_over_bound(run)) > ABOVE_BOUND:
         return f"it rises {rise:.3g} times as far as gradients and steps explain", _CHANGING_DATA
     return None
@@ -147,13 +165,24 @@ def _has_both_signs(run: RunView) -> bool:
     return differs and run.loss_name not in NEVER_BELOW_ZERO
 
 
+def asks(run: RunView) -> bool:
+    """Whether the model is called without gradients between steps, each time on something else."""
+    steps, different = run.info.get("asked") or (0, 0)
+    return bool(different >= OFTEN_ASKED and different > steps / 2)
+
+
+def _by_class(run: RunView) -> bool:
+    """Whether the loss is a cross entropy, of labels that do not change."""
+    return "entropy" in run.loss_name or run.loss_name.startswith(("nll", "bce"))
+
+
 def _rise_over_bound(run: RunView) -> float:
     """How many times as far the loss rises as the steps can have moved it; 0 if not known.
 
     0 for cross entropies too: data that change under a classifier do not explain that its loss
     rises.
     """
-    if "entropy" in run.loss_name or run.loss_name.startswith(("nll", "bce")):
+    if _by_class(run):
         return 0.0
     try:
         return read.rise_over_bound(run.params, run.losses_of(20)) or 0.0

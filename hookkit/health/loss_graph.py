@@ -22,9 +22,20 @@ _EXACT = "exact, by the operations of the loss"
     fix="give both the same shape: loss_func(pred.squeeze(-1), target)",
 )
 def broadcast(run: RunView) -> Iterator[Finding]:
-    """(n, 1, …) compared with (n, …)."""
+    """(n, 1, …) compared with (n, …), or multiplied by it."""
     if what := run.info.get("broadcast"):
         yield broadcast.found("error", f"in the loss {what}", (), run.all_steps)
+    elif what := run.info.get("outer_product"):
+        what = f"in the loss {what}, of which all are added up"
+        yield _OUTER.found("note" if run.learns else "warning", what, (), run.all_steps)
+
+
+_OUTER = broadcast.but(
+    threshold="n numbers times n of another shape, which PyTorch makes n × n, and their mean",
+    cause="factors of different shapes, such as (n, 1) and (n,): each of one is multiplied by all "
+    "of the other, so that the result is the product of two means and no sample has its own",
+    fix="give both the same shape: log_probs.squeeze(-1) * rewards",
+)
 
 
 @rule(

@@ -53,7 +53,7 @@ def non_finite(run: RunView) -> Iterator[Finding]:
         n, of = run.info.get("nan_losses") or (0, 1)
         if n > OFTEN * of:
             what = f"the loss of {n} of {of} batches is NaN or Inf"
-            yield _OFTEN.found("warning", what, (), run.all_steps)
+            yield _OFTEN.found("error" if 2 * n > of else "warning", what, (), run.all_steps)
 
 
 def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Finding:

@@ -147,6 +147,12 @@ def matrices(record: Record) -> Ints:
     return np.flatnonzero(is_matrix(record) & trainable(record) & ~embeds)
 
 
+def judged_matrices(record: Record) -> Ints:
+    """`matrices`, or where a model has none its embeddings, of which a batch moves some rows."""
+    which = matrices(record)
+    return which if len(which) else rows(record, EMBEDDINGS)
+
+
 def has_changed(record: Record) -> Bools:
     """Which parameters have changed over the run, also between recorded steps.
 

@@ -172,9 +172,15 @@ class RunView:
                 return False, f"above {10 * chance:.3g}, ten times chance ({at_chance})"
         if end < line:
             return True, ""
-        if end < (1 - FALL) * self.chance and end < 1.5 * start:
+        chance = self.chance or self._chance_of_shares(start)
+        if end < (1 - FALL) * chance and end < 1.5 * start:
             return True, ""  # below what guessing gives, as the first steps were already
         return False, missed
+
+    def _chance_of_shares(self, start: float) -> float:
+        """The same as `chance` where targets are shares of classes, and the loss begins near it."""
+        chance = float(self.info.get("chance_of_shares", 0.0))
+        return chance if start > 0.5 * chance else 0.0
 
     @cached_property
     def has_learnt_little(self) -> bool:
@@ -198,6 +204,15 @@ class RunView:
         if self.learns is None or self.need_not_fall or len(self.losses) < ENOUGH_LOSSES:
             return False
         return self.has_much_left and not self.begins_good
+
+    @cached_property
+    def trained_before(self) -> bool:
+        """Whether norms begin with weights that differ: the model is fine-tuned. False: unknown."""
+        params = self.recorded.params
+        if params is None:
+            return False
+        norms = np.array(["Norm" in kind for kind in params.types])
+        return not read.meta(params, "constant", True)[norms].all()
 
     @cached_property
     def falls_slowly(self) -> bool:

@@ -14,6 +14,12 @@ from hookkit.records import Floats, Ints, Record
 
 # A rate below this share of its largest is none (hookkit, measured)
 NO_RATE = 1e-3
+# One step that changes half of the weights, and how far all together blow them up while the loss
+# falls (hookkit, measured)
+LEAP, BLOWN_UP = 0.5, 4
+# A gain that most weights neither begin with nor may be blown up to; tiny ones grow to a usual one.
+# 1.43 in healthy trainings (measured); torch.nn.init.calculate_gain: tanh's 5/3 at most
+UNUSUAL_GAIN = 1.5
 
 
 def update_ratios(run: RunView, which: Ints | None = None) -> tuple[Record, Ints, Floats]:
@@ -54,6 +60,25 @@ def growth(record: Record, which: Ints) -> Floats:
     """How many times as large each matrix is at the end as at first."""
     norm = read.table(record, "weight_norm")[which]
     return np.asarray(read.median(norm[:, -5:], axis=1) / norm[:, 0])
+
+
+def largest(ratio: Floats) -> Floats:
+    """The largest update:weight of each matrix; -1 where none is known."""
+    return np.asarray(np.nanmax(np.where(np.isfinite(ratio), ratio, -1.0), axis=1))
+
+
+def blown_up(record: Record, which: Ints, ratio: Floats) -> Bools:
+    """Which matrices one step has changed by half, and all together made 4 times as large."""
+    return (largest(ratio) > LEAP) & (growth(record, which) > BLOWN_UP)
+
+
+def last_gain(record: Record, which: Ints) -> Floats:
+    """The RMS of each matrix at the end, times √fan_in (or √fan_out); inf where it is not known."""
+    if "weight_rms" not in record.values or "shape" not in record.meta:
+        return np.full(len(which), np.inf)
+    shapes = [record.meta["shape"][i] for i in which]
+    fans = [max(shape[0], np.prod(shape[1:])) for shape in shapes]
+    return np.asarray(read.median(record.values["weight_rms"][which, -5:], axis=1) * np.sqrt(fans))
 
 
 def by_rate(record: Record, which: Ints) -> list[Bools]:

@@ -14,7 +14,6 @@ from hookkit.health.diagnosis import Finding, rule
 from hookkit.health.learning_rate import lr_too_high
 from hookkit.health.loss_expectations import NEVER_BELOW_ZERO
 from hookkit.health.run_view import RunView
-from hookkit.health.step_sizes import early_of
 from hookkit.records import Record
 
 # From here on each gradient is carried on for more than 100 steps
@@ -97,12 +96,12 @@ def _decay_per_step(run: RunView) -> tuple[float, float]:
 
 def _shrank(run: RunView, params: Record) -> Iterator[Finding]:
     """Matrices that shrink, because decay outweighs the gradient or without a loss that falls."""
-    which = read.matrices(params)
+    which = read.judged_matrices(params)
     which = which[~read.has_no_gradient(params)[which]]  # `zero_gradient` reports those
     norm = read.table(params, "weight_norm")[which]
     left = read.median(norm[:, -5:], axis=1) / norm[:, 0]
     decay = read.meta(params, "weight_decay", 0.0).astype(float)[which]
-    pull = decay * early_of(params, norm) / early_of(params, read.table(params, "grad_norm")[which])
+    pull = decay * read.median(norm / read.table(params, "grad_norm")[which], axis=1)
     lines = [(_OUTWEIGHS, "warning" if run.learns else "error", (left < HALVED) & (pull > 1))]
     lines += [] if run.learns else [(_SHRANK, "error", left < SHRUNK)]
     for says, severity, hit in lines:
@@ -128,7 +127,7 @@ _SHRANK = weight_decay.but(
 
 _OUTWEIGHS = weight_decay.but(
     threshold="most matrices below half of their first norm, where decay × weight is larger than "
-    "the gradient in the first 20 steps",
+    "the gradient, by the median over the run",
     source="exact: which of the two pulls harder; half: hookkit, measured",
 )
 

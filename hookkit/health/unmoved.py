@@ -64,8 +64,9 @@ def unmoved(run: RunView) -> Iterator[Finding]:
 )
 def no_step(run: RunView) -> Iterator[Finding]:
     """Batches, and no step of an optimizer: nothing that is recorded by steps is there."""
-    n = run.info.get("train_iter", 0)
-    if run.info.get("no_step") and n >= BATCHES:
+    n, (lost, of) = run.info.get("train_iter", 0), run.info.get("nan_losses") or (0, 1)
+    # a GradScaler leaves out the steps of losses that are not finite
+    if run.info.get("no_step") and n >= BATCHES and 2 * lost <= of:
         what = f"the model has seen {n} training batches, and no optimizer has stepped"
         yield _NO_STEP.found("error", what, (), (0, 0))
 
@@ -78,6 +79,25 @@ def no_step(run: RunView) -> Iterator[Finding]:
 
 
 _NO_STEP = no_step.but(name="unmoved")
+
+
+@rule(
+    threshold="any step of a new model that has batch norms, or that was in training mode before",
+    source="exact, by the model's mode in each forward; PyTorch, nn.Module.eval",
+    cause="model.train() was forgotten, after a validation perhaps: dropout and batch norm work as "
+    "in validation",
+    fix="call model.train() at the beginning of each epoch",
+)
+def eval_mode(run: RunView) -> Iterator[Finding]:
+    """Steps after forwards in eval mode; a note where all are, without batch norms to train."""
+    (n, of), params = run.info.get("eval_steps") or (0, 0), run.recorded.params
+    if n:
+        normed = params is not None and any("BatchNorm" in kind for kind in params.types)
+        severity = "warning" if n < of or (normed and not run.trained_before) else "note"
+        yield eval_mode.found(
+            severity, f"{n} of {of} steps were made in eval mode", (), run.all_steps
+        )
+
 
 _FEW_STEPS = _NO_STEP.but(
     threshold="32 for each step, where players waste one, and attacks on images 20",
