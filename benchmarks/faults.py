@@ -2,13 +2,16 @@
 
     python benchmarks/verdicts.py --runs DIR --half all --scores        # the healthy ones
     python benchmarks/faults.py --runs DIR --faulty OTHER [--faults 2] [--skip 0] [--workers 2]
+                                [--harmless]
 
 `verdicts.py` judges mistakes that an author chose, one by one; here the same twelve are made by
 machine wherever they can be, so that a rule is measured on trainings that nobody chose for it: from
 outside, by changed defaults of PyTorch's optimizers, and by what is done to the model that `watch`
 is given. Each training gets `--faults` of them, in an order by a hash of both names, beginning
 behind the first `--skip`. A mistake that does no harm is not counted: the score has to be worse
-than that of all three seeds of the healthy training by a quarter of it.
+than that of all three seeds of the healthy training by a quarter of it. With `--harmless` small
+changes are made instead, which nobody chose either; where the score is as good as before, to a
+tenth, any alarm is a false one.
 """
 
 from __future__ import annotations
@@ -115,6 +118,21 @@ OF_MODEL: dict[str, tuple[Change, set[str]]] = {
 }
 NAMES = {fault: names for fault, (_, names) in [*OF_LOOP.items(), *OF_MODEL.items()]}
 
+_SMALL_LOOP: dict[str, Callable[[], None]] = {
+    "learning rate × 3": lambda: of_optimizers("lr", lambda x: x * 3),
+    "learning rate / 3": lambda: of_optimizers("lr", lambda x: x / 3),
+    "weight decay of 0.01": lambda: of_optimizers("weight_decay", lambda x: 0.01),
+}
+_SMALL_MODEL: dict[str, Change] = {
+    "first weights × 1.7": lambda m: scale_weights(m, 1.7),
+    "first weights / 1.7": lambda m: scale_weights(m, 1 / 1.7),
+    "inputs × 3": lambda m: scale_inputs(m, 3.0),
+    "inputs / 3": lambda m: scale_inputs(m, 1 / 3),
+}
+HARMLESS = [*_SMALL_LOOP, *_SMALL_MODEL]
+OF_LOOP |= {what: (change, set()) for what, change in _SMALL_LOOP.items()}
+OF_MODEL |= {what: (change, set()) for what, change in _SMALL_MODEL.items()}
+
 
 def watch_changed(runs: list[Run], change: Change) -> Watch:
     """A `watch` whose model has been changed first."""
@@ -154,14 +172,15 @@ def train(job: tuple[str, str, Path]) -> None:
 
 
 def _slug(fault: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in fault)
+    words = fault.replace("×", "times").replace("/", "over")
+    return "".join(c if c.isalnum() else "_" for c in words)
 
 
-def did_harm(name: str, score: float, healthy: Path) -> bool:
+def did_harm(name: str, score: float, healthy: Path, by: float = 0.25) -> bool:
     """Whether a score is worse than that of all healthy seeds by a quarter."""
     files = healthy.glob(f"{name}.[0-9].json")
     worst = max(json.loads(file.read_text())["score"] for file in files)
-    return not math.isfinite(score) or score > worst + 0.25 * abs(worst)
+    return not math.isfinite(score) or score > worst + by * abs(worst)
 
 
 def alarms(name: str, fault: str, n_runs: int, folder: Path) -> list[str]:
@@ -176,6 +195,25 @@ def alarms(name: str, fault: str, n_runs: int, folder: Path) -> list[str]:
     return [VARIANTS.get(f.rule, f.rule) for f in found if f.severity != "note"]
 
 
+def print_false_alarms(jobs: list[tuple[str, str, Path]], healthy: Path, verbose: bool) -> None:
+    """A row for each small change: the trainings that do as well, and those of them alarmed."""
+    print("\n| change | trainings that do as well | alarmed |\n|---|---|---|")
+    total = [0, 0]
+    for change in HARMLESS:
+        counts = [0, 0]
+        for name, folder in ((name, folder) for name, own, folder in jobs if own == change):
+            facts = json.loads((folder / f"{name}.{_slug(change)}.json").read_text())
+            if did_harm(name, facts["score"], healthy, by=0.1):
+                continue
+            found = alarms(name, change, facts["runs"], folder)
+            counts = [counts[0] + 1, counts[1] + bool(found)]
+            if verbose and found:
+                print(f"{name}: {found}")
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        print(f"| {change} | {counts[0]} | {counts[1]} |")
+    print(f"| all | {total[0]} | {total[1]} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, metavar="DIR", help="recordings of verdicts.py")
@@ -184,17 +222,22 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="leaves the first ones out")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="those that are not named first")
+    parser.add_argument("--harmless", action="store_true", help="small changes: false alarms")
     o = parser.parse_args()
     o.faulty.mkdir(parents=True, exist_ok=True)
     jobs = []
     for name in (t.name for t in TRIALS.values() if not t.wrong):
-        order = sorted(NAMES, key=lambda fault: crc32(f"{fault} {name}".encode()))
+        which = HARMLESS if o.harmless else NAMES
+        order = sorted(which, key=lambda fault: crc32(f"{fault} {name}".encode()))
         jobs += [(name, fault, o.faulty) for fault in order[o.skip :][: o.faults]]
     todo = [job for job in jobs if not (o.faulty / f"{job[0]}.{_slug(job[1])}.json").exists()]
     # forked, since each process changes PyTorch for itself alone
     with multiprocessing.get_context("fork").Pool(o.workers, maxtasksperchild=1) as pool:
         for i, _ in enumerate(pool.imap_unordered(train, todo), 1):
             print(f"\r{i} of {len(todo)} trained", end="", flush=True)
+    if o.harmless:
+        print_false_alarms(jobs, o.runs, o.verbose)
+        return
     print(
         "\n| fault | trainings it harms | named first | later | no alarm |\n|---|---|---|---|---|"
     )

@@ -1,15 +1,15 @@
 """What `diagnose` says of trainings that people run: 40 and more healthy ones, 60 and more failing.
 
-    python benchmarks/verdicts.py --runs DIR [--half tune|held|fresh|last|fifth|all]
+    python benchmarks/verdicts.py --runs DIR [--half tune|held|fresh|last|fifth|sixth|all]
                                   [--only WORD …] [--seeds 3] [--workers 2] [--verbose]
                                   [--scores] [--write] [--list]
 
 Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
 runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and changed
 rules are judged in seconds. Prints a table for each part (`Trial.part`: two halves by a hash of the
-name, and "fresh", "last" and "fifth", each written when the rules were done and judged once before
-any rule was changed), and each rule's hits and false alarms; `--scores` trains, and prints how well
-each training did, without judging it.
+name, and those of `LATER`, each written when the rules were done and judged once before any rule
+was changed), and each rule's hits and false alarms; `--scores` trains, and prints how well each
+training did, without judging it.
 
 A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
 first if its first alarm is by a rule of which its author said, before any run, that it names the
@@ -34,7 +34,7 @@ from pkgutil import iter_modules
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import realistic
 import torch
-from realistic.trials import TRIALS, Trial, watcher_of
+from realistic.trials import LATER, TRIALS, Trial, watcher_of
 
 from hookkit.health import Finding, diagnose
 from hookkit.health import rates as rates_module
@@ -53,7 +53,7 @@ One rule reports three kinds of parameters that never move, and every collapse; 
 the same for all samples is the narrower name of one.
 """
 
-PARTS = ("tune", "held", "fresh", "last", "fifth")
+PARTS = "tune", "held", *LATER
 
 for _found in iter_modules(realistic.__path__):
     import_module(f"realistic.{_found.name}")

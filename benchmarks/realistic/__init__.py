@@ -2,6 +2,7 @@
 
     trials.py       Trial, `healthy`, `failing`, and what a training function gets
 
-Each of the other files holds the trainings of one subject; `fresh_…`, `last_…` and `fifth_…` are
-the parts that were written when the rules were done. `benchmarks/verdicts.py` runs them.
+Each of the other files holds the trainings of one subject; `fresh_…`, `last_…`, `fifth_…` and
+`sixth_…` are the parts that were written when the rules were done. `benchmarks/verdicts.py` runs
+them.
 """

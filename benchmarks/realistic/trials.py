@@ -21,7 +21,7 @@ loop of their own, `update` the step of most others.
 Files called `fresh_…` are the third part: written after the rules had been judged by the two
 halves, and judged when the rules are next. Files called `last_…` are the fourth, of the same kind:
 their author had read neither the rules' code nor what was found in the other parts. Nor had those
-of the fifth, `fifth_…`.
+of `fifth_…` and `sixth_…`, each judged once before a rule was changed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from hookkit.records import Run
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import Watcher
 from hookkit.watching import watch as hookkit_watch
+
+LATER = "fresh", "last", "fifth", "sixth"
+"""The parts that were written when the rules were done; their files' names begin with them."""
 
 Watch = Callable[..., AbstractContextManager[Watcher]]
 Train = Callable[[Watch], float]
@@ -66,9 +69,9 @@ class Trial:
 
     @property
     def part(self) -> str:
-        """ "fresh", "last", "fifth", or a half: "tune", or "held", unseen while rules are made."""
+        """A name of `LATER`, or a half: "tune", or "held", which is unseen while rules are made."""
         file = self.train.__module__.rpartition(".")[2]
-        for part in ("fresh", "last", "fifth"):
+        for part in LATER:
             if file.startswith(f"{part}_"):
                 return part
         return "held" if crc32(self.name.encode()) % 2 else "tune"
