@@ -56,6 +56,13 @@ def test_an_agent_whose_weights_hardly_move_has_a_rate_that_is_too_low():
         slow, types=("Linear",) * 3 + ("LayerNorm",), meta={**slow.meta, "constant": [False] * 4}
     )
     assert rules(tuned, asked=[64, 64]) == set()  # it had been trained before
+    begun = dataclasses.replace(  # as DCGAN's norms begin: weights at random, biases at 0
+        tuned,
+        names=("a.weight", "b.weight", "norm.weight", "norm.bias"),
+        types=("Linear",) * 2 + ("BatchNorm2d",) * 2,
+        meta={**slow.meta, "constant": [False] * 3 + [True]},
+    )
+    assert rules(begun, asked=[64, 64]) == {"lr_too_low"}
 
 
 def test_vectors_and_embeddings_do_not_count_for_the_learning_rate():

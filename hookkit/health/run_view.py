@@ -207,12 +207,17 @@ class RunView:
 
     @cached_property
     def trained_before(self) -> bool:
-        """Whether norms begin with weights that differ: the model is fine-tuned. False: unknown."""
+        """Whether norms begin with biases that differ: the model is fine-tuned. False: unknown.
+
+        With weights, where they have no biases: DCGAN begins those of norms at random.
+        """
         params = self.recorded.params
         if params is None:
             return False
         norms = np.array(["Norm" in kind for kind in params.types])
-        return not read.meta(params, "constant", True)[norms].all()
+        biases = norms & np.array([name.endswith("bias") for name in params.names])
+        which = biases if biases.any() else norms
+        return not read.meta(params, "constant", True)[which].all()
 
     @cached_property
     def falls_slowly(self) -> bool:
