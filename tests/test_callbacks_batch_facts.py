@@ -116,6 +116,19 @@ def test_a_closure_that_evaluates_a_batch_several_times_sees_one():
     assert batches_of(lambda step: [ROWS], 10, opt=lbfgs) == [10, 1]
 
 
+def test_images_with_much_padding_differ():
+    def images(step):
+        image = torch.zeros(64, 1, 64, 64)
+        image[:, :, 1:30, 1:30] = step
+        return [image.flatten(2)]
+
+    class Pool(nn.Linear):
+        def forward(self, x):
+            return super().forward(x[:, 0, 65:69])
+
+    assert batches_of(images, 6, Pool(4, 3)) == [6, 6]
+
+
 def test_only_the_first_steps_are_looked_at():
     assert batches_of(lambda step: [PARTS[0]] if step < MANY else [torch.randn(8, 4)], 80) == [
         MANY,

@@ -125,6 +125,8 @@ PRODUCTS = (
     lambda x, w: (w * -x).sum() / N + 0.1,
     lambda x, w: 0.5 - (x.squeeze(1) * w[:, None]).mean(),
     lambda x, w: ((x - 1.0).square() * w).mean(),
+    lambda x, w: -torch.min(x.exp() * w, x.exp().clamp(0.8, 1.2) * w).mean(),  # PPO's
+    lambda x, w: (1 - x * w).clamp(min=0).mean(),  # a hinge loss
 )
 
 
@@ -158,6 +160,8 @@ def test_products_without_a_mistake(loss):
         ),  # of all, the next
         lambda x: (torch.randn(N, 1, 3) - x).square().sum(-1).neg().exp().mean(),  # a kernel
         lambda x: (x[:, None] - torch.randn(N, 2, 3)).square().mean(),
+        lambda x: (x[:, 0, None] - torch.randn(N)).square().neg().exp().mean(),  # in 1 dimension
+        lambda x: (x[:, 0, None] - torch.randn(N)).abs().min(1)[0].mean(),
     ],
 )
 def test_rows_compared_on_purpose_are_no_mistake(loss):

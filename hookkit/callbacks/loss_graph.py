@@ -43,6 +43,8 @@ _DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
 
 _SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean"))
 
+_CLIPS = frozenset(("Minimum", "Maximum", "Clamp", "ClampMin", "ClampMax", "Relu"))
+
 _SIZES = ("Pow", "Abs", "Mul")
 """Operations that make the size of an error of a difference: its square or absolute value."""
 
@@ -129,7 +131,8 @@ def _of_operation(node: Any, terms: list[Any]) -> dict[str, Any]:
     if name in _DIFFERENCES and (shapes := outer(node)):
         left, right, whole = shapes
         averaged = any(op_name(term) in _SIZES and first_input(term) is node for term in terms)
-        if name != "Sub" or averaged or len(whole) == 2:
+        on_purpose = op_name(only_input(node)) == "Unsqueeze"  # pairs, x[:, None] - y
+        if name != "Sub" or averaged or (len(whole) == 2 and not on_purpose):
             found["broadcast"] = f"{left} is compared with {right}, which makes {whole}"
     return found
 
@@ -245,13 +248,13 @@ def _is_softmax(node: Any) -> bool:
 
 
 def _terms(top: Any) -> Iterator[Any]:
-    """The operations whose results are only added, subtracted and scaled on the way to a loss."""
+    """The operations whose results are only added, scaled and clipped on the way to a loss."""
     todo, seen = [top] if top is not None else [], {top}  # None: a leaf
     while todo:
         node = todo.pop()
         yield node
         scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
-        if scaled or op_name(node) in SAME_VALUES | _SUMS:
+        if scaled or op_name(node) in SAME_VALUES | _SUMS | _CLIPS:
             new = {before for before, _ in node.next_functions if before is not None} - seen
             seen |= new
             todo += new
