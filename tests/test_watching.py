@@ -1144,23 +1144,57 @@ def test_a_model_in_eval_mode_is_told_to_call_train():
             opt.step()
 
 
-@pytest.mark.filterwarnings("ignore:watch saw the optimizer step, but Sequential was in eval mode")
+def called(model, x):
+    return model(x)
+
+
+def called_in_parts(model, x):
+    for part in model:
+        x = part(x)
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:watch saw the optimizer step, but .* was in eval mode")
+@pytest.mark.parametrize("forward", [called, called_in_parts])
+@pytest.mark.parametrize("watched", [lambda model: model, list])
 @pytest.mark.parametrize(("forgotten", "n"), [(True, 6), (False, 0)])
-def test_train_that_is_forgotten_after_a_validation_is_diagnosed(forgotten, n):
+def test_train_that_is_forgotten_after_a_validation_is_diagnosed(forgotten, n, watched, forward):
     model = net()
     opt = sgd(model)
-    with watch(model, opt, ParamStats()) as w:
+    with watch(watched(model), opt, ParamStats()) as w:
         for _ in range(3):
             model.train(not forgotten or w.n_steps == 0)
-            train(model, opt, 3)
+            for x in batches()[:3]:
+                opt.zero_grad()
+                forward(model, x).square().mean().backward()
+                opt.step()
             model.eval()
             with torch.no_grad():
-                model(batches()[0])
+                forward(model, batches()[0])
 
     run = pickle.loads(pickle.dumps(w)).run_record()
 
     assert run.info.get("eval_steps", [0])[0] == n
     assert ("eval_mode" in run.diagnose().rules) == forgotten
+
+
+def test_a_frozen_part_in_eval_mode_is_no_forgotten_train():
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1), "judge": nn.Linear(4, 4)})
+    model["judge"].eval().requires_grad_(False)
+    g, d = sgd(model["g"]), sgd(model["d"])
+
+    with watch(model, [g, d], ParamStats()) as w:
+        for x in batches():
+            fake = model["g"](x)
+            looks = (model["judge"](fake) - model["judge"](x)).square().mean()
+            model["d"](fake.detach()).mean().backward()
+            d.step()
+            model["judge"](x + 1.0)
+            (model["d"](fake).mean() + looks).backward()
+            g.step()
+            g.zero_grad(), d.zero_grad()
+
+    assert "eval_steps" not in w.run_record().info
 
 
 def test_training_without_a_step_is_warned_of_at_the_end():

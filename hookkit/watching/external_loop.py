@@ -369,12 +369,14 @@ class ExternalLoop(CallbackRunner):
 
     def _begin_unseen_batch(self) -> None:
         """A step came, and the forward before it was not seen."""
-        if not self.warned and (self.in_eval or not (self.root_ran or self.n_own_steps)):
+        root = unwrap(self.model)
+        # some layers may be in training mode on purpose: a head on a frozen body
+        trains = any(m.training for m in root.modules() if not [*m.children()])
+        unseen = not (self.root_ran or self.n_own_steps)
+        if not self.warned and (unseen or (self.in_eval and not (trains and root.training))):
             self.warned = True
             warn_unseen(self.model, compiled=self.compiled, in_eval=self.in_eval)
-        # some part may be in training mode on purpose: a head on a frozen body
-        if self.in_eval and not any(m.training for m in unwrap(self.model).modules()):
-            self.n_eval_steps += 1
+        self.n_eval_steps += self.in_eval and not trains
         self._begin_batch()
 
     def _after_pred(self) -> None:

@@ -209,12 +209,15 @@ class LoopHooks:
         if torch.compiler.is_compiling():
             self.loop.compiled = True
         elif not self._depth and not recomputing():
+            learns = _learns(module)
             if not in_thread(self._thread):
-                self.loop.other_thread |= _learns(module)
-            elif not _learns(module):
-                self._see_asked(module, (args, kwargs))
-            else:
+                self.loop.other_thread |= learns
+                return
+            self.loop.in_eval = not learns and torch.is_grad_enabled()
+            if learns:
                 self._part_learns(module, (args, kwargs))
+            else:
+                self._see_asked(module, (args, kwargs))
 
     def _part_learns(self, part: nn.Module, given: Any) -> None:
         if part not in self._wholes:
