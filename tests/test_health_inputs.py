@@ -100,3 +100,23 @@ def test_inputs_far_from_zero_are_no_problem():
     run = trained(model, ((8,), lambda x: 1 + x / 11), 400, 3e-2, lambda x: 3 + x.mean(1))
 
     assert "input_scale" not in alarms(run)
+
+
+def test_a_first_call_on_zeros_is_no_tiny_input():
+    torch.manual_seed(0)
+    cell, head = nn.GRUCell(2, 16), nn.Linear(16, 1)
+    net = nn.ModuleList([cell, head])
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    with watch(net, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(60):
+            x = torch.randn(32, 5, 2)
+            x[:, 0], h = 0.0, torch.zeros(32, 16)  # a start token
+            for t in range(5):
+                h = cell(x[:, t], h)
+            opt.zero_grad()
+            loss = (head(h)[:, 0] - x.mean((1, 2))).square().mean()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    assert "input_scale" not in alarms(w.run_record())

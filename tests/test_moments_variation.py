@@ -1,6 +1,7 @@
 """How much of what layers give differs from sample to sample, and who looks at it."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_it_is_looked_at_in_the_first_step_and_in_some_later_ones():
     assert meta["last_variation"] == [0.0, 0.0]  # inputs are all 0 by then
 
 
-def test_what_a_layer_is_given_is_looked_at_in_the_first_batch_alone():
+def test_what_a_layer_is_given_is_looked_at_in_the_first_step_alone():
     given = []
 
     def forward(net, x):
@@ -87,10 +88,24 @@ def test_a_layer_that_is_given_no_batch_of_floats_has_no_size_of_it(given):
 def test_one_sample_has_a_size_and_a_batch_by_keyword_too():
     seen = Variation()
     seen.see_given(0, ((), {"x": torch.tensor([[3.0, 4.0]])}))
-    seen.see_given(0, ((torch.ones(2, 2),), {}))  # only the first batch counts
     *size, share = seen.read(1)[0, 2:].tolist()
     assert size == pytest.approx([12.5**0.5, 4])
     assert math.isnan(share)  # one sample is neither like others nor unlike them
+
+
+def test_what_a_layer_is_given_in_all_its_calls_counts():
+    seen = Variation()
+    calls = [torch.zeros(4, 2), torch.randn(4, 2), torch.randn(4, 2)]
+    for t in calls:
+        seen.see_given(0, ((t,), {}))
+        seen = pickle.loads(pickle.dumps(seen))
+
+    rms, most, share = seen.read(1)[0, 2:].tolist()
+    assert rms == pytest.approx(float(torch.stack(calls).square().mean().sqrt()))
+    assert most == pytest.approx(float(torch.stack(calls).abs().max()))
+    assert share > 0
+    again = Variation.of(seen.read(1)).read(1)
+    assert again[0, 2:].tolist() == pytest.approx([rms, most, share])
 
 
 def test_gradients_are_not_looked_at():

@@ -1,6 +1,6 @@
 """Rules on the data: inputs, by what the first layers are given, and targets, by the loss.
 
-What a layer is given was recorded in the first batch (`moments.variation`); in a compiled model it
+What a layer is given was recorded in the first step (`moments.variation`); in a compiled model it
 was not.
 """
 

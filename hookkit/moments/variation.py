@@ -3,9 +3,9 @@
 The share is var / mean square: the variance over the first dimension, averaged over the others,
 divided by the mean square of all values. 1 minus it is what the samples have in common. It is
 looked at in a few batches only, on some samples and some of their values, since it is to show a
-collapse, which is a matter of powers of ten. What a layer is given is looked at once, in the first
-batch: whether the data are of a usual size is a matter of powers of ten, too. Nothing here waits
-for a device.
+collapse, which is a matter of powers of ten. What a layer is given is looked at in the first step,
+in all its calls, since the first one may be given zeros: whether the data are of a usual size is a
+matter of powers of ten, too. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Variation:
     def __init__(self) -> None:
         self._looks: dict[int, list[Tensor]] = {}  # by row: the first, and the latest
         self._given: dict[int, Tensor] = {}  # by row: RMS, largest size and share
+        self._calls: dict[int, int] = {}  # of how many calls that is
 
     def see(self, row: int, t: Tensor) -> None:
         """Looks at one output of a layer, (samples, …) floats on any device; skips others."""
@@ -59,14 +60,18 @@ class Variation:
             del looks[1]
 
     def see_given(self, row: int, inputs: Any) -> None:
-        """Looks at the first tensor that a layer is given, once; others than floats are passed."""
-        t = None if row in self._given or is_transforming() else next(iter(leaves(inputs)), None)
+        """Looks at the first tensor that a layer is given; others than floats are passed."""
+        t = None if is_transforming() else next(iter(leaves(inputs)), None)
         if t is None or not _is_usual(t) or not t.ndim:
             return
         with torch.inference_mode(False), torch.no_grad():
-            x = _some(t)
-            size = x.square().mean().sqrt(), x.abs().amax(), _share(x)
-            self._given[row] = torch.stack(size)
+            x, n = _some(t), self._calls.get(row, 0)
+            rms, most, share = x.square().mean().sqrt(), x.abs().amax(), _share(x)
+            if n:
+                others = self._given[row].to(x.device).unbind()
+                rms = ((n * others[0].square() + rms.square()) / (n + 1)).sqrt()
+                most, share = torch.maximum(most, others[1]), torch.fmax(share, others[2])
+            self._given[row], self._calls[row] = torch.stack((rms, most, share)), n + 1
 
     def read(self, rows: int) -> Tensor:
         """(rows, 5) float64 on the CPU: `COLUMNS`, of the latest shares the median, or NaN."""
@@ -88,12 +93,14 @@ class Variation:
         for row, known in enumerate(table):
             looks = known[:2][~known[:2].isnan()]
             new._looks |= {row: [*looks.unbind()]} if len(looks) else {}
-            new._given |= {} if known[2].isnan() else {row: known[2:].clone()}
+            if not known[2].isnan():
+                new._given[row], new._calls[row] = known[2:].clone(), 1
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         looks = {row: [x.cpu() for x in found] for row, found in self._looks.items()}
-        return {"_looks": looks, "_given": {row: x.cpu() for row, x in self._given.items()}}
+        given = {row: x.cpu() for row, x in self._given.items()}
+        return {"_looks": looks, "_given": given, "_calls": self._calls}
 
 
 def _is_usual(t: Tensor) -> bool:
