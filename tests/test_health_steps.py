@@ -65,6 +65,18 @@ def test_an_agent_whose_weights_hardly_move_has_a_rate_that_is_too_low():
     assert rules(begun, asked=[64, 64]) == {"lr_too_low"}
 
 
+def test_a_leap_in_a_recurrence_that_the_loss_does_not_feel_is_a_note():
+    norms, quiet = np.ones((4, N)), falling()
+    norms[:, 30] = 100
+    cells = dataclasses.replace(weights(grad_norm=norms), types=("RNN",) * 4)
+    felt = quiet.copy()
+    felt[31] = 10 * quiet[0]
+
+    assert found(Run(params=cells, losses=quiet), "exploding").severity == "note"
+    assert found(Run(params=cells, losses=felt), "exploding").severity == "warning"
+    assert "exploding" in alarms(Run(params=cells))
+
+
 def test_vectors_and_embeddings_do_not_count_for_the_learning_rate():
     fast = weights(update_ratio=[1.0] * 4, ndim=1)
     tokens = dataclasses.replace(weights(update_ratio=[1.0] * 4), types=("Embedding",) * 4)

@@ -47,6 +47,8 @@ ERASES = 1.0
 FAR_STEP = 0.3
 # The largest gradient over the first, and over 95 % of them: in healthy trainings 6.6 at most
 LEAPS, USUAL_SHARE = 25, 0.95
+# The same of the loss: below it, a gradient that leaps in a recurrence did no harm (measured)
+FELT = 2
 # Weights that doubled are further from where they began than 0 is
 DOUBLED = 2.0
 # What all steps of a run move of a weight together, and one in the mean: less cannot have taught it
@@ -100,13 +102,19 @@ def _leaps(run: RunView, record: Record) -> Iterator[Finding]:
         return
     if losses is not None and read.stops_being_a_number(losses):
         return  # what is not finite may have come first: `non_finite` says
-    usual = max(norms[0], float(np.quantile(norms, USUAL_SHARE)))
-    if (times := float(norms.max()) / usual) > LEAPS:
+    if (times := _leap(norms)) > LEAPS:
         recurs = read.are(record.types, read.RECURRENT).any()
         what = f"the gradient norm leaps to {times:.3g} times its first value and its 95th "
         what += "percentile, whichever is larger"
-        says, severity = _AMPLIFIES if recurs else _LEAPS, "note" if run.excused else "warning"
-        yield says.found(severity, what, (), run.all_steps)
+        harmless = recurs and losses is not None and _leap(read.known(losses)) < FELT
+        severity = "note" if run.excused or harmless else "warning"
+        yield (_AMPLIFIES if recurs else _LEAPS).found(severity, what, (), run.all_steps)
+
+
+def _leap(values: Floats) -> float:
+    """The largest value over the first and the 95th percentile; inf if these are not above 0."""
+    usual = max(values[0], float(np.quantile(values, USUAL_SHARE)))
+    return float(values.max() / usual) if usual > 0 else np.inf
 
 
 def _fast_group(run: RunView, record: Record, which: Ints, ratio: Floats) -> Iterator[Finding]:
@@ -172,6 +180,7 @@ _LEAPS = lr_too_high.but(
 
 _AMPLIFIES = _LEAPS.but(
     name="exploding",
+    threshold=f"{_LEAPS.threshold}; a note where the loss does not leap to twice that",
     cause="a recurrence that amplifies, at a learning rate that is too high for it",
     fix="clip gradients before each step, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), "
     "or divide the learning rate by 10",
