@@ -24,7 +24,7 @@ from hookkit.checks import (
     check_path,
 )
 from hookkit.collecting.accumulators import Accumulators
-from hookkit.collecting.batches import WHO, Field, Reading, fingerprint
+from hookkit.collecting.batches import WHO, Field, Reading, fingerprint, sketch
 from hookkit.collecting.parts import CODES, key_of
 from hookkit.collecting.shards import Shards, Store
 from hookkit.data import DataLoaders, n_batches, no_batches
@@ -168,6 +168,7 @@ class _Run:
 
     wants_hook = True
     hooks: Hooks
+    _take: Callable[[str, Tensor, Tensor], None]
 
     def __init__(
         self, model: nn.Module, layers: Selection, f: Any, how: Options, reading: Reading,
@@ -199,6 +200,8 @@ class _Run:
         for number, batch in enumerate(batches):
             if number == 0:
                 self.store.check_first(self.reading.digest(batch))
+                if progress.batches:
+                    self._check(batch)
             if progress.done:
                 return
             if number >= start:
@@ -211,10 +214,34 @@ class _Run:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
         self.store.finish()
 
+    def _check(self, batch: Any) -> None:
+        """Runs the first batch again: what the layers give is what the store has rows of.
+
+        Rows that random numbers are part of are taken as they are.
+        """
+        again, before = dict[str, list[float]](), sandbox.random_states()
+        self._take = lambda key, rows, ids: again.update({key: sketch(rows)})
+
+        def end() -> None:
+            if sandbox.random_states() == before:
+                self.store.check_rows(again)
+
+        self._forward(0, batch, 0, self.n, end)
+
     def _batch(self, number: int, batch: Any) -> None:
-        progress, reading = self.store.progress, self.reading
+        progress = self.store.progress
+        self._take = self.store.add
         left = None if self.n is None else self.n - progress.n_rows
-        given = reading.begin(batch, progress.samples, left)
+
+        def end() -> None:
+            self.store.end_batch(self.reading.n_samples, self.reading.ids)
+
+        self._forward(number, batch, progress.samples, left, end)
+
+    def _forward(
+        self, number: int, batch: Any, first: int, left: int | None, end: Callable[[], None]
+    ) -> None:
+        given = self.reading.begin(batch, first, left)
         try:
             with torch.no_grad(), self.hooks as hooks:
                 self.model(*given, **given.kwargs)
@@ -224,7 +251,7 @@ class _Run:
                         f"{WHO}: {len(silent)} of {len(hooks)} modules were not called: {label}: "
                         f"{why}. Leave out what does not run for every batch."
                     )
-            self.store.end_batch(reading.n_samples, reading.ids)
+            end()
         except Exception as error:
             what = describe(given)
             error.add_note(f"{WHO}: in batch {number}, for which the model was given {what}")
@@ -235,7 +262,7 @@ class _Run:
         given = seen[-1] if self.f is None else called(self.f, module, *seen)
         rows = self.reading.rows(hook.name, self._tensor(hook.name, given))
         for place in self.places[id(module), hook.leaf]:
-            self.store.add(key_of(place, hook.count), rows, self.reading.ids)
+            self._take(key_of(place, hook.count), rows, self.reading.ids)
 
     def _tensor(self, name: str, given: Any) -> Tensor:
         """The only tensor in what a layer gives."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from hookkit.errors import OptionError
 from hookkit.files import atomic_write
 
-_FORMAT = 3
+_FORMAT = 4
 IDS = "ids"  # the key of the rows' ids
 HEAD = 4096  # bytes of a header, of which 100 are used
 CODES = {
@@ -45,6 +45,7 @@ class Progress:
         batches: how many of the loader's were run.
         samples: how many samples were in these.
         first: the digest of the first batch.
+        first_rows: of each layer, by key, the sketch of what it gave for that batch.
         done: whether the loader has come to its end.
     """
 
@@ -55,6 +56,7 @@ class Progress:
     batches: int = 0
     samples: int = 0
     first: str = ""
+    first_rows: dict[str, list[float]] = field(default_factory=dict)
     done: bool = False
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hookkit import ranks
 from hookkit.collecting.activations import Activations
-from hookkit.collecting.batches import WHO
+from hookkit.collecting.batches import WHO, alike, sketch
 from hookkit.collecting.parts import IDS, Progress, file_of, load
 from hookkit.errors import HookError, OptionError
 from hookkit.files import atomic_write
@@ -91,11 +91,26 @@ class Store:
                 "same order (with a seeded generator if it shuffles), or another folder in to=."
             )
 
+    def check_rows(self, again: dict[str, list[float]]) -> None:
+        """Raises unless the layers give for the first batch what they gave before, by key."""
+        assert self.file is not None
+        before = {k: v for k, v in self.progress.first_rows.items() if k != IDS}
+        for key in sorted({**before, **again}):
+            if not alike(before.get(key, []), again.get(key, [])):
+                raise OptionError(
+                    f"{WHO}: the rows in {self.file.parents[1]} are of something else: for the "
+                    f'first batch "{self.progress.name(key)}" gives other values here than there. '
+                    "The model, what is hooked to it, or a function that was given has changed. "
+                    "Give another folder in to=, or remove that one."
+                )
+
     def add(self, key: str, rows: Tensor, ids: Tensor) -> None:
         """Takes the rows of a layer, whose `key` is as in `Progress.layers`."""
         kind, layers = (tuple(rows.shape[1:]), str(rows.dtype)[6:]), self.progress.layers
         if not self.progress.batches:
             layers.setdefault(key, kind)
+            if self.file is not None:
+                self.progress.first_rows.setdefault(key, sketch(rows))
         self._check_kind(key, kind)
         self._put(key, rows, ids)
         self._seen.add(key)

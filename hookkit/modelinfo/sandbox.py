@@ -198,6 +198,12 @@ def preserve_random_states(drew: Callable[[], bool] = lambda: True) -> Iterator[
                     put(state)
 
 
+def random_states() -> list[bytes]:
+    """The states of PyTorch's, Python's and NumPy's generators, to compare: who drew from one?"""
+    torchs = [g.get_state().numpy().tobytes() for g in _generators()]
+    return torchs + [pickle.dumps(get()) for get, _ in _of_python_and_numpy()]
+
+
 def _generators() -> Iterator[torch.Generator]:
     """PyTorch's generators of the devices in use; one that was never used has no state to keep."""
     yield torch.default_generator
