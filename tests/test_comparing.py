@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import compare_models, hook_outputs, select
+from hookkit.comparing.cli import main
 from hookkit.comparing.measures import difference
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 
@@ -161,8 +162,38 @@ def test_a_port_with_other_names_is_paired() -> None:
     assert len(found) == 9
     assert found["4.1"][0].other_name == "blocks.0.1"
     assert found.unpaired == ("stem (second only)",)
-    with pytest.raises(SelectionError, match='no module of the first model is called "9"'):
-        compare_models(model, Port(), X, names={"9": "head"})
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ({"9": "0"}, 'first model is called "9". Nearest: .* Give names'),
+        ({"0": "stem"}, 'second model is called "stem". Nearest: .* Give names'),
+        ({"": "stack"}, 'second model is called "stack"'),
+        ({"4.*": "stem.*"}, r'second model is called "stem\.\*"'),
+    ],
+)
+def test_names_that_match_nothing_are_refused(names: dict[str, str], match: str) -> None:
+    with pytest.raises(SelectionError, match=match):
+        compare_models(net(), net(), X, names=names)
+
+
+def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    paths = []
+    for name in ("a", "b"):
+        port = nn.ModuleDict({name: nn.ReLU()})
+        with hook_outputs(select(port, name)) as h:
+            port[name](X)
+        paths.append(h.save(tmp_path / f"{name}.safetensors"))
+    match = r"nothing was compared.* The first has 'a', the second 'b'\. Give names="
+
+    with pytest.raises(SelectionError, match=match):
+        compare_models(*paths)
+    with pytest.raises(SelectionError, match=r"The first has 'a', the second '0'"):
+        compare_models(paths[0], nn.Sequential(nn.ReLU()), X)
+    assert compare_models(*paths, names={"a": "b"}).first is None
+    assert main([*map(str, paths)]) == 1
 
 
 def test_another_dtype_has_the_looser_tolerance() -> None:
@@ -225,6 +256,18 @@ def test_of_a_compiled_model_the_result_is_compared() -> None:
     assert [r.name for r in found] == [""]
     assert found.first is not None
     assert "The second model is compiled" in str(found)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is:DeprecationWarning")
+def test_of_a_scripted_model_the_result_is_compared() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    same, other = torch.jit.script(model), torch.jit.script(nudged(model, "0.bias"))
+
+    for a, b in ((model, other), (other, model), (same, other)):
+        found = compare_models(a, b, X)
+        assert found.first is not None
+        assert [r.name for r in found] == [""]
+    assert compare_models(model, same, X).first is None
 
 
 def test_files_take_the_place_of_models(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`python -m hookkit compare a.safetensors b.safetensors`: two saved captures, from the shell.
 
-Exit codes: 0 they agree, 1 they differ, 2 they cannot be compared.
+Exit codes: 0 they agree, 1 they differ or have no name in common, 2 they cannot be compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from hookkit.comparing.running import compare_models
-from hookkit.errors import HookkitError
+from hookkit.errors import HookkitError, SelectionError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = compare_models(args.a, args.b, rtol=args.rtol, atol=args.atol)
     except HookkitError as error:
         sys.stderr.write(f"{p.prog}: {error}\n")
-        return 2
+        return 1 if isinstance(error, SelectionError) else 2
     sys.stdout.write(f"{found}\n")
-    return int(found.first is not None or not found.rows)
+    return int(found.first is not None)

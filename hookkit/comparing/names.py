@@ -49,20 +49,25 @@ class Names:
                 return (there + dotted[found.end() :]).removeprefix(".")
         return name
 
-    def check(self, known: Iterable[str]) -> None:
-        """Raises if a pattern fits none of the names that are `known`.
+    def check(self, first: Iterable[str], second: Iterable[str]) -> None:
+        """Raises if a pattern fits none of the names in its model.
 
         Raises:
             SelectionError: so it is.
         """
-        known = list(known)
-        for text, pattern, _ in self.rules:
-            if not any(map(pattern.match, map(_dotted, known))):
-                near = nearest(text, known) or known[:3]
-                raise SelectionError(
-                    f'compare_models: names: no module of the first model is called "{text}". '
-                    f"Nearest: {', '.join(map(repr, near))}."
-                )
+        for text, pattern, other in self.rules:
+            _check("first", text, pattern, list(first))
+            _check("second", other, _pattern(other), list(second))
+
+
+def _check(which: str, text: str, pattern: re.Pattern[str], known: list[str]) -> None:
+    if not any(map(pattern.match, map(_dotted, known))):
+        near = nearest(text, known) or known[:3]
+        raise SelectionError(
+            f'compare_models: names: no module of the {which} model is called "{text}". '
+            f"Nearest: {', '.join(map(repr, near)) or 'there are none'}. Give names of the first "
+            "model and those of the second."
+        )
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -21,10 +21,10 @@ from hookkit.comparing.names import Names
 from hookkit.comparing.pairs import Kept, Pairs
 from hookkit.comparing.saved import Saved
 from hookkit.comparing.sides import WHO, Chosen, See, Side, adapted, chosen_of, is_compiled
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.interrupts import Undo
 from hookkit.modelinfo import sandbox
-from hookkit.modules import find, unwrap
+from hookkit.modules import find, unwrap, walk
 from hookkit.nested import Inputs, leaves
 
 Model = nn.Module | str | Path
@@ -48,9 +48,9 @@ def compare_models(
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
-    Of a compiled model only what it returns is compared, and with `grads` all its parameters'
-    gradients, since hooks inside would change what is compiled. A generator that a model returns
-    is run to its end.
+    Of a compiled or scripted model only what it returns is compared, and with `grads` all its
+    parameters' gradients, since hooks inside would change what is compiled. A generator that a
+    model returns is run to its end.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run on one machine, compare on another.
@@ -82,7 +82,7 @@ def compare_models(
             gradients of them; nothing has a gradient, or `loss` gives more than one number.
         OptionError: an option has a value that cannot work; a file cannot be read, or has no
             outputs.
-        SelectionError: `modules` or `names` match nothing.
+        SelectionError: `modules` or `names` match nothing; nothing is in both by its name.
         MissingExtraError: safetensors is not installed, for a file.
 
     Cost: a forward of each model, of `b` two with `isolate`; what `a`'s layers gave is stored.
@@ -160,15 +160,22 @@ class _Run:
             for x in saved:
                 x.forget_all_but_last()
         first = self.one if isinstance(self.one, Saved) else self._kept(self.one, only_last)
-        self._check_names(first)
         others = {name: self.names.of(name) for name in first.types}
+        self._check_names(first, others)
         pairs = Pairs(first, others, rtol, atol)
         pairs.notes += self._notes()
         if isinstance(self.other, Saved):
             _see_saved(pairs, self.other)
         else:
             self._see_model(pairs, self.other, only_last)
-        return pairs.comparison()
+        found = pairs.comparison()
+        if not found.rows:  # `.first` would be None, as where both agree
+            raise SelectionError(
+                f"{WHO}: nothing was compared: no module that gives a tensor is in both by its "
+                f"name. The first has {_listed(self.one)}, the second {_listed(self.other)}. Give "
+                "names={name in the first: its name in the second}."
+            )
+        return found
 
     def _kept(self, model: nn.Module, only_last: bool) -> Kept:
         """What the first model gives."""
@@ -182,10 +189,12 @@ class _Run:
         side.run(self.given, _as_one(kept.see, only_last), receive=receive, loss=self.loss)
         return kept
 
-    def _check_names(self, first: Kept | Saved) -> None:
-        """Raises if a name that is mapped is none of the first side, compared or not."""
-        root = unwrap(self.one) if isinstance(self.one, nn.Module) else nn.Module()
-        self.names.check([*first.types, *(name for name, _ in root.named_modules())])
+    def _check_names(self, first: Kept | Saved, others: dict[str, str]) -> None:
+        """Raises if a name that is mapped, compared or not, is missing on its side."""
+        there = _names(self.other)
+        if isinstance(self.other, nn.Module):  # with paths, and second places of shared modules
+            there += [others[name] for name in _at_leaves(self.other, others, first.leaves)]
+        self.names.check([*first.types, *_names(self.one)], there)
 
     def _see_model(self, pairs: Pairs, model: nn.Module, only_last: bool) -> None:
         """Runs the second model, whose outputs are compared and not stored."""
@@ -223,6 +232,16 @@ class _Run:
                 "with select(model, …), or give names="
             )
         return notes
+
+
+def _names(x: nn.Module | Saved) -> list[str]:
+    return [*x.types] if isinstance(x, Saved) else [name for name, *_ in walk(x)]
+
+
+def _listed(x: nn.Module | Saved) -> str:
+    names = [name for name in _names(x) if name] or [""]
+    more = f" and {len(names) - 6} more" * (len(names) > 6)
+    return f"{', '.join(map(repr, names[:6]))}{more}"
 
 
 def _check_files(saved: list[Saved]) -> None:

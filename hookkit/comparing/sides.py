@@ -197,10 +197,11 @@ def _hook(stack: Undo, named: tuple[str, nn.Module, str], kind: Any, **options: 
 def is_compiled(model: nn.Module) -> bool:
     """True if the model or a part of it is compiled: hooks inside would not see compiled code run.
 
+    A model that is scripted as a whole is, too: it takes no hooks, and no module is around it.
     `_compiled_call_impl` is private, in torch 2.11 to 2.13: what `module.compile()` sets. Nothing
     public says so; without it such a model would run eagerly here.
     """
-    return any(
+    return isinstance(unwrap(model), torch.jit.ScriptModule) or any(
         type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
         for m in model.modules()
     )
