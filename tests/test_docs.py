@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_readme import run
 
 import hookkit
 from hookkit import plotting
+from hookkit.testing import synth_learner
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,6 +39,21 @@ def test_every_block_runs_and_prints_what_is_shown(
 
     for shown, printed in run((DOCS / page).read_text()):
         assert printed == shown
+
+
+def shown_call(page: str, name: str, **names: Any) -> Any:
+    """What the call of `name` gives that stands in a table of the page."""
+    (text,) = re.findall(rf"`({name}\(.*?\))`", (DOCS / page).read_text())
+    return eval(text, {**vars(hookkit), **names})
+
+
+def test_the_schedule_that_is_shown_trains() -> None:
+    learn = synth_learner(n_trn=11, lr=0.1)
+
+    with learn.no_logging():
+        learn.fit(1, cbs=shown_call("how-to/learner.md", "SchedulerCallback", torch=torch))
+
+    assert learn.recorder.lrs == pytest.approx([0.1] * 10 + [0.01])
 
 
 def test_the_reference_has_every_public_name() -> None:
