@@ -293,6 +293,31 @@ def test_features_by_example() -> None:
     assert num_features_model(Branches(), x=torch.randn(3, 4)) == 2
 
 
+@pytest.mark.parametrize(
+    ("make", "x", "n"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(3, 5, 3), nn.Conv1d(5, 7, 3)), torch.ones(2, 3, 64), 7),
+        (ChannelsLast, torch.ones(2, 3, 32, 32), 10),
+        (lambda: ViT(fixed=False), torch.ones(2, 3, 32, 32), 12),
+        (lambda: ViT(fixed=True), torch.ones(2, 3, 64, 64), 12),
+        (lambda: nn.Conv2d(3, 5, 3), torch.ones(3, 32, 32), 5),
+        (lambda: nn.Sequential(nn.Unflatten(0, (1, 3)), body()), torch.ones(3, 64, 64), 32),
+        (lambda: nn.Embedding(9, 6), torch.full((2, 7), 8), 6),
+        (lambda: nn.LSTM(4, 6), torch.ones(7, 4), 6),
+        (lambda: nn.MultiheadAttention(4, 2), (torch.ones(3, 2, 4),) * 3, 4),
+        (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), torch.ones(2, 3, 8, 8), 4),
+        (lambda: nn.Conv3d(3, 4, 1), torch.ones(2, 3, 8, 8, 8), 4),
+    ],
+)
+def test_features_by_example_are_those_that_do_not_grow(
+    make: Callable[[], Any], x: Any, n: int
+) -> None:
+    before = x.clone() if isinstance(x, Tensor) else None
+
+    assert num_features_model(make(), x=x) == n
+    assert before is None or torch.equal(before, x)
+
+
 def test_nothing_is_logged_when_fake_tensors_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelRunError):
         num_features_model(Branches())

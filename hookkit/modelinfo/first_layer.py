@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hookkit.checks import check_module, is_whole
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.modules import submodules, unwrap, walk
+from hookkit.nested import Inputs, leaves, tmap
 
 _SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
 
@@ -127,6 +128,33 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     shape = (1, *sides, n) if last else (1, n, *sides)
     x = torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator)
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
+
+
+def doubled(m: nn.Module, given: Inputs) -> tuple[Inputs, int] | None:
+    """An example input of `m` at twice the size, and how many dimensions of it are the batch's.
+
+    Values are repeated, so that ids stay in range; of several inputs those grow that have the size
+    of the first. None if the first layer of `m` does not say which dimensions are the size.
+    """
+    try:
+        _, layer = first_layer(m)
+    except ArgumentError:
+        return None
+    (x, *_), (dims, last) = leaves(given) or [torch.empty(0)], input_dims(layer)
+    n_features = 0 if isinstance(layer, _EMBEDDINGS) else 1
+    n_batch = x.dim() - dims - n_features
+    if not dims or n_batch not in (0, 1):
+        return None
+    start = n_batch if last else n_batch + n_features
+    sides = slice(start, start + dims)
+
+    def fit(t: Tensor) -> Tensor:
+        if t.dim() != x.dim() or t.shape[sides] != x.shape[sides]:
+            return t
+        return t.detach().repeat([2 if start <= i < start + dims else 1 for i in range(t.dim())])
+
+    larger: Inputs = tmap(fit, given)
+    return larger, n_batch
 
 
 def checked_sides(size: Any, dims: int) -> tuple[int, ...]:

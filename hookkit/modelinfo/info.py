@@ -18,7 +18,13 @@ from torch import nn
 from hookkit.checks import check_module
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo import sandbox
-from hookkit.modelinfo.first_layer import checked_sides, dummy_input, first_layer, input_dims
+from hookkit.modelinfo.first_layer import (
+    checked_sides,
+    doubled,
+    dummy_input,
+    first_layer,
+    input_dims,
+)
 from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, numel
@@ -255,7 +261,8 @@ def num_features_model(
 
     The dimension beside the batch that does not grow with the input: channels of a conv net, the
     last dimension of a vision transformer or of a channels-last net. Where the input size cannot
-    change, dimension 1 of an image and the last one of anything else.
+    change, dimension 1 of an image and the last one of anything else. An example is run at twice
+    its size too, with its values repeated.
 
     Args:
         m: a model.
@@ -273,7 +280,9 @@ def num_features_model(
     """
     tree = Tree(check_module("num_features_model", m))
     if x is not None or leaves(size):
-        return _channels(_out(_run(tree, size, x)), None)
+        given, _ = _inputs(m, size, x)
+        small = _out(_run(tree, None, given))
+        return _channels(small, *_larger_example(tree, given))
     dims = input_dims(first_layer(m)[1])[0]
     if size is not None:
         sides = checked_sides(size, dims)
@@ -303,6 +312,19 @@ def _larger(tree: Tree, sides: tuple[int, ...]) -> list[int] | None:
         return None
 
 
+def _larger_example(tree: Tree, given: Inputs) -> tuple[list[int] | None, int]:
+    """The same for an example input, and how many dimensions of it are the batch's."""
+    try:
+        if (found := doubled(tree.model, given)) is not None:
+            larger, n_batch = found
+            large = _out(_run(tree, None, larger))
+            # a model may make a batch of one sample
+            return large, n_batch if len(large) <= leaves(given)[0].dim() else 1
+    except Exception:  # the model's own, of whatever kind
+        pass
+    return None, 1
+
+
 def _out(done: Trace) -> list[int]:
     """The shape of the first tensor that the model returned."""
     found = list(_plain(done.calls[""].shapes[0])) if done.calls else []
@@ -321,11 +343,11 @@ def _plain(shape: Any) -> Iterator[list[int]]:
             yield from _plain(part)
 
 
-def _channels(small: list[int], large: list[int] | None) -> int:
+def _channels(small: list[int], large: list[int] | None, n_batch: int = 1) -> int:
     if len(small) < 2:
         return small[-1] if small else 1
     if large is not None and len(large) == len(small):
-        same = [i for i in range(1, len(small)) if small[i] == large[i]]
+        same = [i for i in range(n_batch, len(small)) if small[i] == large[i]]
         if same:
             return small[same[0]]
     return small[1] if len(small) >= 4 else small[-1]
