@@ -669,6 +669,25 @@ def test_a_file_that_is_not_there_names_what_is(tmp_path: Path) -> None:
         learn.load("epoch_2")
 
 
+@pytest.mark.parametrize("file", ["models/run", "models/run.pth"])
+def test_a_path_with_its_folder_is_found_as_it_is_written(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    learn = quiet()
+    learn.fit(1)
+    learn.save("run")
+
+    learn.load(file)
+    learn.fit(2, resume=file)
+
+    match = r"models/{}\.pth does not exist\. The folder has run\."
+    with pytest.raises(OptionError, match=r"load\('rum'\): " + match.format("rum")):
+        learn.load("models/rum")
+    with pytest.raises(OptionError, match=r"fit\(resume=…\): " + match.format("none")):
+        learn.fit(2, resume="models/none.pth")
+
+
 # --- looking
 
 

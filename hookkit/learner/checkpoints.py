@@ -157,7 +157,7 @@ def load_weights(learn: Any, where: Path, with_opt: bool, strict: bool) -> None:
     Raises:
         OptionError: there is no such file, or it does not fit the Learner, which is as it was.
     """
-    state = load_state(where)
+    state = load_state(where, f"load({where.stem!r})")
     with all_or_nothing(where) as undo:
         take_weights(learn, state, with_opt, strict, undo)
 

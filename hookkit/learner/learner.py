@@ -351,9 +351,13 @@ class Learner(Predicting, Tables, Views, Named):
 
     def _file(self, who: str, file: str | Path) -> Path:
         name = check_path(who, file, "file")
-        where = self.path / self.model_dir / (name if name.suffix == ".pth" else f"{name}.pth")
+        full = name if name.suffix == ".pth" else Path(f"{name}.pth")
+        where = self.path / self.model_dir / full
+        if who == "save" or where.exists():
+            return where
         # what `save` returned has the folder already
-        return name if who != "save" and name.is_file() and not where.exists() else where
+        in_folder = full.parent.parts and full.parent.is_dir() and not where.parent.is_dir()
+        return name if name.is_file() else full if in_folder else where
 
     # --- reading
 

@@ -38,7 +38,7 @@ def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
         OptionError: there is no such file, it has weights alone, it was written within an epoch, or
             all epochs are done.
     """
-    state = load_state(where)
+    state = load_state(where, "fit(resume=…)")
     lacks = [name for name in ("opt", "fit", "callbacks", "random", "loaders") if name not in state]
     if lacks:
         raise OptionError(

@@ -80,15 +80,16 @@ def _plain(x: Any) -> Any:
     return type(x)(map(_plain, x)) if type(x) in (list, tuple) else x
 
 
-def load_state(where: Path) -> dict[str, Any]:
+def load_state(where: Path, who: str = "load") -> dict[str, Any]:
     """What `save_state` wrote, on the CPU; only tensors, numbers, text and `RECORDED` are made.
 
-    Raises an OptionError if there is no such file, or `save_state` did not write it.
+    `who` asks for it, in the words of a message. Raises an OptionError if there is no such file, or
+    `save_state` did not write it.
     """
     if not where.exists():
         there = sorted(p.stem for p in where.parent.glob("*.pth"))
         raise OptionError(
-            f"load({where.stem!r}): {where} does not exist. The folder has "
+            f"{who}: {where} does not exist. The folder has "
             f"{', '.join(nearest(where.stem, there) or there[:5]) or 'no .pth file'}."
         )
     try:
