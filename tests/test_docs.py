@@ -43,7 +43,7 @@ def test_every_block_runs_and_prints_what_is_shown(
 
 def shown_call(page: str, name: str, **names: Any) -> Any:
     """What the call of `name` gives that stands in a table of the page."""
-    (text,) = re.findall(rf"`({name}\(.*?\))`", (DOCS / page).read_text())
+    (text,) = re.findall(rf"`({name}\([^`]*\))`", (DOCS / page).read_text())
     return eval(text, {**vars(hookkit), **names})
 
 
@@ -54,6 +54,12 @@ def test_the_schedule_that_is_shown_trains() -> None:
         learn.fit(1, cbs=shown_call("how-to/learner.md", "SchedulerCallback", torch=torch))
 
     assert learn.recorder.lrs == pytest.approx([0.1] * 10 + [0.01])
+
+
+def test_the_call_of_layer_info_that_is_shown_runs() -> None:
+    learn = synth_learner(model=torch.nn.Linear(1, 3))
+
+    assert shown_call("coming-from/fastai.md", "layer_info", learn=learn)[0][0] == "Linear"
 
 
 def test_the_reference_has_every_public_name() -> None:
