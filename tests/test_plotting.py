@@ -1100,8 +1100,9 @@ def test_few_steps_are_counted_in_whole_numbers(name: str, n: int) -> None:
 def test_a_picture_is_saved_as_what_its_name_says(tmp_path: Path) -> None:
     ax = plotting.plot_updates(made.run(n=20))
 
-    with pytest.raises(OptionError, match=r'writes PNG files only\. Name it "run\.png"'):
-        plotting.save(ax, tmp_path / "run.pdf")
+    for name in ("run.pdf", "run.gif", "run.txt", "run"):
+        with pytest.raises(OptionError, match=r'writes PNG files only\. Name it "run\.png"'):
+            plotting.save(ax, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
     assert plotting.save(ax, tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")

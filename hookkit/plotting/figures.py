@@ -105,21 +105,18 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
 
     Raises:
         ArgumentError: `picture` is neither.
-        OptionError: the name's ending is that of another format.
+        OptionError: the name does not end in `.png`.
     """
     path = check_path("save", path)
-    if path.suffix.lower() in _OTHERS:
+    if path.suffix.lower() != ".png":
         raise OptionError(
             f'save(path="{path.name}") writes PNG files only. Name it '
-            f'"{path.stem}.png", or call the Figure\'s own savefig("{path.name}").'
+            f'"{path.stem}.png", or call the Figure\'s own savefig(…) for a format that it has.'
         )
     drawn = png(picture, dpi)
     with atomic_write(path) as file:
         file.write(drawn)
     return path
-
-
-_OTHERS = {".pdf", ".svg", ".svgz", ".eps", ".ps", ".jpg", ".jpeg", ".webp", ".tif", ".tiff"}
 
 
 def pyplot() -> Any:
