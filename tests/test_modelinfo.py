@@ -141,7 +141,7 @@ def test_no_layer_with_channels_is_an_error() -> None:
 
 def test_an_embedding_has_no_channels() -> None:
     with pytest.raises(
-        ArgumentError, match='first layer "0" is an Embedding, which takes ids below 7'
+        ArgumentError, match=r'"0" is an Embedding, .* below 7 .*hookkit\.modelinfo\.dummy_input\('
     ):
         in_channels(nn.Sequential(nn.Embedding(7, 3)))
 
@@ -342,6 +342,15 @@ def test_a_bug_is_named_at_once_and_not_tried_at_seven_sizes() -> None:
 
     assert isinstance(e.value.__cause__, KeyError)
     assert Bug.n <= 2  # on fake tensors, then for real
+
+
+@pytest.mark.parametrize("f", [model_sizes, num_features_model, dummy_eval])
+def test_of_a_model_with_several_inputs_an_example_is_asked_for(f: Callable[..., Any]) -> None:
+    net = nn.Bilinear(3, 4, 5)
+
+    with pytest.raises(ModelRunError, match=r"several inputs: .* all, x=\(input1, input2\)$"):
+        f(net)
+    f(net, x=(torch.ones(2, 3), torch.ones(2, 4)))
 
 
 def test_an_error_on_an_example_is_the_models_own() -> None:

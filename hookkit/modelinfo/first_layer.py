@@ -95,7 +95,8 @@ def in_channels(m: nn.Module) -> int:
     if isinstance(layer, _EMBEDDINGS):
         raise ArgumentError(
             f'in_channels: the first layer "{name}" is an {type(layer).__name__}, which takes ids '
-            f"below {layer.num_embeddings} and has no channels. Its ids are made by dummy_input."
+            f"below {layer.num_embeddings} and has no channels. "
+            "hookkit.modelinfo.dummy_input(model) makes some."
         )
     return int(_features(layer) or 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -194,10 +195,23 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
 def _cannot_take(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
     place = f' in "{where}"' if where else ""
     why = str(error).rstrip(". ")
+    cure = "Give its size (size=...) or an example input (x=...)"
+    if len(needed := _needed_inputs(unwrap(m))) > 1:  # of which one is made up, whatever its size
+        cure = f"It takes several inputs: give an example of all, x=({', '.join(needed)})"
     return ModelRunError(
         f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(given[0])}: {why}"
-        f"{place}. Give its size (size=...) or an example input (x=...)"
+        f"{place}. {cure}"
     )
+
+
+def _needed_inputs(m: nn.Module) -> list[str]:
+    """The names of the positional inputs that `m` has no default for; none where it is unknown."""
+    try:
+        params = signature(m.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in params if p.kind in positional and p.default is Parameter.empty]
 
 
 def _run(tree: Tree, size: Any, x: Any) -> Trace:
