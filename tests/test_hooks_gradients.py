@@ -366,6 +366,30 @@ def test_a_backward_edit_replaces_the_gradient_of_the_input() -> None:
     assert not x.grad.any()
 
 
+@pytest.mark.parametrize("how", [{"grad": True}, {"retain_grad": True}])
+def test_a_hook_on_inputs_changes_nothing_but_the_order_of_a_sum(how: dict[str, bool]) -> None:
+    scale = module(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+    net = Calls(lambda a, n, b: (h := a(x)) + b(n(h)), nn.Linear(32, 32), scale, nn.Linear(32, 32))
+    x = torch.randn(8, 32)
+
+    def run() -> tuple[Tensor, Tensor]:
+        net.zero_grad()
+        (out := net()).pow(2).sum().backward()
+        return out.detach(), net.kids[0].weight.grad.clone()
+
+    (out, grad), handle = run(), scale.register_full_backward_hook(lambda *_: None)
+    of_torch = run()[1]
+    handle.remove()
+    with hook_input(scale, **how):
+        hooked_out, hooked_grad = run()
+
+    assert torch.equal(hooked_out, out)
+    assert torch.equal(hooked_grad, of_torch)
+    assert not torch.equal(hooked_grad, grad)
+    torch.testing.assert_close(hooked_grad, grad)
+    assert "differ in the last digits" in " ".join(str(hook_input.__doc__).split())
+
+
 @pytest.mark.parametrize("f", [lambda x: {"a": x * 2}, lambda x: (x, (x * 2,)), lambda x: x.max(1)])
 def test_a_backward_hook_on_a_structure_is_refused_by_name(f: Any) -> None:
     m = Calls(f)

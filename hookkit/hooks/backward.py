@@ -65,7 +65,7 @@ class BothGrads:
 
     def entries(self, first: bool) -> list[Placed]:
         """The entries to register, which hold this; as `GradHooks.entries`."""
-        # A layer that tests `query is key` must find it true: training stays bit-identical.
+        # A layer that tests `query is key` must find it true: else its forward is another.
         inputs = GradHooks(self.begin_inputs, True, each_place=False)
         outputs = GradHooks(self.begin_outputs, False, self.leaf)
         return [*inputs.entries(False), *outputs.entries(first)]

@@ -7,8 +7,14 @@ The gradient of an output is the sum of what its uses send back, whoever makes t
 a hook that keeps the tensor. Uses inside the module by another of its outputs do not count, since
 that output has a gradient of its own. Nor do other uses of the same memory: of the module's
 input where it returns that, of a parameter, of the same tensor at another place in the output.
-`taps` and `views` separate these uses. The values of the run and its gradients are those without
-the hook. Closures in the graph hold nothing strongly, so graphs are freed as ever.
+`taps` and `views` separate these uses. Closures in the graph hold nothing strongly, so graphs are
+freed as ever.
+
+The values of the run are those without the hook, bit by bit. So are its gradients, except where a
+tensor that has an alias (an input that is hooked, an output that is the module's own input) has
+several uses: the gradients of the alias's uses are added up before the others, so the sum has
+another order, and the gradients of what is before it can differ in the last digits. PyTorch's full
+backward hooks do the same.
 
 Once the memory of an output that is a view (or the module's input) is written in place, all that
 share it are one tensor to autograd, and the gradient of each is that of its part of it. In a graph

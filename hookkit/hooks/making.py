@@ -157,7 +157,10 @@ def hook_input(
     positional inputs and then the keyword inputs, None where none arrived. Each place has its own
     gradient, so a tensor that is passed twice comes to the module as two views of it, as with
     PyTorch's full backward hook. `MultiheadAttention`, which tests `query is key`, then computes
-    its projections one by one, and the last digits can differ.
+    its projections one by one, and the last digits can differ. Other values of the run stay as they
+    are, but not always its gradients: where an input has several uses, in the module or beside it
+    (a residual), they are summed in another order, so that gradients of the layers before can
+    differ in the last digits. All this holds for `retain_grad=True` too.
 
     Args:
         module: the layer. It holds the hook, until `remove()` or the end of the `with`.
