@@ -17,6 +17,7 @@ import torch
 from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
@@ -541,6 +542,42 @@ def test_a_ready_made_edit_that_does_not_fit(change: Any, message: str) -> None:
 
     with pytest.raises(HookError, match=message), edit_output(layer, change):
         layer(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("change", [zero(), scale(2), add(1), replace(1.0), zero(at=0)], ids=repr)
+def test_a_ready_made_edit_of_what_has_no_tensor_is_an_error(change: Any) -> None:
+    net = nn.ModuleDict({"policy": Gives(lambda x: Normal(x, 1.0)), "n": Gives(lambda *x: x)})
+
+    text = r" on 'policy' \(Gives\): what is there is a Normal, in which hookkit finds no tensor "
+    text += r"to change. Give a function of it that returns .*, or edit a layer before it"
+    with pytest.raises(HookError, match=text), edit_outputs(select(net, "policy"), change):
+        net["policy"](torch.ones(2))
+    text = r"Gives\(\): what is there is \(3, 'a'\), in which"
+    with pytest.raises(HookError, match=text), edit_input(net["n"], change):
+        net["n"](3, "a")
+
+
+def test_a_distribution_is_patched_by_a_function_and_a_ready_made_edit_says_so() -> None:
+    layer, x = Gives(lambda x: Normal(x, 1.0)), torch.ones(2)
+    clean, value = {"a": Normal(x, 1.0)}, Normal(3 * x, 1.0)
+
+    for change in (patch_from(clean), replace(value)):
+        with (
+            pytest.raises(HookError, match="is a Normal, in which hookkit finds no tensor"),
+            edit_outputs({"a": layer}, change),
+        ):
+            layer(x)
+
+    with edit_output(layer, lambda output: value):
+        assert layer(x) is value
+
+
+def test_none_and_numbers_beside_tensors_are_left_as_they_are() -> None:
+    nothing, beside = Gives(lambda x: (None, [])), Gives(lambda x: (None, 3, x))
+
+    with edit_outputs([nothing, beside], scale(2)):
+        assert nothing(torch.ones(1)) == (None, [])
+        assert beside(torch.ones(1)) == (None, 3, torch.tensor([2.0]))
 
 
 def test_fractions_do_not_go_into_integers() -> None:

@@ -11,9 +11,10 @@ import torch
 from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import edit_grad, edit_output, zero
+from hookkit.editing import edit_grad, edit_output, scale, zero
 from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import Hook, StopForward, hook_input, hook_inputs, hook_output, hook_outputs
 
@@ -94,6 +95,21 @@ def test_inputs_without_gradient_are_reported(x: Tensor) -> None:
     text = reported(hook_input(layer, grad=True), lambda: layer(x).sum().backward())
 
     assert "none of its inputs requires a gradient" in text
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_an_output_without_tensors_is_the_reason_reported(x: Tensor, edits: bool) -> None:
+    class Policy(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Normal(super().forward(x), 1.0)
+
+    layer = Policy(3, 3)
+    hooks = edit_grad(layer, scale(2)) if edits else hook_output(layer, grad=True)
+
+    text = reported(hooks, lambda: layer(x).loc.sum().backward())
+
+    assert "Policy(in_features=3, out_features=3, bias=True): hookkit finds no tensor there" in text
+    assert "hook a layer inside it, or one that gives tensors" in text
 
 
 def test_a_call_of_forward_itself_is_reported(x: Tensor) -> None:

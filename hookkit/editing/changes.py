@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.editing.setting import Where, part_of, with_part
+from hookkit.editing.setting import Where, check_holds_tensors, part_of, with_part
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks
 from hookkit.hooks.entries import part_at, recomputing
@@ -44,11 +44,11 @@ class Change:
         Containers keep their types.
 
         Raises:
-            HookError: the change does not fit the value; names the layer.
+            HookError: the change does not fit the value, or finds no tensor in it; names the layer.
         """
-        if hook is None:
-            return self._new(seen[-1], Where(module))
-        return self._new(seen[-1], Where(module, hook.name, hook.leaf, hook.count))
+        where = Where(module) if hook is None else Where(module, hook.name, hook.leaf, hook.count)
+        check_holds_tensors(seen[-1], self._text, where)
+        return self._new(seen[-1], where)
 
     def __repr__(self) -> str:
         return self._text

@@ -59,8 +59,9 @@ def edit_output(
         ArgumentError: `module` is no module, or `f` no function.
         OptionError: `calls` has what is no number of a call.
         HookError: `module` is scripted; later, in the forward: a replacement of another structure,
-            or `calls` where numbers are not known: outside of a `with` in a graph compiled with
-            `fullgraph=True`, and in a checkpoint's recomputation of one of several calls.
+            a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
+            not known: outside of a `with` in a graph compiled with `fullgraph=True`, and in a
+            checkpoint's recomputation of one of several calls.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Identity(), nn.Flatten())

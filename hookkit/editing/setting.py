@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.checks import kind_of
 from hookkit.errors import HookError
 from hookkit.hooks.entries import brief, recomputing
-from hookkit.nested import describe, leaves
+from hookkit.nested import describe, is_container, leaves, parts_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,21 @@ class Where:
         if self.name is None:
             return brief(self.module)
         return f"'{self.name}' ({type(self.module).__name__})"
+
+
+def check_holds_tensors(value: Any, change: str, where: Where) -> None:
+    """Raises if no tensor is found in `value`, unless nothing at all is there: None, or ()."""
+    if not leaves(value) and not _is_empty(value):
+        what = describe(value) if is_container(value) else kind_of(value)
+        raise HookError(
+            f"{change} on {where.label}: what is there is {what}, in which hookkit finds no tensor "
+            "to change. Give a function of it that returns the changed one (lambda value: …), or "
+            "edit a layer before it."
+        )
+
+
+def _is_empty(x: Any) -> bool:
+    return x is None or (is_container(x) and all(_is_empty(part) for _, part in parts_of(x)))
 
 
 def part_of(x: Tensor, at: Any, word: str, where: Where) -> Tensor:

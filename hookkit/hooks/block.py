@@ -39,6 +39,8 @@ _MISSED = {
     "calls": "`calls` is true of none of the calls that it got",
     "no_gradient": "no gradient arrived inside the block",
     "frozen": "none of its outputs requires a gradient (its parameters and inputs are frozen)",
+    "no_tensor": "hookkit finds no tensor there (it looks into tuples, lists, dicts, dataclasses); "
+    "hook a layer inside it, or one that gives tensors",
     "no_grad": "it ran with gradients switched off (no_grad, inference_mode, or, of a function, a "
     "checkpoint with use_reentrant=True)",
 }

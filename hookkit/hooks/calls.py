@@ -216,7 +216,7 @@ def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     """
     x = part_at(x, hook.leaf, hook.options.who, hook.label)
     if hook.options.edit:
-        return _begin_edit(hook, module)
+        return _begin_edit(hook, module, x)
     if is_compiling():
         hook.traced = True
         if not is_exporting():
@@ -239,7 +239,8 @@ def begin(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     if hook.options.keep == "all":
         hook.all.append(grads)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in found)):
-        hook.missed = "frozen" if torch.is_grad_enabled() else "no_grad"
+        without = "frozen" if torch.is_grad_enabled() else "no_grad"
+        hook.missed = without if found else "no_tensor"
         hook.waiting.append(grads)
         return None
     return receiver(ref(hook), grads)
@@ -265,7 +266,7 @@ def receiver(hook: ref[Capture], grads: Grads) -> Receive:
     return receive
 
 
-def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
+def _begin_edit(hook: Capture, module: nn.Module, x: Any) -> Receive | None:
     """As `begin`, for an edit: the function that is returned replaces the gradients it gets."""
     if is_compiling():  # noted here, since a compiled hook on a gradient cannot set an attribute
         hook.traced = True
@@ -277,7 +278,7 @@ def _begin_edit(hook: Capture, module: nn.Module) -> Receive | None:
             f"{hook.options.who} on {hook.label()}: torch.jit.trace keeps no hooks on gradients, "
             "so the edit would not be in the traced model. Trace the model outside of the edit."
         )
-    hook.missed = "no_gradient"
+    hook.missed = "no_gradient" if leaves(x) else "no_tensor"
     return _editor(ref(hook), ref(module))
 
 
