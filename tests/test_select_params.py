@@ -1,6 +1,9 @@
 """select_params: parameters by name, their gradients, and edits that end with the block."""
 
+import gc
 import re
+from itertools import permutations
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import add, patch_from, replace, scale, select_params, zero
+from hookkit.editing import add, params, patch_from, replace, scale, select_params, zero
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, SelectionError
 from hookkit.selecting import select
 
@@ -221,6 +224,62 @@ def test_values_come_back_after_errors_and_where_the_edit_fails() -> None:
     with pytest.raises(ArgumentError, match=r"edit: f must be a function.*f\(module, parameter\)"):
         select_params(net).edit(3).__enter__()  # type: ignore[arg-type]
     assert same(net, before)
+
+
+@pytest.mark.parametrize("order", [*permutations(range(4))], ids=str)
+def test_blocks_that_end_in_any_order_leave_every_bit_as_it_was(order: tuple[int, ...]) -> None:
+    net = Net()
+    before = values(net)
+    blocks = [
+        select_params(net, "emb.weight", "bare").edit(zero()),
+        select_params(net).edit(scale(2)),
+        select_params(net, "bare").edit(lambda p: None),
+        select_params(net, "lstm.*", "emb.*").edit(add(1)),
+    ]
+    for each in blocks:
+        each.__enter__()
+    assert torch.equal(net.emb.weight, torch.ones(4, 4))
+
+    for i in order:
+        newest = net.emb.weight.detach().clone()
+        blocks[i].__exit__(None, None, None)
+        if 3 in order[order.index(i) + 1 :]:  # what the last one wrote stays while it is open
+            assert torch.equal(net.emb.weight, newest)
+
+    assert same(net, before)
+
+
+def test_blocks_of_threads_that_overlap_leave_every_bit_as_it_was() -> None:
+    net = Net()
+    before = values(net)
+
+    def edits(k: float) -> None:
+        for _ in range(50):
+            with select_params(net).edit(scale(k)):
+                pass
+
+    threads = [Thread(target=edits, args=(k,)) for k in (0.0, 0.5, 3.0)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+    assert same(net, before)
+
+
+def test_a_block_that_is_abandoned_and_one_whose_edit_fails_leave_nothing() -> None:
+    net = Net()
+    before = values(net)
+    abandoned = select_params(net, "bare").edit(zero())
+    abandoned.__enter__()
+    with select_params(net, "bare").edit(scale(2)):
+        del abandoned
+        gc.collect()
+    with pytest.raises(HookError), select_params(net, "bare").edit(lambda p: p[:1]):
+        pass
+
+    assert same(net, before)
+    assert params._open == []
 
 
 def test_gradients_of_an_edited_model_and_graphs_that_cross_the_edge_of_the_block() -> None:

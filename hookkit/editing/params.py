@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
+from threading import RLock
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ from hookkit.selecting import select
 from hookkit.selecting.patterns import expand, parts
 
 _Place = tuple[str, nn.Module, nn.Parameter]  # its name, the module that has it, the parameter
+_Values = dict[int, tuple[nn.Parameter, Tensor]]  # the parameters that a block edits, by id
+
+# What the parameters of each open `edit` block of all threads were before it, the oldest first:
+# blocks need not end in the reverse order of their beginning. A lock that its thread can take
+# twice, since the garbage collector ends a block that was abandoned, wherever it runs.
+_lock = RLock()
+_open: list[_Values] = []
 
 
 class ParamSelection(dict[str, nn.Parameter]):
@@ -86,6 +94,7 @@ class ParamSelection(dict[str, nn.Parameter]):
         They are written in place, so all that shares them sees it, optimizers too; what the block
         itself writes into them (a step) is lost. Autograd notices: a backward pass needs the values
         of its forward, so run both inside the block or both outside, or PyTorch raises an error.
+        Blocks that overlap can end in any order: what the newest one wrote stays until it ends.
 
         Args:
             f: `f(module, parameter)`, or `f(parameter)`: gets a copy, and gives a tensor of its
@@ -105,12 +114,15 @@ class ParamSelection(dict[str, nn.Parameter]):
         """
         f = check_edit("edit", f, "module", "parameter")
         new = [(p, self._new(name, p, f)) for name, p in self.items()]
-        old = [(p, p.detach().clone()) for p, value in new if value is not None]
+        old: _Values = {}
         try:
+            with _lock:
+                old.update({id(p): (p, p.detach().clone()) for p, v in new if v is not None})
+                _open.append(old)
             _write(new)
             yield self
         finally:
-            _write(old)
+            _restore(old)
 
     def _new(self, name: str, p: nn.Parameter, f: Callable[..., Any]) -> Tensor | None:
         """What `f` gives for one parameter."""
@@ -122,6 +134,24 @@ class ParamSelection(dict[str, nn.Parameter]):
                 f"parameter is {describe(p)}. Return a tensor of that shape, or None to leave it."
             )
         return new
+
+
+def _restore(old: _Values) -> None:
+    """Ends a block: its parameters get their values from before it.
+
+    Where a newer block has changed one too, that block gets them, to restore them at its own end.
+    """
+    with _lock:
+        n = [i for i, each in enumerate(_open) if each is old]
+        if not n:  # it was interrupted before it changed anything
+            return
+        del _open[n[0]]
+        for key, (p, value) in old.items():
+            newer = next((each for each in _open[n[0] :] if key in each), None)
+            if newer is None:
+                _write([(p, value)])
+            else:
+                newer[key] = p, value
 
 
 def _write(values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
