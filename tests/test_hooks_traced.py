@@ -5,12 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookkit.editing import edit_grads, edit_inputs, edit_outputs, scale
+from hookkit.editing import edit_function, edit_grads, edit_inputs, edit_outputs, scale
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.features import feature_extractor
-from hookkit.hooks import Hooks, hook_all, hook_inputs, hook_output, hook_outputs, print_sizes
+from hookkit.hooks import (
+    Hooks,
+    hook_all,
+    hook_function,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    print_sizes,
+)
 from hookkit.selecting import select
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.swapping import Catcher, GramWrapper, swap
@@ -132,6 +141,25 @@ def test_an_edit_is_traced_with_the_model(edit: Any, training: bool) -> None:
         check(model, traced)
 
     assert not torch.equal(traced(X), model(X))
+
+
+def test_a_model_that_has_not_run_is_traced_in_a_block_that_sees_functions() -> None:
+    model = net("branches", training=False)
+
+    with pytest.warns(NeverFiredWarning, match="only by torch.jit.trace"), hook_function(F.relu):
+        traced = torch.jit.trace(model, X)  # it runs the model again, and compares the graphs
+
+    check(model, traced)
+
+
+def test_an_edit_of_a_function_is_traced_with_a_model_that_has_not_run() -> None:
+    model = net("branches", training=False)
+
+    with edit_function(F.relu, lambda output: output + 1):
+        traced = torch.jit.trace(model, X)
+        check(model, traced)
+
+    torch.testing.assert_close(traced(X)[0], model(X)[0] + 1, rtol=0, atol=0)
 
 
 def test_an_edit_of_gradients_refuses_a_trace() -> None:

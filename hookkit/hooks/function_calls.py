@@ -105,9 +105,11 @@ class FunctionCalls(TorchFunctionMode):
             self._warn_if_fused(args, kwargs)
         name = self.names.get(func)
         if name is None:
-            if self.others.get(func, self) is None:  # most calls
+            # The first is most calls. torch.jit.trace compares the lines that calls come from, so a
+            # function that need not be opened has its first call here too.
+            if self.others.get(func, self) is None or (inner := self._opened(func)) is None:
                 return func(*args, **kwargs)
-            return self._other(func, types, args, kwargs)
+            return self._other(inner, func, types, args, kwargs)
         if not self.on or _is_hookkits(sys._getframe(1)) or (module := self._module()) is None:
             return func(*args, **kwargs)
         call = self._call(module, name)
@@ -154,13 +156,19 @@ class FunctionCalls(TorchFunctionMode):
             self.calls[full] = call
         return call
 
-    def _other(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an unwanted function; if it calls a wanted one itself, with the mode on."""
+    def _opened(self, func: Any) -> Callable[..., Any] | None:
+        """An unwanted function that may call a wanted one, to be run with the mode on; or None."""
         if func not in self.others:
             self.others[func] = opened(func, self.names)
-        inner, this = self.others[func], (func, id(args[0]) if args else 0)
+        return self.others[func]
+
+    def _other(
+        self, inner: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs `inner`, an unwanted function that was opened, with the mode on."""
+        this = func, id(args[0]) if args else 0
         # One that calls its C form is reported twice: `Tensor.unflatten` calls `super().unflatten`
-        if inner is None or overridden(types) or this in self.opened:
+        if overridden(types) or this in self.opened:
             return func(*args, **kwargs)
         self.opened.append(this)
         try:
