@@ -5,6 +5,7 @@ import gc
 import pickle
 import sys
 import threading
+import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -591,6 +592,72 @@ def test_fractions_do_not_go_into_integers() -> None:
 
     with edit_outputs(select(net, "top.values"), scale(0.5)):
         assert net["top"](torch.ones(3)).values.item() == 0.5
+
+
+SCALES, POINTS = torch.tensor([0.01, 0.02]), torch.tensor([3, 4])
+
+
+def quantized(values: Any, scale: float | None, dtype: torch.dtype = torch.quint8) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch means to drop quantized tensors
+        if scale is None:
+            return torch.quantize_per_channel(torch.tensor(values), SCALES, POINTS, 0, dtype)
+        return torch.quantize_per_tensor(torch.tensor(values), scale, 10, dtype)
+
+
+FLOATS = [[0.1, 0.2], [0.3, 0.9]]
+QUANTIZED = {
+    "per tensor": quantized(FLOATS, 0.01),
+    "per channel": quantized(FLOATS, None),
+    "qint8": quantized(FLOATS, 0.01, torch.qint8),
+}
+OTHER = quantized([[0.5, 0.5], [0.5, 0.5]], 0.1)  # by another scale
+COLUMN = quantized([[0.5], [0.7]], None)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (zero(), [[0, 0], [0, 0]]),
+        (zero(at=(..., 0)), [[0, 0.2], [0, 0.9]]),
+        (replace(0.5), [[0.5, 0.5], [0.5, 0.5]]),
+        (replace(0.5, at=(..., 1)), [[0.1, 0.5], [0.3, 0.5]]),
+        (replace(torch.tensor([0.4, 0.6])), [[0.4, 0.6], [0.4, 0.6]]),
+        (replace(torch.tensor([1, 0])), [[1, 0], [1, 0]]),
+        (replace(OTHER, at=0), [[0.5, 0.5], [0.3, 0.9]]),
+        (replace(OTHER[0]), [[0.5, 0.5], [0.5, 0.5]]),
+        (replace(COLUMN, at=1), [[0.1, 0.2], [0.7, 0.7]]),
+        (patch_from({"0": OTHER}, at=(1, 0)), [[0.1, 0.2], [0.5, 0.9]]),
+        (scale(0.4, at=1), [[0.1, 0.2], [0.12, 0.36]]),
+        (add(0.1), [[0.2, 0.3], [0.4, 1.0]]),
+    ],
+)
+def test_quantized_tensors_are_edited_by_their_values(name: str, change: Any, wanted: Any) -> None:
+    net, x = nn.Sequential(nn.Identity()), QUANTIZED[name]
+    before = x.int_repr().clone()
+
+    with edit_outputs(select(net, "0"), change):
+        out = net(x)
+
+    assert (out.dtype, out.qscheme()) == (x.dtype, x.qscheme())
+    torch.testing.assert_close(out.dequantize(), torch.tensor(wanted) * 1.0, rtol=0, atol=1e-6)
+    assert torch.equal(x.int_repr(), before)
+
+
+def test_a_quantized_tensor_takes_the_place_of_another_with_its_scale_or_does_not_fit() -> None:
+    net, x = nn.Sequential(nn.Identity()), QUANTIZED["per tensor"]
+
+    with edit_outputs(select(net, "0"), patch_from({"0": OTHER})):
+        out = net(x)
+
+    assert torch.equal(out.int_repr(), OTHER.int_repr())
+    assert out.q_scale() == 0.1
+    for change in (replace(7.0), replace(7), scale(float("nan")), add(torch.tensor(3.0), at=0)):
+        with (
+            pytest.raises(HookError, match=r"there is a quantized tensor .* in its steps of 0.01"),
+            edit_outputs(select(net, "0"), change),
+        ):
+            net(x)
 
 
 # --- patch_from

@@ -223,6 +223,8 @@ def _replaced(value: Any, where: Where, *, t: Any, at: Any, word: str) -> Any:
     def one(x: Tensor) -> Tensor:
         v = next(values)[1]
         if isinstance(v, Tensor):
+            if v.is_quantized and (at is not None or (v.shape, v.dtype) != (x.shape, x.dtype)):
+                v = v.dequantize()  # PyTorch would take its integers, to be read by the scale of x
             if at is not None and _broadcasts(v, x):
                 v = v.expand(x.shape)[at]
             v = _like(v, x)  # a copy, since what follows may write; of the user's own no lazy one

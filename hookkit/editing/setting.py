@@ -57,7 +57,8 @@ def _is_empty(x: Any) -> bool:
 
 
 def part_of(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
-    """The part of `x` that `at` means, all of it for None."""
+    """The part of `x` that `at` means, all of it for None; of a quantized tensor its values."""
+    x = x.dequantize() if x.is_quantized else x
     if at is None:
         return x
     try:
@@ -75,10 +76,28 @@ def with_part(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor
     (_check_whole if nested else _check_fits)(x, at, value, word, where)
     if at is None and tensor and (nested or (value.shape, value.dtype) == (x.shape, x.dtype)):
         return value  # type: ignore[no-any-return]
+    if x.is_quantized:
+        return _requantized(x, at, value, word, where)
     new = x.clone()
     if at is None and not tensor:
         return new.fill_(value)  # nested tensors and DTensors cannot be assigned to
     new[... if at is None else at] = value
+    return new
+
+
+def _requantized(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
+    """As `with_part`, rounded to a step of the scale of `x`, which is quantized."""
+    wanted = x.dequantize()
+    wanted[... if at is None else at] = value
+    new = x.clone().copy_(wanted)
+    one = x.qscheme() == torch.per_tensor_affine
+    step = x.q_scale() if one else float(x.q_per_channel_scales().max())
+    if not ((new.dequantize() - wanted).abs() <= step).all():  # sync: of quantized tensors only
+        raise HookError(
+            f"{word} on {where.label}: there is a quantized tensor of {x.dtype}, which cannot hold "
+            f"values from {float(wanted.min()):.3g} to {float(wanted.max()):.3g} in its steps of "
+            f"{step:.3g}. Give a function that quantizes them anew: lambda output: …"
+        )
     return new
 
 
@@ -111,7 +130,7 @@ def _check_fits(x: Tensor, at: Any, value: Any, word: str, where: Where) -> None
             f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold complex "
             f"numbers ({describe(value)}). Give their real part, or abs()."
         )
-    if _fraction(value) and not (x.is_floating_point() or x.is_complex()):
+    if _fraction(value) and not (x.is_floating_point() or x.is_complex() or x.is_quantized):
         raise HookError(
             f"{word} on {where.label}: there is a tensor of {x.dtype}, which cannot hold "
             f'{describe(value)} of fractions. Select the tensor that you mean (as "lstm[0]").'
