@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.modelinfo import dummy_eval, model_sizes, num_features_model
 from hookkit.summaries import Summary, summary
 from hookkit.texts import width
 
@@ -297,6 +298,27 @@ def test_a_module_that_is_its_own_copy_is_restored() -> None:
 
     assert (s.run, s["1"].calls) == ("real", 1)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda net, x: summary(net, x),
+        lambda net, x: model_sizes(net, x=x),
+        lambda net, x: num_features_model(net, x=x),
+        lambda net, x: dummy_eval(net, x=x),
+    ],
+    ids=["summary", "model_sizes", "num_features_model", "dummy_eval"],
+)
+def test_a_lazy_model_stays_lazy_until_its_first_forward(look: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+
+    look(net, torch.randn(8, 3))
+
+    lazy = [nn.parameter.is_lazy(t) for t in net.state_dict().values()]
+    assert (lazy, repr(net[0])[:4]) == ([True] * 6 + [False] * 3, "Lazy")
+    assert net(torch.randn(8, 5)).shape == (8, 2)
+    assert net[0].in_features == 5
 
 
 def test_a_users_recorder_runs_and_keeps_no_fake_tensor() -> None:

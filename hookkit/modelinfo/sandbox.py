@@ -34,10 +34,15 @@ _SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the 
 def copy_memo(tree: Tree, hooks: HookCopies) -> dict[int, Any]:
     """A memo with which `deepcopy` copies the model of `tree` without its hooks.
 
-    Tensors that autograd made, which `deepcopy` refuses, become detached copies.
+    Tensors that autograd made, which `deepcopy` refuses, become detached copies. It refuses lazy
+    buffers too, unlike lazy parameters: each becomes a new one.
     """
     memo: dict[int, Any] = {}
     hooks.leave_off(memo)
+    for b in tree.tensors:
+        if isinstance(b, nn.UninitializedBuffer):
+            new: Any = type(b)  # its stub gives it the arguments of a tensor
+            memo[id(b)] = new(b.requires_grad, b.device, b.dtype)
     for m in tree.modules:
         for value in m.__dict__.values():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -82,6 +87,8 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
     held = [v for *_, own in modules for v in own.values()]
     contents = [(v, kind(v)) for kind in (dict, list, set) for v in held if isinstance(v, kind)]
     modes = [(m, m.training) for m in tree.scripted]
+    lazy: list[tuple[Any, type, Tensor]]
+    lazy = [(t, type(t), t.data) for t in tree.tensors if nn.parameter.is_lazy(t)]
     tensors = {
         id(t): t
         for t in tree.tensors
@@ -102,6 +109,8 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
             (container.extend if isinstance(container, list) else container.update)(inside)
         for m, mode in modes:
             m.training = mode
+        for p, was, empty in lazy:
+            p.data, p.__class__ = empty, was
         with torch.no_grad():
             for t, version, content in saved:
                 if _is_written(t, version, content):
