@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -277,13 +278,74 @@ def test_a_model_that_cannot_be_copied_runs_in_place_and_is_restored() -> None:
     net = Locked()
     s = summary(net, torch.randn(4, 3))
 
-    assert s.run == "real"
+    assert s.run == "itself"
     assert s["bn"].calls == 1
     assert (net.seen, net.bn.num_batches_tracked.item(), hasattr(net, "extra")) == ([], 0, False)
     assert net.bn.running_mean.equal(torch.zeros(3))
     assert net.bn.running_var.equal(torch.ones(3))
     assert not net._forward_hooks
     assert not net.bn._forward_hooks
+
+
+class Writes(nn.Module):
+    """Writes what it holds in the ways that autograd does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.ema = nn.Linear(2, 2), torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc.weight.data.clamp_(-0.1, 0.1)  # max-norm, as WGANs do
+        y: Tensor = self.fc(x)
+        self.ema.lerp_(y.detach().mean(0), 0.1)
+        self.fc.bias.requires_grad_(y.sum().item() > 1e9)  # needs values: a real run
+        y.sum().backward(retain_graph=True)
+        return y
+
+
+class Locked(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.locks = [threading.Lock(), {"inner": threading.RLock()}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.locks[0]:
+            return super().forward(x)
+
+
+class Refusing(Writes):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot copy")
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "says"),
+    [(Locked, "real", "Real run on a copy"), (Refusing, "itself", "it was restored.")],
+)
+def test_a_forward_that_writes_weights_and_gradients_changes_no_model(
+    kind: type[Writes], run: str, says: str
+) -> None:
+    net = kind()
+    net.fc.weight.grad = grad = torch.ones(2, 2)
+    weight = net.fc.weight.detach().clone()
+
+    s = summary(net, torch.ones(4, 2))
+
+    assert (s.run, s["fc"].calls) == (run, 1)
+    assert says in s.text(width=200)
+    assert says in s.html()
+    assert torch.equal(net.fc.weight, weight)
+    assert net.ema.tolist() == [0, 0]
+    assert net.fc.weight.grad is grad
+    assert grad.equal(torch.ones(2, 2))
+    assert (net.fc.bias.grad, net.fc.bias.requires_grad) == (None, True)
+
+
+def test_a_model_with_a_lock_runs_on_fake_tensors() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.lock = threading.Lock()  # type: ignore[assignment]
+
+    assert summary(net, torch.ones(1, 2)).run == "fake"
 
 
 def test_a_module_that_is_its_own_copy_is_restored() -> None:
@@ -296,7 +358,7 @@ def test_a_module_that_is_its_own_copy_is_restored() -> None:
 
     s = summary(net, torch.randn(4, 3))
 
-    assert (s.run, s["1"].calls) == ("real", 1)
+    assert (s.run, s["1"].calls) == ("itself", 1)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 

@@ -448,7 +448,7 @@ def test_a_model_that_cannot_be_copied_runs_its_hooks_in_place_and_no_captures()
         assert list(net.fc._forward_hooks.values()) == hooks
         net(torch.ones(1, 3))
 
-    assert (s.run, s.output, n) == ("real", "1×2 float32", (0, [0]))
+    assert (s.run, s.output, n) == ("itself", "1×2 float32", (0, [0]))
     assert s.footnotes == ("Hooks on the model that ran: 3.",)
     assert hasattr(net, "last")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookkit.interrupts import block
 from hookkit.modelinfo.flops import SPARSE
 from hookkit.modelinfo.hook_copies import HookCopies, content_of, tables_of
-from hookkit.modelinfo.sandbox import copied_inputs, copy_memo
+from hookkit.modelinfo.sandbox import copied_inputs, copy_memo, deep_copy
 from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves
 
@@ -66,7 +66,7 @@ def fake_copy(tree: Tree, hooks: HookCopies, mode: Any, home: torch.device | Non
             if id(t) not in memo and _is_plain(t):
                 memo[id(t)] = _faked(t, mode, home)
         with FakeCopyMode(mode):
-            made = copy.deepcopy(tree.model, memo)
+            made = deep_copy(tree.model, memo)
             hooks.put_on(memo)
             return made
 

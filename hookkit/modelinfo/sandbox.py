@@ -1,8 +1,9 @@
 """What a run of a model could change, kept from changing: the model, its inputs, the process.
 
-Builds on `tree` and `hook_copies`. A model runs as a deep copy on copies of its inputs; one that
-cannot be copied runs itself and is restored afterwards. Of the process, the grad mode, two switches
-and the random states are restored.
+Builds on `tree` and `hook_copies`. A model runs as a deep copy on copies of its inputs. What has no
+copy (a lock, an open file) the copy shares; a model with a module that refuses to be copied runs
+itself and is restored afterwards. Of the process, the grad mode, two switches and the random states
+are restored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +29,7 @@ from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves, tmap
 
 _SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the model
+_MAX_SHARED = 100  # objects without a copy; each costs one more walk through the model
 
 # --- copies
 
@@ -56,9 +59,42 @@ def real_copy(tree: Tree, hooks: HookCopies) -> nn.Module:
     params = [p for _, p in tree.params if not nn.parameter.is_lazy(p)]
     if sum(p.numel() * p.element_size() for p in params) > _SHARE_BYTES:
         memo |= {id(p): p for p in params}
-    made = copy.deepcopy(tree.model, memo)
+    for t in tree.tensors:  # once, not in each attempt below
+        copy.deepcopy(t, memo)
+    made = deep_copy(tree.model, memo)
     hooks.put_on(memo)
     return made
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A `deepcopy` of `model` that shares what Python cannot copy: a lock, a file, a generator.
+
+    `memo` is filled, as that of `deepcopy`. Raises the TypeError if a module or tensor cannot be
+    copied.
+    """
+    for _ in range(_MAX_SHARED):
+        attempt = dict(memo)  # a failed one leaves half-made copies behind
+        try:
+            made = copy.deepcopy(model, attempt)
+        except TypeError as error:
+            x = _refused(error)
+            if x is None or isinstance(x, nn.Module | Tensor):
+                raise
+            memo[id(x)] = x
+        else:
+            memo.update(attempt)
+            return made
+    raise TypeError(f"more than {_MAX_SHARED} objects in {type(model).__name__} cannot be copied")
+
+
+def _refused(error: TypeError) -> Any:
+    """The object on which `deepcopy` failed: the one of its innermost call; None if unknown.
+
+    By the name of its parameter `x`, in Python 3.11 to 3.13: the error tells only the class.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [f.f_locals.get("x") for f in frames if f.f_code is copy.deepcopy.__code__]
+    return found[-1] if found else None
 
 
 def real_inputs(given: Inputs) -> Inputs:
@@ -78,39 +114,56 @@ def copied_inputs(given: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
 
 @block
 def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
-    """Restores the modules of `tree` at the end: modes, attributes, hooks, buffers' content.
+    """Restores the modules of `tree` at the end: modes, attributes, hooks, tensors' content.
 
     Attributes are restored one level deep (a list that grew shrinks again); tensors that were
-    written get their content back. Cost: one clone of every buffer and, with `params`, parameter.
+    written get their content back. Cost: one clone of every buffer and tensor in an attribute and,
+    with `params`, of every parameter and its gradient.
     """
     modules = [(m, type(m), {**vars(m)}) for m in (*tree.wrappers, *tree.modules)]
     held = [v for *_, own in modules for v in own.values()]
     contents = [(v, kind(v)) for kind in (dict, list, set) for v in held if isinstance(v, kind)]
     modes = [(m, m.training) for m in tree.scripted]
-    lazy: list[tuple[Any, type, Tensor]]
-    lazy = [(t, type(t), t.data) for t in tree.tensors if nn.parameter.is_lazy(t)]
+    with _restore_tensors(tree, [v for v in held if isinstance(v, Tensor)], params=params):
+        try:
+            yield
+        finally:
+            for m, kind, attributes in modules:
+                m.__class__ = kind
+                m.__dict__.clear()
+                m.__dict__.update(attributes)
+            for container, inside in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(inside)
+            for m, mode in modes:
+                m.training = mode
+
+
+@block
+def _restore_tensors(tree: Tree, others: list[Tensor], *, params: bool) -> Iterator[None]:
+    """Restores the tensors of `tree` and `others`: content, gradients, and that they are lazy."""
+    empties = [t for t in tree.tensors if nn.parameter.is_lazy(t)]
+    lazy: list[tuple[Any, type, Tensor]] = [(t, type(t), t.data) for t in empties]
+    of_params = [p for _, p in tree.params if params and not nn.parameter.is_lazy(p)]
+    grads = [(p, p.grad, p.requires_grad) for p in of_params if p.is_leaf]
     tensors = {
         id(t): t
-        for t in tree.tensors
+        for t in (*tree.tensors, *others)
         if not nn.parameter.is_lazy(t) and (params or not isinstance(t, nn.Parameter))
-    }
+    } | {id(grad): grad for _, grad, _ in grads if grad is not None}
     # an inference tensor has no version, and cannot be written outside of inference mode
     written = [t for t in tensors.values() if not t.is_inference()]
     saved = [(t, t._version, t.detach().clone()) for t in written]
     try:
         yield
     finally:
-        for m, kind, attributes in modules:
-            m.__class__ = kind
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-        for container, inside in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(inside)
-        for m, mode in modes:
-            m.training = mode
-        for p, was, empty in lazy:
-            p.data, p.__class__ = empty, was
+        for p, kind, empty in lazy:
+            p.data, p.__class__, p.grad = empty, kind, None
+        for p, grad, requires_grad in grads:
+            if p.grad is not grad:
+                p.grad = grad
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
         with torch.no_grad():
             for t, version, content in saved:
                 if _is_written(t, version, content):
@@ -120,13 +173,16 @@ def restore_after(tree: Tree, *, params: bool = True) -> Iterator[None]:
 def _is_written(t: Tensor, version: int, content: Tensor) -> bool:
     """True if `t` was written in place; what was not is left alone, for graphs that saved it.
 
-    `_version` counts such writes. Private, in torch 2.11 to 2.13; nothing public gives it. Without
-    it every tensor would be copied back. BatchNorm's kernel writes its buffers without counting.
+    `_version` counts such writes, but not those through `.data` and of BatchNorm's kernel, so that
+    values are compared. It serves where they cannot be. Private, in torch 2.11 to 2.13; nothing
+    public gives it. Without it those tensors would be copied back.
     """
-    has_values = t.layout is torch.strided and not (t.is_meta or t.is_nested)
-    if t._version != version or isinstance(t, nn.Parameter) or not has_values:
-        return t._version != version
-    return not torch.equal(t, content)
+    if t.layout is torch.strided and not (t.is_meta or t.is_nested):
+        try:
+            return not torch.equal(t, content)
+        except RuntimeError:  # a dtype or subclass without `equal`
+            pass
+    return t._version != version
 
 
 def set_mode(tree: Tree, training: bool | None) -> None:

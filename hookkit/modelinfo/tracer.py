@@ -67,7 +67,7 @@ class Trace:
 
     Attributes:
         tree: the model that ran, a copy in general; let it go when its rows are read.
-        how: "fake" or "real"; `why` says what needed a real run.
+        how: "fake", "real" (a copy) or "itself" (the model); `why` says what needed a real run.
         counted: `macs` and `uncounted` are known.
         unused: trainable parameters that the output does not depend on.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.

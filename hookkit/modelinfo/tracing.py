@@ -2,7 +2,7 @@
 
 `trace(tree, inputs)` runs a copy on fake tensors, so that nothing is computed or changed. A model
 whose control flow reads values cannot run so; then a real copy runs on copies of the inputs and, if
-it cannot be copied, the model itself, which is restored afterwards (see `sandbox`).
+a module refuses to be copied, the model itself, which is restored afterwards (see `sandbox`).
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ def _run_real(
     with sandbox.preserve_random_states(lambda: done is None or done.drew):
         try:
             copied = _tree_of_copy(sandbox.real_copy(tree, hooks), tree)
-        except Exception:  # it holds a lock, a file, a process group: the model itself runs
+        except Exception:  # a module refuses to be copied, or memory is short
             with sandbox.restore_after(tree):
                 hooks.remove_observers()
                 done = _run(tree, sandbox.real_inputs(given), training, new)
+            done.how = "itself"
         else:
             done = _run(copied, sandbox.real_inputs(given), training, new)
     return done

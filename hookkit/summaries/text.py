@@ -234,5 +234,7 @@ def _run_text(s: Content) -> str:
         return "The forward raised an error; nothing was changed."
     if s.run == "fake":
         return "Run on fake tensors: nothing computed, nothing changed."
-    why = f" ({s.why})" if s.why else ""
-    return f"Real run on a copy, since it cannot run on fake tensors{why}: nothing changed."
+    why = f"since it cannot run on fake tensors{f' ({s.why})' if s.why else ''}"
+    if s.run == "itself":
+        return f"Real run of the model itself, {why} and cannot be copied: it was restored."
+    return f"Real run on a copy, {why}: nothing changed."
