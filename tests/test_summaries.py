@@ -341,6 +341,28 @@ def test_a_forward_that_writes_weights_and_gradients_changes_no_model(
     assert (net.fc.bias.grad, net.fc.bias.requires_grad) == (None, True)
 
 
+def test_a_copy_that_shares_the_parameters_says_so_and_names_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clips(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.fc.bias.mul_(0.5)
+            return super().forward(x)
+
+    monkeypatch.setattr("hookkit.modelinfo.sandbox._SHARE_BYTES", 8)
+    net = Clips()
+    s = summary(net, torch.ones(4, 2))
+
+    assert s.run == "shared"
+    assert "a copy that shares the parameters" in s.text(width=200)
+    (warned,) = s.warnings
+    assert warned.startswith("1 parameter is changed by the forward, in the model itself:")
+    assert warned.endswith("Load them again: fc.bias")
+    assert (net.fc.weight.grad, net.fc.bias.grad, net.fc.bias.requires_grad) == (None, None, True)
+    assert net.ema.tolist() == [0, 0]
+
+
 def test_a_model_with_a_lock_runs_on_fake_tensors() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     net.lock = threading.Lock()  # type: ignore[assignment]
@@ -379,6 +401,7 @@ def test_a_lazy_model_stays_lazy_until_its_first_forward(look: Any) -> None:
 
     lazy = [nn.parameter.is_lazy(t) for t in net.state_dict().values()]
     assert (lazy, repr(net[0])[:4]) == ([True] * 6 + [False] * 3, "Lazy")
+    assert summary(net, torch.randn(8, 3)).run == "real"
     assert net(torch.randn(8, 5)).shape == (8, 2)
     assert net[0].in_features == 5
 

@@ -28,7 +28,7 @@ from hookkit.modelinfo.hook_copies import HookCopies
 from hookkit.modelinfo.tree import Tree
 from hookkit.nested import Inputs, leaves, tmap
 
-_SHARE_BYTES = 2**30  # from here on a real copy shares the parameters with the model
+_SHARE_BYTES = 2**30  # from here on a real copy shares the memory of the parameters
 _MAX_SHARED = 100  # objects without a copy; each costs one more walk through the model
 
 # --- copies
@@ -54,16 +54,29 @@ def copy_memo(tree: Tree, hooks: HookCopies) -> dict[int, Any]:
 
 
 def real_copy(tree: Tree, hooks: HookCopies) -> nn.Module:
-    """A deep copy of the model, hooks included; parameters of 1 GiB and more stay shared."""
+    """A deep copy of the model, hooks included, whose parameters may be views: `shares_params`."""
     memo = copy_memo(tree, hooks)
-    params = [p for _, p in tree.params if not nn.parameter.is_lazy(p)]
-    if sum(p.numel() * p.element_size() for p in params) > _SHARE_BYTES:
-        memo |= {id(p): p for p in params}
+    if shares_params(tree):
+        memo |= {id(p): _view_of(p) for _, p in tree.params if not nn.parameter.is_lazy(p)}
     for t in tree.tensors:  # once, not in each attempt below
         copy.deepcopy(t, memo)
     made = deep_copy(tree.model, memo)
     hooks.put_on(memo)
     return made
+
+
+def shares_params(tree: Tree) -> bool:
+    """True if the parameters are of more than 1 GiB: a copy shares their memory.
+
+    What the forward writes into them in place, it writes into the model's. Gradients are its own.
+    """
+    params = [p for _, p in tree.params if not nn.parameter.is_lazy(p)]
+    return sum(p.numel() * p.element_size() for p in params) > _SHARE_BYTES
+
+
+def _view_of(p: Tensor) -> Tensor:
+    """A parameter with the memory of `p`; one of another class, which may hold more, is itself."""
+    return nn.Parameter(p.detach(), p.requires_grad) if type(p) is nn.Parameter else p
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -67,9 +67,11 @@ class Trace:
 
     Attributes:
         tree: the model that ran, a copy in general; let it go when its rows are read.
-        how: "fake", "real" (a copy) or "itself" (the model); `why` says what needed a real run.
+        how: "fake", "real" (a copy), "shared" (a copy with the model's parameters) or "itself" (the
+            model); `why` says what needed a real run.
         counted: `macs` and `uncounted` are known.
         unused: trainable parameters that the output does not depend on.
+        written: parameters of the model itself that the run of a "shared" copy wrote in place.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.
         drew: True if random numbers were drawn from PyTorch's generators; never on fake tensors.
         error: what the model raised; `failed` names the modules that were running, outermost first.
@@ -84,6 +86,7 @@ class Trace:
     saved: Counter[str] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     n_hooks: int = 0
     drew: bool = False
     error: BaseException | None = None

@@ -107,8 +107,20 @@ def _run_real(
                 done = _run(tree, sandbox.real_inputs(given), training, new)
             done.how = "itself"
         else:
+            before = _versions(tree) if sandbox.shares_params(tree) else {}
             done = _run(copied, sandbox.real_inputs(given), training, new)
+            if before:
+                done.how, now = "shared", _versions(tree)
+                done.written = tuple(name for name, n in before.items() if now.get(name) != n)
     return done
+
+
+def _versions(tree: Tree) -> dict[str, int]:
+    """How often each parameter was written in place; not those through `.data`.
+
+    `_version` counts them, see `sandbox`; an inference tensor has none.
+    """
+    return {name: p._version for name, p in tree.params if not p.is_inference()}
 
 
 def _tree_of_copy(model: nn.Module, original: Tree) -> Tree:

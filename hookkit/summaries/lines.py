@@ -30,8 +30,9 @@ class Content:
     Attributes:
         dtype: the dtype of most parameters.
         grad_bytes: bytes of the gradients of one backward pass.
-        run: "fake" (on tensors without values), "real" (values were needed: a copy ran), "itself"
-            (the model, which cannot be copied, ran and was restored) or "none" (no input).
+        run: "fake" (on tensors without values), "real" (values were needed: a copy ran), "shared"
+            (a copy that shares the parameters, of more than 1 GiB), "itself" (the model, which
+            cannot be copied, ran and was restored) or "none" (no input).
         why: what needed values, for a real run.
         uncounted: operations for which no MAC formula is known, with how often each ran.
         optimizer: name, groups and state of the optimizer that was given.

@@ -290,6 +290,12 @@ def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator
     if done is not None and done.error is None and done.unused:
         what = count(done.unused, "trainable parameter")
         yield f"{what} not part of the output, and will get no gradient: {some(done.unused)}"
+    if done is not None and done.written:
+        what = count(done.written, "parameter")
+        yield (
+            f"{what} changed by the forward, in the model itself: the copy that ran shares "
+            f"parameters of more than 1 GiB. Load them again: {some(done.written)}"
+        )
     if tree.model.training:
         norms = [place for place in tree.firsts if isinstance(place.module, _BatchNorm)]
         if frozen := [place.name for place in norms if not place.module.training]:

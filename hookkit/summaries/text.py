@@ -230,11 +230,13 @@ def _run_text(s: Content) -> str:
     """How the numbers were found, and that nothing was changed by it."""
     if s.run == "none":
         return "No input given: nothing was run."
-    if s.error:
+    if s.error and s.run != "shared":
         return "The forward raised an error; nothing was changed."
     if s.run == "fake":
         return "Run on fake tensors: nothing computed, nothing changed."
     why = f"since it cannot run on fake tensors{f' ({s.why})' if s.why else ''}"
     if s.run == "itself":
         return f"Real run of the model itself, {why} and cannot be copied: it was restored."
+    if s.run == "shared":
+        return f"Real run on a copy that shares the parameters, {why}: nothing else changed."
     return f"Real run on a copy, {why}: nothing changed."
