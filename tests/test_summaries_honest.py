@@ -124,6 +124,27 @@ def test_an_lstm_says_that_its_workspace_is_not_counted(model: nn.Module, n: int
     )
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_a_model_that_differentiates_by_torch_func_runs_without_saved_bytes(real: bool) -> None:
+    class Physics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if real and x.sum().item() > 1e9:
+                return x
+            return torch.func.vmap(torch.func.jacrev(self.f))(x)
+
+    s = summary(Physics(), torch.ones(5, 2))
+
+    assert (s.run, s.output) == ("real" if real else "fake", "5×1×2 float32")
+    assert s.footnotes == (
+        "torch.func runs in the forward: saved bytes are unknown, and left out of the sums.",
+    )
+    assert s.macs
+
+
 def test_a_model_that_gives_no_tensor_has_not_failed() -> None:
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:

@@ -70,6 +70,7 @@ class Trace:
         how: "fake", "real" (a copy), "shared" (a copy with the model's parameters) or "itself" (the
             model); `why` says what needed a real run.
         counted: `macs` and `uncounted` are known.
+        saves: `saved` is known.
         unused: trainable parameters that the output does not depend on.
         written: parameters of the model itself that the run of a "shared" copy wrote in place.
         n_hooks: hooks that a user put on the model, or that edit it, and that ran with it.
@@ -81,6 +82,7 @@ class Trace:
     how: str = "fake"
     why: str = ""
     counted: bool = True
+    saves: bool = True
     calls: dict[str, Call] = field(default_factory=dict)
     macs: Counter[str] = field(default_factory=Counter)
     saved: Counter[str] = field(default_factory=Counter)

@@ -29,6 +29,9 @@ from hookkit.modelinfo.tree import Tree
 from hookkit.modules import Parts
 from hookkit.nested import Inputs, leaves
 
+# Raised by torch.func.grad, vjp, jacrev and hessian, in torch 2.11 to 2.13, as the whole error.
+_NO_HOOKS = "don't yet support saved tensor hooks"
+
 
 def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool = True) -> Trace:
     """Runs a copy of the model of `tree` on copies of `given`; the model's error is stored.
@@ -135,26 +138,38 @@ def _run(tree: Tree, given: Inputs, training: bool | None, new: Callable[[Tree],
     """Runs the model, twice if the first call makes layers, which only a second one can see."""
     sandbox.set_mode(tree, training)
     parts = Parts(tree.model)
-    done = _once(new(tree), given)
+    done = _once(new, tree, given)
     if not parts.changed():
         return done
     tree = Tree(tree.model)
     if done.error is not None:
         done.tree = tree
         return done
-    again = _once(new(tree), given)
+    again = _once(new, tree, given)
     again.drew |= done.drew
     return again
 
 
-def _once(tracer: Tracer, given: Inputs) -> Trace:
+def _once(new: Callable[[Tree], Tracer], tree: Tree, given: Inputs) -> Trace:
+    """One call; once more without a look at saved tensors if torch.func refuses that."""
+    done = _called(new(tree), given, saved=True)
+    if _NO_HOOKS not in str(done.error):
+        return done
+    again = _called(new(tree), given, saved=False)
+    again.drew |= done.drew
+    again.saves = False
+    return again
+
+
+def _called(tracer: Tracer, given: Inputs, *, saved: bool) -> Trace:
     with Undo() as stack:
         tracer.attach(stack)
         stack.callback(leave_eager, tracer)
         _enter_eager(tracer)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+        if saved:
+            stack.enter_context(saved_tensors_hooks(tracer.pack, lambda packed: packed.tensor))
         stack.enter_context(tracer)
         try:
             out = tracer.trace.tree.model(*given, **given.kwargs)

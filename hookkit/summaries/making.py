@@ -264,6 +264,8 @@ def _footnotes(tree: Tree, done: Trace) -> Iterator[str]:
         yield f"Hooks on the model that ran: {done.n_hooks}."
     if done.how == "fake" and any(_has_workspace(place) for place in done.tree.firsts):
         yield "The workspace of an LSTM's kernel on CPU is not in the saved bytes."
+    if not done.saves:
+        yield "torch.func runs in the forward: saved bytes are unknown, and left out of the sums."
     if tree.scripted:
         yield "Scripted modules run as one: shapes and saved bytes inside them are unknown."
 
