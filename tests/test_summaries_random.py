@@ -198,3 +198,21 @@ def test_two_summaries_at_once_leave_the_switches_as_they_were() -> None:
 
     assert torch.backends.mha.get_fastpath_enabled() == fused
     assert (log.filters, log.disabled) == (filters, False)
+
+
+def test_layers_that_chance_left_out_are_said_to_miss_in_this_run_only() -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand(()) > 0.5:
+                    x = x + layer(x)
+            return x + self.layers[0](x)
+
+    torch.manual_seed(0)
+    (warned,) = summary(LayerDrop(), torch.ones(3, 4)).warnings
+
+    assert "not part of the output of this run, and would get no gradient: layers." in warned

@@ -290,8 +290,9 @@ def _warnings(tree: Tree, done: Trace | None, opt: Optimizer | None) -> Iterator
     if opt is not None:
         yield from optimizer.warnings_of(tree.params, opt)
     if done is not None and done.error is None and done.unused:
-        what = count(done.unused, "trainable parameter")
-        yield f"{what} not part of the output, and will get no gradient: {some(done.unused)}"
+        # another run may draw other layers, or choose them by other values
+        what = f"{count(done.unused, 'trainable parameter')} not part of the output of this run"
+        yield f"{what}, and would get no gradient: {some(done.unused)}"
     if done is not None and done.written:
         what = count(done.written, "parameter")
         yield (
