@@ -420,6 +420,16 @@ def test_a_live_hook_keeps_what_a_container_held(
     assert (h.stored[0]["h"] is taken) == ("detach" in options)
 
 
+@pytest.mark.parametrize("keep", ["last", "all"])
+def test_in_inference_mode_what_is_stored_is_what_the_layer_gave(keep: str, x: Tensor) -> None:
+    m = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+
+    with hook_outputs(m, detach=False, keep=keep) as h, torch.inference_mode():
+        m(x)
+
+    assert torch.equal(h[0].stored, m[0](x))
+
+
 def test_what_is_read_inside_of_an_inference_mode_can_be_used_after_it(x: Tensor) -> None:
     m, layer = nn.Flatten(), nn.Linear(4, 4)
     for options in ({}, {"clone": True}, {"clone": False}, {"keep": "all"}):

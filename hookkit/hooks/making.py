@@ -49,7 +49,7 @@ def hook_output(
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns.
+            that was overwritten since warns (but in `inference_mode`, which counts no writes).
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when it has fired.
         retain_grad: stores both: the output in `.stored`, its gradient in `.grad`.
@@ -107,7 +107,7 @@ def hook_outputs(
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns.
+            that was overwritten since warns (but in `inference_mode`, which counts no writes).
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when the last of them has fired.
         retain_grad: stores both: outputs in `.stored`, and in each hook's `.grad` their gradients.
@@ -171,7 +171,7 @@ def hook_input(
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns.
+            that was overwritten since warns (but in `inference_mode`, which counts no writes).
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when it has fired.
         retain_grad: stores both: the inputs in `.stored`, its gradient in `.grad`.
@@ -226,7 +226,7 @@ def hook_inputs(
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
         clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns.
+            that was overwritten since warns (but in `inference_mode`, which counts no writes).
         dtype: floating point tensors are stored as this.
         stop: ends the forward, and the `with` block, when the last of them has fired.
         retain_grad: stores both: inputs in `.stored`, its gradient in `.grad`.

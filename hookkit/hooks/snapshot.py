@@ -297,7 +297,9 @@ class Snapshotter:
             t = t.to(o.dtype)
         if o.cpu and t.device.type not in ("cpu", "meta"):
             t = self._offloaded(t)
-        if t is not before or o.live:
+        # an inference tensor has no graph to stay in, and no count of writes to warn by
+        graphless = o.clone is None and not is_compiling() and t.is_inference()
+        if t is not before or (o.live and not graphless):
             return t
         return t.clone() if o.clone else snapshot(whole, self.given)
 
