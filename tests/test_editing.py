@@ -1031,6 +1031,21 @@ def test_a_compiled_model_is_edited_in_the_block_and_not_after(where: str) -> No
     torch.testing.assert_close(compiled(x), plain)
 
 
+@pytest.mark.parametrize(("edit", "k"), [(scale(0.5), 0.5), (zero(), 0.0), (add(1.0), None)])
+def test_ready_made_edits_of_gradients_are_in_whole_graphs(edit: Any, k: float | None) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 4)
+    net(x).sum().backward()
+    plain = net[0].weight.grad
+    net.zero_grad()
+
+    torch.compiler.reset()  # graphs of other models of the same class would be taken
+    edit_grad(net[1], edit)
+    torch.compile(net, backend="aot_eager", fullgraph=True)(x).sum().backward()
+
+    found = net[0].weight.grad
+    assert not torch.equal(found, plain) if k is None else torch.allclose(found, k * plain)
+
+
 def test_an_edit_installed_before_compilation_is_traced() -> None:
     net, x = mlp(), torch.randn(5, 4)
     torch.compiler.reset()  # graphs of other models of the same class would be taken

@@ -72,7 +72,9 @@ def part_of(x: Tensor, at: Any, word: str, where: Where) -> Tensor:
 
 def with_part(x: Tensor, at: Any, value: Any, word: str, where: Where) -> Tensor:
     """A new tensor: `x` with `value`, broadcast, at `at`; of its shape, dtype and device."""
-    nested, tensor = x.is_nested or x.layout is not torch.strided, isinstance(value, Tensor)
+    # compiled code has no sparse tensors, and may not ask a gradient for its layout
+    sparse = not torch.compiler.is_compiling() and x.layout is not torch.strided
+    nested, tensor = x.is_nested or sparse, isinstance(value, Tensor)
     (_check_whole if nested else _check_fits)(x, at, value, word, where)
     if at is None and tensor and (nested or (value.shape, value.dtype) == (x.shape, x.dtype)):
         return value  # type: ignore[no-any-return]
