@@ -336,6 +336,41 @@ def test_lightning(tmp_path, each: int, through: str):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("n_steps", [-1, 5 * N + 3])  # all epochs; or until within the sixth
+def test_metrics_of_lightning_are_of_the_epoch_in_which_they_were_logged(tmp_path, n_steps: int):
+    pytest.importorskip("lightning")
+    from hookkit.bridges.lightning import HookkitCallback
+
+    module, validated = lightning_module("self"), []
+
+    def training_step(self, batch, i):
+        self.log("epoch_now", float(self.current_epoch))
+        return mse(self(batch[0]), batch[1])
+
+    def on_train_epoch_end(self):
+        self.log("after", float(self.current_epoch))
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            loss = self.trainer.callback_metrics["val_loss"].item()
+            validated.append((self.current_epoch, loss))
+
+    type(module).training_step = training_step
+    type(module).on_train_epoch_end = on_train_epoch_end
+    type(module).on_validation_end = on_validation_end
+    bridge = HookkitCallback()
+    options = {"max_epochs": 6, "check_val_every_n_epoch": 2, "max_steps": n_steps}
+
+    lightning_trainer(tmp_path, 1, bridge, **options).fit(module, loader(), loader())
+
+    rows = bridge.watcher.run_record().valid
+    assert [row["epoch"] for row in rows] == list(range(6))
+    assert [row["epoch_now"] for row in rows] == [row["after"] for row in rows] == list(range(6))
+    assert [e for e, _ in validated] == [1, 3, 5][: 3 if n_steps == -1 else 2]
+    assert [(r["epoch"], r["valid_loss"]) for r in rows if "valid_loss" in r] == validated
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_bad_step_of_lightning_is_skipped(tmp_path, by_hand: bool):
     pytest.importorskip("lightning")

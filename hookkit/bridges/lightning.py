@@ -17,6 +17,10 @@ _Callback: Any = base("lightning", "lightning.pytorch.Callback", "pytorch_lightn
 class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     """Runs hookkit's callbacks in a Lightning Trainer."""
 
+    def __init__(self, *callbacks: Any) -> None:
+        super().__init__(*callbacks)
+        self._seen: dict[str, Tensor] = {}  # the metrics, when they were last looked at
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins: after the sanity check, with the optimizers made."""
         opts = list(trainer.optimizers) or None
@@ -31,17 +35,30 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1):
             self.watcher.loss(loss * trainer.accumulate_grad_batches)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Adds what the module has logged in its own `on_train_epoch_end`, which comes later."""
+        self.note(**self._new_metrics(trainer))
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Marks the epoch; its validation has run."""
-        self.epoch(**{_name(k): v for k, v in trainer.callback_metrics.items()})
+        """Marks the epoch; its validation, if it has one, has run."""
+        self.epoch(**self._new_metrics(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Ends."""
+        """Adds what was logged last, and ends."""
+        self.note(**self._new_metrics(trainer))
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ends; what was recorded stays."""
         self.end(exception)
+
+    def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
+        """The metrics that were computed since the last look.
+
+        Lightning keeps all others, in the same tensors: of a validation some epochs ago, say.
+        """
+        seen, self._seen = self._seen, dict(trainer.callback_metrics)
+        return {_name(k): v for k, v in self._seen.items() if v is not seen.get(k)}
 
 
 def _name(metric: str) -> str:
