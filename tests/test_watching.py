@@ -623,6 +623,32 @@ def test_a_model_used_through_its_parts_is_seen():
     assert log.events == OPEN + step * 2 + CLOSE
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_of_a_model_in_parts_has_the_mean_of_its_batches_losses(
+    frozen: bool, named: bool, set_to_none: bool
+):
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+    model["body"].requires_grad_(not frozen)
+    opt, mse, truth = sgd(model), nn.MSELoss(), []
+
+    with watch(model, opt, loss_func=mse if named else None) as w:
+        for i, x in enumerate(batches(6)):
+            y = model["head"](model["body"](x) + model["body"](-x))
+            loss = mse(y, torch.ones_like(y))
+            (loss / 3).backward()
+            if not named:
+                w.loss(loss)
+            truth.append(loss.item())
+            if i % 3 == 2:
+                opt.step()
+                opt.zero_grad(set_to_none)
+
+    assert (w.loop.train_iter, w.n_steps) == (6, 2)
+    np.testing.assert_allclose(w.losses, np.reshape(truth, (2, 3)).mean(1), rtol=1e-6)
+
+
 class Wrapped:
     """As accelerate's: an optimizer in name, whose own step hooks do not work."""
 

@@ -941,6 +941,24 @@ stop      after_train after_epoch after_fit
 n_steps=2 train_iter=2 epoch=1 n_cancelled_steps=0
 """,
     ),
+    "parts, gradients of two batches make a step": (
+        {},
+        """
+part:x    before_epoch before_train before_batch
+part:y
+part:x
+a.grad
+part:y
+part:x    after_batch before_batch
+part:x
+a.step    before_step
+a.done    after_step after_batch
+a.zero
+part:x    before_batch
+stop      after_batch after_train after_epoch after_fit
+n_steps=1 train_iter=3 epoch=1 n_cancelled_steps=0
+""",
+    ),
     "parts, each forward is a step": (
         {"each_forward": True},
         """

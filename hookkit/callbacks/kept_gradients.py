@@ -100,14 +100,14 @@ class _Followed:
         self.kept: Tensor | bool = False
         self.n_wasted, self.of_inputs = 0, False
         self._p, self._made = p, None  # type: Tensor, int | None
-        self._left: tuple[int, int] | None = _state(p.grad)
+        self._left: tuple[int, int] | None = grad_state(p.grad)
         self._still: Tensor | bool = False
         self._is_gone = False
         self._handles: list[RemovableHandle] = []
 
     def is_used(self) -> bool:
         """Whether what autograd has made since is what the step will use."""
-        now = _state(self._p.grad)
+        now = grad_state(self._p.grad)
         return now is not None and now[0] == self._made
 
     @uninterrupted
@@ -119,7 +119,7 @@ class _Followed:
         """A gradient has come; also where `torch.autograd.grad` adds it to nothing."""
         grad = p.grad
         self._is_gone = grad is None
-        if grad is None or self._left is None or _state(grad) != self._left:
+        if grad is None or self._left is None or grad_state(grad) != self._left:
             self._still = False
         else:
             with torch.no_grad():  # 0 by `grad.data.zero_()`, which leaves no other trace
@@ -129,7 +129,7 @@ class _Followed:
         """It was added to what there was."""
         self.n_wasted += self._is_gone and self._made is not None
         self.kept = self._still if self._made is None else self.kept & self._still
-        left = _state(p.grad)
+        left = grad_state(p.grad)
         self._made = None if left is None else left[0]
         self._left = None if self._still is False else left
 
@@ -138,7 +138,7 @@ class _Followed:
             handle.remove()
 
 
-def _state(grad: Tensor | None) -> tuple[int, int] | None:
+def grad_state(grad: Tensor | None) -> tuple[int, int] | None:
     """Where a gradient is, and how often it has been changed in place."""
     if grad is None or grad.layout is not torch.strided:
         return None

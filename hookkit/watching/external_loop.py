@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hookkit.callbacks.batch_facts import BatchFacts, marks
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.kept_gradients import KeptGradients
+from hookkit.callbacks.kept_gradients import KeptGradients, grad_state
 from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
 from hookkit.callbacks.readout import info_of
@@ -112,7 +112,10 @@ class ExternalLoop(CallbackRunner):
         self.other_thread = False
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
         self._last_step_iter = self._most_batches = self._n_begun = 0
+        # of a batch that a part began, a parameter, and its gradient then
         self._first_part: nn.Module | None = None
+        self._trained: Tensor | None = None
+        self._grad_before: tuple[int, int] | None = None
         self._first_weights: list[Tensor] = []
         self._paused: list[Any] = []
 
@@ -241,13 +244,26 @@ class ExternalLoop(CallbackRunner):
             self._next_batch()
 
     def part_began(self, part: nn.Module) -> bool:
-        """A part of a model runs whose own forward was never seen; whether a batch begins, too."""
-        again = self.each_forward and part is self._first_part
+        """A part of a model runs whose own forward was never seen; whether a batch begins, too.
+
+        It does after a step, and where gradients are accumulated: the part that began the batch
+        runs again after a backward pass. Without one it may run any number of times in a batch.
+        """
+        again = part is self._first_part and (self.each_forward or self._backward_ran())
         if self.training and not self.groups.stepped and not again:
             return False
-        self._first_part = part
+        # one of the part's, as in a GAN a backward pass may reach only one of the nets; of a frozen
+        # part, one of the others'
+        trained = (p for p in chain(part.parameters(), self._own()) if p.requires_grad)
+        self._first_part, self._trained = part, next(trained, None)
+        self._grad_before = None if self._trained is None else grad_state(self._trained.grad)
         self.forward_began(True)
         return True
+
+    def _backward_ran(self) -> bool:
+        """Whether a gradient has come, or changed, since a part began the batch."""
+        now = None if self._trained is None else grad_state(self._trained.grad)
+        return now is not None and now != self._grad_before
 
     def mark_batch(self) -> None:
         """The user says that a batch begins; the forward that follows belongs to it."""

@@ -60,7 +60,7 @@ class LoopHooks:
     Args:
         model: any module, wrapped or not. If its own forward never runs (a ModuleDict of two
             nets, or a model that is called layer by layer), a call of any of its parts begins a
-            batch.
+            batch, and the next begins when that part runs again after a backward pass or a step.
         opts: torch optimizers; empty: every optimizer that holds a parameter of `model`.
         loop: gets its signals at once, in the user's thread, whose code gets what it raises.
 
