@@ -16,6 +16,7 @@ from hookkit.callbacks.metrics import Mean
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
+from hookkit.stats import FlightRecorder
 from hookkit.testing import synth_learner
 from hookkit.texts import format_time
 
@@ -411,6 +412,34 @@ def test_batches_without_a_finite_loss_are_counted(watched: bool) -> None:
         info = learn.run_record().info
 
     assert info["nan_losses"] == [2 if watched else 8 - 2, 8]
+
+
+@pytest.mark.parametrize("n_acc", [1, 2])
+def test_a_skipped_step_leaves_the_losses_and_their_average_alone(n_acc: int) -> None:
+    xs = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(0))
+    spoiled = xs.clone()
+    spoiled[4] = float("nan")
+    left_out = range(4, 4 + n_acc)  # the batches of that step
+
+    def trained(batches: list[Tensor]) -> Any:
+        read = Callback(after_batch=lambda cb: cb.learn.recorder.smooth_loss)
+        read.order = 60  # after the Recorder
+        cbs = [GradientAccumulation(n_acc), FlightRecorder("skip"), read]
+        torch.manual_seed(0)
+        dls = DataLoaders([(x, x[:, :1]) for x in batches], None)
+        learn = Learner(dls, nn.Linear(3, 1), nn.MSELoss(), lr=0.1, cbs=cbs)
+        with learn.no_logging():
+            learn.fit(2)
+        return learn
+
+    learn = trained([*spoiled])
+
+    truth = trained([x for i, x in enumerate(xs) if i not in left_out]).recorder
+    assert learn.n_steps == 2 * (8 // n_acc - 1)
+    np.testing.assert_allclose(learn.recorder.losses, truth.losses, rtol=1e-6)
+    np.testing.assert_allclose(learn.recorder.step_losses(), truth.step_losses(), rtol=1e-6)
+    assert (learn.recorder.lrs, learn.recorder.iters) == (truth.lrs, truth.iters)
+    assert [v[0] for v in learn.recorder.values] == pytest.approx([v[0] for v in truth.values])
 
 
 def test_a_loss_that_is_not_reduced_is_recorded_by_its_mean() -> None:

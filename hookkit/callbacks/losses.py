@@ -84,14 +84,19 @@ class LossHistory:
         self._certain = self._shares = False  # see `put`
         # of the current batch; None while it has no loss
         self._step, self._now = 0, None  # type: int, Tensor | None
+        self._dropped = False  # the current batch, of which a loss may still be reported
         self._device: torch.device | None = None
 
     def begin(self, step: int) -> None:
         """A batch begins; `step` is the optimizer step it is for."""
+        self._keep()
+        self._step, self._dropped = step, False
+
+    def _keep(self) -> None:
         if self._now is not None:
             self._values.append(self._now)
             self._steps.append(self._step)
-        self._step, self._now = step, None
+        self._now = None
 
     def put(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """The batch's loss; a second one, also after the step, replaces the first.
@@ -102,7 +107,7 @@ class LossHistory:
             share: the losses of a step's batches add up to the step's; else that is their mean.
                 A run has losses of one kind.
         """
-        if guess and self._certain:
+        if self._dropped or (guess and self._certain):
             return
         if not (guess or self._certain):
             self._certain, self._n_gathered = True, 0
@@ -113,9 +118,21 @@ class LossHistory:
         self._now = (loss if device == self._device else loss.to(self._device)).detach()
         self._shares = share
 
-    def drop(self) -> None:
-        """The current batch does not count."""
-        self._now = None
+    def drop(self, step: int | None = None) -> None:
+        """The current batch does not count, nor do, with a `step`, the batches that are for it.
+
+        Sync: one, for a step that has batches.
+        """
+        if step is not None:
+            self._keep()
+            n = len(self._steps)
+            while n and self._steps[n - 1] == step:
+                n -= 1
+            if n < len(self._steps):
+                self._values.replace(n, np.empty(0))
+                del self._steps[n:]
+                self._n_gathered = min(self._n_gathered, n)
+        self._now, self._dropped = None, True
 
     def gather(self, where: str) -> None:
         """Replaces the losses since the last time by means over the ranks: all of them call.
@@ -137,12 +154,12 @@ class LossHistory:
 
     def by_batch(self, start: int = 0) -> Floats:
         """(n − start,) float64 on the host: the batches' losses from batch `start` on."""
-        self.begin(self._step)
+        self._keep()
         return self._values.read(start)
 
     def steps(self) -> npt.NDArray[np.int64]:
         """(n,) int64: the optimizer step of each batch whose loss is known."""
-        self.begin(self._step)
+        self._keep()
         return np.array(self._steps, np.int64)
 
     def by_step(self, n_steps: int) -> Floats:

@@ -137,6 +137,17 @@ class Recorder(Callback):
         """Remembers that this batch is not to be recorded."""
         self._cancelled = True
 
+    def after_cancel_step(self) -> None:
+        """A step that is skipped records nothing: none of its batches, and not this one."""
+        self._cancelled = True
+        self._losses.drop(self.learn.n_steps)
+        n = len(self._losses)
+        del self.lrs[n:]
+        self._fits[-1] = min(self._fits[-1], n)
+        if len(self._smooth) > n:  # with one of them: smoothed again from the fit's first batch
+            del self._smooth[self._fits[-1] :]
+            self._gathered = min(self._gathered, (self._fits[-1], 0.0))
+
     def after_batch(self) -> None:
         """Adds the batch's loss and metrics, on their device."""
         learn = self.learn

@@ -422,6 +422,7 @@ class ExternalLoop(CallbackRunner):
         self._last_step_iter = self.train_iter
         if self._step_cancelled:
             self._step_cancelled = False
+            self.losses.drop(self.n_steps)
         else:
             self.n_steps, self.stepped = self.n_steps + 1, True
             self._first_weights = []
