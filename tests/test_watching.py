@@ -800,15 +800,19 @@ class OwnSGD:
     """An optimizer that is not torch's, as those of fastai: it runs no step hooks."""
 
     def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": list(params), "lr": 0.1}]
+        self.params, self.lr = list(params), 0.1
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.params, "lr": self.lr}]
 
     def step(self) -> None:
-        for p in self.param_groups[0]["params"]:
+        for p in self.params:
             if p.grad is not None:
-                p.data.sub_(0.1 * p.grad)
+                p.data.sub_(self.lr * p.grad)
 
     def zero_grad(self) -> None:
-        for p in self.param_groups[0]["params"]:
+        for p in self.params:
             p.grad = None
 
 
@@ -833,6 +837,21 @@ def test_the_steps_of_an_optimizer_without_step_hooks_are_reported():
     assert w.seen.grads == pytest.approx(v.seen.grads)
     for name, values in v.param_stats.record().values.items():
         np.testing.assert_allclose(w.param_stats.record().values[name], values, rtol=1e-5)
+
+
+def test_the_rates_of_groups_that_are_made_anew_each_time_are_of_each_step():
+    model, params = net(), ParamStats()
+    opt = OwnSGD(model.parameters())
+    with watch(model, None, params) as w:
+        for x in batches(3):
+            model(x).pow(2).mean().backward()
+            w.loop.step_began(opt)
+            opt.step()
+            w.loop.step_ended(opt)
+            opt.zero_grad()
+            opt.lr /= 2
+
+    np.testing.assert_allclose(params.record().value("lr")[0], [0.1, 0.05, 0.025])
 
 
 def test_a_step_cancelled_of_an_optimizer_without_step_hooks_leaves_the_weights_alone():

@@ -69,7 +69,7 @@ class ParamStats(Exports, Callback):
         self.every = every
         self.history = StepHistory()
         self._facts: dict[str, dict[str, Any]] = {}  # by name, in the order of rows
-        self._groups: list[dict[str, Any] | None] = []  # of each row, in its optimizer
+        self._groups: list[int | None] = []  # of each row, among those of all optimizers
         self._live: dict[str, nn.Parameter] = {}  # of the step under way, if it is recorded
         self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
         self._copies = WeightCopies()
@@ -129,10 +129,11 @@ class ParamStats(Exports, Callback):
     def _learn_facts(self, parameters: list[Named]) -> None:
         groups = [(opt, g) for opt in self.learn.opts for g in opt.param_groups]
         owned = {id(p): i for i, (_, g) in enumerate(groups) for p in g["params"]}
-        facts, held = {**self._facts}, dict(zip(self._facts, self._groups, strict=True))
+        facts, held = {**self._facts}, dict[str, int | None].fromkeys(self._facts)
         for name, kind, p in parameters:
             at = owned.get(id(p))
-            opt, held[name] = (None, None) if at is None else groups[at]
+            opt, group = (None, {}) if at is None else groups[at]
+            held[name] = at
             facts[name] = {
                 "type": kind,
                 # strided nested tensors have no shape
@@ -143,7 +144,7 @@ class ParamStats(Exports, Callback):
                 "in_optimizer": at is not None,
                 "optimizer": "" if opt is None else type(opt).__name__,
                 "group": at,
-                "weight_decay": float((held[name] or {}).get("weight_decay") or 0.0),
+                "weight_decay": float(group.get("weight_decay") or 0.0),
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
@@ -160,8 +161,14 @@ class ParamStats(Exports, Callback):
                 tables = self._copies.tables(live, self._grads_of(live), self.names)
             place = self.learn.n_steps - 1, self.learn.epoch, self.learn.train_iter
             keyed: dict[Key, Tensor] = {("params", d): table[None] for d, table in tables.items()}
-            rates = {("rates", d): table[None] for d, table in _rates(self._groups).items()}
+            rates = {("rates", d): table[None] for d, table in self._rates().items()}
             self.history = self.history.with_records([place], keyed | rates)
+
+    def _rates(self) -> dict[torch.device, Tensor]:
+        # read anew: fastai's own optimizers make other dicts each time
+        groups = [group for opt in self.learn.opts for group in opt.param_groups]
+        rates = [group.get("lr") for group in groups]
+        return _by_device([None if at is None else rates[at] for at in self._groups])
 
     def _note_part(self, owned: list[nn.Parameter]) -> None:
         """Measures the gradients that one optimizer of several has used, before they are reset."""
@@ -318,9 +325,8 @@ _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
 _NORMS: Key = "params", torch.device("cpu")
 
 
-def _rates(groups: list[dict[str, Any] | None]) -> dict[torch.device, Tensor]:
+def _by_device(rates: list[Any]) -> dict[torch.device, Tensor]:
     """By device (rows, 2): of each row the learning rate that is there, and 1; else zeros."""
-    rates = [None if group is None else group.get("lr") for group in groups]
     far = [rate if isinstance(rate, Tensor) and not rate.is_cpu else None for rate in rates]
     near = [
         (0.0, 0.0) if rate is None or rate is there else (float(rate), 1.0)
