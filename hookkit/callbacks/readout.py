@@ -132,12 +132,13 @@ def info_of(runner: Any) -> dict[str, Any]:
         return dict(kept)
     opt = runner.opts[0] if runner.opts else None
     groups = [] if opt is None else opt.param_groups
+    rates = runner._rates if len(runner._rates) == len(groups) else [g["lr"] for g in groups]
     dtypes = {p.dtype for p in runner.model.parameters() if p.is_floating_point()}
     return {
         "model": class_name(unwrap(runner.model)),
         "loss_func": loss_name(runner.loss_func),
         "optimizer": None if opt is None else type(opt).__name__,
-        "lr": [float(g["lr"]) for g in groups],
+        "lr": [float(rate) for rate in rates],
         "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
         "momentum": [float(g.get("momentum") or g.get("betas", (0.0,))[0]) for g in groups],
         "maximize": any(g.get("maximize", False) for g in groups),

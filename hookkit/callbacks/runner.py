@@ -9,11 +9,12 @@ one file of more than 300 lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any, Self
 
 from fastcore.foundation import L
+from torch import Tensor
 
 from hookkit.callbacks.batch_facts import BatchFacts
 from hookkit.callbacks.callback import Callback, in_phase, method_for
@@ -52,6 +53,7 @@ class CallbackRunner:
     finds_opts: bool = False
     n_steps: int = 0
     _gathered_at: int = -1  # the number of steps when what all ranks recorded was last merged
+    _rates: Sequence[Any] = ()  # of the first optimizer's groups, in the last step that it made
     _by_event: dict[str, list[tuple[Callback, Callable[[], object]]]]
     _recorders: list[Any]  # the HookCallbacks: what has a `recording` to switch
     _past: list[Callback]  # added for a fit that is over
@@ -67,6 +69,11 @@ class CallbackRunner:
         for cb in (*self.cbs, *self._past):
             if cb.learn is None:  # in a deep copy or a pickle; a shallow copy shares the callbacks
                 cb.learn = self
+
+    def _note_rates(self, opt: Any) -> None:
+        """Called within the step: a scheduler changes them after it, a tensor in place."""
+        rates = (group.get("lr") for group in opt.param_groups)
+        self._rates = [r.detach().clone() if isinstance(r, Tensor) else r for r in rates]
 
     # --- adding and removing
 

@@ -239,6 +239,7 @@ class Loop(CallbackRunner):
         if not self.stepped:
             self.stepped = True
             self.n_steps += 1
+            self._note_rates(self.opts[0])
 
     def _with_events(self, f: Callable[[], None], part: str, cancel: type[Exception]) -> None:
         """Runs a part between its events; `cancel` ends the part, other exceptions end the fit."""

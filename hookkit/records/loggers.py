@@ -116,16 +116,31 @@ def _series(found: Any, statistics: list[str] | None) -> Iterator[tuple[str, Any
 
 
 def _of_epochs(found: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a Run knows by epoch that has ended, at its last step, and the learning rate now."""
+    """What a Run knows by epoch that has ended, at its last step; and learning rates."""
     facts = getattr(found, "info", {})
-    rates = facts.get("lr", [])
-    if np.size(rates) and found.n_steps:
-        yield "lr", np.array([found.n_steps - 1]), np.atleast_1d(rates)[-1:]
+    yield from _rates(found, facts.get("lr", []))
     epochs = getattr(found, "valid", ())
     for row in epochs[:-1] if facts.get("within_epoch") else epochs:
         for name, value in row.items():
             if name not in ("epoch", "step") and "step" in row and is_number(value):
                 yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
+
+
+def _rates(found: Any, rates: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The learning rate of the first optimizer's last group: in the last step, and as recorded.
+
+    Args:
+        found: a Run, if there are `rates`.
+        rates: of the first optimizer's groups in the last step.
+    """
+    if np.size(rates) and found.n_steps:
+        yield "lr", np.array([found.n_steps - 1]), np.atleast_1d(rates)[-1:]
+    params = getattr(found, "params", None)
+    if params is None or "lr" not in params.values:
+        return
+    groups, last = list(params.meta.get("group", ())), np.size(rates) - 1
+    if last in groups:
+        yield "lr", params.steps, params.values["lr"][groups.index(last)]
 
 
 def _checked(statistics: Any, records: list[Record]) -> list[str]:

@@ -330,6 +330,8 @@ class ExternalLoop(CallbackRunner):
         """`opt` has changed the weights; their `.grad` is still there."""
         if graph_task() == -1:
             self.kept_gradients.step_ended(opt)
+        if opt is self.opts[0]:
+            self._note_rates(opt)
         if self.each_forward:
             return
         if self.state in (State.CANCELLED, State.LATE) or not self._more_to_come(opt):
