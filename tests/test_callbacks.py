@@ -109,6 +109,24 @@ def test_accumulated_gradients_are_those_of_the_large_batch() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+def test_the_last_step_of_an_epoch_is_made_with_the_mean_of_its_fewer_batches() -> None:
+    xs, ys = torch.randn(5, 4, 1), torch.randn(5, 4, 1)
+    groups = [xs[:2].flatten(0, 1), xs[2:4].flatten(0, 1), xs[4]]
+    wholes = [ys[:2].flatten(0, 1), ys[2:4].flatten(0, 1), ys[4]]
+    torch.manual_seed(0)
+    a = quiet(data=([*zip(groups, wholes, strict=True)], None), model=mlp(1, 4, 1))
+    torch.manual_seed(0)
+    parts = [*zip(xs, ys, strict=True)]
+    b = quiet(data=(parts, None), model=mlp(1, 4, 1), cbs=GradientAccumulation(2))
+
+    a.fit(2, lr=0.1)
+    b.fit(2, lr=0.1)
+
+    assert a.n_steps == b.n_steps == 6
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
     log = EventLog("before_step", "after_step")
     stepped: list[bool] = []

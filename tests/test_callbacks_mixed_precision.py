@@ -62,8 +62,9 @@ def reference(dtype: torch.dtype, n_acc: int = 1, max_norm: float | None = None)
     model, opt = learn.model, torch.optim.SGD(learn.model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=dtype is torch.float16)
     for i, (x, y) in enumerate(BATCHES):
+        n = min(n_acc, len(BATCHES) - i // n_acc * n_acc)  # the last step has what is left
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            loss = nn.functional.mse_loss(model(x).float(), y) / n_acc
+            loss = nn.functional.mse_loss(model(x).float(), y) / n
         scaler.scale(loss).backward()
         if (i + 1) % n_acc == 0 or i + 1 == len(BATCHES):
             if max_norm is not None:

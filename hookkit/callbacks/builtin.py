@@ -102,8 +102,13 @@ class GradientAccumulation(Callback):
 
     def after_loss(self) -> None:
         """Scales the loss that is differentiated; `learn.loss` stays as it is."""
-        if self.learn.loss_grad is not None:
-            self.learn.loss_grad = self.learn.loss_grad / self.n_acc
+        learn = self.learn
+        if learn.loss_grad is None:
+            return
+        n = self.n_acc
+        if learn.n_iter is not None:  # the last step of an epoch may have fewer batches
+            n = min(n, learn.n_iter - learn.iter // n * n)
+        learn.loss_grad = learn.loss_grad / n
 
     def cleanup_fit(self) -> None:
         """Back to a step for each batch."""
