@@ -330,7 +330,7 @@ class ExternalLoop(CallbackRunner):
         """`opt` has changed the weights; their `.grad` is still there."""
         if graph_task() == -1:
             self.kept_gradients.step_ended(opt)
-        if opt is self.opts[0]:
+        if opt in self.opts[:1]:
             self._note_rates(opt)
         if self.each_forward:
             return
