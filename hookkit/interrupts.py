@@ -96,6 +96,10 @@ class Guard:
         if not handler.n_guards and getsignal(_NUMBER) is handler and get_ident() == _MAIN:
             signal(_NUMBER, handler.users)
 
+    def __del__(self) -> None:
+        if self._handler is not None:  # the block was abandoned
+            self.end()
+
 
 def uninterrupted(f: Callable[P, T]) -> Callable[P, T]:
     """`f`, in which no Ctrl-C is raised: it is raised right after `f`.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import left_behind
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -280,6 +281,7 @@ def test_a_block_that_is_abandoned_and_one_whose_edit_fails_leave_nothing() -> N
 
     assert same(net, before)
     assert params._open == []
+    assert left_behind(net) == ""
 
 
 def test_gradients_of_an_edited_model_and_graphs_that_cross_the_edge_of_the_block() -> None:

@@ -141,7 +141,10 @@ def doubled(m: nn.Module, given: Inputs) -> tuple[Inputs, int] | None:
         _, layer = first_layer(m)
     except ArgumentError:
         return None
-    (x, *_), (dims, last) = leaves(given) or [torch.empty(0)], input_dims(layer)
+    tensors, (dims, last) = leaves(given), input_dims(layer)
+    if not tensors:
+        return None
+    x = tensors[0]
     n_features = 0 if isinstance(layer, _EMBEDDINGS) else 1
     n_batch = x.dim() - dims - n_features
     if not dims or n_batch not in (0, 1):
