@@ -1031,6 +1031,7 @@ def test_a_compiled_model_is_edited_in_the_block_and_not_after(where: str) -> No
     torch.testing.assert_close(compiled(x), plain)
 
 
+@pytest.mark.traces_gradients
 @pytest.mark.parametrize(("edit", "k"), [(scale(0.5), 0.5), (zero(), 0.0), (add(1.0), None)])
 def test_ready_made_edits_of_gradients_are_in_whole_graphs(edit: Any, k: float | None) -> None:
     net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 4)
