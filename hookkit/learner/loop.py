@@ -234,12 +234,12 @@ class Loop(CallbackRunner):
         if not self._step_hooks:  # the user's own optimizer, without torch's hooks
             self._on_step()
 
-    def _on_step(self, *_: Any) -> None:
+    def _on_step(self, opt: Any = None, *_: Any) -> None:
         self.step_scaler = stepping_scaler()
         if not self.stepped:
             self.stepped = True
             self.n_steps += 1
-            self._note_rates(self.opts[0])
+            self._note_rates(opt or self.opts[0])
 
     def _with_events(self, f: Callable[[], None], part: str, cancel: type[Exception]) -> None:
         """Runs a part between its events; `cancel` ends the part, other exceptions end the fit."""
